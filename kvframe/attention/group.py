@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
+from kvframe.attention.merging import merged_over
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Refusal
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, PluginError
@@ -142,6 +143,7 @@ def _set_up(
     made = (choice.backend_class, layers, device, choice.backend_options, scratch)
     try:
         backend = call(f"{whose}__init__()", make_backend, *made)
+        backend = merged_over(backend, choice.wrappers, layers, device)
         builder = call(f"{whose}make_builder()", backend.make_builder)
         misdeclared = call(f"{whose}make_builder()", find_misdeclared, AttentionMetadataBuilder, builder)
         if not misdeclared:

@@ -15,7 +15,7 @@ from kvframe.engine.assembly import Assembly, plain_layers
 from kvframe.engine.self_check import run_packed
 from kvframe.loading.claims import BUILTIN_OWNER, Entry
 from kvframe.loading.registry import Registry
-from kvframe.selection.chains import bind_chain
+from kvframe.selection.chains import bind_chain, divides_keys
 from kvframe.selection.choice import Candidate, Choice
 from kvframe.selection.identity import Identity
 
@@ -137,7 +137,7 @@ def _on_reference(
             if keep_wrappers or DROPS_TOKENS in wrapper.effects
         ]
         wrappers, wrapped, extensions = bind_chain([wrapper for wrapper, _ in kept], specs[choice.layer])
-        refusals = backend_class.capabilities.refusals(wrapped, device, extensions)
+        refusals = backend_class.capabilities.refusals(wrapped, device, extensions, lse=divides_keys(wrappers))
         if refusals:
             uncovered.append((choice, refusals[0].reason))
             found.append(choice)

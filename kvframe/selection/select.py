@@ -14,7 +14,7 @@ from kvframe.contract.errors import BackendError, KVFrameError, PluginError, Sta
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
-from kvframe.selection.chains import bind_chain
+from kvframe.selection.chains import bind_chain, divides_keys
 from kvframe.selection.choice import Candidate, Choice
 from kvframe.selection.identity import Identity
 from kvframe.selection.skipping import why_not_skipped
@@ -122,11 +122,12 @@ def _choose(
         raise WrapperError(f"layer {layer.name!r}: {error}", code=error.code) from error
     except PluginError as error:
         raise PluginError(f"layer {layer.name!r}: {error}") from error
+    lse = divides_keys(wrappers)
     names = registry.backends.names() if rule.backend == AUTO else (rule.backend.name,)
     made_of: dict[str, _Usable] = {}
     candidates = []
     for name in names:
-        candidate, usable = _consider(name, rule.backend, wrapped, extensions, registry, device)
+        candidate, usable = _consider(name, rule.backend, wrapped, extensions, registry, device, lse=lse)
         candidates.append(candidate)
         if usable is not None:
             made_of[candidate.name] = usable
@@ -186,7 +187,14 @@ class _Usable:
 
 
 def _consider(
-    name: str, use: Use, layer: LayerSpec, extensions: Collection[str], registry: Registry, device: str
+    name: str,
+    use: Use,
+    layer: LayerSpec,
+    extensions: Collection[str],
+    registry: Registry,
+    device: str,
+    *,
+    lse: bool,
 ) -> tuple[Candidate, _Usable | None]:
     """Check whether one backend can serve a layer; any error in its code is the reason that it cannot.
 
@@ -197,7 +205,8 @@ def _consider(
     whose = f"backend {entry.id!r}"
     try:
         backend_class: type[AttentionBackend] = entry.load()
-        candidate = call(f"{whose}: capabilities", _compare, entry.id, backend_class, layer, extensions, device)
+        compared = (entry.id, backend_class, layer, extensions, device, lse)
+        candidate = call(f"{whose}: capabilities", _compare, *compared)
         if device in backend_class.capabilities.devices and (reason := entry.why_unusable(backend_class)):
             candidate = attrs.evolve(candidate, refusals=(Refusal("environment", reason),))
         if candidate.refusals:
@@ -219,11 +228,16 @@ def _consider(
 
 
 def _compare(
-    name: str, backend_class: type[AttentionBackend], layer: LayerSpec, extensions: Collection[str], device: str
+    name: str,
+    backend_class: type[AttentionBackend],
+    layer: LayerSpec,
+    extensions: Collection[str],
+    device: str,
+    lse: bool,
 ) -> Candidate:
     """Compare a backend's capabilities with a layer. May raise anything."""
     capabilities = backend_class.capabilities
-    refusals = capabilities.refusals(layer, device, extensions)
+    refusals = capabilities.refusals(layer, device, extensions, lse=lse)
     if device not in capabilities.devices:
         # The first reason is enough. More checks could be slow, because a backend may compile its kernels for them.
         refusals = refusals[:1]

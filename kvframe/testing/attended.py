@@ -46,7 +46,7 @@ def find_difference(
         if expected[token] != found[row]:
             lost, new = sorted(expected[token] - found[row]), sorted(found[row] - expected[token])
             return f"token {token} of the batch no longer attends to the slots {lost}, and attends to {new} instead"
-    return ""
+    return _find_undivided(wrapper, after, wrapped) if wrapper.num_parts > 1 else ""
 
 
 def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list[set[int]]:
@@ -69,6 +69,18 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
             tokens = [token for start, stop in ranges for token in range(max(start, hidden[request]), stop)]
             found.append({_slot(blocks, token, metadata.block_size) for token in tokens})
     return found
+
+
+def _find_undivided(wrapper: MetadataWrapper, spec: KVCacheSpec, metadata: CommonAttentionMetadata) -> str:
+    """Return one sentence about a key that is in no part, or in several; empty if each key is in one."""
+    whole = attended_slots(metadata, spec)
+    parts = [attended_slots(part, spec) for part in wrapper.parts(metadata)]
+    for token, slots in enumerate(whole):
+        for slot in sorted(slots.union(*(part[token] for part in parts))):
+            times = sum(slot in part[token] for part in parts)
+            if times != (slot in slots):
+                return f"token {token} of the batch attends to the slot {slot} in {times} parts"
+    return ""
 
 
 def _slot(blocks: list[int], token: int, block_size: int) -> int:

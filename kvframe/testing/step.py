@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
+from kvframe.attention.merging import merged_over
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST, Staging
@@ -93,6 +94,7 @@ def run_step(
     learned = learned.to(device)
     backend = _make_backend(backend_class, seen, device, learned.parameters)
     writer = backend
+    backend = merged_over(backend, chain, [seen], device)
     if case.layer.shares_with is not None:
         writer = _make_backend(
             backend_class, attrs.evolve(seen, name=owner, shares_with=None), device, learned.parameters

@@ -108,6 +108,7 @@ def test_finite_values_where_nothing_is_live_change_nothing(backend: type[Attent
         (builder_module, "LEAST_PROMPT"),
         (tiles_module, "MAX_MASK_ELEMENTS"),
         (backend_module, "MAX_SCRATCH_ELEMENTS"),
+        (backend_module, "MAX_PROMPT_QUERIES"),
         (builder_module, "FREE_PADDING_ELEMENTS"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 
 import attrs
@@ -43,7 +44,7 @@ class _Step(ctypes.Structure):
         *((name, _Plane) for name in PLANES),
         *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "seq_starts", "block_table")),
         ("block_table_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("sinks", "bias")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "bias", "lse")),
         *((name, ctypes.c_int64) for name in ("max_distance", "num_reqs", "num_tokens", "block_size")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v")),
         *((name, ctypes.c_int64) for name in ("query_dtype", "stored_dtype", "scale_dtype")),
@@ -123,6 +124,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     scales: Scales = NO_SCALES,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of packed queries over the pages of their requests.
 
@@ -140,6 +142,8 @@ def paged_attention(
         bias: ``[num_heads, 2 * max_distance + 1]``: added to the scores by the distance of a key from its query; larger
             distances use the nearest entry. None for none.
         scales: The scales of keys and values that are codes.
+        lse: ``[num_tokens, num_heads], float32``, host, contiguous: written: the natural logarithm of each softmax's
+            denominator, -inf for a query that sees nothing; None if it is not wanted.
 
     Returns:
         ``[num_tokens, num_heads, head_size_v]``, in the query's dtype; zeros for padding and queries that see no key.
@@ -181,6 +185,7 @@ def paged_attention(
         block_table_stride=table.stride(0),
         sinks=None if sinks is None else sinks.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
+        lse=None if lse is None else lse.fill_(-math.inf).data_ptr(),
         max_distance=0 if bias is None else bias.shape[1] // 2,
         num_reqs=lens.shape[0],
         num_tokens=num_tokens,
@@ -203,6 +208,8 @@ def paged_attention(
         value_factor=scoring.value_factor,
     )
     library.kvframe_attention(ctypes.byref(step))
+    if lse is not None and sinks is not None:
+        torch.logaddexp(lse, sinks, out=lse)
     return output
 
 

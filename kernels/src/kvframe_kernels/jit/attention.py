@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -40,6 +41,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention over pages in place.
 
@@ -55,6 +57,8 @@ def paged_attention(
         sinks: ``[num_heads]``: learned sink logits; None for none.
         bias: ``[num_heads, 2 * max_distance + 1], float32``: entry ``i`` is added to the score of a token
             ``i - max_distance`` after the query; None for none.
+        lse: ``[num_tokens, num_heads], float32, CPU``, contiguous: written: the natural logarithm of each softmax's
+            denominator, -inf for a query that sees nothing; None if it is not wanted.
 
     Returns:
         ``[num_tokens, num_heads, head_size_v]``, in the query's dtype.
@@ -82,6 +86,7 @@ def paged_attention(
         "value_size": value.shape[3],
         "num_biases": biases.shape[1],
         "num_sinks": len(logits),
+        "num_lse": 0 if lse is None else num_tokens,
         "key_elements": len(key_memory),
         "value_elements": len(value_memory),
         "block_size": key.shape[1],
@@ -102,14 +107,17 @@ def paged_attention(
         "sinks": logits.numpy(),
         "outputs": outputs.numpy(),
         "sums": sums,
+        "lse": np.empty((0, num_heads), np.float32) if lse is None else lse.fill_(-math.inf).numpy(),
     }
     run(key_memory.dtype, sizes, arrays, soft_cap or 0.0, work.num_threads)
     if num_parts:
-        _join_parts(outputs.numpy(), sums, work.first_part, arrays["sinks"])
+        _join_parts(outputs.numpy(), sums, work.first_part, arrays["sinks"], arrays["lse"])
+    if lse is not None and sinks is not None:
+        torch.logaddexp(lse, logits, out=lse)
     return outputs[:num_tokens].to(query.dtype)
 
 
-def _join_parts(outputs: Any, sums: Any, first_part: Any, sinks: Any) -> None:
+def _join_parts(outputs: Any, sums: Any, first_part: Any, sinks: Any, lse: Any) -> None:
     """Merge the parts of split queries, by the formula of the online softmax.
 
     Args:
@@ -118,6 +126,8 @@ def _join_parts(outputs: Any, sums: Any, first_part: Any, sinks: Any) -> None:
         sums: ``[num_parts, num_heads, 2], float32``: likewise, of its ``sums``.
         first_part: ``[num_tokens + 1], int64``: the first part of each query; a query that is not split has no parts.
         sinks: ``[num_heads], float32``: learned sink logits, or ``[0]`` for none.
+        lse: ``[num_tokens, num_heads], float32``: the rows of split queries are written, without sinks;
+            ``[0, num_heads]`` if it is not wanted.
     """
     counts = np.diff(first_part)
     split = np.flatnonzero(counts)
@@ -125,6 +135,8 @@ def _join_parts(outputs: Any, sums: Any, first_part: Any, sinks: Any) -> None:
     most = np.maximum.reduceat(sums[..., 0], starts)
     share = np.exp(sums[..., 0] - most.repeat(counts[split], axis=0))
     weight = np.add.reduceat(share * sums[..., 1], starts)
+    if len(lse):
+        lse[split] = np.where(weight == 0, -np.inf, most + np.log(np.where(weight == 0, 1, weight)))
     if len(sinks):
         weight += np.exp(np.minimum(sinks - most, 80))
     totals = np.add.reduceat(share[..., None] * outputs[len(counts) :], starts)

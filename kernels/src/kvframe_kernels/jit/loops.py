@@ -181,7 +181,7 @@ def _shrink(totals: Any, shares: Any) -> None:
 
 @njit(error_model="numpy")
 def _write(
-    outputs: Any, sums: Any, first_row: int, rows: Any, totals: Any, largest: Any, weights: Any, sinks: Any
+    outputs: Any, sums: Any, lse: Any, first_row: int, rows: Any, totals: Any, largest: Any, weights: Any, sinks: Any
 ) -> None:
     """Write the result of the rows: an output for a whole query, sums to merge for a part of one."""
     num_tokens, width = len(outputs) - len(sums), len(totals) // rows.total
@@ -194,6 +194,8 @@ def _write(
                 sums[place - num_tokens, query_head, 0] = largest[row]
                 sums[place - num_tokens, query_head, 1] = weight
             elif weight != 0:
+                if len(lse):
+                    lse[place, query_head] = largest[row] + math.log(weight)
                 if len(sinks):
                     # The sink is one more logit in the denominator (GPT-OSS, arXiv 2508.10925).
                     weight += math.exp(min(sinks[query_head] - largest[row], np.float32(80)))
@@ -224,6 +226,7 @@ def attend(
     sinks: Any,
     outputs: Any,
     sums: Any,
+    lse: Any,
 ) -> None:
     """Compute the attention of one work item.
 
@@ -249,6 +252,8 @@ def attend(
         outputs: ``[num_tokens + num_parts, num_heads, value_size], float32``: written: first each query's output, zeros
             if it sees no token; then each part's sum of weighted values.
         sums: ``[num_parts, num_heads, 2], float32``: written: each part's largest score, and its sum of weights.
+        lse: ``[num_tokens, num_heads], float32``: written: the logarithm of each query's sum, without sinks, if it is
+            not split and sees a token; ``[0, num_heads]`` if it is not wanted.
     """
     head_size, value_size = query.shape[2], outputs.shape[2]
     request, first_query, num_queries = items[item, 0], items[item, 1], items[item, 2]
@@ -297,4 +302,4 @@ def attend(
                         place = t * rows.total + row
                         add_values(totals, row, scores, place, rows.total, value, value_starts, t, shift, value_size)
             token += count
-    _write(outputs, sums, first_row, rows, totals, largest, weights, sinks)
+    _write(outputs, sums, lse, first_row, rows, totals, largest, weights, sinks)

@@ -32,6 +32,7 @@ SIZES = (
     "value_size",
     "num_biases",
     "num_sinks",
+    "num_lse",
     "key_elements",
     "value_elements",
     "block_size",
@@ -40,7 +41,20 @@ SIZES = (
     "num_sink_tokens",
     "chunk",
 )
-ARRAYS = ("items", "query", "key", "value", "key_strides", "value_strides", "table", "bias", "sinks", "outputs", "sums")
+ARRAYS = (
+    "items",
+    "query",
+    "key",
+    "value",
+    "key_strides",
+    "value_strides",
+    "table",
+    "bias",
+    "sinks",
+    "outputs",
+    "sums",
+    "lse",
+)
 CALL = np.dtype(
     [("counter", np.int64), ("soft_cap", np.float64), *((name, np.int64) for name in (*SIZES, *ARRAYS))], align=True
 )
@@ -62,6 +76,7 @@ def _attend_to_items(call: Any, key: Any, value: Any, counter: Any) -> None:
     num_rows = call.num_tokens + call.num_parts
     outputs = carray(memory_at(call.outputs), (num_rows, call.num_heads, call.value_size), np.float32)
     sums = carray(memory_at(call.sums), (call.num_parts, call.num_heads, 2), np.float32)
+    lse = carray(memory_at(call.lse), (call.num_lse, call.num_heads), np.float32)
     item = take_next(counter)
     while item < call.num_items:
         attend(
@@ -84,6 +99,7 @@ def _attend_to_items(call: Any, key: Any, value: Any, counter: Any) -> None:
             sinks,
             outputs,
             sums,
+            lse,
         )
         item = take_next(counter)
 

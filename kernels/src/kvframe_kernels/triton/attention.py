@@ -122,6 +122,7 @@ class PagedAttention:
         has_starts: bool = False,
         sinks: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> Iterator[Launch]:
         """Yield the kernel calls that write a step's ``output``, in their order.
 
@@ -138,6 +139,8 @@ class PagedAttention:
             sinks: ``[num_heads], device``: learned sink logits; None for none.
             bias: ``[num_heads, 2 * max_distance + 1], float32, device``: added to the scores by distance, given times
                 ``log2(e)``; None for none.
+            lse: ``[num_tokens, num_heads], float32, device``, contiguous: every row is written: the natural logarithm
+                of each softmax's denominator, -inf for a query that sees nothing. None if it is not wanted.
         """
         kind = FORMATS[self.format]
         score_scale = self.scale * (self.k_scale if kind == TENSOR_SCALED else 1.0)
@@ -169,6 +172,7 @@ class PagedAttention:
             "sinks": sinks,
             "bias": bias,
             "output": output,
+            "lse": lse,
             "block_table": block_table,
             "score_scale": score_scale * LOG2_E,
             "value_scale": self.v_scale,
@@ -197,6 +201,7 @@ class PagedAttention:
             "HAS_STARTS": has_starts,
             "HAS_SOFT_CAP": self.soft_cap is not None,
             "HAS_SINKS": sinks is not None,
+            "HAS_LSE": lse is not None,
             "MAX_DISTANCE": self.max_distance,
             "IS_ALIKE": key.stride() == value.stride(),
             "DOT_DTYPE": dot_dtype(query.dtype),
@@ -227,7 +232,7 @@ class PagedAttention:
                 tiling.num_stages,
             )
             if each.num_splits:
-                yield join_launch(each, numbers, output, part_output, part_weight, sizes)
+                yield join_launch(each, numbers, output, part_output, part_weight, sizes, lse)
 
 
 def join_launch(
@@ -237,6 +242,7 @@ def join_launch(
     part_output: torch.Tensor,
     part_weight: torch.Tensor,
     sizes: Mapping[str, int],
+    lse: torch.Tensor | None = None,
 ) -> Launch:
     """Return the kernel call that merges the results of split tiles' parts.
 
@@ -247,6 +253,7 @@ def join_launch(
         part_output: ``[num_slots, num_head_programs, block_m, head_size_v], float32, device``.
         part_weight: ``[num_slots, num_head_programs, block_m], float32, device``.
         sizes: The kernel's constants for the distribution of heads over programs.
+        lse: ``[num_tokens, num_heads], float32, device``, contiguous; likewise. None if it is not wanted.
     """
     head_size_v = output.shape[2]
     return Launch(
@@ -255,6 +262,7 @@ def join_launch(
         {
             **sizes,
             "output": output,
+            "lse": lse,
             "part_output": part_output,
             "part_weight": part_weight,
             "numbers": numbers,
@@ -264,6 +272,7 @@ def join_launch(
             "BLOCK_M": programs.tiling.block_m,
             "BLOCK_DV": triton.next_power_of_2(head_size_v),
             "BLOCK_PARTS": PARTS_AT_ONCE,
+            "HAS_LSE": lse is not None,
         },
     )
 

@@ -35,6 +35,7 @@ def attend(
     sinks,
     bias,
     output,
+    lse,
     part_output,
     part_weight,
     numbers,
@@ -73,6 +74,7 @@ def attend(
     HAS_STARTS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     MAX_DISTANCE: tl.constexpr,
     IS_ALIKE: tl.constexpr,
     MASK_ALL: tl.constexpr,
@@ -262,14 +264,22 @@ def attend(
         tl.store(out_places, acc.to(output.dtype.element_ty), mask=is_stored)
         if FORMAT == NIBBLES:
             tl.store(out_places + SIZE, acc_high.to(output.dtype.element_ty), mask=is_stored)
+        if HAS_LSE:
+            log_sum = log_of(weight, maximum) * 0.6931471805599453
+            tl.store(lse + (first_query + query_in_tile).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads, log_sum, is_row)
     else:
         part_rows = (slot * (NUM_KV_HEADS * HEAD_TILES) + head_program).to(tl.int64) * BLOCK_M + rows
         part_places = (part_output + part_rows * HEAD_SIZE_V)[:, None] + columns_v[None, :]
         tl.store(part_places, acc, mask=is_stored)
         if FORMAT == NIBBLES:
             tl.store(part_places + SIZE, acc_high, mask=is_stored)
-        log_weight = tl.where(weight == 0.0, float("-inf"), maximum + tl.log2(tl.where(weight == 0.0, 1.0, weight)))
-        tl.store(part_weight + part_rows, log_weight, mask=is_row)
+        tl.store(part_weight + part_rows, log_of(weight, maximum), mask=is_row)
+
+
+@triton.jit
+def log_of(weight, maximum):
+    """Return the logarithm to base 2 of a denominator, the sum of weights relative to a maximum; -inf for none."""
+    return tl.where(weight == 0.0, float("-inf"), maximum + tl.log2(tl.where(weight == 0.0, 1.0, weight)))
 
 
 @triton.jit
@@ -283,6 +293,7 @@ def part_of(low, stop, part, part_blocks, BLOCK_N: tl.constexpr):
 @triton.jit
 def join_parts(
     output,
+    lse,
     part_output,
     part_weight,
     numbers,
@@ -294,6 +305,7 @@ def join_parts(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     """Merge the results of a tile's parts for one query and head, weighted by their shares of the denominator."""
     split = numbers + first_split + tl.program_id(0) * SPLIT_FIELDS
@@ -330,6 +342,9 @@ def join_parts(
         weight = weight * fade + tl.sum(shares, 0)
         acc = acc * fade + tl.sum(vectors * shares[:, None], 0)
         maximum = peak
+    if HAS_LSE:
+        log_sum = log_of(weight, maximum) * 0.6931471805599453
+        tl.store(lse + row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head, log_sum)
     acc = acc / tl.where(weight == 0.0, 1.0, weight)
     place = output + (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_SIZE_V + columns
     tl.store(place, acc.to(output.dtype.element_ty), mask=is_column)

@@ -69,6 +69,7 @@ class CpuBackend(AttentionBackend):
         relative_bias=True,
         separate_value_size=True,
         takes_copies=True,
+        returns_lse=True,
         preference=10,
     )
 
@@ -125,6 +126,24 @@ class CpuBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
+        return self._attend(layer, query, kv_cache, metadata, sinks)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention over the pages in place, with the log-sum-exp."""
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        return self._attend(layer, query, kv_cache, metadata, sinks, lse), lse
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert isinstance(metadata, Batch)
         bias = self._bias_by_distance.get(layer.name)
         scales = Scales(
@@ -133,4 +152,4 @@ class CpuBackend(AttentionBackend):
             key_min=kv_cache.get("k_min"),
             value_min=kv_cache.get("v_min"),
         )
-        return paged_attention(query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias, scales)
+        return paged_attention(query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias, scales, lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -18,7 +19,7 @@ from kvframe.contract import (
     KVCache,
     LayerSpec,
 )
-from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, sees, unusable_reason, with_sinks
+from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, log_sum_exp, sees, unusable_reason, with_sinks
 
 
 @attrs.frozen(eq=False)
@@ -83,6 +84,7 @@ class FlashAttnBackend(AttentionBackend):
         block_size_multiple=256,
         takes_copies=True,
         reads_dead_tokens=True,
+        returns_lse=True,
         preference=20,
     )
 
@@ -99,6 +101,28 @@ class FlashAttnBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
+        return self._attend(layer, query, kv_cache, metadata, sinks, sinks is not None)[0]
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention over the pages in place, with the library's log-sum-exp."""
+        output, normaliser = self._attend(layer, query, kv_cache, metadata, sinks, with_lse=True)
+        assert normaliser is not None
+        lse = query.new_full((len(query), query.shape[1]), -math.inf, dtype=torch.float32)
+        lse[: normaliser.shape[1]] = log_sum_exp(normaliser, sinks)
+        return output, lse
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output, and the logarithm of the denominator without sinks, ``[num_heads, num_rows]``."""
         assert isinstance(metadata, FlashAttnMetadata)
         assert layer.query is not None
         common, keys = metadata.common, kv_cache["k"]
@@ -112,16 +136,16 @@ class FlashAttnBackend(AttentionBackend):
         }
         rows = query.to(keys.dtype)
         if metadata.num_queries:
-            output, normaliser = self._uniform(rows, kv_cache, metadata, options, sinks is not None)
+            output, normaliser = self._uniform(rows, kv_cache, metadata, options, with_lse)
         else:
-            output, normaliser = self._varied(rows, kv_cache, metadata, options, sinks is not None)
-        if normaliser is not None:
-            assert sinks is not None
+            output, normaliser = self._varied(rows, kv_cache, metadata, options, with_lse)
+        if sinks is not None:
+            assert normaliser is not None
             output = with_sinks(output, normaliser, sinks)
         output = output.to(query.dtype)
         if len(output) == len(query):
-            return output
-        return torch.cat([output, output.new_zeros(len(query) - len(output), *output.shape[1:])])
+            return output, normaliser
+        return torch.cat([output, output.new_zeros(len(query) - len(output), *output.shape[1:])]), normaliser
 
     @staticmethod
     def _uniform(

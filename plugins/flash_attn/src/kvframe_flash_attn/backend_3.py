@@ -18,7 +18,7 @@ from kvframe.contract import (
     KVCache,
     LayerSpec,
 )
-from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, sees, unusable_reason, with_sinks
+from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, log_sum_exp, sees, unusable_reason, with_sinks
 
 
 @attrs.frozen(eq=False)
@@ -83,6 +83,7 @@ class FlashAttn3Backend(AttentionBackend):
         head_sizes=HEAD_SIZES,
         takes_copies=True,
         reads_dead_tokens=True,
+        returns_lse=True,
         preference=21,
     )
 
@@ -99,6 +100,27 @@ class FlashAttn3Backend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
+        output, normaliser = self._attend(layer, query, kv_cache, metadata, with_lse=sinks is not None)
+        if sinks is not None:
+            assert normaliser is not None
+            output = with_sinks(output, normaliser, sinks)
+        return output.to(query.dtype)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention over the pages in place, with the library's log-sum-exp."""
+        output, normaliser = self._attend(layer, query, kv_cache, metadata, with_lse=True)
+        assert normaliser is not None
+        if sinks is not None:
+            output = with_sinks(output, normaliser, sinks)
+        return output.to(query.dtype), log_sum_exp(normaliser, sinks)
+
+    @staticmethod
+    def _attend(
+        layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return attention without sinks, and the logarithm of the denominator, ``[num_heads, num_tokens]``."""
         assert isinstance(metadata, FlashAttn3Metadata)
         assert layer.query is not None
         common, keys = metadata.common, kv_cache["k"]
@@ -115,10 +137,9 @@ class FlashAttn3Backend(AttentionBackend):
             causal=causal,
             window_size=window,
             softcap=layer.query.soft_cap or 0.0,
-            return_softmax_lse=sinks is not None,
+            return_softmax_lse=with_lse,
         )
-        if sinks is None:
-            output: torch.Tensor = result
-            return output.to(query.dtype)
+        if not with_lse:
+            return result, None
         output, normaliser, *_ = result
-        return with_sinks(output, normaliser, sinks).to(query.dtype)
+        return output, normaliser

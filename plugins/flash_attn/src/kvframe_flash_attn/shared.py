@@ -1,6 +1,8 @@
-"""Shared by both backends: the device check, the mask, and learned sinks."""
+"""Shared by both backends: the device check, the mask, learned sinks, and the log-sum-exp."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -51,3 +53,19 @@ def with_sinks(output: torch.Tensor, normaliser: torch.Tensor, sinks: torch.Tens
     """
     share = torch.sigmoid(normaliser.float() - sinks.float()[:, None]).T
     return output * share[..., None]
+
+
+def log_sum_exp(normaliser: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the log-sum-exp as ``AttentionBackend.forward_with_lse`` returns it.
+
+    Args:
+        normaliser: ``[num_heads, num_tokens], float32, device``: the logarithm of the denominator. FlashAttention-2
+            gives a query without keys an infinite one.
+        sinks: ``[num_heads], device``: logits that are added to the denominator; None for none.
+
+    Returns:
+        ``[num_tokens, num_heads], float32, device``.
+    """
+    lse = normaliser.float().T
+    lse = lse.masked_fill(lse == math.inf, -math.inf)
+    return lse if sinks is None else torch.logaddexp(lse, sinks.float())

@@ -43,6 +43,7 @@ class FlashInferBackend(AttentionBackend):
         formats=frozenset({"plain", "fp8_tensor"}),
         takes_copies=True,
         reads_dead_tokens=True,
+        returns_lse=True,
         preference=15,
     )
     options_class = FlashInferOptions
@@ -74,26 +75,52 @@ class FlashInferBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute attention by the step's plans."""
+        return self._attend(layer, query, kv_cache, metadata, sinks, with_lse=sinks is not None)[0]
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention by the step's plans, with the library's log-sum-exp."""
+        output, lse = self._attend(layer, query, kv_cache, metadata, sinks, with_lse=True)
+        if metadata.keyless_rows is not None:
+            # FlashInfer's stand-in for minus infinity is a finite number.
+            lse.index_fill_(0, metadata.keyless_rows, -math.inf)
+        return output, lse if sinks is None else torch.logaddexp(lse, sinks.float())
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, and the log-sum-exp without sinks, which is -inf everywhere unless it is asked for."""
         assert isinstance(metadata, FlashInferMetadata)
         pages = kv_cache["k"], kv_cache["v"]
         scales = {"k_scale": self._problem.key_scale, "v_scale": self._problem.value_scale}
         rows = query.to(self._problem.query_dtype)
         output = None
+        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
         for part in metadata.parts:
             result: torch.Tensor
-            if sinks is None:
+            if not with_lse:
                 result = part.wrapper.run(rows[part.rows], pages, **scales)
             else:
                 result, normaliser = part.wrapper.run(rows[part.rows], pages, return_lse=True, **scales)
-                # The logarithms have base 2. One more logit in the denominator scales every weight by the softmax's
-                # share against it.
-                result = result * torch.sigmoid(normaliser * math.log(2) - sinks.float())[..., None]
+                # The logarithms have base 2.
+                normaliser = normaliser * math.log(2)
+                lse[part.rows] = normaliser
+                if sinks is not None:
+                    # One more logit in the denominator scales every weight by the softmax's share against it.
+                    result = result * torch.sigmoid(normaliser - sinks.float())[..., None]
             if len(result) == len(query):
-                return result.to(query.dtype)
+                return result.to(query.dtype), lse
             if output is None:
                 output = query.new_zeros(*query.shape[:2], result.shape[-1])
             output[part.rows] = result
-        return torch.zeros_like(query) if output is None else output
+        return torch.zeros_like(query) if output is None else output, lse
 
 
 def _has_compiler() -> bool:

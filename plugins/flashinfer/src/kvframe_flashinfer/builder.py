@@ -107,9 +107,11 @@ class FlashInferMetadata:
 
     Attributes:
         parts: The decodes, and the other requests; either may be missing.
+        keyless_rows: ``[num_rows], int64, device``: the queries of requests without keys; None if there are none.
     """
 
     parts: tuple[Part, ...] = ()
+    keyless_rows: torch.Tensor | None = None
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder):
@@ -166,11 +168,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
             own = starts[num_decodes : num_reqs + 1]
             rows = slice(int(own[0]), int(own[-1]))
             parts.append(Part(rows, pages.part(num_decodes, num_reqs), own - own[0], size, causal, window))
-        return FlashInferMetadata(tuple(parts))
+        return FlashInferMetadata(tuple(parts), _keyless_rows(metadata))
 
     def finish(self, built: Any) -> FlashInferMetadata:
         """Return the parts with their plans, which the library makes on the host, with the page lists on the device."""
-        planned = FlashInferMetadata()
+        planned = FlashInferMetadata(keyless_rows=built.keyless_rows)
         planned.parts = tuple(
             attrs.evolve(
                 part,
@@ -220,3 +222,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
             max_token_per_sequence=int(np.diff(query_starts).max()),
         )
         return wrapper
+
+
+def _keyless_rows(metadata: CommonAttentionMetadata) -> torch.Tensor | None:
+    is_empty = metadata.seq_lens_cpu.numpy() == 0
+    if not is_empty.any():
+        return None
+    counts = np.diff(metadata.query_start_loc_cpu.numpy())
+    return torch.from_numpy(is_empty.repeat(counts).nonzero()[0])

@@ -86,6 +86,7 @@ class NumbaBackend(AttentionBackend):
         relative_bias=True,
         separate_value_size=True,
         takes_copies=True,
+        returns_lse=True,
         preference=5,
     )
 
@@ -110,6 +111,24 @@ class NumbaBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
+        return self._attend(layer, query, kv_cache, metadata, sinks)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention over the pages in place, with the log-sum-exp."""
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        return self._attend(layer, query, kv_cache, metadata, sinks, lse), lse
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert isinstance(metadata, Batch)
         assert layer.query is not None
         return paged_attention(
@@ -121,4 +140,5 @@ class NumbaBackend(AttentionBackend):
             soft_cap=layer.query.soft_cap,
             sinks=sinks,
             bias=self._bias_by_distance.get(layer.name),
+            lse=lse,
         )

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
 from kvframe.contract.specs import LayerSpec
@@ -17,6 +18,10 @@ from kvframe_torch.builder import Batch, Part, TorchMetadata, TorchMetadataBuild
 
 MAX_SCRATCH_ELEMENTS = 1 << 23
 """Elements of gathered tokens whose memory is kept for the next call."""
+
+
+MAX_PROMPT_QUERIES = 128
+"""Queries of a whole prompt whose scores are in memory at once, if the log-sum-exp is wanted."""
 
 
 class Scratch:
@@ -54,6 +59,7 @@ class TorchBackend(AttentionBackend):
         relative_bias=True,
         separate_value_size=True,
         takes_copies=True,
+        returns_lse=True,
     )
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
@@ -77,6 +83,29 @@ class TorchBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute one batch after the other."""
+        return self._forward(layer, query, kv_cache, metadata, sinks, None)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute one batch after the other by its scores, because torch's own attention returns no log-sum-exp."""
+        # A row more than the packed tokens, for queries that are repeated.
+        lse = query.new_full((1 + query.shape[0], query.shape[1]), -math.inf, dtype=lse_dtype(query.dtype))
+        if sinks is not None:
+            # Requests without keys are in no batch.
+            lse.copy_(sinks.expand_as(lse))
+        return self._forward(layer, query, kv_cache, metadata, sinks, lse), lse[:-1]
+
+    def _forward(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the output, and write the log-sum-exp to ``lse: [1 + num_tokens, num_heads]`` if it is given."""
         assert isinstance(metadata, TorchMetadata)
         num_tokens, num_heads, head_size = query.shape
         output = query.new_zeros(1 + num_tokens, num_heads, kv_cache["v"].shape[-1])
@@ -84,7 +113,12 @@ class TorchBackend(AttentionBackend):
             first, num_rows = batch.first_row, batch.num_tiles * batch.num_queries
             rows = query.index_select(0, batch.rows) if first is None else query[first : first + num_rows]
             rows = rows.view(batch.num_tiles, batch.num_queries, num_heads, head_size)
-            result = self._attend(layer, rows, kv_cache, batch, pages, sinks).reshape(num_rows, num_heads, -1)
+            if lse is None:
+                result = self._attend(layer, rows, kv_cache, batch, pages, sinks)
+            else:
+                result, of_rows = self._attend_with_lse(layer, rows, kv_cache, batch, pages, sinks)
+                lse.index_copy_(0, batch.output_rows, of_rows.reshape(num_rows, num_heads))
+            result = result.reshape(num_rows, num_heads, -1)
             if first is None:
                 output.index_copy_(0, batch.output_rows, result)
             elif num_rows == num_tokens:
@@ -104,24 +138,43 @@ class TorchBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Return ``[num_tiles, num_queries, num_heads, head_size_v]`` for queries of the same shape but the last."""
         assert layer.query is not None
-        num_tiles, num_queries, num_heads, head_size = query.shape
+        num_queries, num_heads = query.shape[1:3]
         num_kv_heads, scale = kv_cache["k"].shape[2], layer.query.scale
         if batch.is_prompt:
             key, value = (self._gather(name, kv_cache, batch, pages, batch.parts[0], query.dtype) for name in "kv")
             return scaled_dot_product_attention(
                 query.transpose(1, 2), key, value, is_causal=True, scale=scale, enable_gqa=num_heads > num_kv_heads
             ).transpose(1, 2)
-        # The query heads of a KV head become more queries of that one head, so that keys are never repeated.
-        folded = query.view(num_tiles, num_queries, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)
-        folded = folded.reshape(num_tiles, num_kv_heads, -1, head_size)
+        folded = _folded(query, num_kv_heads)
         if layer.query.soft_cap is None and sinks is None and len(batch.parts) == 1:
             key, value = (self._gather(name, kv_cache, batch, pages, batch.parts[0], query.dtype) for name in "kv")
             bias = self._bias(layer, batch, num_kv_heads, query.dtype)
             result = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
         else:
-            result = self._attend_by_scores(layer, folded, kv_cache, batch, pages, sinks)
-        result = result.view(num_tiles, num_kv_heads, -1, num_queries, result.shape[-1])
-        return result.permute(0, 3, 1, 2, 4)
+            result, _ = self._attend_by_scores(layer, folded, kv_cache, batch, pages, sinks)
+        return _unfolded(result, num_queries)
+
+    def _attend_with_lse(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        batch: Batch,
+        pages: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what ``_attend`` returns, and ``[num_tiles, num_queries, num_heads]``, also in five dimensions."""
+        num_queries, num_kv_heads = query.shape[1], kv_cache["k"].shape[2]
+        # A whole prompt has no mask, and may be long: some of its queries are computed at a time.
+        size = MAX_PROMPT_QUERIES if batch.is_prompt else num_queries
+        outputs, lses = [], []
+        for start in range(0, num_queries, size):
+            some = query[:, start : start + size]
+            folded, first = _folded(some, num_kv_heads), start if batch.is_prompt else None
+            output, lse = self._attend_by_scores(layer, folded, kv_cache, batch, pages, sinks, first)
+            outputs.append(_unfolded(output, some.shape[1]))
+            lses.append(_unfolded(lse, some.shape[1]))
+        return torch.cat(outputs, dim=1), torch.cat(lses, dim=1)
 
     def _attend_by_scores(
         self,
@@ -131,7 +184,8 @@ class TorchBackend(AttentionBackend):
         batch: Batch,
         pages: torch.Tensor,
         sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        first: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return attention over keys and values that are gathered part by part, with a soft cap and learned sinks.
 
         Args:
@@ -141,12 +195,14 @@ class TorchBackend(AttentionBackend):
             batch: The batch.
             pages: Its block ids.
             sinks: ``[num_heads]`` or None.
+            first: Of a batch of whole prompts, the position of the first of these queries; None for other batches.
 
         Returns:
-            ``[num_tiles, num_kv_heads, num_rows, head_size_v]``.
+            ``[num_tiles, num_kv_heads, num_rows, head_size_v]``, and its log-sum-exp, with 1 in place of the size.
         """
         assert layer.query is not None
         dtype, num_kv_heads, num_rows = query.dtype, *query.shape[1:3]
+        group_size = layer.query.num_heads // num_kv_heads
         # Also for low precision: some CPUs multiply its matrices twenty times as slowly.
         query = query.to(torch.promote_types(dtype, torch.float32)) * layer.query.scale
         scores = query.new_zeros(*query.shape[:3], batch.num_keys)
@@ -158,17 +214,23 @@ class TorchBackend(AttentionBackend):
         bias = self._bias(layer, batch, num_kv_heads, query.dtype)
         if bias is not None:
             scores += bias
+        if first is not None:
+            positions = torch.arange(first, first + num_rows // group_size, device=scores.device).repeat(group_size)
+            keys = torch.arange(batch.num_keys, device=scores.device)
+            scores.masked_fill_(keys > positions[:, None], -math.inf)
         weights = torch.softmax(scores, dim=-1)
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
         if sinks is not None:
             # One more logit in the denominator scales every weight by the softmax's share against it.
             logits = sinks.to(query.dtype).view(num_kv_heads, -1, 1)
             logits = logits.expand(-1, -1, num_rows // logits.shape[1]).reshape(num_kv_heads, num_rows, 1)
-            weights *= torch.sigmoid(torch.logsumexp(scores, dim=-1, keepdim=True) - logits)
+            weights *= torch.sigmoid(lse - logits)
+            lse = torch.logaddexp(lse, logits)
         output = query.new_zeros(*query.shape[:3], kv_cache["v"].shape[-1])
         for part, tokens in _parts(batch, kv_cache["v"].shape[1]):
             value = self._gather("v", kv_cache, batch, pages, part, query.dtype)
             _add_products(output, weights[..., tokens], value)
-        return output.to(dtype)
+        return output.to(dtype), lse
 
     def _gather(
         self, name: str, kv_cache: KVCache, batch: Batch, pages: torch.Tensor, part: Part, dtype: torch.dtype
@@ -208,3 +270,19 @@ def _add_products(output: torch.Tensor, left: torch.Tensor, right: torch.Tensor)
     axis = 0 if output.shape[0] < output.shape[1] else 1
     for total, one, other in zip(output.unbind(axis), left.unbind(axis), right.unbind(axis), strict=True):
         total += torch.bmm(one, other)
+
+
+def _folded(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Return ``[num_tiles, num_kv_heads, group_size * num_queries, head_size]`` of queries by tile.
+
+    The query heads of a KV head become more queries of that one head, so that keys are never repeated.
+    """
+    num_tiles, num_queries, _, head_size = query.shape
+    folded = query.view(num_tiles, num_queries, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)
+    return folded.reshape(num_tiles, num_kv_heads, -1, head_size)
+
+
+def _unfolded(result: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """Return ``[num_tiles, num_queries, num_kv_heads, group_size, size]`` of what was computed for folded queries."""
+    num_tiles, num_kv_heads, _, size = result.shape
+    return result.view(num_tiles, num_kv_heads, -1, num_queries, size).permute(0, 3, 1, 2, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from functools import cache
 from typing import Any
 
@@ -70,6 +71,7 @@ class TorchVarlenBackend(AttentionBackend):
         block_size_multiple=256,
         takes_copies=True,
         reads_dead_tokens=True,
+        returns_lse=True,
         preference=5,
     )
 
@@ -92,6 +94,28 @@ class TorchVarlenBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Attend to the pages where they lie."""
+        return self._attend(layer, query, kv_cache, metadata, sinks, with_lse=sinks is not None)[0]
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the pages where they lie, with the function's log-sum-exp."""
+        output, lse = self._attend(layer, query, kv_cache, metadata, sinks, with_lse=True)
+        assert lse is not None
+        # FlashAttention-2 gives a query without keys an infinite denominator.
+        lse = lse.masked_fill(lse == math.inf, -math.inf)
+        return output, lse if sinks is None else torch.logaddexp(lse, sinks.float())
+
+    @staticmethod
+    def _attend(
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output, and the logarithm of the denominator without sinks, ``[num_tokens, num_heads]``."""
         assert isinstance(metadata, VarlenMetadata)
         assert layer.query is not None
         assert layer.spec is not None
@@ -109,7 +133,7 @@ class TorchVarlenBackend(AttentionBackend):
             None,
             metadata.max_query_len,
             common.max_seq_len,
-            return_aux=None if sinks is None else varlen.AuxRequest(lse=True),
+            return_aux=varlen.AuxRequest(lse=True) if with_lse else None,
             scale=layer.query.scale,
             window_size=window,
             enable_gqa=query.shape[1] > keys.shape[2],
@@ -117,12 +141,14 @@ class TorchVarlenBackend(AttentionBackend):
             block_table=common.block_table,
         )
         if isinstance(result, torch.Tensor):
-            return result.to(query.dtype)
-        assert sinks is not None
+            return result.to(query.dtype), None
         output, normaliser = result
+        lse = normaliser.float().T
+        if sinks is None:
+            return output.to(query.dtype), lse
         # One more logit in the denominator scales every weight by the softmax's share against it.
-        share = torch.sigmoid(normaliser.float() - sinks.float()[:, None]).T
-        return (output * share[..., None]).to(query.dtype)
+        share = torch.sigmoid(lse - sinks.float())
+        return (output * share[..., None]).to(query.dtype), lse
 
 
 @cache

@@ -41,6 +41,7 @@ class TritonBackend(AttentionBackend):
         sinks=True,
         relative_bias=True,
         separate_value_size=True,
+        returns_lse=True,
         preference=10,
     )
 
@@ -106,6 +107,24 @@ class TritonBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Launch the kernels of the step."""
+        return self._attend(layer, query, kv_cache, metadata, sinks)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the kernels of the step, which also write the log-sum-exp."""
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        return self._attend(layer, query, kv_cache, metadata, sinks, lse), lse
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert isinstance(metadata, TritonMetadata)
         query = query if query.stride(-1) == 1 else query.contiguous()
         output = query.new_empty(query.shape[0], query.shape[1], self._attention.head_size_v)
@@ -120,6 +139,7 @@ class TritonBackend(AttentionBackend):
             has_starts=metadata.has_starts,
             sinks=sinks,
             bias=self._bias_by_distance.get(layer.name),
+            lse=lse,
         )
         for launch in launches:
             launch.run()

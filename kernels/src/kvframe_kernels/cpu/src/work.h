@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -141,6 +142,9 @@ inline Place place_of(const Step& step, const Unit& unit, int row) {
 // Writes a row: a learned sink is one more score without a value.
 inline void write_row(const Step& step, Place place, float top, float total, const float* values) {
   float share = 1;
+  if (step.lse && total != 0) {
+    step.lse[place.token * step.num_heads + place.head] = (top + std::log2(total)) / kLog2e;
+  }
   if (step.sinks && total != 0) {
     float sink = step.sinks[place.head] * kLog2e, both = std::max(sink, top);
     share = exp2(top - both);
