@@ -2,8 +2,8 @@
 
     python examples/save_a_system_prompt.py
 
-It makes a random model, saves the prefix in a first process, and in a second one measures how long a question behind it
-waits for its first token: with the prompt computed, and with it loaded.
+It makes a random model and saves the prefix. A second process measures how long a question behind it waits for its
+first token: with the prompt computed, and with it loaded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def engine_of(model: Path) -> Engine:
 
 
 def save(model: Path, file: Path) -> None:
-    """Compute the system prompt and save it: the first process."""
+    """Compute the system prompt and save it, in the first process."""
     with engine_of(model) as engine:
         (saved,) = engine.save_prefixes(file, [SYSTEM_PROMPT])
     print(f"saved {saved.num_tokens} of {len(SYSTEM_PROMPT)} tokens in {file.stat().st_size:,} bytes")
@@ -64,7 +64,7 @@ def first_token(engine: Engine) -> tuple[int, float]:
 
 
 def ask(model: Path, file: Path) -> None:
-    """Ask with the system prompt computed, and with it loaded: the second process."""
+    """Ask with the system prompt computed, and with it loaded, in the second process."""
     with engine_of(model) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=1))
         computed, computing = first_token(engine)
@@ -81,15 +81,16 @@ def ask(model: Path, file: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one of the processes, or both one after the other."""
+    """Be the first process, which starts the second; or the second, with a model and a file as arguments."""
     if arguments:
-        {"save": save, "ask": ask}[arguments[0]](Path(arguments[1]), Path(arguments[2]))
+        ask(*map(Path, arguments))
         return
     with tempfile.TemporaryDirectory() as folder:
         model, file = Path(folder, "model"), Path(folder, "system_prompt.safetensors")
         save_model(model)
-        for what in ("save", "ask"):
-            subprocess.run([sys.executable, __file__, what, str(model), str(file)], check=True)
+        save(model, file)
+        sys.stdout.flush()
+        subprocess.run([sys.executable, __file__, str(model), str(file)], check=True)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,10 @@ def test_an_unreadable_entry_point_file_of_another_distribution_is_named(
     assert sentence.startswith(f"the distribution 'bad-neighbour' in {tmp_path} has an entry_points.txt that cannot be")
     assert reason in sentence
     assert "reinstall or uninstall that distribution, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0" in sentence
+
+
+def test_what_the_sentence_says_helps_and_a_command_without_torch_needs_no_help(tmp_path: Path) -> None:
+    FakeSite(tmp_path).write_metadata("bad-neighbour", "[scripts]\nno value\n")
     assert 0 == run_beside(tmp_path, "explain", LAYERS, TORCH_DEVICE_BACKEND_AUTOLOAD="0").returncode
     assert 0 == run_beside(tmp_path, "plan", LAYERS).returncode  # it loads no torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,19 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Return a function that runs an example as the main module of this process, which has imported torch already."""
+
+    def run_it(name: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name)])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_it
+
+
 def test_a_model_runs_without_arguments() -> None:
     output = run("run_a_model.py").splitlines()
     assert [24, 24, 24] == [line.count(",") + 1 for line in output[:3]]
@@ -41,8 +55,8 @@ def test_a_system_prompt_is_saved_in_one_process_and_loaded_in_another() -> None
     assert "the same token: True" == lines[3]
 
 
-def test_the_cache_manager_serves_a_batch_without_the_engine() -> None:
-    lines = run("manage_a_cache.py").splitlines()
+def test_the_cache_manager_serves_a_batch_without_the_engine(run_here: Callable[[str], str]) -> None:
+    lines = run_here("manage_a_cache.py").splitlines()
     # 443 tokens with the generated ones: 28 blocks, and the last five of the window of 64 tokens.
     assert "pages held at the end: {'a0': [28, 5], 'a1': [28, 5], 'a2': [28, 5]}" == lines[0]
     assert "tokens found: {'b0': 400, 'b1': 400, 'b2': 400}" == lines[3]
@@ -51,8 +65,8 @@ def test_the_cache_manager_serves_a_batch_without_the_engine() -> None:
     assert len((EXAMPLES / "manage_a_cache.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
-def test_texts_are_embedded_as_transformers_does() -> None:
-    output = run("embed_texts.py").splitlines()
+def test_texts_are_embedded_as_transformers_does(run_here: Callable[[str], str]) -> None:
+    output = run_here("embed_texts.py").splitlines()
     assert output[5].endswith("tokens of 4 texts in 1 steps, 0 cache bytes")
     assert output[6].startswith("equal to transformers' embeddings to ")
 
@@ -63,8 +77,8 @@ def test_a_missing_model_is_one_sentence() -> None:
     assert (1, "error: there is no file or folder nowhere\n") == (done.returncode, done.stderr)
 
 
-def test_a_new_attention_type_equals_its_dense_reference() -> None:
-    output = run("new_attention_type.py")
+def test_a_new_attention_type_equals_its_dense_reference(run_here: Callable[[str], str]) -> None:
+    output = run_here("new_attention_type.py")
     assert "torch_reference: tokens equal to the dense reference: 3 of 3 requests" in output
     assert "flex: tokens equal to the dense reference: 3 of 3 requests" in output
 
@@ -74,8 +88,8 @@ def test_the_new_attention_type_keeps_the_laws() -> None:
     check_spec(spec(block_size=4, num_kv_heads=1, head_size=8, stride=10, num_summary=3))
 
 
-def test_a_hybrid_plan_holds_twice_the_requests_of_a_full_one() -> None:
-    lines = run("plan_a_hybrid_model.py").splitlines()
+def test_a_hybrid_plan_holds_twice_the_requests_of_a_full_one(run_here: Callable[[str], str]) -> None:
+    lines = run_here("plan_a_hybrid_model.py").splitlines()
     assert ["8,192", "34", "16"] == lines[-3].split()
     assert ["131,072", "5", "1"] == lines[-1].split()
 
