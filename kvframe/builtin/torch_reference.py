@@ -1,8 +1,8 @@
 """The reference backend: attention written straight from the spec's live ranges, one query at a time.
 
 It is slow on purpose. Every other backend is measured against it, so it knows no mask, only
-``KVCacheSpec.live_ranges`` and whether a batch or a spec is causal at all, and it reads no token that no query
-attends to.
+``KVCacheSpec.live_ranges``, the mask function of a sparse type, and whether a batch or a spec is causal at all. It
+reads no token that no query attends to.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool, seq_start: int = 0) -> list[int]:
     """Return the positions that the query at ``position`` attends to: what is live there, and itself.
 
+    Of a sparse type, these are the ones that its mask function shows.
+
     Args:
         spec: The layer's cache spec; one with a bidirectional mask sees every token of the request.
         position: Where the query stands.
@@ -34,6 +36,9 @@ def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool
     if not causal or (spec.mask is not None and not spec.mask.causal):
         return list(range(seq_start, seq_len))
     seen = [token for start, stop in spec.live_ranges(position) for token in range(start, stop)] + [position]
+    if spec.is_sparse:
+        assert spec.mask_function is not None
+        seen = [token for token in seen if spec.mask_function(position, token)]
     return [token for token in seen if token >= seq_start]
 
 
@@ -82,7 +87,7 @@ class TorchReferenceBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "live_range"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "live_range", "sparse"}),
         extensions=frozenset({SEQ_STARTS}),
         soft_cap=True,
         sinks=True,

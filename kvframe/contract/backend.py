@@ -73,7 +73,8 @@ class Capabilities:
         dtypes: Cache and query dtypes by torch's name.
         masks: Mask features: ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``; ``mask_function``
             for every mask that ``KVCacheSpec.mask_function`` describes; ``live_range`` for every mask at all, derived
-            from ``KVCacheSpec.live_ranges``.
+            from ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also where a query sees fewer
+            tokens than are live.
         extensions: Extensions of the batch metadata that it supports (``{"seq_starts"}``).
         state: Names of the state tensors that it reads in the plain format (``{"k", "v"}``).
         formats: Formats of stored keys and values that it reads and writes itself.
@@ -170,7 +171,10 @@ class Capabilities:
         for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
             refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
         has_function = spec.mask_function is not None
-        if not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
+        if spec.is_sparse:
+            if "sparse" not in self.masks:
+                refuse("mask_sparse", f"has no mask sparse, and would see every live token ({listed(self.masks)})")
+        elif not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
             if spec.mask is not None:
                 for feature in sorted(spec.mask.features - self.masks):
                     refuse(f"mask_{feature}", f"has no mask {feature} ({listed(self.masks)})")

@@ -124,6 +124,16 @@ class KVCacheSpec(ABC):
         return None if self.mask is None else self.mask.sees
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether a query may see fewer tokens than are live: those that ``mask_function`` shows.
+
+        A token that later queries see stays live for the queries between, which do not see it: in a dilated window, or
+        in blocks that a pattern chooses. Live ranges then say what is kept, and the function says what is seen. Such a
+        type has a function and no ``mask``. Only backends that declare the mask ``sparse`` serve it.
+        """
+        return False
+
+    @property
     def states_per_block(self) -> int:
         """How many states a page of a state layer holds, the first dimension of each of its tensors.
 

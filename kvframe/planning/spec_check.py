@@ -36,6 +36,9 @@ def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int
     mask = ask(spec, "mask", lambda: spec.mask)
     _check_mask(spec, mask)
     function = ask(spec, "mask_function", lambda: spec.mask_function)
+    is_sparse = ask(spec, "is_sparse", lambda: spec.is_sparse)
+    if is_sparse and (mask is not None or function is None):
+        raise wrong_answer(spec, "is_sparse", is_sparse, "False, for only a mask_function without a mask can be sparse")
     if mask is not None and (not mask.causal or function == mask.sees):
         function = None  # ``Answers`` compares the mask itself
     derives = type(spec).live_blocks is not KVCacheSpec.live_blocks
@@ -139,13 +142,18 @@ def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> N
 
 
 def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, ranges: tuple[TokenRange, ...]) -> None:
-    """Check that a mask function shows no dead token, at the ends of the live ranges and beside them."""
+    """Check that a mask function shows what is live and nothing else, at the ends of the live ranges and beside them.
+
+    Of a sparse type, it may also hide what is live.
+    """
     ends = {end + offset for part in ranges for end in part for offset in (-1, 0)} | {0, n - 1}
     for key in sorted(end for end in ends if 0 <= end < n):
-        if any(start <= key < stop for start, stop in ranges):
-            continue
-        question = f"mask_function({n}, {key})"
-        if ask(spec, question, partial(_sees, function, n, key)):
+        is_live, question = any(start <= key < stop for start, stop in ranges), f"mask_function({n}, {key})"
+        sees = ask(spec, question, partial(_sees, function, n, key))
+        if is_live and not sees and not spec.is_sparse:
+            expected = f"True, for the live ranges at {n} are {ranges}; a type that sees fewer tokens says is_sparse"
+            raise wrong_answer(spec, question, False, expected)
+        if sees and not is_live:
             raise wrong_answer(spec, question, True, f"False, for the live ranges at {n} are {ranges}")
 
 

@@ -67,6 +67,9 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
         for position in range(seq_len - num_new, seq_len):
             ranges = (*spec.live_ranges(position), (position, position + 1)) if causal else ((0, seq_len),)
             tokens = [token for start, stop in ranges for token in range(max(start, hidden[request]), stop)]
+            if causal and spec.is_sparse:
+                assert spec.mask_function is not None
+                tokens = [token for token in tokens if spec.mask_function(position, token)]
             found.append({_slot(blocks, token, metadata.block_size) for token in tokens})
     return found
 

@@ -220,6 +220,8 @@ def make_masks(block_size: int) -> dict[str, Mapping[str, Any]]:
         **{f"chunk={chunk}": {"chunk": chunk} for chunk in chunks},
         "stride=6": {"stride": 6},
         "function-stride=6": {"stride": 6, "has_function": True},
+        "window=4-dilation=3": {"window": 4, "dilation": 3},
+        f"window=3-dilation={block_size + 1}": {"window": 3, "dilation": block_size + 1},
     }
 
 

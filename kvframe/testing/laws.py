@@ -67,8 +67,14 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
 
 
 def _check_mask_function(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) -> None:
-    """Check that a mask function agrees with the live ranges, for all positions at once and for each alone."""
+    """Check that a mask function agrees with the live ranges, for all positions at once and for each alone.
+
+    Of a sparse type, it must show no token that is not live, and may show fewer.
+    """
     function, is_causal = spec.mask_function, spec.mask is None or spec.mask.causal
+    if spec.is_sparse:
+        _require(spec.mask is None, spec, "is_sparse is True, and a mask shows every live token")
+        _require(function is not None, spec, "is_sparse is True, and no mask_function says what a query sees")
     if function is None:
         return
     positions = np.arange(len(live))
@@ -86,7 +92,13 @@ def _check_mask_function(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) 
     for n, ranges in enumerate(live):
         seen = set(found[n].nonzero()[0].tolist())
         kept = _tokens(ranges) | {n} if is_causal else set(range(len(live)))
-        _require(seen == kept, spec, f"at {n} mask_function shows {sorted(seen)}, live and its own are {sorted(kept)}")
+        what = f"at {n} mask_function shows {sorted(seen)}, live and its own are {sorted(kept)}"
+        if spec.is_sparse:
+            _require(seen <= kept, spec, what)
+            _require(n in seen, spec, f"at {n} mask_function does not show the query itself")
+            continue
+        hint = "; a type whose queries see fewer tokens than are live says is_sparse" if seen < kept else ""
+        _require(seen == kept, spec, what + hint)
 
 
 def _ask(spec: KVCacheSpec, n: int) -> tuple[TokenRange, ...]:

@@ -13,7 +13,7 @@ from kvframe.contract.specs import KVCacheSpec, QuerySpec, RelativeBias
 
 
 def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.Tensor:
-    """Return the tokens that each new query attends to: the live ones, and its own.
+    """Return the tokens that each new query attends to: the live ones that a sparse type shows, and its own.
 
     Args:
         spec: The layer's cache spec, with a causal mask or none.
@@ -27,6 +27,9 @@ def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.
     for row, position in enumerate(range(num_computed, seq_len)):
         for start, stop in (*spec.live_ranges(position), (position, position + 1)):
             visible[row, start:stop] = True
+    if spec.is_sparse:
+        assert spec.mask_function is not None
+        visible &= spec.mask_function(torch.arange(num_computed, seq_len)[:, None], torch.arange(seq_len)[None])
     return visible
 
 

@@ -167,6 +167,7 @@ def _make_features(capabilities: Capabilities) -> dict[str, Mapping[str, Any]]:
         "bidirectional": {"causal": False, **scoring},
         "chunk=24": {"chunk": 24},
         "function-stride=6": {"stride": 6, "has_function": True},
+        "window=6-dilation=4": {"window": 6, "dilation": 4},
         "relative_bias": {"relative_bias": RELATIVE_BIAS},
     }
     return {name: options for name, options in features.items() if options or name == "full"}

@@ -16,6 +16,7 @@ from kvframe.testing.laws import ConformanceError
 
 TOGETHER = (
     ("batch", "visible"),
+    ("batch", "is_sparse"),
     ("batch", "format"),
     ("batch", "is_padded"),
     ("batch", "causal"),
@@ -109,6 +110,7 @@ def traits(case: Case) -> dict[str, Hashable]:
     state = case.spec.in_format(PLAIN).state_tensors()
     return {
         "mask": mask,
+        "is_sparse": case.spec.is_sparse,
         "visible": mask and (mask.causal, mask.window is None, mask.num_sink_tokens == 0, mask.chunk is None),
         "block_size": case.spec.block_size,
         "format": case.spec.kv_format.name,

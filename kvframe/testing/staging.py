@@ -38,7 +38,10 @@ from kvframe.testing.state import RELATIVE_BIAS, SOFT_CAP, StateForm, form_of
 
 META = torch.device("meta")
 
-MASKS = ("full", "window=5", "window=5-sink_tokens=3", "bidirectional", "chunk=6", "stride=6", "function-stride=6")
+MASKS = (
+    *("full", "window=5", "window=5-sink_tokens=3", "bidirectional", "chunk=6", "stride=6", "function-stride=6"),
+    "window=4-dilation=3",
+)
 """The masks of the grid that the layers have."""
 
 NUM_FORMATTED = 3

@@ -35,7 +35,7 @@ Draw = Callable[..., torch.Tensor]
 
 @attrs.frozen(kw_only=True, slots=False)
 class AnyMask:
-    """Any mask that kernels have a name for, and one without a name: a base class for the specs of stored state.
+    """Any mask that kernels have a name for, and two without a name: a base class for the specs of stored state.
 
     Attributes:
         window: As in ``AttentionMask``.
@@ -45,6 +45,8 @@ class AnyMask:
         stride: The fixed pattern of Sparse Transformers (arXiv 1904.10509), which no ``AttentionMask`` can express: a
             query sees its run of ``stride`` tokens and the last token of each run before; None for no pattern.
         has_function: Whether the spec has a mask function for that pattern.
+        dilation: A query sees every ``dilation``-th token of a window of as many times ``window`` tokens (Longformer,
+            arXiv 2004.05150), whose other tokens are live too; 1 for a window without gaps.
     """
 
     window: int | None = None
@@ -53,6 +55,7 @@ class AnyMask:
     chunk: int | None = None
     stride: int | None = None
     has_function: bool = False
+    dilation: int = 1
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         """Return the chunk's tokens, the pattern's, or the sinks and the window."""
@@ -62,15 +65,15 @@ class AnyMask:
             lasts = range(run - 1, start, run) if self.stride else ()
             parts = [*((last, last + 1) for last in lasts), (start, n)]
         else:
-            start = 0 if self.window is None else max(0, n - self.window + 1)
+            start = 0 if self.window is None else max(0, n - (self.window - 1) * self.dilation)
             parts = [(0, min(self.num_sink_tokens, start)), (start, n)]
         return tuple(part for part in parts if part[0] < part[1])
 
     # Typed as Any, here and below, so that it can come before each spec type in the bases.
     @property
     def mask(self) -> Any:
-        """The mask; None for the fixed pattern."""
-        if self.stride is not None:
+        """The mask; None for the fixed pattern and for a dilated window."""
+        if self.stride is not None or self.is_sparse:
             return None
         return AttentionMask(
             causal=self.causal, window=self.window, num_sink_tokens=self.num_sink_tokens, chunk=self.chunk
@@ -78,7 +81,9 @@ class AnyMask:
 
     @property
     def mask_function(self) -> Any:
-        """The mask's function; for the fixed pattern its own, if ``has_function``."""
+        """The mask's function; for the fixed pattern its own, if ``has_function``; for a dilated window its own."""
+        if self.is_sparse:
+            return self._sees_dilated
         if self.stride is None:
             return self.mask.sees
         return self._sees_pattern if self.has_function else None
@@ -88,9 +93,19 @@ class AnyMask:
         run = self.stride
         return (key <= query) & ((key // run == query // run) | (key % run == run - 1))
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the window has gaps."""
+        return self.dilation > 1
+
+    def _sees_dilated(self, query: Any, key: Any) -> Any:
+        assert self.window is not None
+        distance = query - key
+        return (distance >= 0) & (distance < self.window * self.dilation) & (distance % self.dilation == 0)
+
     def retain_all(self) -> Any:
         """Return full attention over the same state."""
-        return attrs.evolve(self, window=None, num_sink_tokens=0, chunk=None, stride=None)
+        return attrs.evolve(self, window=None, num_sink_tokens=0, chunk=None, stride=None, dilation=1)
 
 
 @attrs.frozen(kw_only=True)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.errors import SpecError, UnknownNameError
 from kvframe.contract.specs import AttentionMask, KVCacheSpec, MaskFunction, StateTensor, TokenRange
+from kvframe.planning.spec_check import check_spec_at_set_up
 from kvframe.testing.laws import ConformanceError, check_spec
 from kvframe.testing.state import GridSpec
 from tests.cache.plans import RangeSpec, StateSpec, ranged, state
@@ -185,6 +186,46 @@ class OtherFunction(FullAttentionSpec):
         return lambda query, key: (key <= query) & (key > query - 4)
 
 
+class Sparse(FullAttentionSpec):
+    """A query sees every second token, and all are kept."""
+
+    is_sparse = True
+    mask = None
+
+    @property
+    def mask_function(self) -> Any:
+        return lambda query, key: (key <= query) & ((query - key) % 2 == 0)
+
+
+class SparseWithoutFunction(Sparse):
+    mask_function = None
+
+
+class SparseWithMask(Sparse):
+    mask = AttentionMask()
+
+
+class SparseUndeclared(Sparse):
+    is_sparse = False
+
+
+class SparseSeesTheDead(Sparse):
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((max(0, n - 5), n),) if n else ()
+
+
+class SparseSeesTheNextToken(Sparse):
+    @property
+    def mask_function(self) -> Any:
+        return lambda query, key: (key <= query + 2) & ((query - key) % 2 == 0)
+
+
+class SparseWithoutItself(Sparse):
+    @property
+    def mask_function(self) -> Any:
+        return lambda query, key: (key <= query) & ((query - key) % 2 == 1)
+
+
 class SeesTheNextToken(FullAttentionSpec):
     @property
     def mask_function(self) -> MaskFunction:
@@ -244,6 +285,13 @@ class RetainsLess(FullAttentionSpec):
         (Remembers, r"law of forgetting: tokens \[0, 1, 2, 3, 4\] are live at 6 and were not at 5"),
         (OtherMask, r"at 9 the mask shows \[1, 2, 3, 4, 5, 6, 7, 8\], live are \[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
         (OtherFunction, r"at 4 mask_function shows \[1, 2, 3, 4\], live and its own are \[0, 1, 2, 3, 4\]"),
+        (OtherFunction, r"at 4 .*; a type whose queries see fewer tokens than are live says is_sparse"),
+        (SparseUndeclared, r"at 1 mask_function shows \[1\], live and its own are \[0, 1\]; .* says is_sparse"),
+        (SparseWithoutFunction, r"is_sparse is True, and no mask_function says what a query sees"),
+        (SparseWithMask, r"is_sparse is True, and a mask shows every live token"),
+        (SparseSeesTheDead, r"at 6 mask_function shows \[0, 2, 4, 6\], live and its own are \[1, 2, 3, 4, 5, 6\]$"),
+        (SparseSeesTheNextToken, r"at 0 mask_function shows \[0, 2\], live and its own are \[0\]$"),
+        (SparseWithoutItself, r"at 0 mask_function does not show the query itself"),
         (SeesTheNextToken, r"at 0 mask_function shows \[0, 1\], live and its own are \[0\]"),
         (AsksForAnElement, r"mask_function does not take arrays of positions: The truth value of an array"),
         (LosesAnAxis, r"mask_function returns \(1, 65\), bool for all positions, not \(65, 65\), bool"),
@@ -317,3 +365,35 @@ def test_checking_a_spec_needs_no_torch_and_the_kit_no_test_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ["False", "False"] == done.stdout.split()
+
+
+# --- types whose queries see fewer tokens than are live ---------------------------------------------------------------
+
+
+def test_a_sparse_type_may_see_fewer_tokens_than_are_live() -> None:
+    check_spec(Sparse(block_size=4, num_kv_heads=1, head_size=8))
+    check_spec(GridSpec(block_size=4, num_kv_heads=1, head_size=8, window=3, dilation=5))
+
+
+def test_it_keeps_and_frees_by_its_live_ranges_alone() -> None:
+    dilated = GridSpec(block_size=4, num_kv_heads=1, head_size=8, window=3, dilation=5)
+    window = GridSpec(block_size=4, num_kv_heads=1, head_size=8, window=11)
+    assert [window.live_ranges(n) for n in range(40)] == [dilated.live_ranges(n) for n in range(40)]
+    assert window.peak_blocks(40, 3) == dilated.peak_blocks(40, 3)
+
+
+@pytest.mark.parametrize("broken", [SparseWithoutFunction, SparseWithMask])
+def test_a_sparse_type_that_contradicts_itself_is_refused_at_set_up(broken: type[Sparse]) -> None:
+    with pytest.raises(SpecError, match="is_sparse is True; expected False, for only a mask_function"):
+        check_spec_at_set_up(broken(block_size=4, num_kv_heads=1, head_size=8), 64, 8)
+
+
+def test_a_live_token_that_no_query_sees_is_refused_at_set_up_unless_it_is_declared() -> None:
+    check_spec_at_set_up(Sparse(block_size=4, num_kv_heads=1, head_size=8), 64, 8)
+    with pytest.raises(SpecError, match=r"is False; expected True, .* a type that sees fewer tokens says is_sparse"):
+        check_spec_at_set_up(SparseUndeclared(block_size=4, num_kv_heads=1, head_size=8), 64, 8)
+
+
+def test_a_dead_token_that_a_sparse_type_shows_is_refused_at_set_up() -> None:
+    with pytest.raises(SpecError, match=r"mask_function\(\d+, \d+\)"):
+        check_spec_at_set_up(SparseSeesTheDead(block_size=4, num_kv_heads=1, head_size=8), 64, 8)

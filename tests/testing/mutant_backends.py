@@ -244,6 +244,18 @@ class ChunkEndsLate(PlainBackend):
         return [(max(0, position - chunk), position + 1)]
 
 
+@shown_by("the mask function of a sparse type is ignored", "window=4-dilation=3-block=1-decode")
+class SeesEveryLiveToken(PlainBackend):
+    def shown(self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return key <= query
+
+
+@shown_by("a sparse pattern is that of the first query", "window=4-dilation=3-block=1-prefill")
+class PatternOfTheFirst(PlainBackend):
+    def shown(self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return super().shown(layer, query[:1], key) | (key == query)
+
+
 @shown_by("queries see later tokens", "full-block=1-prefill")
 class NeverCausal(Forwards):
     def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:

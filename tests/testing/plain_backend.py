@@ -48,7 +48,7 @@ class PlainBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "live_range"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "live_range", "sparse"}),
         extensions=frozenset({SEQ_STARTS}),
         formats=frozenset({PLAIN.name, "fp8_token_head"}),
         soft_cap=True,
@@ -126,6 +126,8 @@ class PlainBackend(AttentionBackend):
             for row, position in enumerate(range(first, seq_len)):
                 for start, stop in self.ranges(layer, position):
                     found[row, start:stop] = True
+            if layer.spec.is_sparse:
+                found &= self.shown(layer, torch.arange(first, seq_len)[:, None], torch.arange(seq_len))
         else:
             found = torch.ones(seq_len - first, seq_len, dtype=torch.bool)
         if SEQ_STARTS in common.extensions:
@@ -136,6 +138,13 @@ class PlainBackend(AttentionBackend):
         """Return the tokens that a query sees by the layer's mask."""
         assert layer.spec is not None
         return [*layer.spec.live_ranges(position), (position, position + 1)]
+
+    def shown(self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return the live tokens that queries of a sparse type see."""
+        assert layer.spec is not None
+        assert layer.spec.mask_function is not None
+        shown: torch.Tensor = layer.spec.mask_function(query, key)
+        return shown
 
     def read(
         self, layer: LayerSpec, kv_cache: KVCache, built: Built, request: int, tokens: torch.Tensor

@@ -143,11 +143,17 @@ def test_the_reference_serves_every_layer_of_the_grid() -> None:
 def test_the_practical_backend_leaves_out_chunks_and_what_no_mask_says() -> None:
     layers = make_layers(TorchBackend.capabilities)
     refused = {name: TorchBackend.capabilities.refusals(layer, "cpu") for name, layer in layers}
-    codes = {name.split("=")[0]: {refusal.code for refusal in each} for name, each in refused.items() if each}
+    codes = {
+        name.rpartition("-block")[0].rpartition("=")[0]: {refusal.code for refusal in each}
+        for name, each in refused.items()
+        if each
+    }
     assert {
         "chunk": {"mask_chunk"},
         "stride": {"mask_live_range"},
         "function-stride": {"mask_function"},
+        "window=4-dilation": {"mask_sparse"},
+        "window=3-dilation": {"mask_sparse"},
     } == codes
 
 
@@ -188,6 +194,7 @@ def test_what_is_declared_is_not_refused() -> None:
         ("mask_chunk", {"chunk": 8}),
         ("mask_live_range", {"stride": 8}),
         ("mask_function", {"stride": 8, "has_function": True}),
+        ("mask_sparse", {"window": 4, "dilation": 2}),
         ("value_size", {"head_size_v": 32}),
         ("block_size", {"block_size": 24}),
     ],

@@ -46,7 +46,7 @@ class FlexBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "mask_function"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "mask_function", "sparse"}),
         extensions=frozenset({SEQ_STARTS}),
         soft_cap=True,
         sinks=True,
@@ -65,7 +65,8 @@ class FlexBackend(AttentionBackend):
         assert spec is not None
         assert query is not None
         assert spec.mask_function is not None
-        self._visibility = Visibility(spec.mask_function, spec.mask, query.has_sinks)
+        live_ranges = spec.live_ranges if spec.is_sparse else None
+        self._visibility = Visibility(spec.mask_function, spec.mask, query.has_sinks, live_ranges)
         self._num_heads = query.num_heads
         self._kernel = Kernel(spec.mask_function, Scores.of(query), device, (options or FlexOptions()).compile)
         self._bias_by_distance: dict[str, torch.Tensor] = {}

@@ -6,14 +6,14 @@ The NumPy calls are for all requests of a step at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.contract import SEQ_STARTS, AttentionMask, CommonAttentionMetadata, MaskFunction
+from kvframe.contract import SEQ_STARTS, AttentionMask, CommonAttentionMetadata, MaskFunction, TokenRange
 
 MAX_TILE_QUERIES = 1024
 """The most queries of a tile. A longer prompt has several tiles; each gathers the tokens that it sees."""
@@ -42,11 +42,36 @@ class Visibility:
         sees: The layers' mask function.
         mask: Their mask, from which the pages to read follow faster; None if there is only the function.
         has_sinks: Whether each query also sees a learned logit.
+        live_ranges: Their live ranges by position, if they see only some of the live tokens; otherwise None.
     """
 
     sees: MaskFunction
     mask: AttentionMask | None
     has_sinks: bool
+    live_ranges: Callable[[int], tuple[TokenRange, ...]] | None = None
+
+    def seen_from(self, position: IntArray, key: IntArray) -> BoolArray:
+        """Return which earlier tokens a query at ``position``, or a query after it, may see.
+
+        By the law of forgetting, no later query sees a token of the past that is not live for the first one. If a query
+        sees every live token, these are the ones that the first query sees.
+
+        Args:
+            position: Positions of the first queries, of a shape that broadcasts against ``key``.
+            key: Positions of tokens.
+        """
+        if self.live_ranges is None:
+            return np.asarray(self.sees(position, key))
+        firsts, index = np.unique(position, return_inverse=True)
+        ranges = [self.live_ranges(int(first)) for first in firsts]
+        bounds = np.zeros((len(firsts), max(map(len, ranges), default=0), 2), dtype=np.int64)
+        for row, parts in enumerate(ranges):
+            bounds[row, : len(parts)] = parts or np.empty((0, 2))
+        index = index.reshape(position.shape)
+        found = np.zeros(np.broadcast_shapes(position.shape, key.shape), dtype=np.bool_)
+        for part in range(bounds.shape[1]):
+            found |= (key >= bounds[index, part, 0]) & (key < bounds[index, part, 1])
+        return found
 
 
 @attrs.frozen(eq=False)
@@ -119,7 +144,7 @@ class Reads:
         """
         top = -(-tiles.stop // block_size)
         if causal and visibility.mask is None:
-            return cls._by_function(tiles, visibility.sees, block_size, top)
+            return cls._by_function(tiles, visibility, block_size, top)
         low, sink_top = tiles.start, np.zeros_like(top)
         if causal and visibility.mask is not None:
             mask = visibility.mask
@@ -137,14 +162,14 @@ class Reads:
         return cls(place + np.where(of_sinks, first_sink.repeat(counts), (first - sinks).repeat(counts)), counts)
 
     @classmethod
-    def _by_function(cls, tiles: Tiles, sees: MaskFunction, block_size: int, top: IntArray) -> Reads:
-        """Return the blocks with a token that the function shows the first query; it is called for all tokens."""
+    def _by_function(cls, tiles: Tiles, visibility: Visibility, block_size: int, top: IntArray) -> Reads:
+        """Return the blocks with a token that the first query sees, or one after it; all tokens are tried."""
         tile = np.arange(len(top)).repeat(top * block_size)
         block_start = (top.cumsum() - top).repeat(top)
         key = (np.arange(len(block_start)) - block_start).repeat(block_size) * block_size
         key += np.tile(np.arange(block_size), len(block_start))
         position = tiles.position[tile]
-        seen = (key >= position) | np.asarray(sees(position, key))
+        seen = (key >= position) | visibility.seen_from(position, key)
         seen &= (key >= tiles.start[tile]) & (key < tiles.stop[tile])
         is_read = seen.reshape(-1, block_size).any(axis=1)
         return cls(
@@ -235,7 +260,7 @@ def _lay_out(
     seen = is_read.repeat(size, axis=1) & (key >= tiles.start[:, None]) & (key < tiles.stop[:, None])
     if causal:
         first = tiles.position[:, None]
-        seen &= (key >= first) | np.asarray(visibility.sees(first, key))
+        seen &= (key >= first) | visibility.seen_from(first, key)
     key_positions = np.where(seen, key, HIDDEN)
     if visibility.has_sinks:
         key_positions[:, -1] = SINK
