@@ -25,7 +25,7 @@ from benchmarks.attention.cpu_shapes import Buffers, Shape, reference, standard_
 from benchmarks.harness import options
 from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.pages import heading, medians, spread, table
-from benchmarks.harness.process import EngineProcess, timed
+from benchmarks.harness.process import EngineProcess, find_vllm, timed
 from benchmarks.harness.record import benchmark, ratios
 from benchmarks.harness.record import rounds as by_turns
 from kvframe.cli.render import progress
@@ -138,13 +138,16 @@ def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> M
     """Return the interpreter of each system; vLLM is left out, and this said, where it is not installed."""
     serving = [name for name in usable_backends(load_plugins().registry, "cpu")[0] if serves_any(name, shapes)]
     chosen = list(names) or [*serving, NAIVE, VLLM]
-    python = peer / "bin" / "python"
-    if VLLM in chosen and not python.exists():
-        if names:
+    found: dict[str, Path | str] = dict.fromkeys(chosen, sys.executable)
+    if VLLM in found:
+        python = find_vllm(peer)
+        if python is not None:
+            found[VLLM] = python
+        elif names:
             raise click.UsageError(f"vLLM is not in {peer}; run make peer")
-        click.echo(f"vLLM is not in {peer}: measured without it; make peer installs it", err=True)
-        chosen.remove(VLLM)
-    return {name: python if name == VLLM else sys.executable for name in chosen}
+        else:
+            del found[VLLM]
+    return found
 
 
 def write_report(record: Mapping[str, Any]) -> str:

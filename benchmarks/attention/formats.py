@@ -17,7 +17,6 @@ from typing import Any
 import click
 import torch
 from transformers import AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from benchmarks.attention.format_layers import Decode, Stored, decode_seconds, memory
 from benchmarks.attention.formats_report import write_report
@@ -193,7 +192,7 @@ def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
 @click.option("--model", type=click.Path(path_type=Path), default=None, help="The demo's model unless given.")
 def main(repeats: int, threads: int, num_texts: int, context: int, model: Path | None) -> dict[str, Any]:
     """Measure all of it and write one JSON file and one page of results."""
-    transformers_logging.disable_progress_bar()
+    models.silence_transformers()
     path = models.demo() if model is None else model
     texts = make_texts(path, num_texts)
     tasks = make_copy_tasks(num_texts) if model is None else []

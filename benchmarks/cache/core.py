@@ -17,14 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
-
 from benchmarks.cache.cases import Case, standard_cases, tiny_cases
 from benchmarks.cache.setting import Side
 from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
 from benchmarks.harness.pages import heading, medians, spread, table
-from benchmarks.harness.process import EngineProcess
+from benchmarks.harness.process import EngineProcess, find_vllm
 from benchmarks.harness.record import benchmark, ratios
 from benchmarks.harness.record import rounds as by_turns
 from kvframe.cli.render import progress
@@ -38,11 +36,9 @@ def start_engines(peer: Path) -> Iterator[dict[str, EngineProcess]]:
     """Start kvframe's process and, if it is installed, vLLM's; say so if it is not. Both end with the block."""
     worker = ("-m", "benchmarks.cache.worker")
     engines = {"kvframe": EngineProcess("kvframe", [sys.executable, *worker, "kvframe"])}
-    python = peer / "bin" / "python"
-    if python.exists():
+    python = find_vllm(peer)
+    if python is not None:
         engines["vllm"] = EngineProcess("vLLM", [python, *worker, "vllm"], is_of_other_environment=True)
-    else:
-        click.echo(f"vLLM is not in {peer}: measured without it; make peer installs it", err=True)
     try:
         yield engines
     finally:

@@ -17,7 +17,6 @@ from typing import Any
 
 import attrs
 from transformers import AutoConfig
-from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.peers import ContinuousBatching, KVFrame, PaddedGenerate, System
 from benchmarks.harness import models, options
@@ -251,8 +250,7 @@ def _first_token(seconds: Mapping[str, Sequence[float]]) -> list[str]:
 @options.choose("--workload", "names", [each.name for each in WORKLOADS], default=MEASURED)
 def main(repeats: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    models.silence_transformers()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it asks for packages it can do without
     found: dict[str, Any] = {}
     chosen = [workload for workload in WORKLOADS if workload.name in names]

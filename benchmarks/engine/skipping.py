@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any
 
 import attrs
-from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.generate import SEED
 from benchmarks.harness import models, options
@@ -275,8 +274,7 @@ def _predictions(measured: Mapping[str, Any]) -> list[str]:
 @options.choose("--workload", "names", [each.name for each in WORKLOADS], default=MEASURED)
 def main(repeats: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    models.silence_transformers()
     found: dict[str, Any] = {}
     chosen = [workload for workload in WORKLOADS if workload.name in names]
     with progress("measuring", len(chosen) * (repeats + 1)) as advance:

@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 
 import click
 import torch
-from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.soak_page import COUNTS, WRONG, write_report
 from benchmarks.engine.soak_scenarios import SCENARIOS, Scenario, Served
 from benchmarks.engine.soak_traffic import Arrival, Operator, draw_arrivals
-from benchmarks.harness import options
+from benchmarks.harness import models, options
 from benchmarks.harness.record import benchmark
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
@@ -273,8 +272,7 @@ def main(minutes: float, seed: int, names: Sequence[str]) -> dict[str, Any]:
     """Serve every scenario's traffic and write one JSON file and one page; fail if anything differs or leaks."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs have none.
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    models.silence_transformers()
     logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # a listener that raises is said each time
     found: dict[str, Any] = {}
     num_prompts = NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import torch
 
+from benchmarks.gpu.timing import in_a_sentence
 from kvframe import Engine, Stack
 from kvframe.engine.requests.request import SamplingParams
 
@@ -102,13 +103,13 @@ def measure_steps(workload: Workload, device: torch.device, backend: str = "auto
         try:
             save_model(workload, Path(folder), device)
         except Exception as problem:  # transformers may be missing, and the disk full
-            return dict.fromkeys(GRAPHS, MeasuredSteps(reason=_sentence(problem)))
+            return dict.fromkeys(GRAPHS, MeasuredSteps(reason=in_a_sentence(problem)))
         found = {}
         for graphs in GRAPHS:
             try:
                 found[graphs] = _measure(workload, Path(folder), device, graphs, backend)
             except Exception as problem:  # what a library raises must not end the run
-                found[graphs] = MeasuredSteps(reason=_sentence(problem))
+                found[graphs] = MeasuredSteps(reason=in_a_sentence(problem))
         return found
 
 
@@ -222,8 +223,3 @@ def covered(found: Sequence[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total / 1e6
-
-
-def _sentence(problem: Exception) -> str:
-    lines = str(problem).splitlines()
-    return f"{type(problem).__name__}: {lines[0][:120] if lines else ''}"

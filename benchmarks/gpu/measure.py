@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.cases import Case, LatentCase, StateCase
 from benchmarks.gpu.steps import BLOCK_SIZE, ERROR, PagedLayer, make_chain, make_layer, needed_bytes, rotation
-from benchmarks.gpu.timing import seconds_each, time_calls
+from benchmarks.gpu.timing import in_a_sentence, seconds_each, time_calls
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.specs import align_up
 from kvframe.loading.registry import Registry
@@ -99,9 +99,7 @@ def measure(
             return Measured(error=error, reason="wrong")
         timing = time_calls([step.run for step in steps], device)
     except Exception as problem:  # what a library raises must not end the run
-        return Measured(
-            reason=f"{type(problem).__name__}: {str(problem).splitlines()[0][:120] if str(problem) else ''}"
-        )
+        return Measured(reason=in_a_sentence(problem))
     return Measured(seconds=timing.seconds, host_seconds=timing.host_seconds, error=error, how=timing.how)
 
 
@@ -171,7 +169,7 @@ def measure_dense(case: Case, device: torch.device) -> Measured | None:
     try:
         timing = time_calls(calls, device)
     except Exception as problem:  # likewise
-        return Measured(reason=f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}")
+        return Measured(reason=in_a_sentence(problem))
     return Measured(seconds=timing.seconds, host_seconds=timing.host_seconds, how=timing.how)
 
 

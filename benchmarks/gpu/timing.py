@@ -19,6 +19,12 @@ TIMED_SECONDS = 0.02
 """At least so long is timed at once: events tell half a microsecond."""
 
 
+def in_a_sentence(problem: Exception) -> str:
+    """Return what a library raised, in a few words: it must not end the run."""
+    lines = str(problem).splitlines()
+    return f"{type(problem).__name__}: {lines[0][:120] if lines else ''}"
+
+
 @attrs.frozen(kw_only=True)
 class Timing:
     """How long a call takes.

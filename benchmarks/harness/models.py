@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from benchmarks.harness.machine import ROOT
 
 CACHE = ROOT / ".cache"
+
+
+def silence_transformers() -> None:
+    """Let transformers print no progress and no warnings."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def demo() -> Path:

@@ -83,6 +83,15 @@ class EngineProcess:
         self._process.wait()
 
 
+def find_vllm(peer: Path) -> Path | None:
+    """Return the interpreter of the environment that ``make peer`` makes; None, and say so, if it is not there."""
+    python = peer / "bin" / "python"
+    if python.exists():
+        return python
+    print(f"vLLM is not in {peer}: measured without it; make peer installs it", file=sys.stderr)
+    return None
+
+
 def answer_questions(load: Callable[[], tuple[Mapping[str, str], Callable[[dict[str, Any]], Any]]]) -> None:
     """Load an engine and answer until there are no more questions: the other end.
 
