@@ -230,7 +230,7 @@ class PagedLayer:
 
 def build_on_device(builder: AttentionMetadataBuilder, metadata: CommonAttentionMetadata, staging: Staging) -> Any:
     """Return what a builder makes of metadata that lies on the host, where the layers read it."""
-    if not builder.on_host:
+    if builder.on_host is None:
         metadata = staging.to_device(metadata)
     (built,) = builder.build_together([(builder, metadata)])
     return builder.finish(staging.to_device(built))

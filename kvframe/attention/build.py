@@ -164,15 +164,22 @@ class MetadataPlan:
 
         Raises:
             WrapperError: A wrapper cannot take the step.
-            BackendError: What a chain returns is not causal, and its backend takes causal batches only; or a builder
-                raised something (``failed``).
+            BackendError: What a chain returns is not causal, and its backend takes causal batches only; it has upper
+                bounds of lengths, and the builder needs exact ones (``inexact_lens``); the step says for each request
+                whether it is causal (``causal_per_request``); or a builder raised something (``failed``).
         """
+        for common in metadata:
+            if type(common.causal) is not bool:
+                raise BackendError(
+                    f"causal is {type(common.causal).__name__!r}, and not a bool: a batch is causal as a whole, or not",
+                    code="causal_per_request",
+                )
         wrapped = list(metadata)
         for place, call in self._calls:
             wrapped.append(call.audit(wrapped[place]) if self._audited else call(wrapped[place]))
         sharing = _Sharing()
         of_groups = tuple(sharing.build_of(reader, wrapped[reader.place]) for reader in self._readers)
-        self._run(sharing.builds, [each for each in sharing.builds if self._builders[each.reuse].on_host])
+        self._run(sharing.builds, [each for each in sharing.builds if self._builders[each.reuse].on_host is not None])
         return PreparedStep(sharing.builds, of_groups)
 
     def build(self, prepared: PreparedStep) -> list[GroupMetadata]:
@@ -258,13 +265,7 @@ class _Sharing:
         known = self._known.get(key)
         if known is not None:
             return known
-        if reader.not_causal is not None and not common.causal:
-            group = reader.group
-            raise BackendError(
-                f"backend {group.backend_name!r}, of layer {group.layers[0].name!r}, cannot take a batch that is not "
-                f"causal: it {reader.not_causal.reason}; give such layers another backend",
-                code=reader.not_causal.code,
-            )
+        self._check_taken(reader, common)
         builder, num_rows, permutation = reader.group.builder, common.slot_mapping.shape[0], None
         if builder.batch_order is not None and not is_ordered(builder.batch_order, common):
             common, permutation = self._permute(builder.batch_order, reader.chain, common)
@@ -276,6 +277,14 @@ class _Sharing:
         self.builds.append(Build(reader.reuse, common, num_rows, permutation, like))
         self._known[key] = index
         return index
+
+    def _check_taken(self, reader: _Reader, common: CommonAttentionMetadata) -> None:
+        """Raise ``BackendError`` for a batch that a group's backend or builder does not take."""
+        if reader.not_causal is not None and not common.causal:
+            raise _refused(reader.group, f"is not causal: it {reader.not_causal.reason}", reader.not_causal.code)
+        if reader.group.builder.needs_exact_lens and not common.exact_lens:
+            problem = "has only upper bounds of its lengths on the host: its metadata builder needs exact ones"
+            raise _refused(reader.group, problem, "inexact_lens")
 
     def _permute(
         self, order: BatchOrder, chain: int, common: CommonAttentionMetadata
@@ -292,3 +301,11 @@ class _Sharing:
             slot_mapping=common.slot_mapping.index_select(0, permutation.tokens),
         )
         return tables, permutation
+
+
+def _refused(group: AttentionGroup, problem: str, code: str) -> BackendError:
+    return BackendError(
+        f"backend {group.backend_name!r}, of layer {group.layers[0].name!r}, cannot take a batch that {problem}; give "
+        "such layers another backend",
+        code=code,
+    )

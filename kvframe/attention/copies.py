@@ -18,7 +18,7 @@ from kvframe.attention.returned import build_all
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.formats import PLAIN, StateTensor
-from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
 from kvframe.contract.specs import AttentionMask, LayerSpec
 from kvframe.planning.memory import allocating
 
@@ -209,7 +209,8 @@ class CopyingBuilder(AttentionMetadataBuilder):
         assert layer.spec is not None
         self.inner = inner
         self.capture = inner.capture
-        self.on_host = inner.on_host
+        self.on_host = None if inner.on_host is None else DEVICE_FIELDS
+        self.needs_exact_lens = True
         self.batch_order = inner.batch_order
         self._mask = layer.spec.mask
         self._layer = layer

@@ -68,7 +68,7 @@ class _Padder:
         least = {
             "num_reqs": metadata.num_reqs,
             "num_tokens": max(metadata.slot_mapping.shape[0], max_query_len),
-            "num_generating": metadata.generating_indices.shape[0],
+            "num_generating": metadata.num_generating_rows,
             "max_query_len": metadata.max_query_len,
             "max_seq_len": metadata.max_seq_len,
         }
@@ -77,6 +77,10 @@ class _Padder:
                 raise BatchError(
                     f"a graph with {name} = {given} is too small for this step, which needs at least {least[name]}"
                 )
+        generating, generating_cpu = (
+            None if indices is None else self._repeat_last(indices, num_generating)
+            for indices in (metadata.generating_indices, metadata.generating_indices_cpu)
+        )
         num_columns = max(metadata.block_table.shape[1], -(-max_seq_len // metadata.block_size))
         return attrs.evolve(
             metadata,
@@ -89,8 +93,8 @@ class _Padder:
             max_seq_len=max_seq_len,
             block_table=_fill(metadata.block_table, (num_reqs, num_columns)),
             slot_mapping=self._fill(metadata.slot_mapping, num_tokens),
-            generating_indices=self._repeat_last(metadata.generating_indices, num_generating),
-            generating_indices_cpu=self._repeat_last(metadata.generating_indices_cpu, num_generating),
+            generating_indices=generating,
+            generating_indices_cpu=generating_cpu,
             static_shapes=True,
             extensions=change_extensions(
                 metadata.extensions,

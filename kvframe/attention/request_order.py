@@ -91,13 +91,12 @@ def permute(metadata: CommonAttentionMetadata, order: BatchOrder) -> tuple[Commo
     tokens[:num_actual] += np.repeat(starts[:-1][requests] - new_starts[:-1], query_lens)
     inverse = np.empty_like(tokens)
     inverse[tokens] = np.arange(num_tokens)
-    generating = metadata.generating_indices_cpu.numpy().copy()
-    if count := metadata.num_generating:
-        generating[:count] = np.sort(inverse[generating[:count]])
-        generating[count:] = generating[count - 1]
-
-    uploaded = _upload([requests, tokens, inverse, generating, new_starts], metadata.query_start_loc.device)
-    requests_there, tokens_there, inverse_there, generating_there, starts_there = uploaded
+    arrays = [requests, tokens, inverse, new_starts]
+    if metadata.generating_indices_cpu is not None:
+        arrays.append(_moved(metadata.generating_indices_cpu.numpy(), metadata.num_generating, inverse))
+    requests_there, tokens_there, inverse_there, starts_there, *generating_there = _upload(
+        arrays, metadata.query_start_loc.device
+    )
     requests_here = torch.from_numpy(requests)
     permuted = attrs.evolve(
         metadata,
@@ -107,8 +106,8 @@ def permute(metadata: CommonAttentionMetadata, order: BatchOrder) -> tuple[Commo
         seq_lens_cpu=metadata.seq_lens_cpu.index_select(0, requests_here),
         block_table=metadata.block_table.index_select(0, requests_there),
         slot_mapping=metadata.slot_mapping.index_select(0, tokens_there),
-        generating_indices=generating_there,
-        generating_indices_cpu=torch.from_numpy(generating),
+        generating_indices=generating_there[0] if generating_there else None,
+        generating_indices_cpu=torch.from_numpy(arrays[-1]) if generating_there else None,
         extensions=change_extensions(
             metadata.extensions,
             _rows_of(requests_there, tokens_there),
@@ -116,6 +115,15 @@ def permute(metadata: CommonAttentionMetadata, order: BatchOrder) -> tuple[Commo
         ),
     )
     return permuted, Permutation(requests=requests_there, tokens=tokens_there, inverse=inverse_there)
+
+
+def _moved(generating: IntArray, count: int, inverse: IntArray) -> IntArray:
+    """Return the indices of ``count`` generating tokens, and padding, where ``inverse`` puts these tokens."""
+    moved = generating.copy()
+    if count:
+        moved[:count] = np.sort(inverse[generating[:count]])
+        moved[count:] = moved[count - 1]
+    return moved
 
 
 def _never_decreases(ranks: IntArray) -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 _NUMBERS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "block_size", "num_generating")
-_SWITCHES = ("causal", "static_shapes")
+_SWITCHES = ("causal", "static_shapes", "exact_lens")
 
 
 def find_misfit(metadata: CommonAttentionMetadata, given: CommonAttentionMetadata | None = None) -> str | None:
@@ -32,20 +32,27 @@ def find_misfit(metadata: CommonAttentionMetadata, given: CommonAttentionMetadat
         if type(getattr(metadata, name)) is not bool:
             return f"{name} is {getattr(metadata, name)!r}, not a bool"
     slots, generating = metadata.slot_mapping, metadata.generating_indices
-    for name, tensor in (("slot_mapping", slots), ("generating_indices", generating)):
+    is_known = generating is not None or metadata.generating_indices_cpu is not None
+    if not is_known and metadata.num_generating != metadata.num_actual_tokens:
+        return f"num_generating is {metadata.num_generating}, and no generating_indices say which tokens generate"
+    for name, tensor in (("slot_mapping", slots), ("generating_indices", generating if is_known else slots)):
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1:
             return f"{name} is {_in_words(tensor)}, not a tensor of one dimension"
     device, host = (metadata if given is None else given).slot_mapping.device, torch.device("cpu")
-    num_reqs, num_tokens, num_generating = metadata.num_reqs, slots.shape[0], generating.shape[0]
-    for name, length, dtype, expected_device in (
+    num_reqs, num_tokens = metadata.num_reqs, slots.shape[0]
+    expected = [
         ("query_start_loc", num_reqs + 1, torch.int32, device),
         ("query_start_loc_cpu", num_reqs + 1, torch.int32, host),
         ("seq_lens", num_reqs, torch.int32, device),
         ("seq_lens_cpu", num_reqs, torch.int32, host),
         ("slot_mapping", num_tokens, torch.int64, device),
-        ("generating_indices", num_generating, torch.int64, device),
-        ("generating_indices_cpu", num_generating, torch.int64, host),
-    ):
+    ]
+    if generating is not None:
+        expected += [
+            ("generating_indices", generating.shape[0], torch.int64, device),
+            ("generating_indices_cpu", generating.shape[0], torch.int64, host),
+        ]
+    for name, length, dtype, expected_device in expected:
         tensor = getattr(metadata, name)
         if problem := _tensor_misfit(name, tensor, dtype, expected_device):
             return problem

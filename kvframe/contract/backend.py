@@ -221,15 +221,20 @@ class AttentionMetadataBuilder(ABC):
     Attributes:
         capture: For which batches the shapes of what it builds are known before it runs.
         batch_order: The order of requests that its input must have; None for any.
-        on_host: Whether it builds on the host. Its input then lies on the host, and the step's one copy brings the
-            tensors that it makes to the device. Otherwise its input lies on the device.
+        on_host: The fields of the metadata whose values it reads on the host, such as ``{"block_table"}``; the fields
+            with the suffix ``_cpu`` are always there. It then builds before the step's one copy to the device, which
+            brings the tensors that it makes there. The other fields lie together, on the host or on the device: it
+            hands them on, or computes with them by operations of torch. None if all have to lie on the device.
+        needs_exact_lens: Whether it reads ``seq_lens_cpu`` or ``max_seq_len`` as exact lengths. Then it is not given a
+            step that has only upper bounds of them.
         table_fields: The fields of the attrs value that it builds which depend on the block table or the slots. For
             another cache group with equal layers the framework replaces only these. None if everything is built anew.
     """
 
     capture: GraphCapture = GraphCapture.NEVER
     batch_order: BatchOrder | None = None
-    on_host: bool = False
+    on_host: frozenset[str] | None = None
+    needs_exact_lens: bool = True
     table_fields: frozenset[str] | None = None
 
     @property
@@ -288,7 +293,7 @@ class AttentionMetadataBuilder(ABC):
 
 
 class _PassThroughBuilder(AttentionMetadataBuilder):
-    on_host = True
+    on_host = frozenset()
 
     def build(self, metadata: CommonAttentionMetadata) -> Any:
         return metadata

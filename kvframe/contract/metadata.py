@@ -39,6 +39,9 @@ class Extension:
     values_cpu: torch.Tensor | None = None
 
 
+DEVICE_FIELDS = frozenset({"query_start_loc", "seq_lens", "block_table", "slot_mapping", "generating_indices"})
+"""The fields of ``CommonAttentionMetadata`` whose tensors lie on the device when layers run."""
+
 NO_EXTENSIONS: Mapping[str, Extension] = MappingProxyType({})
 
 SEQ_STARTS = "seq_starts"
@@ -95,11 +98,12 @@ class CommonAttentionMetadata:
         query_start_loc: ``[num_reqs + 1], int32, device``: where each request's new tokens start.
         query_start_loc_cpu: The same on the host.
         seq_lens: ``[num_reqs], int32, device``: tokens of each request after this step, or of the keys' sequence.
-        seq_lens_cpu: The same on the host.
+        seq_lens_cpu: The same on the host; upper bounds of it without ``exact_lens``.
         num_reqs: Requests in the batch, padded rows included.
         num_actual_tokens: New tokens in the batch, without padding.
         max_query_len: The most new tokens of one request; with ``static_shapes``, of any request in such a batch.
-        max_seq_len: The longest request after this step; with ``static_shapes``, of any request in such a batch.
+        max_seq_len: The longest request after this step, or an upper bound of it without ``exact_lens``; with
+            ``static_shapes``, of any request in such a batch.
         block_table: ``[num_reqs, max_blocks], int32, device``: block ids by block index; 0, the null page, for a block
             that is not resident.
         slot_mapping: ``[num_tokens], int64, device``: ``block_id * block_size + offset`` of each new token; its length
@@ -109,11 +113,15 @@ class CommonAttentionMetadata:
             completes, decodes and draft tokens, and all tokens of a request with prompt log-probabilities. In each
             request they are its last tokens.
         generating_indices: ``[num_generating + padding], int64, device``: the indices of these tokens among the packed
-            tokens, in order; padding repeats the last. If no token generates, one padded row with the last token.
-        generating_indices_cpu: The same on the host.
-        causal: Whether queries see only their own and earlier positions.
+            tokens, in order; padding repeats the last. If no token generates, one padded row with the last token. None
+            if the host does not know them: then every token counts as one whose logits are needed.
+        generating_indices_cpu: The same on the host; None likewise.
+        causal: Whether queries see only their own and earlier positions, for the whole batch. A tensor with one value
+            for each request is reserved for a later version, and refused (``causal_per_request``).
         static_shapes: Whether the step is captured as a graph or replayed from one. Then the shapes of everything that
             is made from this value follow from its shapes and from ``max_query_len`` only.
+        exact_lens: Whether ``seq_lens_cpu`` and ``max_seq_len`` are exact. A host that schedules a step before the one
+            before it is computed knows only upper bounds of them.
         extensions: Optional data by name; each wrapper declares what it does with each name.
     """
 
@@ -129,15 +137,23 @@ class CommonAttentionMetadata:
     slot_mapping: torch.Tensor
     block_size: int
     num_generating: int
-    generating_indices: torch.Tensor
-    generating_indices_cpu: torch.Tensor
+    generating_indices: torch.Tensor | None = None
+    generating_indices_cpu: torch.Tensor | None = None
     causal: bool = True
     static_shapes: bool = False
+    exact_lens: bool = True
     extensions: Mapping[str, Extension] = NO_EXTENSIONS
+
+    @property
+    def num_generating_rows(self) -> int:
+        """Rows of a batch of the generating tokens alone, padding included."""
+        return (self.slot_mapping if self.generating_indices is None else self.generating_indices).shape[0]
 
     @property
     def all_generate(self) -> bool:
         """Whether every token generates, padding included: then dropping the others changes nothing."""
+        if self.generating_indices is None:
+            return True
         if self.num_generating < self.num_actual_tokens:
             return False
-        return not self.static_shapes or self.generating_indices.shape[0] == self.slot_mapping.shape[0]
+        return not self.static_shapes or self.num_generating_rows == self.slot_mapping.shape[0]

@@ -28,7 +28,7 @@ def find_difference(
         wrapped: The wrapper's output, which is consistent.
     """
     kept, drops = [*range(metadata.num_actual_tokens)], DROPS_TOKENS in wrapper.effects
-    if drops:
+    if drops and metadata.generating_indices_cpu is not None:
         kept = metadata.generating_indices_cpu[: metadata.num_generating].tolist()
     if wrapped.num_actual_tokens != len(kept):
         which = "generate" if drops else "go in, and it does not declare that it drops tokens"

@@ -1,4 +1,4 @@
-"""Checks a backend's steps on a device without memory: one copy to the device, and no wait for it.
+"""Checks a backend's steps on a device without memory: one copy to the device, no wait for it, declared host fields.
 
 The device is torch's ``meta``: any read of a value raises, and every copy to it can be counted.
 """
@@ -16,14 +16,16 @@ from torch.utils._pytree import tree_leaves
 
 from kvframe.attention.layer import AttentionLayer
 from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import PLAIN, KVFormat
+from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
@@ -90,12 +92,16 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
     pages are copied for it. Functions outside of torch do not work on such a device: replace them by functions that
     return tensors of the right shape. Copies inside a library are not counted.
 
+    A builder that builds on the host is also given metadata whose undeclared fields lie on the device only, as another
+    host may have them.
+
     Args:
         backend_class: The backend.
         formats: Formats that layers may be stored in beside the plain one; the installed ones unless given.
 
     Raises:
-        ConformanceError: The backend makes a copy itself, reads a value of the device, or returns a wrong shape.
+        ConformanceError: The backend makes a copy itself, reads a value of the device, or returns a wrong shape; or its
+            builder reads a field on the host that it does not declare in ``on_host``.
     """
     form, capabilities = form_of(backend_class), backend_class.capabilities
     found = formats_of(capabilities, formats)
@@ -173,6 +179,8 @@ def _copies_of_a_step(
         generating_indices=np.cumsum(query_lens) - 1,
     )
     metadata, num_tokens = build_metadata(batch, manager.tables, HOST), int(query_lens.sum())
+    for group in attention.groups:
+        _check_host_fields(group.builder, metadata[group.cache_group])
     captured = None
     if is_replayed:
         if attention.capture is GraphCapture.NEVER:
@@ -188,6 +196,27 @@ def _copies_of_a_step(
             _attend(attention[name], case, learned[name], num_tokens)
     found: list[str] = copies.found
     return found
+
+
+def _check_host_fields(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> None:
+    """Check that a builder reads no other fields on the host than it declares."""
+    if builder.on_host is None:
+        return
+    if builder.batch_order is not None and not is_ordered(builder.batch_order, common):
+        common, _ = permute(common, builder.batch_order)
+    elsewhere = {
+        name: getattr(common, name).to(META)
+        for name in DEVICE_FIELDS - builder.on_host
+        if getattr(common, name) is not None
+    }
+    undeclared = f"its builder reads other fields on the host than on_host = {sorted(builder.on_host)}"
+    with CopyCounter() as mixed:
+        try:
+            builder.build_together([(builder, attrs.evolve(common, **elsewhere))])
+        except (RuntimeError, TypeError) as error:
+            raise ConformanceError(f"{undeclared}: {error}") from error
+    if mixed.found:
+        raise ConformanceError(f"{undeclared}: {mixed.found[0]} mixes tensors of host and device")
 
 
 def _attend(layer: AttentionLayer, case: Case, learned: Learned, num_tokens: int) -> None:

@@ -163,7 +163,7 @@ def _on_host(
     builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
 ) -> tuple[CommonAttentionMetadata, Staging]:
     """Return the metadata as a builder gets them, and a function that moves its result to the original device."""
-    if not builder.on_host:
+    if builder.on_host is None:
         return common, Staging(HOST)
     return replace_tensors(common, lambda tensor: tensor.to(HOST)), Staging(common.slot_mapping.device)
 
@@ -202,9 +202,11 @@ def _kept_rows(
     chain: WrapperChain, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
 ) -> torch.Tensor:
     """Return the rows of the packed batch that a chain keeps: all of them, or those that generate."""
-    drops = any(DROPS_TOKENS in wrapper.effects for wrapper in chain) and not metadata.all_generate
-    kept = metadata.generating_indices_cpu if drops else torch.arange(metadata.slot_mapping.shape[0])
-    expected = metadata.num_generating if drops else metadata.num_actual_tokens, len(kept)
+    kept, num_kept = torch.arange(metadata.slot_mapping.shape[0]), metadata.num_actual_tokens
+    generating = metadata.generating_indices_cpu
+    if any(DROPS_TOKENS in each.effects for each in chain) and not metadata.all_generate and generating is not None:
+        kept, num_kept = generating, metadata.num_generating
+    expected = num_kept, len(kept)
     found = wrapped.num_actual_tokens, wrapped.slot_mapping.shape[0]
     if found != expected:
         raise ConformanceError(

@@ -43,7 +43,7 @@ def make_step_metadata(
         metadata,
         num_reqs=metadata.num_reqs + case.num_padding,
         num_tokens=metadata.num_actual_tokens + case.num_padding,
-        num_generating=len(metadata.generating_indices) + case.num_padding,
+        num_generating=metadata.num_generating_rows + case.num_padding,
         # A graph of other steps than decodes is captured for longer requests than any in the batch.
         max_query_len=metadata.max_query_len + (metadata.max_query_len > 1),
         max_seq_len=metadata.max_seq_len + metadata.block_size,

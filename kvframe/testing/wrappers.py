@@ -61,6 +61,8 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
         for batch, metadata in _variants(name, make_metadata(requests, layer.spec.block_size)):
             for axis in Axis:
                 taken += _check_batch(bound, layer, batch, _extend(bound, metadata, axis))
+        for batch, metadata in _of_another_host(name, make_metadata(requests, layer.spec.block_size)):
+            _check_batch(bound, layer, batch, metadata)
     if not taken:
         raise _failure(wrapper, "any batch", "it refuses all of them")
     _check_loops(bound, batches["mixed"], layer.spec.block_size)
@@ -78,11 +80,28 @@ def _variants(name: str, metadata: CommonAttentionMetadata) -> Iterator[tuple[st
         metadata,
         num_reqs=metadata.num_reqs + 3,
         num_tokens=metadata.num_actual_tokens + 5,
-        num_generating=len(metadata.generating_indices) + 2,
+        num_generating=metadata.num_generating_rows + 2,
         max_query_len=metadata.max_query_len,
     )
     yield f"{name}, padded", attrs.evolve(padded, static_shapes=False)
     yield f"{name}, padded, with static shapes", padded
+
+
+def _of_another_host(name: str, metadata: CommonAttentionMetadata) -> Iterator[tuple[str, CommonAttentionMetadata]]:
+    """Go through a batch as hosts have it that know less of it."""
+    yield (
+        f"{name}, with unknown generating tokens",
+        attrs.evolve(
+            metadata,
+            num_generating=metadata.num_actual_tokens,
+            generating_indices=None,
+            generating_indices_cpu=None,
+        ),
+    )
+    most = metadata.block_table.shape[1] * metadata.block_size
+    longer = (metadata.seq_lens_cpu + 1).clamp_(max=most)
+    bounds = attrs.evolve(metadata, seq_lens_cpu=longer, max_seq_len=most, exact_lens=False)
+    yield f"{name}, with upper bounds of lengths", bounds
 
 
 def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: Axis) -> CommonAttentionMetadata:
@@ -204,7 +223,7 @@ def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequenc
     sizes = {
         "num_reqs": max(step.num_reqs for step in steps.values()),
         "num_tokens": max(step.num_actual_tokens for step in steps.values()),
-        "num_generating": max(len(step.generating_indices) for step in steps.values()),
+        "num_generating": max(step.num_generating_rows for step in steps.values()),
         "max_query_len": max(step.max_query_len for step in steps.values()),
         "max_seq_len": max(step.max_seq_len for step in steps.values()),
     }

@@ -54,7 +54,7 @@ class OnHost(CapturableReference):
 
     def make_builder(self) -> AttentionMetadataBuilder:
         class Builder(AttentionMetadataBuilder):
-            on_host = True
+            on_host = frozenset({"seq_lens", "block_table"})
             table_fields = frozenset({"block_table"})
 
             def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -266,7 +266,7 @@ class CountsSteps(OnHost):
 
         class Builder(AttentionMetadataBuilder):
             capture = GraphCapture.ALWAYS
-            on_host = True
+            on_host = frozenset({"seq_lens", "block_table"})
             number = 0
 
             def build(self, metadata: CommonAttentionMetadata) -> Counted:
@@ -277,6 +277,33 @@ class CountsSteps(OnHost):
 
     def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
         return query.new_empty(*query.shape[:2], kv_cache["v"].shape[-1])  # type: ignore[no-any-return]
+
+
+class ReadsUndeclared(OnHost):
+    """Reads the block table on the host, and declares the lengths only."""
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        class Builder(AttentionMetadataBuilder):
+            on_host = frozenset({"seq_lens"})
+
+            def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+                return attrs.evolve(metadata, block_table=self.read(metadata))
+
+            def read(self, metadata: CommonAttentionMetadata) -> torch.Tensor:
+                return torch.tensor(metadata.block_table.tolist())
+
+        return Builder()
+
+
+class MixesUndeclared(ReadsUndeclared):
+    """Chooses rows of the block table by an index on the host."""
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        class Builder(type(super().make_builder())):  # type: ignore[misc]
+            def read(self, metadata: CommonAttentionMetadata) -> torch.Tensor:
+                return metadata.block_table.index_select(0, torch.arange(metadata.num_reqs))
+
+        return Builder()
 
 
 class ServesNothing(TorchBackend):
@@ -293,6 +320,8 @@ class ServesNothing(TorchBackend):
             r"'IsTooShort' returned a tensor \[2, 4, 8\] of torch.float32 on meta for layer 'layers.0', and not",
         ),
         (CountsSteps, "CountsSteps on decodes of a graph, stored as plain, differs from what was captured: .*number"),
+        (ReadsUndeclared, r"reads other fields on the host than on_host = \['seq_lens'\]"),
+        (MixesUndeclared, r"reads other fields on the host .*: aten.index_select.* mixes tensors"),
         (ServesNothing, "ServesNothing serves no layer of the kit"),
     ],
 )

@@ -14,6 +14,7 @@ from kvframe_chunked_local import ChunkedLocalSpec
 
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.padding import pad_metadata
+from kvframe.attention.request_order import is_ordered, permute
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.config.stack import Stack
 from kvframe.contract.backend import AttentionMetadataBuilder
@@ -46,6 +47,36 @@ def test_a_batch_that_is_not_causal_is_refused_where_a_backend_has_no_such_mask(
         bench.attention.begin_step([attrs.evolve(each, causal=False) for each in metadata])
     assert "mask_bidirectional" == refused.value.code
     bench.attention.begin_step([attrs.evolve(metadata[0], causal=False), metadata[1]])
+
+
+def test_a_step_that_says_of_each_request_whether_it_is_causal_is_refused() -> None:
+    bench = Bench([layer("full", full())], Stack.from_mapping({}), [])
+    (metadata,) = bench.metadata(SINGLE_TOKENS)
+    with pytest.raises(BackendError, match="causal is 'Tensor', and not a bool") as refused:
+        bench.attention.begin_step([attrs.evolve(metadata, causal=torch.ones(metadata.num_reqs, dtype=torch.bool))])
+    assert "causal_per_request" == refused.value.code
+
+
+class ReadsBounds(TorchReferenceBackend):
+    """The reference, whose builder says that it needs no exact lengths on the host."""
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        class Builder(type(super().make_builder())):  # type: ignore[misc]
+            needs_exact_lens = False
+
+        return Builder()
+
+
+def test_upper_bounds_of_lengths_reach_no_builder_that_needs_exact_ones() -> None:
+    layers = [layer("full", full()), layer("window", local())]
+    stack = Stack.from_mapping({"rules": [{"layers": "window", "backend": "bounds"}]})
+    bench = Bench(layers, stack, [plugin("mine", backends={"bounds": ReadsBounds})])
+    exact, window = bench.metadata(SINGLE_TOKENS)
+    bounds = attrs.evolve(window, exact_lens=False, seq_lens_cpu=window.seq_lens_cpu + 3)
+    bench.attention.begin_step([exact, bounds])
+    with pytest.raises(BackendError, match=r"of layer 'full', cannot take a batch that has only upper") as refused:
+        bench.attention.begin_step([attrs.evolve(exact, exact_lens=False), window])
+    assert "inexact_lens" == refused.value.code
 
 
 # --- the cost of a step -----------------------------------------------------------------------------------------------
@@ -144,7 +175,7 @@ class Finishing(Counting):
     """Makes the last part of its metadata on the device."""
 
     class Builder(Counting.Builder):
-        on_host = True
+        on_host = frozenset({"seq_lens", "block_table"})
 
         def build(self, metadata: CommonAttentionMetadata) -> Counted:
             return attrs.evolve(super().build(metadata), is_finished=False)
@@ -239,6 +270,22 @@ def test_cache_groups_that_are_permuted_alike_keep_their_own_tables() -> None:
     (permutation,) = {step.read.permutation for step in bench.attention._steps}
     assert permutation is not None
     assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in layers)
+
+
+def test_of_a_permuted_step_it_stays_unknown_which_tokens_generate() -> None:
+    (metadata,) = Bench([layer("a", full())], Stack.from_mapping({}), []).metadata(MIXED)
+    unknown = attrs.evolve(
+        metadata,
+        num_generating=metadata.num_actual_tokens,
+        generating_indices=None,
+        generating_indices_cpu=None,
+    )
+    permuted, permutation = permute(unknown, BatchOrder())
+    assert not is_ordered(BatchOrder(), unknown)
+    assert (None, None) == (permuted.generating_indices, permuted.generating_indices_cpu)
+    known, same = permute(metadata, BatchOrder())
+    assert torch.equal(permutation.tokens, same.tokens)
+    assert known.generating_indices is not None
 
 
 def test_the_capture_level_is_the_least_of_all_parts() -> None:

@@ -118,7 +118,7 @@ def test_up_to_170_queries_of_deepseek_v3_attend_to_latents() -> None:
 
 def test_decodes_are_absorbed_and_prompts_are_expanded() -> None:
     builder = TritonMLABackend([layer()], torch.device("meta")).make_builder()
-    assert builder.on_host
+    assert builder.on_host is not None
     assert builder.batch_order is not None
     decodes = builder.build(make_metadata([Request(30, 1), Request(5, 2)], 4))
     assert (3, None) == (decodes.num_absorbed, decodes.expanded)

@@ -93,6 +93,12 @@ def test_a_step_where_all_tokens_generate_comes_back_itself(requests: tuple[Requ
     assert metadata is DecodeOnly()(metadata)
 
 
+def test_a_step_whose_generating_tokens_are_unknown_comes_back_itself() -> None:
+    metadata = step(Request(0, 7), Request(5, 1))
+    unknown = attrs.evolve(metadata, num_generating=8, generating_indices=None, generating_indices_cpu=None)
+    assert unknown is DecodeOnly()(unknown)
+
+
 def test_a_prompt_that_goes_on_keeps_its_row_and_no_token() -> None:
     kept = DecodeOnly()(step(Request(4, 1), Request(0, 8, 0), Request(9, 1)))
     assert [1, 0, 1] == kept.query_start_loc.diff().tolist()

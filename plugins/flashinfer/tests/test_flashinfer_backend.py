@@ -351,7 +351,7 @@ def test_decodes_and_other_requests_are_planned_apart(
 def test_page_lists_are_made_on_the_host_without_waiting_for_the_device(library: ModuleType) -> None:
     _, backend = make_backend(library, window=20)
     builder = backend.make_builder()
-    assert builder.on_host
+    assert builder.on_host is not None
     built = builder.finish(builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16))))
     assert [1, 2] == [len(part.wrapper.seq_lens) for part in built.parts]
 

@@ -64,6 +64,7 @@ class ChunkedLocal(MetadataWrapper):
         "generating_indices_cpu": FieldUse.CARRY,
         "causal": FieldUse.REJECT,
         "static_shapes": FieldUse.CARRY,
+        "exact_lens": FieldUse.REJECT,
     }
     # Both describe the original request, so each of its virtual requests gets the same value.
     extensions: ClassVar[Mapping[str, FieldUse]] = {

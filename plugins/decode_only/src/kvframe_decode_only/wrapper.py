@@ -52,6 +52,7 @@ class DecodeOnly(MetadataWrapper):
         "generating_indices_cpu": FieldUse.RESET,
         "causal": FieldUse.CARRY,
         "static_shapes": FieldUse.CARRY,
+        "exact_lens": FieldUse.CARRY,
     }
     extensions: ClassVar[Mapping[str, FieldUse]] = {
         SEQ_STARTS: FieldUse.CARRY,
@@ -85,7 +86,7 @@ class DecodeOnly(MetadataWrapper):
         Args:
             metadata: The step's metadata.
         """
-        if metadata.all_generate:
+        if metadata.generating_indices is None or metadata.generating_indices_cpu is None or metadata.all_generate:
             return metadata
         kept, num_kept = metadata.generating_indices, metadata.num_generating
         num_rows, device = kept.shape[0], kept.device
@@ -121,5 +122,6 @@ class DecodeOnly(MetadataWrapper):
             generating_indices_cpu=generating_cpu,
             causal=metadata.causal,
             static_shapes=metadata.static_shapes,
+            exact_lens=metadata.exact_lens,
             extensions=self.pass_extensions(metadata, tokens=kept, tokens_cpu=metadata.generating_indices_cpu),
         )

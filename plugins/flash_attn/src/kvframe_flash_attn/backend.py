@@ -43,7 +43,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder):
     """Decides which of the library's two functions computes a step."""
 
     capture = GraphCapture.UNIFORM
-    on_host = True
+    on_host = frozenset()
+    needs_exact_lens = False
     reuse_key = ("flash_attn",)
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashAttnMetadata:

@@ -40,7 +40,7 @@ class FlashAttn3MetadataBuilder(AttentionMetadataBuilder):
     """
 
     capture = GraphCapture.ALWAYS
-    on_host = True
+    on_host = frozenset()
 
     def __init__(self, layer: LayerSpec) -> None:
         """Keep the properties of the group's layers, from any of them."""

@@ -118,7 +118,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
     """Plans a step. Graphs cannot be captured, because a plan decides the number of blocks of a kernel launch."""
 
     batch_order = BatchOrder()
-    on_host = True
+    on_host = frozenset({"block_table"})
 
     def __init__(self, problem: Problem, device: torch.device, kernels: str) -> None:
         """Keep the properties of the layers.

@@ -60,7 +60,7 @@ class LatentMetadata:
 class LatentMetadataBuilder(AttentionMetadataBuilder):
     """Plans a step. Graphs cannot be captured, because a plan decides the number of blocks of a kernel launch."""
 
-    on_host = True
+    on_host = frozenset({"block_table"})
 
     def __init__(self, problem: LatentProblem, device: torch.device, kernels: str) -> None:
         """Keep the properties of the layers.

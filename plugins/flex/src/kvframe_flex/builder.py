@@ -122,7 +122,7 @@ class FlexMetadata:
 class FlexMetadataBuilder(AttentionMetadataBuilder):
     """Makes the dense batches of a step."""
 
-    on_host = True
+    on_host = frozenset({"block_table"})
     table_fields = frozenset({"pages"})
 
     def __init__(self, visibility: Visibility, num_heads: int, is_compiled: bool) -> None:

@@ -46,7 +46,7 @@ class DenseBatch:
 class MLAMetadataBuilder(AttentionMetadataBuilder):
     """Makes the dense batches of a step."""
 
-    on_host = True
+    on_host = frozenset({"block_table"})
 
     def __init__(self, cost: Cost, num_heads: int) -> None:
         """Keep the properties of the group's layers.

@@ -113,7 +113,7 @@ class TorchMetadata:
 class TorchMetadataBuilder(AttentionMetadataBuilder):
     """Divides a step into batches: on the host what is small, and on the device the masks, which are large."""
 
-    on_host = True
+    on_host = frozenset({"block_table"})
     table_fields = frozenset({"pages"})
 
     def __init__(self, layer: LayerSpec, device: torch.device) -> None:

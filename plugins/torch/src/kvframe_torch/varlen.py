@@ -42,7 +42,8 @@ class VarlenMetadataBuilder(AttentionMetadataBuilder):
     """Finds out whether each row of a step of decodes is its request's."""
 
     capture = GraphCapture.UNIFORM
-    on_host = True
+    on_host = frozenset()
+    needs_exact_lens = False
     reuse_key = ("varlen",)
 
     def build(self, metadata: CommonAttentionMetadata) -> VarlenMetadata:

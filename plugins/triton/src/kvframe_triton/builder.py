@@ -48,7 +48,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
     """Divides a step into work items."""
 
     capture = GraphCapture.ALWAYS
-    on_host = True
+    on_host = frozenset()
     table_fields = frozenset({"block_table"})
 
     def __init__(self, attention: PagedAttention, dtype: torch.dtype) -> None:

@@ -94,7 +94,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
     """Divides a step into work items, in the form that costs less."""
 
     capture = GraphCapture.ALWAYS
-    on_host = True
+    on_host = frozenset({"block_table"})
 
     def __init__(self, forms: Forms, dtype: torch.dtype) -> None:
         """Keep the properties of the group's layers.
