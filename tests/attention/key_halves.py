@@ -42,6 +42,7 @@ class KeyHalves(MetadataWrapper):
         {
             **dict.fromkeys(sorted(FIELDS), FieldUse.CARRY),
             "static_shapes": FieldUse.REJECT,
+            "exact_lens": FieldUse.REJECT,
         }
     )
 
