@@ -11,12 +11,12 @@ from heapq import heapify, heapreplace
 from itertools import combinations, pairwise
 
 from kvframe.contract.formats import PLAIN
+from kvframe.contract.specs import KVCacheSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.laws import ConformanceError
 
 TOGETHER = (
     ("batch", "visible"),
-    ("batch", "is_sparse"),
     ("batch", "format"),
     ("batch", "is_padded"),
     ("batch", "causal"),
@@ -110,8 +110,7 @@ def traits(case: Case) -> dict[str, Hashable]:
     state = case.spec.in_format(PLAIN).state_tensors()
     return {
         "mask": mask,
-        "is_sparse": case.spec.is_sparse,
-        "visible": mask and (mask.causal, mask.window is None, mask.num_sink_tokens == 0, mask.chunk is None),
+        "visible": _visible(case.spec),
         "block_size": case.spec.block_size,
         "format": case.spec.kv_format.name,
         "dtype": case.stored_dtype,
@@ -126,6 +125,14 @@ def traits(case: Case) -> dict[str, Hashable]:
         "causal": case.causal,
         "wrappers": tuple(wrapper.name for wrapper in case.wrappers),
     }
+
+
+def _visible(spec: KVCacheSpec) -> Hashable:
+    """Return the kind of a mask, whatever its sizes; without a mask, how the spec says what queries see."""
+    mask = spec.mask
+    if mask is None:
+        return spec.mask_function is not None, spec.is_sparse
+    return mask.causal, mask.window is None, mask.num_sink_tokens == 0, mask.chunk is None
 
 
 def _kind(requests: Sequence[Request]) -> Hashable:
