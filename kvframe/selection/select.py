@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from kvframe.selection.times import TimesTable, layer_shape, read_times, time_ke
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
     from kvframe.loading.registry import Registry
+
+_log = logging.getLogger("kvframe")
 
 
 def select_backends(
@@ -62,9 +65,22 @@ def select_backends(
     for layer in layers:
         if layer.query is None and layer.spec is not None:
             _check_not_chosen(layer, layer.spec.kind, stack)
-    return tuple(
-        _choose(layer, layers, stack, registry, device, skipped, times) for layer in layers if layer.query is not None
-    )
+    attending = [layer for layer in layers if layer.query is not None]
+    choices = tuple(_choose(layer, layers, stack, registry, device, skipped, times) for layer in attending)
+    names = registry.backends.names()
+    if len(names) == 1 and any(_may_choose(stack, layer) for layer in attending):
+        _log.warning(
+            "%r is the only installed backend, and slow: it is for comparing others with it; `pip install "
+            "kvframe[torch]` adds one for serving models",
+            names[0],
+        )
+    return choices
+
+
+def _may_choose(stack: Stack, layer: LayerSpec) -> bool:
+    """Return whether the stack leaves the choice of a layer's backend to kvframe."""
+    assert layer.spec is not None
+    return stack.rule_for(layer.name, layer.spec.kind).backend == AUTO
 
 
 def _check_not_chosen(layer: LayerSpec, kind: str, stack: Stack) -> None:

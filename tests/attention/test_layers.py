@@ -25,7 +25,7 @@ from kvframe.contract.errors import BackendError, PlanError, SpecError, StackErr
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.loading.plugins import load_plugins
+from kvframe.loading.plugins import PluginPolicy, load_plugins
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
@@ -159,6 +159,18 @@ def test_step_metadata_says_where_each_token_goes() -> None:
     assert metadata.slot_mapping.tolist() == [*range(4 * b[0], 4 * b[0] + 4), 4 * b[1], 4 * a[1] + 1]
     assert (metadata.num_reqs, metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len) == (2, 6, 5, 6)
     assert metadata.generating_indices.tolist() == [5]
+
+
+def test_a_core_without_another_backend_says_what_to_install(caplog: pytest.LogCaptureFixture) -> None:
+    others = tuple(record.name for record in load_plugins().records if record.name != "builtin")
+    bare = load_plugins(PluginPolicy(disabled=others)).registry
+    named = Stack.from_mapping({"rules": [{"layers": "*", "backend": "torch_reference"}]})
+    select_backends(attending("a"), named, bare, "cpu")
+    select_backends(attending("a"), Stack(), load_plugins().registry, "cpu")
+    assert [] == caplog.messages
+    select_backends(attending("a"), Stack(), bare, "cpu")
+    (message,) = caplog.messages
+    assert "`pip install kvframe[torch]`" in message
 
 
 def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None:
