@@ -222,7 +222,7 @@ class MetadataPlan:
                     raise self._failure([build], "refreshed_fields", error) from error
 
     def _finish(self, builds: Sequence[Build]) -> list[Any]:
-        """Return what the builders make of what they built."""
+        """Return the result of each build, after its builder's ``finish``."""
         finished: list[Any] = []
         for build in builds:
             builder = self._builders[build.reuse]

@@ -20,7 +20,7 @@ def build_all(
     """Return what builders of one class build together, one thing for each.
 
     Raises:
-        BackendError: It is no list, or has another length.
+        BackendError: It is not a list, or has another length.
     """
     built = builder_class.build_together(builds)
     if not isinstance(built, Sequence) or len(built) != len(builds):

@@ -175,7 +175,7 @@ class HostStorage:
         """Allocate the bytes.
 
         Args:
-            plan: How the pool is cut.
+            plan: How the pool is divided.
             pool: ``[total_bytes], uint8, device``: the pool.
             num_slabs: How many slabs to allocate.
             staging_bytes: The size of the buffer for scattered pages; 0 for no buffer. None for ``STAGING_BYTES`` on a

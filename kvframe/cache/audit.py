@@ -56,7 +56,7 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
 
     Args:
         pool: The pool.
-        plan: How it is cut.
+        plan: How it is divided.
         held: ``[n], int32, host``: the pages that are held, each as often as it has holders.
     """
     pages, free = pool.free_list.all_blocks(), pool.free_list.free_blocks()

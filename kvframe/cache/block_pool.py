@@ -61,7 +61,7 @@ class BlockPool:
         """Start with every block free.
 
         Args:
-            plan: The cut of the pool.
+            plan: How the pool is divided.
             reserve_slabs: Idle slabs that an allocation leaves alone as long as evicting its own group's cached blocks
                 serves it too: so that a lone request always finds the slabs that the plan promised it.
             on_evicted: Called with an owner, and the groups and indices of its evicted blocks; None if no block

@@ -35,7 +35,7 @@ class Slabs:
         """Start with every slab free.
 
         Args:
-            plan: The cut of the pool.
+            plan: How the pool is divided.
             reserve: Idle slabs that an allocation leaves alone if evicting its own group's cached blocks serves it too.
             priorities: Returns the eviction priority of blocks. That of an idle slab is the largest of its blocks, or
                 the stamp of its last release if this is None.

@@ -269,7 +269,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def describe(self, path: Path) -> ModelDescription:
-        """Read the layers from the config alone; raises ``ModelError`` for what is no model or not understood."""
+        """Read the layers from the config alone; raises ``ModelError`` if it is not the config of a known model."""
 
     @abstractmethod
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:

@@ -138,7 +138,7 @@ def _name_of(dist: Distribution) -> str:
     if not name:
         raise PluginError("its METADATA states no name")
     if not _DISTRIBUTION.fullmatch(str(name)):
-        raise PluginError(f"its METADATA states {safe_repr(name)}, which is no name of a distribution")
+        raise PluginError(f"its METADATA states {safe_repr(name)}, which is not the name of a distribution")
     return canonical(str(name))
 
 
