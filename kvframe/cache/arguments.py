@@ -52,7 +52,7 @@ def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
     """Refuse what is not a sequence of ``least`` to ``most`` tokens; the tokens themselves are not read.
 
     Raises:
-        RequestError: It is not a sequence (``bad_token``), it is too short (``empty_prompt``) or too long (``too_long``).
+        RequestError: It is no sequence (``bad_token``), too short (``empty_prompt``) or too long (``too_long``).
     """
     if type(token_ids) not in _SEQUENCES:
         is_sequence = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")

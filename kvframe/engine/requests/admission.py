@@ -232,7 +232,9 @@ def _tokens_of(what: str, ask: Callable[[], Any]) -> list[int]:
     try:
         return _whole_numbers(made)
     except RequestError:
-        raise RequestError(f"{what} gave {shown(made)}, which is not a sequence of token ids", code="bad_token") from None
+        raise RequestError(
+            f"{what} gave {shown(made)}, which is not a sequence of token ids", code="bad_token"
+        ) from None
 
 
 def _ask(what: str, function: Callable[..., T], *arguments: Any) -> T:
