@@ -343,6 +343,16 @@ def nodes(module: str) -> Iterator[ast.AST]:
     return ast.walk(tree_of(FLOW_FILES[module]))
 
 
+@cache
+def constants(module: str) -> set[object]:
+    return {node.value for node in nodes(module) if isinstance(node, ast.Constant)}
+
+
+@cache
+def names(module: str) -> set[str]:
+    return {node.id for node in nodes(module) if isinstance(node, ast.Name)}
+
+
 def types_asked_for(module: str) -> Iterator[str]:
     """Yield the name of every class in the code's type checks of values."""
     for node in nodes(module):
@@ -362,16 +372,12 @@ def test_the_core_never_asks_for_the_type_of_what_a_plugin_gives() -> None:
 # A backend for CPUs has torch's name of the device.
 @pytest.mark.parametrize("name", [name for name in REGISTERED if name != "cpu"])
 def test_the_core_holds_no_registered_name(name: str) -> None:
-    strings = {
-        module: {node.value for node in nodes(module) if isinstance(node, ast.Constant)} for module in FLOW_FILES
-    }
-    assert {module for module, values in strings.items() if name in values} == set()
+    assert {module for module in FLOW_FILES if name in constants(module)} == set()
 
 
 @pytest.mark.parametrize("type_name", sorted(set(REGISTERED.values())))
 def test_the_core_names_no_registered_type(type_name: str) -> None:
-    names = {module: {node.id for node in nodes(module) if isinstance(node, ast.Name)} for module in FLOW_FILES}
-    assert {module for module, used in names.items() if type_name in used} == set()
+    assert {module for module in FLOW_FILES if type_name in names(module)} == set()
 
 
 def test_built_in_names_have_the_core_as_their_owner() -> None:

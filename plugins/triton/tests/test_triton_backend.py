@@ -28,8 +28,23 @@ from kvframe.testing.staging import check_staging
 from kvframe.testing.step import run_step
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
-FEW = sample(CASES)
-"""A sample of the cases with every trait of the grid, because the interpreter takes about a second per case."""
+TOGETHER = (
+    ("batch", "visible"),
+    ("batch", "is_padded"),
+    ("is_long", "dtype"),
+    ("is_long", "state"),
+    ("is_long", "num_heads"),
+    ("block_size", "visible"),
+    ("format", "dtype"),
+    ("has_sinks", "dtype"),
+    ("has_sinks", "soft_cap"),
+    ("bias", "num_heads"),
+)
+BESIDES = ("int4_token_head-full-head_size=40-decode", "bidirectional-bfloat16-cross_mixed-padded")
+"""Cases with sizes of tiles that no case of the sample has."""
+
+FEW = (*sample(CASES, TOGETHER), *(case for case in CASES if case.name in BESIDES))
+"""Cases with every trait of the grid and every variant of the kernels; an interpreted case takes about a second."""
 
 RUNS = make_runs(TritonBackend.capabilities, "cuda")
 FEW_RUNS = sample_runs(
