@@ -45,6 +45,12 @@ def llama() -> Path:
     return _llama("bench-llama-32m", vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8)
 
 
+def llama_100m() -> Path:
+    """Return a random Llama of 105 million parameters."""
+    sizes = {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+    return _llama("bench-llama-100m", **sizes)
+
+
 def tiny() -> Path:
     """Return a random Llama of two small layers."""
     return _llama("bench-llama-tiny", vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.attention import cpu, formats, metadata
 from benchmarks.cache import core, definition, eviction, growth, salts
-from benchmarks.engine import generate, skipping, soak
+from benchmarks.engine import generate, profile_step, skipping, soak
 from benchmarks.harness import pages, record
 from benchmarks.memory import plans, traffic
 from tests.benchmarks.calling import RESULTS, page_of, record_of
@@ -28,6 +28,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "metadata": metadata.write_report,
     "skipping": skipping.write_report,
     "soak": soak.write_report,
+    "step_profile": profile_step.write_report,
 }
 
 
@@ -37,7 +38,7 @@ def test_a_committed_page_is_that_of_its_record(name: str) -> None:
 
 
 def test_every_committed_page_is_checked() -> None:
-    assert {path.stem for path in RESULTS.glob("*.md")} == {*PAGES, "gpu"}
+    assert {path.stem for path in RESULTS.glob("*.md")} == {*PAGES, "compare_hits", "gpu"}
 
 
 # --- what benchmarks share --------------------------------------------------------------------------------------------

@@ -1,0 +1,253 @@
+"""Measure where the time of an engine's steps goes, and record the results.
+
+    python -m benchmarks.engine.profile_step [--steps N] [--threads N] [--workload NAME ...] [--results FOLDER]
+
+benchmarks/README.md says how, and what the figures mean.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from benchmarks.engine.generate import SEED
+from benchmarks.harness import models, options
+from benchmarks.harness.pages import heading, spread, table
+from benchmarks.harness.record import benchmark
+from kvframe import Engine, Stack
+from kvframe.attention.layer import AttentionLayer
+from kvframe.cli.render import progress
+from kvframe.engine.requests.request import SamplingParams
+from kvframe.engine.running import runner as runner_module
+
+PARTS = ("scheduling", "cache", "metadata", "attention", "rest of the model", "sampling", "requests")
+HOST_PARTS = ("scheduling", "cache", "metadata", "sampling", "requests")
+WARM_STEPS = 2
+CACHE_VERBS = ("start", "fork", "has_room", "extend", "extend_rows", "commit_rows", "free", "swap_out", "swap_in")
+
+
+@attrs.frozen(kw_only=True)
+class Workload:
+    """Requests that all run at once, and the model that serves them.
+
+    Attributes:
+        name: For ``--workload`` and the results.
+        model: Makes the model's folder.
+        num_requests: Requests.
+        prompt_len: Tokens of each prompt.
+        memory: Of the cache.
+        backend: Of all layers.
+        is_compiled: Whether the model around its attention is compiled.
+    """
+
+    name: str
+    model: Callable[[], Path]
+    num_requests: int
+    prompt_len: int
+    memory: str
+    backend: str = "auto"
+    is_compiled: bool = False
+
+
+WORKLOADS = (
+    Workload(name="demo, 16 requests", model=models.demo, num_requests=16, prompt_len=200, memory="64MiB"),
+    Workload(name="demo, 128 requests", model=models.demo, num_requests=128, prompt_len=200, memory="256MiB"),
+    Workload(
+        name="demo, 128 requests, torch",
+        model=models.demo,
+        num_requests=128,
+        prompt_len=200,
+        memory="256MiB",
+        backend="torch",
+    ),
+    Workload(name="llama-100m, 16 requests", model=models.llama_100m, num_requests=16, prompt_len=256, memory="512MiB"),
+    Workload(name="llama-100m, 128 requests", model=models.llama_100m, num_requests=128, prompt_len=48, memory="1GiB"),
+    Workload(
+        name="llama-100m, 16 requests, compiled",
+        model=models.llama_100m,
+        num_requests=16,
+        prompt_len=256,
+        memory="512MiB",
+        is_compiled=True,
+    ),
+    Workload(name="tiny", model=models.tiny, num_requests=3, prompt_len=20, memory="8MiB"),
+)
+MEASURED = tuple(workload.name for workload in WORKLOADS if workload.name != "tiny")
+
+
+class Clock:
+    """Adds up the seconds of each part of a step, what is called inside of it left out.
+
+    Invariant: ``seconds`` of all parts together are those of the step.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._inner = [0.0]
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, with its time counted as the part's."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            self._inner.append(0.0)
+            try:
+                return function(*arguments, **options)
+            finally:
+                elapsed = time.perf_counter() - start
+                self.seconds[part] += elapsed - self._inner.pop()
+                self._inner[-1] += elapsed
+
+        return call
+
+
+@contextmanager
+def profiled(engine: Engine) -> Iterator[Clock]:
+    """Time the parts of the engine's steps inside the block."""
+    clock = Clock()
+    core: Any = engine
+    manager, scheduler, runner, layers = core._manager, core._scheduler, core._runner, core._runner._layers
+    parts: list[tuple[Any, str, str]] = [
+        *((manager, name, "cache") for name in CACHE_VERBS),
+        *((scheduler, name, "scheduling") for name in ("schedule", "complete")),
+        *((runner, name, "metadata") for name in ("pack", "forward")),
+        (layers, "begin_step", "metadata"),
+        (engine.model, "forward", "rest of the model"),
+        (AttentionLayer, "__call__", "attention"),
+        (runner_module, "sample", "sampling"),
+        (engine, "step", "requests"),
+    ]
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in parts]
+    for owner, name, part in parts:
+        setattr(owner, name, clock.timed(part, getattr(owner, name)))
+    try:
+        yield clock
+    finally:
+        for owner, name, own in before:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
+def measure(workload: Workload, num_steps: int) -> dict[str, Any]:
+    """Serve the workload, and return the seconds of each part of each step, by kind of step."""
+    path = workload.model()
+    of_engine = {"max_num_seqs": workload.num_requests, "self_check": False, "compile": workload.is_compiled}
+    stack = Stack.from_mapping(
+        {
+            "cache": {"memory": workload.memory, "prefix_caching": False},
+            "engine": of_engine,
+            "rules": [{"layers": "*", "backend": workload.backend}],
+        }
+    )
+    steps: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
+    params = SamplingParams(max_new_tokens=num_steps + WARM_STEPS + 1, ignore_eos=True)
+    with Engine.from_pretrained(path, stack=stack) as engine:
+        source = random.Random(f"{SEED}-{workload.name}")
+        vocab_size = engine.model.description.vocab_size
+        # A batch of few tokens sets everything up, and compiles what is compiled.
+        engine.generate([[3] * 20] * 2, SamplingParams(max_new_tokens=3, ignore_eos=True))
+        for _ in range(workload.num_requests):
+            engine.add_request([source.randrange(3, vocab_size) for _ in range(workload.prompt_len)], params)
+        with profiled(engine) as clock:
+            while engine.has_unfinished:
+                before, generated = dict(clock.seconds), engine.stats().generated_tokens
+                computed = engine.stats().computed_tokens
+                engine.step()
+                num_computed = engine.stats().computed_tokens - computed
+                decodes = num_computed == engine.stats().generated_tokens - generated
+                steps["decode" if decodes else "prefill"].append(
+                    {part: clock.seconds[part] - before[part] for part in PARTS} | {"tokens": num_computed}
+                )
+        backends = sorted({choice.backend for choice in engine.choices})
+    steps["decode"] = [step for step in steps["decode"] if step["tokens"] == workload.num_requests][WARM_STEPS:]
+    return {
+        "model": path.name,
+        "num_requests": workload.num_requests,
+        "prompt_len": workload.prompt_len,
+        "backends": backends,
+        "is_compiled": workload.is_compiled,
+        "steps": {kind: _in_columns(found) for kind, found in steps.items()},
+    }
+
+
+def _in_columns(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Return each part's seconds of all steps, the steps' tokens, and the host's share of a step (the median)."""
+    columns: dict[str, Any] = {part: [step[part] for step in steps] for part in (*PARTS, "tokens")}
+    shares = [sum(step[part] for part in HOST_PARTS) / sum(step[part] for part in PARTS) for step in steps]
+    columns["host_share"] = statistics.median(shares)
+    return columns
+
+
+COLUMNS = ("tokens", "host_share")
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    what = (
+        f": medians over {record['repeats']} decodes of all requests, and over the steps that compute prompts (lowest "
+        "to highest in brackets)."
+    )
+    lines = heading("Where the time of an engine's step goes", record["machine"], what, "float32.")
+    for name, measured in record["workloads"].items():
+        backends = ", ".join(f"`{backend}`" for backend in measured["backends"])
+        compiled = ", compiled around the attention" if measured["is_compiled"] else ""
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"Model `{measured['model']}`{compiled}; {measured['num_requests']} requests with prompts of "
+            f"{measured['prompt_len']} tokens; attention by {backends}.",
+            "",
+            *_steps(measured["steps"]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _steps(steps: Mapping[str, Any]) -> list[str]:
+    rows = []
+    parts = [part for part in steps["decode"] if part not in COLUMNS]
+    totals = {
+        kind: [sum(each) for each in zip(*(found[part] for part in parts), strict=True)]
+        for kind, found in steps.items()
+    }
+    for part in parts:
+        row = [part]
+        for kind in ("decode", "prefill"):
+            seconds = steps[kind][part]
+            share = statistics.median(one / whole for one, whole in zip(seconds, totals[kind], strict=True))
+            row += [spread(seconds, "{:,.3f}", scale=1000), f"{100 * share:.1f} %"]
+        rows.append(row)
+    whole, host = ["the step"], ["all but attention and the model"]
+    for kind in ("decode", "prefill"):
+        whole += [spread(totals[kind], "{:,.3f}", scale=1000), "100 %"]
+        host += ["", f"{100 * steps[kind]['host_share']:.1f} %"]
+    heads = ("", "decode, ms", "share", "prompts, ms", "share")
+    return table(heads, [*rows, whole, host])
+
+
+@benchmark("step_profile", write_report)
+@options.repeats(16, flag="--steps")
+@options.threads(1)
+@options.choose("--workload", "names", [each.name for each in WORKLOADS], default=MEASURED)
+def main(steps: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
+    """Measure the workloads and write one JSON file and one page of results."""
+    found: dict[str, Any] = {}
+    chosen = [workload for workload in WORKLOADS if workload.name in names]
+    with progress("measuring", len(chosen)) as advance:
+        for workload in chosen:
+            found[workload.name] = measure(workload, steps)
+            advance(1)
+    return {"repeats": steps, "workloads": found}
+
+
+if __name__ == "__main__":
+    main()
