@@ -15,7 +15,7 @@ from kvframe.attention.request_order import Permutation, is_ordered, permute
 from kvframe.attention.wrapping import divide_keys
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.merging import merge_attention
-from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 
@@ -102,7 +102,7 @@ class MergingBuilder(AttentionMetadataBuilder):
             layers: The group's layers.
         """
         self.inner = inner
-        self.on_host = inner.on_host
+        self.on_host = None if inner.on_host is None else DEVICE_FIELDS
         self._wrapper = wrapper
         self._layers = layers
 

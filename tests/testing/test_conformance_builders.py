@@ -62,6 +62,8 @@ class BuildsTogetherOtherwise(Builder):
 
 def backend_with(builder: Callable[[], AttentionMetadataBuilder]) -> type[AttentionBackend]:
     class Backend(TorchReferenceBackend):
+        capabilities = attrs.evolve(TorchReferenceBackend.capabilities, returns_lse=False)
+
         def make_builder(self) -> AttentionMetadataBuilder:
             return builder()
 

@@ -211,7 +211,10 @@ class ReadsHalves(TorchReferenceBackend):
     """Reads pages of half-size values itself."""
 
     capabilities = attrs.evolve(
-        TorchReferenceBackend.capabilities, formats=frozenset({"plain", "halves"}), takes_copies=False
+        TorchReferenceBackend.capabilities,
+        formats=frozenset({"plain", "halves"}),
+        takes_copies=False,
+        returns_lse=False,
     )
 
     def forward(self, layer: Any, query: Any, kv_cache: KVCache, metadata: Any, sinks: Any) -> torch.Tensor:
