@@ -370,7 +370,7 @@ INTERFACES = (
         AttentionBackend,
         GoodBackend,
         {"__init__": set_up, "unusable_reason": set_up, "page_copier": set_up, "make_builder": set_up, "bind": bind},
-        frozenset({"write_kv", "forward"}),
+        frozenset({"write_kv", "forward", "forward_with_lse"}),
     ),
     Interface(
         "",
@@ -389,7 +389,7 @@ INTERFACES = (
             "wrapped_layer": lambda registry: choose(registry, wrappers=["bad"]),
             "added_extensions": lambda registry: choose(registry, wrappers=["bad"]),
         },
-        frozenset({"__call__", "pass_extensions"}),
+        frozenset({"__call__", "parts", "pass_extensions"}),
     ),
     Interface(
         "format",
