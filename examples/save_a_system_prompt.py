@@ -2,7 +2,7 @@
 
     python examples/save_a_system_prompt.py
 
-It makes a random model and saves the prefix. A second process measures how long a question behind it waits for its
+It makes a random model and saves the prefix. A second process measures how long a question after it waits for its
 first token: with the prompt computed, and with it loaded.
 """
 

@@ -22,7 +22,7 @@ MAX_ROUNDS = 14
 
 @dataclass(kw_only=True)
 class Request(Work):
-    """Requests one by one, of which the slowest step is timed, and by the way the lookup and the release."""
+    """Requests one by one: the slowest step is timed, and so are the lookup and the release."""
 
     def set_up(self, core: Core, setting: Setting) -> None:
         """Build the manager."""
@@ -37,7 +37,7 @@ class Request(Work):
         return {"lookup_us": lookup, "release_us": release}
 
     def begin(self, tokens: TokenIds, expected: int) -> Any:
-        """Return a prompt that has begun, of which so many tokens must be cached."""
+        """Return a prompt that has begun; so many of its tokens must be cached."""
         prompt = self.core.prepare([*tokens])
         seconds, hit = timed(lambda: self.core.begin(prompt))
         expect(expected, hit, "tokens found of a request that begins")

@@ -21,8 +21,8 @@ def merge_attention(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor
     """Return attention over all keys, from attention of the same queries over parts of them.
 
     ``lse = log(sum_i exp(lse_i))`` and ``output = sum_i exp(lse_i - lse) output_i``. The sum may be taken in any order
-    and in several rounds: the result is a part again. Each key must be in one part, and a learned sink too. A part
-    without a key for a query does not count, whatever its output for that query is.
+    and in several rounds: the result is a part again. Each key must be in one part, and a learned sink too. If a
+    part has no key for a query, its output for that query is not read.
 
     Args:
         outputs: At least one ``[num_tokens, num_heads, head_size_v]``, of one dtype.

@@ -128,7 +128,7 @@ def traits(case: Case) -> dict[str, Hashable]:
 
 
 def _visible(spec: KVCacheSpec) -> Hashable:
-    """Return the kind of a mask, whatever its sizes; without a mask, how the spec says what queries see."""
+    """Return the kind of a mask, without its sizes; if there is no mask, how the spec says what queries see."""
     mask = spec.mask
     if mask is None:
         return spec.mask_function is not None, spec.is_sparse

@@ -24,7 +24,7 @@ PARAMS = SamplingParams(max_new_tokens=16)
 
 @attrs.frozen(kw_only=True)
 class DilatedSpec(AttentionSpec):
-    """Keys and values of a window, of which a query sees every ``dilation``-th token (Longformer, arXiv 2004.05150)."""
+    """A window in which a query sees every ``dilation``-th token (Longformer, arXiv 2004.05150)."""
 
     kind = "dilated"
     is_sparse = True
