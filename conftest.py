@@ -6,11 +6,14 @@ What was measured on this machine decides no test, and no test fails because the
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.interpreter import make_faster
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -30,3 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_setup() -> None:
+    """Make Triton's interpreter faster once something has imported it."""
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        make_faster(interpreter)

@@ -1,0 +1,120 @@
+"""Triton's interpreter in tests: faster, with the results and the state that it has otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.interpreter import make_faster
+
+
+@dataclass(frozen=True)
+class Options:
+    debug: bool = False
+    sanitize_overflow: bool = True
+
+
+class Scope:
+    num_restored = 0
+
+    def restore(self) -> None:
+        Scope.num_restored += 1
+
+
+def fake(debug: bool = False) -> Any:
+    """Return a stand-in for the interpreter's module; it notes what it patches and which types it finds."""
+    found: Any = ModuleType("interpreter")
+    found.tl = ModuleType("tl")
+    found.tl.core = ModuleType("tl.core")
+    found.patched, found.asked, found._LangPatchScope = [], [], Scope
+
+    def patch(function: Any) -> Scope:
+        found.patched.append(function)
+        return Scope()
+
+    def find(dtype: Any) -> str:
+        found.asked.append(dtype.scalar.name)
+        return f"numpy's {dtype.scalar.name}"
+
+    found._patch_lang, found._get_np_dtype = patch, find
+    found.interpreter_builder = SimpleNamespace(options=Options(debug))
+    return found
+
+
+def function_that_sees(*modules: ModuleType) -> Callable[[], None]:
+    names: dict[str, Any] = {f"name_{index}": module for index, module in enumerate(modules)}
+    exec("def function(): pass", names)
+    function: Callable[[], None] = names["function"]
+    return function
+
+
+def test_the_installed_interpreter_is_one_that_is_made_faster() -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    make_faster(interpreter)
+    assert not interpreter.interpreter_builder.options.sanitize_overflow
+    names = ("float16", "float32", "int32", "uint8", "int1", "bfloat16", "float8e4nv", "int64")
+    types = [getattr(interpreter.tl, name) for name in names]
+    assert ["float16", "float32", "int32", "uint8", "bool", "uint16", "uint8", "int64"] == [
+        interpreter._get_np_dtype(each).name for each in types
+    ]
+    pointers = [interpreter.tl.pointer_type(each) for each in types]
+    blocks = [interpreter.tl.block_type(each, [4]) for each in (*types, *pointers)]
+    assert ["uint64"] * 8 == [interpreter._get_np_dtype(each).name for each in pointers]
+    assert [interpreter._get_np_dtype(each) for each in (*types, *pointers)] == [
+        interpreter._get_np_dtype(each) for each in blocks
+    ]
+
+
+def test_a_launch_patches_once_and_restores_at_its_end() -> None:
+    module = fake()
+    make_faster(module)
+    make_faster(module)
+    kernel, called = function_that_sees(module.tl), function_that_sees(module.tl)
+    before = Scope.num_restored
+    for _ in range(2):
+        scope = module._patch_lang(kernel)
+        for _ in range(3):
+            module._patch_lang(called)
+        scope.restore()
+    assert [kernel, kernel] == module.patched
+    assert 2 == Scope.num_restored - before
+
+
+def test_a_function_that_sees_another_module_is_patched_too() -> None:
+    module = fake()
+    make_faster(module)
+    kernel, called = function_that_sees(module.tl), function_that_sees(module.tl, module.tl.core)
+    scope = module._patch_lang(kernel)
+    module._patch_lang(called)
+    module._patch_lang(called)
+    scope.restore()
+    assert [kernel, called] == module.patched
+    module._patch_lang(kernel)
+    assert [kernel, called, kernel] == module.patched
+
+
+def test_a_type_is_found_once() -> None:
+    module = fake()
+    make_faster(module)
+    types = [SimpleNamespace(scalar=SimpleNamespace(name=name)) for name in ("fp32", "int8", "fp32")]
+    assert ["numpy's fp32", "numpy's int8", "numpy's fp32"] == [module._get_np_dtype(each) for each in types]
+    assert ["fp32", "int8"] == module.asked
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_overflows_are_looked_for_only_where_they_are_reported(debug: bool) -> None:
+    module = fake(debug)
+    make_faster(module)
+    assert debug == module.interpreter_builder.options.sanitize_overflow
+
+
+def test_an_interpreter_with_other_parts_stays_as_it_is() -> None:
+    module = fake()
+    del module._LangPatchScope
+    before = dict(vars(module))
+    make_faster(module)
+    assert before == vars(module)
