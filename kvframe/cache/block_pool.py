@@ -29,8 +29,6 @@ _log = logging.getLogger("kvframe")
 Indices = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 NO_OWNER = 0
 """The owner of a block that is not published."""
-_MAX_STALE = 1 << 16
-"""Stale entries that the eviction queue may have besides as many entries as there are cached blocks."""
 
 
 class BlockPool:
@@ -79,7 +77,9 @@ class BlockPool:
         if eviction is not None and eviction != LRU:
             self._policy = PolicyPriorities(eviction, self._page_bytes, plan.total_bytes, num_places)
         is_shared = FreeList.fits(plan)
-        self._queue = EvictionQueue(len(plan.groups), self._is_current, is_shared=is_shared)
+        self._queue = EvictionQueue(
+            len(plan.groups), self._is_current, is_shared=is_shared, is_ranked=self._policy is not None
+        )
         self.free_list: FreeList | Slabs
         if is_shared:
             self.free_list = FreeList(plan)
@@ -118,8 +118,8 @@ class BlockPool:
     def count_cached(self) -> list[int]:
         """Return the cached blocks of each group, in time that grows with the pool."""
         counts = np.zeros(len(self.blocks_held), dtype=np.int64)
-        for stamp, block_ids in self._queue.all_runs():
-            places = self._places(block_ids[self._is_current(stamp, block_ids)])
+        for block_ids in self._queue.all_blocks():
+            places = self._places(block_ids)
             np.add.at(counts, np.broadcast_to(self._groups_of(places), len(places)), 1)
         found: list[int] = counts.tolist()
         return found
@@ -254,8 +254,6 @@ class BlockPool:
         priorities = self._stamp if self._policy is None else self._rank(self._policy, places, groups)
         self._queue.add_blocks(priorities, self._stamp, block_ids, groups)
         self.free_list.cache_held(block_ids, self._stamp)
-        if self._queue.num_entries > 2 * self.num_cached + _MAX_STALE:
-            self._queue.remove_stale()
 
     def _rank(self, policy: PolicyPriorities, places: Places, groups: int | Groups) -> int | Numbers:
         """Return a policy's priorities; if it fails, set it aside: stamps are the priorities from now on."""
@@ -266,7 +264,7 @@ class BlockPool:
         self._policy = None
         self._queue.sort_by_stamp()
         if isinstance(self.free_list, Slabs):
-            self.free_list.sort_idle()
+            self.free_list.ignore_policy()
         return self._stamp
 
     # --- publishing ---------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from kvframe.contract.foreign import call
 Numbers = npt.NDArray[np.int64]
 Places = npt.NDArray[np.intp]
 Where = slice | Places | npt.NDArray[np.bool_]
-Run = tuple[int, BlockIds]
-"""The stamp of a release, and blocks in the order of eviction."""
 IsCurrent = Callable[[int | Numbers, BlockIds], npt.NDArray[np.bool_]]
 _NOT_RANKED = int(np.iinfo(np.int64).min)
+MAX_STALE = 1 << 12
+"""Stale entries that an order may have besides as many as there are blocks in it."""
 _LOOK_AHEAD = 512
 """Entries that are checked at once for the first one that is not stale."""
 _MEMORY = 2
@@ -55,133 +55,223 @@ def equal_runs(keys: int | Groups | BlockIds) -> list[tuple[int, Where]]:
     return [(key, order[where]) for key, where in sorted_runs(keys[order])]
 
 
-class EvictionQueue:
-    """Cached blocks in the order of eviction: the smallest priority first, of equal ones those released first.
+class ReleaseOrder:
+    """Cached blocks of one queue in the order of their release: the least recently used first.
 
-    The entry of a block that is referenced again becomes stale. It stays until it is the first one or until too many
-    are stale, and is recognised by its stamp: a block is released at most once with one stamp.
-
-    Attributes:
-        num_entries: Blocks in all queues, stale entries included.
+    The entry of a block that is referenced again becomes stale. It is recognised by its stamp, because a block is
+    released at most once with one stamp. When the arrays are full, stale entries are removed and the rest moves to
+    arrays with as much room again. All this is done by few array operations, however many entries there are.
     """
 
-    def __init__(self, num_groups: int, is_current: IsCurrent, *, is_shared: bool) -> None:
+    def __init__(self, is_current: IsCurrent) -> None:
+        """Start empty; ``is_current`` says of each block released at a stamp whether it has been cached since then."""
+        self._is_current = is_current
+        self._start = self._stop = 0
+        self._block_ids, self._stamps = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
+
+    def add(self, priorities: int | Numbers, stamp: int | Numbers, block_ids: BlockIds) -> None:
+        """Add blocks that are released together, those first that are evicted first; their stamp is their priority."""
+        if self._stop + len(block_ids) > len(self._block_ids):
+            self._make_room(len(block_ids))
+        before, self._stop = self._stop, self._stop + len(block_ids)
+        self._block_ids[before : self._stop] = block_ids
+        self._stamps[before : self._stop] = stamp
+
+    def _make_room(self, num_new: int) -> None:
+        stamps, block_ids = self.entries()
+        self._start, self._stop = 0, len(block_ids)
+        capacity = 2 * (self._stop + num_new) + MAX_STALE
+        self._block_ids, self._stamps = np.empty(capacity, dtype=np.int32), np.empty(capacity, dtype=np.int64)
+        self._block_ids[: self._stop], self._stamps[: self._stop] = block_ids, stamps
+
+    def first_priority(self) -> int | None:
+        """Remove stale entries before the first block, and return its priority; None if there is none."""
+        while self._start < self._stop:
+            stamps, block_ids = self._first(_LOOK_AHEAD)
+            is_current = self._is_current(stamps, block_ids)
+            first = int(is_current.argmax())
+            if is_current[first]:
+                self._start += first
+                return stamps.item(first)
+            self._start += len(block_ids)
+        return None
+
+    def pop(self, num_blocks: int, whole_run: int) -> BlockIds | None:
+        """Remove the first ``num_blocks`` entries, and more while all are stale; return the other blocks.
+
+        The last of them may be followed by others of the same release. These are removed too if at most ``whole_run``
+        entries are removed together.
+
+        Returns:
+            At least one block; None if there is none.
+        """
+        while self._start < self._stop:
+            stamps, block_ids = self._first(max(num_blocks, whole_run + 1))
+            if num_blocks < len(block_ids):
+                end = int(stamps.searchsorted(stamps[num_blocks - 1], "right"))
+                count = end if end <= whole_run else num_blocks
+                stamps, block_ids = stamps[:count], block_ids[:count]
+            self._start += len(block_ids)
+            current: BlockIds = block_ids[self._is_current(stamps, block_ids)]
+            if len(current):
+                return current
+            # That removes the stale entries that follow, many at once.
+            self.first_priority()
+        return None
+
+    def _first(self, most: int) -> tuple[Numbers, BlockIds]:
+        """Return the first entries, ``most`` at most."""
+        where = slice(self._start, min(self._stop, self._start + most))
+        return self._stamps[where], self._block_ids[where]
+
+    def entries(self) -> tuple[Numbers, BlockIds]:
+        """Return the stamps and ids of all blocks, without stale entries."""
+        stamps, block_ids = self._first(self._stop - self._start)
+        is_current = self._is_current(stamps, block_ids)
+        return stamps[is_current], block_ids[is_current]
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        self._start = self._stop = 0
+
+
+class PriorityOrder:
+    """Cached blocks of one queue in the order of their priorities, of equal ones those first that were released first.
+
+    Entries of one release and one priority are a run. Stale ones are recognised by their stamp, as in a
+    ``ReleaseOrder``, and removed run by run when too many are stale.
+    """
+
+    def __init__(self, is_current: IsCurrent) -> None:
+        """Start empty; ``is_current`` says of each block released at a stamp whether it has been cached since then."""
+        self._is_current = is_current
+        # The priority of a run, a number that grows from run to run, its stamp, and its blocks.
+        self._runs: list[tuple[int, int, int, BlockIds]] = []
+        self._num_runs = self._num_entries = self._num_kept = 0
+
+    def add(self, priorities: int | Numbers, stamp: int, block_ids: BlockIds) -> None:
+        """Add blocks that are released together, each with its priority."""
+        assert not isinstance(priorities, int)
+        for priority, where in equal_runs(priorities):
+            self._num_runs += 1
+            heappush(self._runs, (priority, self._num_runs, stamp, block_ids[where]))
+        self._num_entries += len(block_ids)
+        if self._num_entries > 2 * self._num_kept + MAX_STALE:
+            self._remove_stale()
+
+    def _remove_stale(self) -> None:
+        current = [(*entry[:3], entry[3][self._is_current(*entry[2:])]) for entry in self._runs]
+        self._runs = [entry for entry in current if len(entry[3])]
+        heapify(self._runs)
+        self._num_entries = self._num_kept = sum(len(entry[3]) for entry in self._runs)
+
+    def first_priority(self) -> int | None:
+        """Remove stale entries before the first block, and return its priority; None if there is none."""
+        while self._runs:
+            priority, _, stamp, block_ids = self._runs[0]
+            block_ids = block_ids[:_LOOK_AHEAD]
+            is_current = self._is_current(stamp, block_ids)
+            first = int(is_current.argmax())
+            if is_current[first]:
+                self._take(first)
+                return priority
+            self._take(len(block_ids))
+        return None
+
+    def pop(self, num_blocks: int, whole_run: int) -> BlockIds | None:
+        """Do what ``ReleaseOrder.pop`` does; the blocks of at most one run are returned at a time."""
+        while self.first_priority() is not None:
+            _, _, stamp, block_ids = self._runs[0]
+            count = len(block_ids) if len(block_ids) <= whole_run else min(num_blocks, len(block_ids))
+            self._take(count)
+            current: BlockIds = block_ids[:count][self._is_current(stamp, block_ids[:count])]
+            return current
+        return None
+
+    def _take(self, count: int) -> None:
+        """Remove the first entries of the first run."""
+        priority, number, stamp, block_ids = self._runs[0]
+        self._num_entries -= count
+        if count < len(block_ids):
+            self._runs[0] = priority, number, stamp, block_ids[count:]
+        else:
+            heappop(self._runs)
+
+    def entries(self) -> tuple[Numbers, BlockIds]:
+        """Return the stamps and ids of all blocks, without stale entries."""
+        self._remove_stale()
+        stamps = np.repeat([entry[2] for entry in self._runs], [len(entry[3]) for entry in self._runs])
+        return stamps.astype(np.int64), np.concatenate([np.zeros(0, np.int32), *(entry[3] for entry in self._runs)])
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        self._runs.clear()
+        self._num_entries = self._num_kept = 0
+
+
+class EvictionQueue:
+    """Cached blocks in the order of eviction: an order for each group, or one for all if any block serves any group."""
+
+    def __init__(self, num_groups: int, is_current: IsCurrent, *, is_shared: bool, is_ranked: bool) -> None:
         """Start empty.
 
         Args:
             num_groups: How many groups there are.
             is_current: Says of each block that was released at a stamp whether it has been cached since then.
-            is_shared: Whether all groups share one queue: any block serves any group.
+            is_shared: Whether all groups share one order.
+            is_ranked: Whether a policy gives priorities.
         """
-        self.num_entries = self._num_runs = 0
-        self._is_current = is_current
         self._is_shared = is_shared
-        # The priority of all blocks of a run, a number that grows from run to run, and the run.
-        self._queues: list[list[tuple[int, int, Run]]] = [[] for _ in range(1 if is_shared else num_groups)]
+        order = PriorityOrder if is_ranked else ReleaseOrder
+        self._orders: list[ReleaseOrder | PriorityOrder] = [
+            order(is_current) for _ in range(1 if is_shared else num_groups)
+        ]
+        self._is_current = is_current
 
     def add_blocks(self, priorities: int | Numbers, stamp: int, block_ids: BlockIds, groups: int | Groups) -> None:
         """Add blocks that are released together, those first that are evicted first if priorities are equal.
 
         Args:
-            priorities: Their priority, or the priority of each.
+            priorities: The stamp, or the priority of each by a policy.
             stamp: Larger than any before.
             block_ids: The blocks.
             groups: Their group, or the group of each.
         """
-        self.num_entries += len(block_ids)
-        if isinstance(priorities, int):
-            self._add_run(priorities, stamp, block_ids, groups)
-            return
-        for priority, where in equal_runs(priorities):
-            self._add_run(priority, stamp, block_ids[where], of_groups(groups, where))
-
-    def _add_run(self, priority: int, stamp: int, block_ids: BlockIds, groups: int | Groups) -> None:
-        self._num_runs += 1
         if self._is_shared:
-            heappush(self._queues[0], (priority, self._num_runs, (stamp, block_ids)))
+            self._orders[0].add(priorities, stamp, block_ids)
             return
         for group, where in equal_runs(groups):
-            heappush(self._queues[group], (priority, self._num_runs, (stamp, block_ids[where])))
+            of_group = priorities if isinstance(priorities, int) else priorities[where]
+            self._orders[group].add(of_group, stamp, block_ids[where])
 
     def first_priority(self, group: int) -> int | None:
-        """Remove stale entries before a group's first block, and return its priority; None if there is none."""
-        queue = self._queue_of(group)
-        while queue:
-            priority, _, (stamp, block_ids) = queue[0]
-            is_current = self._is_current(stamp, block_ids[:_LOOK_AHEAD])
-            num_stale = int(is_current.argmax()) if is_current.any() else len(is_current)
-            if not num_stale:
-                return priority
-            self._pop_run(queue, num_stale)
-        return None
+        """Return the priority of a group's first block; None if there is none."""
+        return self._order_of(group).first_priority()
 
     def pop_blocks(self, group: int, num_blocks: int, whole_run: int) -> BlockIds | None:
-        """Remove the first ``num_blocks`` entries of a group, and more while all are stale; return the other blocks.
+        """Remove a group's first blocks, ``num_blocks`` of them at most, or a whole run; None if there is none."""
+        return self._order_of(group).pop(num_blocks, whole_run)
 
-        A run of at most ``whole_run`` entries is removed as a whole.
+    def _order_of(self, group: int) -> ReleaseOrder | PriorityOrder:
+        return self._orders[0 if self._is_shared else group]
 
-        Returns:
-            At least one block; None if there is none.
-        """
-        queue = self._queue_of(group)
-        while queue:
-            runs: list[Run] = []
-            num_lacking = num_blocks
-            while num_lacking > 0 and queue:
-                runs.append(self._pop_run(queue, num_lacking, whole_run))
-                num_lacking -= len(runs[-1][1])
-            stamp, block_ids = runs[0] if len(runs) == 1 else _joined(runs)
-            current: BlockIds = block_ids[self._is_current(stamp, block_ids)]
-            if len(current):
-                return current
-            # That removes the stale entries that follow, many at once.
-            self.first_priority(group)
-        return None
-
-    def _pop_run(self, queue: list[tuple[int, int, Run]], num_blocks: int, whole_run: int = 0) -> Run:
-        """Remove at most ``num_blocks`` entries of the first run, or all if they are no more than ``whole_run``."""
-        priority, number, (stamp, block_ids) = queue[0]
-        if len(block_ids) <= max(num_blocks, whole_run):
-            heappop(queue)
-        else:
-            queue[0] = priority, number, (stamp, block_ids[num_blocks:])
-            block_ids = block_ids[:num_blocks]
-        self.num_entries -= len(block_ids)
-        return stamp, block_ids
-
-    def _queue_of(self, group: int) -> list[tuple[int, int, Run]]:
-        return self._queues[0 if self._is_shared else group]
-
-    def all_runs(self) -> Iterator[Run]:
-        """Go through the runs of all queues, stale entries included."""
-        for queue in self._queues:
-            yield from (run for _, _, run in queue)
-
-    def remove_stale(self) -> None:
-        """Remove all stale entries."""
-        for queue in self._queues:
-            current = [(each, number, (run[0], run[1][self._is_current(*run)])) for each, number, run in queue]
-            queue[:] = [entry for entry in current if len(entry[2][1])]
-            heapify(queue)
-        self.num_entries = sum(len(block_ids) for _, block_ids in self.all_runs())
+    def all_blocks(self) -> Iterator[BlockIds]:
+        """Go through the blocks of all orders."""
+        for order in self._orders:
+            yield order.entries()[1]
 
     def sort_by_stamp(self) -> None:
-        """Let the stamp of its release be the priority of each block."""
-        for queue in self._queues:
-            queue[:] = [(run[0], number, run) for _, number, run in queue]
-            heapify(queue)
+        """Let the stamp of its release be the priority of each block from now on."""
+        for number, order in enumerate(self._orders):
+            stamps, block_ids = order.entries()
+            by_stamp = np.argsort(stamps, kind="stable")
+            self._orders[number] = sorted_order = ReleaseOrder(self._is_current)
+            sorted_order.add(0, stamps[by_stamp], block_ids[by_stamp])
 
     def remove_all(self) -> None:
         """Remove all entries."""
-        for queue in self._queues:
-            queue.clear()
-        self.num_entries = 0
-
-
-def _joined(runs: Sequence[Run]) -> tuple[Numbers, BlockIds]:
-    """Return the stamp of each block of several runs, and the blocks."""
-    stamps, parts = zip(*runs, strict=True)
-    return np.repeat(stamps, [len(part) for part in parts]), np.concatenate(parts)
+        for order in self._orders:
+            order.clear()
 
 
 class PolicyPriorities:

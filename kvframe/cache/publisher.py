@@ -300,12 +300,14 @@ class Publisher:
         """
         pool = self._tree.pool
         is_unowned = pool.owners_of(pages) == NO_OWNER
+        if pool.is_nearly_full:
+            self._flat[s][at[is_unowned]] = 0
+            pool.release_blocks(pages, groups)
+            return
         is_of_leaf = is_unowned & (blocks >= self._leaf_start[rows] // self._tree.sizes[s])
         # The leaf of a fork may begin before the pages that the row was given.
         is_of_leaf &= self._flat[s][at] == pages
         is_of_leaf &= self._tree.is_needed[s][places, blocks]
-        if pool.is_nearly_full:
-            is_of_leaf[...] = False
         owners = self._leaf_owner[rows]
         if np.count_nonzero(is_of_leaf) == len(pages):
             pool.publish_and_release(owners, pages, blocks, groups)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.eviction import MAX_STALE
 from kvframe.cache.free_list import FULL_SHARE, BlockIds, Evictor
 from kvframe.planning.plan import KVCachePlan
 
 _NO_GROUP = -1
 _NEVER = int(np.iinfo(np.int64).max)
-_MAX_STALE = 1024
-"""Stale entries that the order of idle slabs may have besides as many as there are idle slabs."""
+_SlabSet = OrderedDict[int, None]
 
 
 class Slabs:
@@ -53,14 +53,16 @@ class Slabs:
         self._held, self._cached = [0] * num_slabs, [0] * num_slabs
         self._free: list[list[int]] = [[] for _ in range(num_slabs)]
         self._free_slabs = list(range(num_slabs - 1, -1, -1))
-        # Idle slabs: since which stamp; and in the order of eviction, with stale entries.
-        self._idle: dict[int, int] = {}
-        self._idle_order: list[tuple[int, int, int]] = []
+        # The first key of an ordered dictionary is found at once, however many were removed before it.
+        # Idle slabs in the order in which they became idle, each with its stamp; and, if a policy gives priorities, in
+        # the order of these, with stale entries.
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        self._by_priority: list[tuple[int, int, int]] = []
         # Per group: slabs with free blocks, held and idle; held slabs with cached blocks; and how many blocks of held
         # slabs are free or cached.
-        self._open_held: list[dict[int, None]] = [{} for _ in range(num_groups)]
-        self._open_idle: list[dict[int, None]] = [{} for _ in range(num_groups)]
-        self._cached_held: list[dict[int, None]] = [{} for _ in range(num_groups)]
+        self._open_held: list[_SlabSet] = [OrderedDict() for _ in range(num_groups)]
+        self._open_idle: list[_SlabSet] = [OrderedDict() for _ in range(num_groups)]
+        self._cached_held: list[_SlabSet] = [OrderedDict() for _ in range(num_groups)]
         self._available = [0] * num_groups
         if self._num_rest:
             # As if one more block of it were always held.
@@ -136,7 +138,7 @@ class Slabs:
             slab = self._first_slab(self._cached_held[group])
             evictor.evict_among(self._blocks_of(self._num_slabs if slab is None else slab), count)
 
-    def _first_slab(self, slabs: dict[int, None]) -> int | None:
+    def _first_slab(self, slabs: _SlabSet) -> int | None:
         """Return the first of some slabs, but not the rest after the last slab."""
         for slab in slabs:
             if slab != self._num_slabs:
@@ -241,30 +243,31 @@ class Slabs:
         if not self._cached[slab]:
             self._free_slab(slab)
             return
-        self._sort_in(slab)
-        if len(self._idle_order) > 2 * len(self._idle) + _MAX_STALE:
-            self.sort_idle()
-
-    def _sort_in(self, slab: int) -> None:
-        """Put an idle slab into the order of eviction."""
-        stamp = priority = self._idle[slab]
         if self._priorities is not None:
-            priority = int(self._priorities(self._blocks_of(slab)).max())
-        heappush(self._idle_order, (priority, stamp, slab))
+            self._rank(slab, self._priorities)
+            if len(self._by_priority) > 2 * len(self._idle) + MAX_STALE:
+                self._by_priority.clear()
+                for each in self._idle:
+                    self._rank(each, self._priorities)
 
-    def sort_idle(self) -> None:
-        """Sort all idle slabs again: entries are stale, or the priorities of all blocks changed."""
-        self._idle_order.clear()
-        for slab in self._idle:
-            self._sort_in(slab)
+    def _rank(self, slab: int, priorities: Callable[[BlockIds], npt.NDArray[np.int64]]) -> None:
+        """Put an idle slab into the order of priorities."""
+        heappush(self._by_priority, (int(priorities(self._blocks_of(slab)).max()), self._idle[slab], slab))
+
+    def ignore_policy(self) -> None:
+        """Let the stamp of its last release be the priority of each idle slab from now on."""
+        self._priorities = None
+        self._by_priority.clear()
 
     def _first_idle(self) -> tuple[int, int]:
         """Return the idle slab with the smallest priority, and that priority."""
-        while self._idle_order:
-            priority, stamp, slab = self._idle_order[0]
+        if self._priorities is None:
+            return next(iter(self._idle.items()), (0, _NEVER))
+        while self._by_priority:
+            priority, stamp, slab = self._by_priority[0]
             if self._idle.get(slab) == stamp:
                 return slab, priority
-            heappop(self._idle_order)
+            heappop(self._by_priority)
         return 0, _NEVER
 
     def _end_idle(self, slab: int) -> None:

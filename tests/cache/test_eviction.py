@@ -9,8 +9,11 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from kvframe.cache.eviction import Numbers, ReleaseOrder
+from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
@@ -296,11 +299,13 @@ def test_tokens_may_be_arrays_that_grow() -> None:
 
 
 def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.cache.block_pool._MAX_STALE", 8)
+    monkeypatch.setattr("kvframe.cache.eviction.MAX_STALE", 8)
     manager = make_manager(full(), state())
+    capacities = []
     for _ in range(40):
         serve(manager, list(range(30)))
-        assert manager._pool._queue.num_entries <= 2 * sum(manager._pool.count_cached()) + 8 + 16
+        capacities.append([len(order._block_ids) for order in manager._pool._queue._orders])  # type: ignore[union-attr]
+    assert capacities[4] == capacities[-1]
     evict_all(manager)
     assert [0, 0] == manager._pool.count_cached()
 
@@ -337,3 +342,20 @@ def test_a_block_that_ends_in_what_only_this_request_has_is_kept_though_it_begin
         assert 0 == manager.block_ids(name)[1][1]
         # Nine tokens from the fifth on are needed for the next one: either its block is found, or nothing is.
         assert 12 == manager.find([*tokens[:12], 1])
+
+
+def test_many_small_releases_cost_few_checks() -> None:
+    checks: list[int] = []
+
+    def is_current(stamps: int | Numbers, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        checks.append(len(block_ids))
+        return np.asarray(stamps) >= num_releases - 10
+
+    num_releases = 50_000
+    order = ReleaseOrder(is_current)
+    for stamp in range(num_releases):
+        order.add(stamp, stamp, np.array([stamp], dtype=np.int32))
+    assert num_releases - 10 == order.first_priority()
+    assert len(checks) < 200
+    assert sum(checks) < 3 * num_releases
+    assert [*range(num_releases - 10, num_releases)] == order.entries()[1].tolist()

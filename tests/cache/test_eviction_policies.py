@@ -373,15 +373,15 @@ class NewestFirst(EvictionPolicy):
 
 
 def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.cache.block_pool._MAX_STALE", 8)
-    monkeypatch.setattr("kvframe.cache.slabs._MAX_STALE", 8)
+    monkeypatch.setattr("kvframe.cache.eviction.MAX_STALE", 8)
+    monkeypatch.setattr("kvframe.cache.slabs.MAX_STALE", 8)
     plan = make_plan(*SPECS_OF_POOLS[2], num_slabs=60)
     manager = KVCacheManager(plan, max_num_seqs=1, eviction=OftenUsedLast())
     for _ in range(60):
         serve(manager, list(range(30)))
     pool: Any = manager._pool
-    assert pool._queue.num_entries <= 2 * manager._pool.num_cached + 8 + 16
-    assert len(pool.free_list._idle_order) <= 2 * manager.plan.num_slabs + 8
+    assert sum(order._num_entries for order in pool._queue._orders) <= 2 * (manager._pool.num_cached + 8) + 16
+    assert len(pool.free_list._by_priority) <= 2 * manager.plan.num_slabs + 8
 
 
 # --- the kit ----------------------------------------------------------------------------------------------------------
