@@ -91,8 +91,8 @@ def write_report(record: Mapping[str, Any]) -> str:
     lines = [
         *heading("The cache core against the cache by its definition", record["machine"], what, how="Run"),
         "",
-        f"{record['seeds']:,} mixtures of types, of {record['events']} events each, from as many seeds, the first of "
-        f"which is {record['first_seed']:,}, in {record['processes']} processes. What an operation returns, reads and "
+        f"{record['seeds']:,} mixtures of types of {record['events']} events each, one for each seed from "
+        f"{record['first_seed']:,} on, in {record['processes']} processes. What an operation returns, reads and "
         f"writes, and what a request holds, was checked each time. After {how_often} all pages were counted, and "
         "what can be found was compared with the model.",
         "",

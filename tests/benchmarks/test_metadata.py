@@ -58,3 +58,30 @@ def test_the_recorded_run_measured_the_same_parts() -> None:
     record = record_of("metadata")
     assert PARTS == tuple(record["parts"])
     assert 7 <= record["repeats"]
+
+
+OVER = {
+    "ten groups, windows 16 to 4,096, 256 requests, decodes": "at least 1,146 µs in the recorded run, the aim is 1,000"
+}
+"""Parts that miss their aim in the recorded run."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(part, marks=pytest.mark.xfail(strict=True, reason=OVER[part])) if part in OVER else part
+        for part in PARTS
+    ],
+)
+def test_a_part_stays_within_its_limit(name: str) -> None:
+    # Other work on the machine makes a part slower, never faster: the fastest repeat is nearest to what the part takes.
+    part = record_of("metadata")["parts"][name]
+    assert part["limit"] is None or min(part["microseconds"]) <= part["limit"]
+
+
+def test_the_limits_are_those_that_are_aimed_at() -> None:
+    limits = {name: part["limit"] for name, part in record_of("metadata")["parts"].items()}
+    per_group = [limit / (10 if "ten groups" in name else 1) for name, limit in limits.items() if "triton" in name]
+    assert [50.0] * 6 == per_group
+    assert [60.0, 60.0, 120.0, 120.0, None, 15.0] == [limits[name] for name in PARTS[:6]]
+    assert [1000.0, 2500.0] * 2 == [limits[name] for name in PARTS[6:10]]
