@@ -1,10 +1,4 @@
-"""Measure attention on a CPU, every backend of kvframe beside vLLM's own, and record the results.
-
-    make peer
-    python -m benchmarks.attention.cpu [--rounds N] [--threads N] [--shape NAME ...] [--system NAME ...]
-
-benchmarks/README.md says how, and what the figures mean.
-"""
+"""Measure attention on a CPU, every backend of kvframe beside vLLM's own. The README of benchmarks says how."""
 
 from __future__ import annotations
 
@@ -12,7 +6,7 @@ import dataclasses
 import os
 import statistics
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +18,7 @@ from benchmarks.attention.cpu_kvframe import KVFrame
 from benchmarks.attention.cpu_shapes import Buffers, Shape, reference, standard_shapes, tiny_shapes
 from benchmarks.harness import options
 from benchmarks.harness.backends import usable_backends
-from benchmarks.harness.pages import heading, medians, spread, table
+from benchmarks.harness.pages import heading, medians, page, spread, table
 from benchmarks.harness.process import EngineProcess, find_vllm, timed
 from benchmarks.harness.record import benchmark, ratios
 from benchmarks.harness.record import rounds as by_turns
@@ -33,35 +27,10 @@ from kvframe.loading.plugins import load_plugins
 
 VLLM = "vllm"
 NAIVE = "naive"
-SHAPES = {shape.name: shape for shape in (*standard_shapes(), *tiny_shapes())}
 MATRIX_SIZE = 2048
 CEILING_REPEATS = 5
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """How far an output may be from the float32 reference, in the largest output: the dtype's rounding, and no mistake."""
-
-
-class Worker(EngineProcess):
-    """One engine's process."""
-
-    def __init__(self, python: Path | str, system: str, threads: int, file: int) -> None:
-        """Start it, and wait until the engine is loaded.
-
-        Args:
-            python: The interpreter of the engine's environment.
-            system: The engine.
-            threads: Of torch.
-            file: Descriptor of the memory that all engines share.
-
-        Raises:
-            SystemExit: It does not start.
-        """
-        command = [python, "-m", "benchmarks.attention.cpu_worker", system, str(threads), str(file)]
-        super().__init__(system, command, threads=threads, is_of_other_environment=system == VLLM, files=[file])
-
-    def turn(self, shape: Shape, calls: int) -> dict[str, Any]:
-        """Return what the engine measured in a turn, or why it refuses the shape."""
-        answer: dict[str, Any] = self.ask({"shape": dataclasses.asdict(shape), "calls": calls})
-        return answer
 
 
 def read_bandwidth(pool: torch.Tensor) -> float:
@@ -78,7 +47,7 @@ def matrix_rate(dtype: torch.dtype) -> float:
 
 
 def measure(
-    shape: Shape, workers: Sequence[Worker], file: int, rounds: int, calls: int, advance: Callable[[int], None]
+    shape: Shape, workers: Sequence[EngineProcess], file: int, rounds: int, calls: int, advance: Callable[[int], None]
 ) -> dict[str, Any]:
     """Let the engines take turns on one shape, the order turned by one in each round.
 
@@ -90,18 +59,16 @@ def measure(
     """
     buffers = Buffers(file, shape)
     buffers.draw()
-    expected = reference(shape, buffers)
+    expected, described = reference(shape, buffers), dataclasses.asdict(shape)
     ceilings, refused = [], {}
     found: dict[str, dict[str, Any]] = {}
     for _, order in by_turns(workers, rounds):
-        for worker in order:
-            if worker.name in refused:
-                continue
-            answer = worker.turn(shape, calls)
+        for worker in (each for each in order if each.name not in refused):
+            answer = worker.ask({"shape": described, "calls": calls})
             if "refused" in answer:
                 refused[worker.name] = answer["refused"]
                 continue
-            error = _error(buffers.output, expected)
+            error = float((buffers.output.float() - expected).abs().max() / expected.abs().max())
             # An engine that did not write the pool would leave an earlier output, or none: never NaN alone.
             if not error <= TOLERANCE[shape.dtype]:
                 sys.exit(f"{shape.name}: the output of {worker.name} is wrong by {error:.2g} of the largest one")
@@ -112,33 +79,20 @@ def measure(
                 values[name].append(statistics.median(answer[name]))
         ceilings.append(read_bandwidth(buffers.pool) if shape.kind == "decode" else matrix_rate(shape.torch_dtype))
         advance(1)
+    # The share of each time that the shape's bytes, or operations, take at the ceiling of the same round.
+    least = [(shape.read_bytes if shape.kind == "decode" else shape.num_flops) / each for each in ceilings]
     for values in found.values():
-        values["share"] = shares(shape, values["seconds"], ceilings)
+        values["share"] = ratios(least, values["seconds"])
         if VLLM in found:
             values["times_as_fast_as_vllm"] = ratios(found[VLLM]["seconds"], values["seconds"])
-    return {"shape": dataclasses.asdict(shape), "ceiling": ceilings, "systems": found, "refused": refused}
-
-
-def shares(shape: Shape, seconds: Sequence[float], ceilings: Sequence[float]) -> list[float]:
-    """Return the share of each time that the shape's bytes, or operations, take at the ceiling of the same round."""
-    amount = shape.read_bytes if shape.kind == "decode" else shape.num_flops
-    return [amount / ceiling / took for took, ceiling in zip(seconds, ceilings, strict=True)]
-
-
-def _error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((output.float() - expected).abs().max() / expected.abs().max())
-
-
-def serves_any(backend: str, shapes: Sequence[Shape]) -> bool:
-    """Return whether a backend of kvframe computes any of the shapes."""
-    return not all(map(KVFrame(backend).why_not, shapes))
+    return {"shape": described, "ceiling": ceilings, "systems": found, "refused": refused}
 
 
 def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> Mapping[str, Path | str]:
-    """Return the interpreter of each system; vLLM is left out, and this said, where it is not installed."""
-    serving = [name for name in usable_backends(load_plugins().registry, "cpu")[0] if serves_any(name, shapes)]
-    chosen = list(names) or [*serving, NAIVE, VLLM]
-    found: dict[str, Path | str] = dict.fromkeys(chosen, sys.executable)
+    """Return the interpreter of each system; vLLM is left out, and this said, if it is not installed."""
+    usable = usable_backends(load_plugins().registry, "cpu")[0]
+    serving = [name for name in usable if not all(map(KVFrame(name).why_not, shapes))]
+    found: dict[str, Path | str] = dict.fromkeys(names or [*serving, NAIVE, VLLM], sys.executable)
     if VLLM in found:
         python = find_vllm(peer)
         if python is not None:
@@ -153,15 +107,13 @@ def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> M
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
     note = "float32 and bfloat16, the outputs of all systems agree in every turn."
-    title = "Attention on a CPU: kvframe's backends and vLLM's"
-    lines = heading(title, record["machine"], medians(record), note)
     versions = (f"{name} ({', '.join(map(' '.join, parts.items()))})" for name, parts in record["versions"].items())
-    lines += ["", f"Systems: {'; '.join(versions)}."]
+    title = "Attention on a CPU: kvframe's backends and vLLM's"
+    parts = [heading(title, record, medians(record), note), f"Systems: {'; '.join(versions)}."]
     for name, measured in record["shapes"].items():
-        lines += ["", f"## {name}", "", _shape(measured), "", *_systems(measured)]
-        for system, reason in measured["refused"].items():
-            lines += ["", f"Not measured: {system} ({reason})."]
-    return "\n".join(lines).rstrip() + "\n"
+        parts += [f"## {name}", _shape(measured), _systems(measured)]
+        parts += [f"Not measured: {system} ({reason})." for system, reason in measured["refused"].items()]
+    return page(*parts)
 
 
 def _shape(measured: Mapping[str, Any]) -> str:
@@ -177,31 +129,28 @@ def _shape(measured: Mapping[str, Any]) -> str:
 
 
 def _requests(requests: list[list[int]]) -> str:
-    parts: dict[tuple[int, ...], int] = {}
-    for request in requests:
-        parts[tuple(request)] = parts.get(tuple(request), 0) + 1
+    def some(count: int, what: str) -> str:
+        return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+    parts = Counter(map(tuple, requests)).items()
     return ", ".join(
-        f"{count} {'request' if count == 1 else 'requests'} of {new:,} new {'token' if new == 1 else 'tokens'} "
-        f"after {computed:,}"
-        for (computed, new), count in parts.items()
+        f"{some(count, 'request')} of {some(new, 'new token')} after {computed:,}" for (computed, new), count in parts
     )
 
 
-def _systems(measured: Mapping[str, Any]) -> list[str]:
-    rows = []
+def _systems(measured: Mapping[str, Any]) -> str:
     fastest_first = sorted(measured["systems"].items(), key=lambda item: statistics.median(item[1]["seconds"]))
-    for name, values in fastest_first:
-        ratio = values.get("times_as_fast_as_vllm")
-        rows.append(
-            (
-                name,
-                spread(values["seconds"], "{:,.2f}", scale=1e3),
-                spread(values["share"], "{:,.0f} %", scale=100),
-                "" if ratio is None else spread(ratio, "{:.2f}"),
-                f"{1e6 * statistics.median(values['metadata_seconds']):,.0f}",
-                f"{values['error']:.1e}",
-            )
+    rows = [
+        (
+            name,
+            spread(values["seconds"], "{:,.2f}", scale=1e3),
+            spread(values["share"], "{:,.0f} %", scale=100),
+            spread(values.get("times_as_fast_as_vllm", ()), "{:.2f}"),
+            f"{1e6 * statistics.median(values['metadata_seconds']):,.0f}",
+            f"{values['error']:.1e}",
         )
+        for name, values in fastest_first
+    ]
     heads = ("", "ms", "share of the ceiling", "times as fast as vLLM", "metadata, µs", "largest error")
     return table(heads, rows)
 
@@ -215,7 +164,7 @@ def _systems(measured: Mapping[str, Any]) -> list[str]:
 @options.repeats(7, flag="--rounds")
 @click.option("--calls", type=click.IntRange(min=1), default=3, show_default=True, help="Timed calls of a turn.")
 @options.threads(os.cpu_count() or 1)
-@options.choose("--shape", "shapes", SHAPES, default=[shape.name for shape in standard_shapes()])
+@options.choose("--shape", "shapes", (*standard_shapes(), *tiny_shapes()))
 @click.option(
     "--system",
     "systems",
@@ -224,28 +173,27 @@ def _systems(measured: Mapping[str, Any]) -> list[str]:
 )
 @options.peer
 def main(
-    rounds: int, calls: int, threads: int, shapes: Sequence[str], systems: Sequence[str], peer: Path
+    rounds: int, calls: int, threads: int, shapes: Sequence[Shape], systems: Sequence[str], peer: Path
 ) -> dict[str, Any]:
     """Measure attention steps of one layer, each with all systems by turns, and write one JSON file and one page."""
-    chosen = [SHAPES[name] for name in dict.fromkeys(shapes)]
-    record: dict[str, Any] = {"repeats": rounds, "calls": calls, "versions": {}, "shapes": {}}
     file = os.memfd_create("attention")
-    os.truncate(file, max(map(Buffers.num_bytes, chosen)))
-    workers: list[Worker] = []
+    os.truncate(file, max(map(Buffers.num_bytes, shapes)))
+    workers: list[EngineProcess] = []
     try:
-        for name, python in find_systems(systems, chosen, peer).items():
-            workers.append(Worker(python, name, threads, file))
-            record["versions"][name] = workers[-1].versions
-        with progress("measuring", len(chosen) * rounds) as advance, torch.inference_mode():
-            start = time.perf_counter()
-            for shape in chosen:
-                record["shapes"][shape.name] = measure(shape, workers, file, rounds, calls, advance)
-            record["seconds"] = time.perf_counter() - start
+        for name, python in find_systems(systems, shapes, peer).items():
+            command = [python, "-m", "benchmarks.attention.cpu_worker", name, str(threads), str(file)]
+            is_other = name == VLLM
+            workers.append(
+                EngineProcess(name, command, threads=threads, is_of_other_environment=is_other, files=[file])
+            )
+        with progress("measuring", len(shapes) * rounds) as advance, torch.inference_mode():
+            found = {shape.name: measure(shape, workers, file, rounds, calls, advance) for shape in shapes}
     finally:
         for worker in workers:
             worker.close()
         os.close(file)
-    return record
+    versions = {worker.name: worker.versions for worker in workers}
+    return {"repeats": rounds, "calls": calls, "versions": versions, "shapes": found}
 
 
 if __name__ == "__main__":

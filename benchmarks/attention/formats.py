@@ -1,8 +1,6 @@
 """Measure what formats of stored keys and values cost in accuracy, and what they save in memory and time.
 
-    python -m benchmarks.attention.formats [--repeats N] [--threads N] [--texts N] [--context N] [--results FOLDER]
-
-benchmarks/README.md says how, and what the figures mean.
+The README of benchmarks says how.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.attention.format_layers import Decode, Stored, decode_seconds, memory
 from benchmarks.attention.formats_report import write_report
-from benchmarks.engine.generate import SEED
+from benchmarks.engine.workloads import SEED
 from benchmarks.harness import models, options
 from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.record import benchmark
@@ -193,7 +191,7 @@ def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
 def main(repeats: int, threads: int, num_texts: int, context: int, model: Path | None) -> dict[str, Any]:
     """Measure all of it and write one JSON file and one page of results."""
     models.silence_transformers()
-    path = models.demo() if model is None else model
+    path = models.path_of("demo") if model is None else model
     texts = make_texts(path, num_texts)
     tasks = make_copy_tasks(num_texts) if model is None else []
     served = {stored.title: serve(path, stored, texts, tasks) for stored in ways()}

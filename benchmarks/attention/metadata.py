@@ -1,9 +1,4 @@
-"""Measure what a step's attention metadata costs on the host, and record the results.
-
-    python -m benchmarks.attention.metadata [--repeats N] [--threads N] [--results FOLDER]
-
-benchmarks/README.md says how, and what the figures mean.
-"""
+"""Measure what a step's attention metadata costs on the host. The README of benchmarks says how."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ from benchmarks.attention.metadata_cases import (
     ten_layers,
 )
 from benchmarks.harness import options
-from benchmarks.harness.pages import heading, medians, spread, table
+from benchmarks.harness.pages import heading, medians, page, spread, table
 from benchmarks.harness.record import benchmark
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.staging import Staging
@@ -151,9 +146,6 @@ def measure(part: Part, repeats: int) -> dict[str, Any]:
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    lines = heading(
-        "Attention metadata: host time per step", record["machine"], medians(record), "float32, all on the host."
-    )
     rows = [
         (
             name,
@@ -164,8 +156,9 @@ def write_report(record: Mapping[str, Any]) -> str:
         )
         for name, part in record["parts"].items()
     ]
+    title, note = "Attention metadata: host time per step", "float32, all on the host."
     heads = ("", "µs per step", "at most", "one dense operation, µs", "times that")
-    return "\n".join([*lines, "", *table(heads, rows)]) + "\n"
+    return page(heading(title, record, medians(record), note), table(heads, rows))
 
 
 @benchmark("metadata", write_report)

@@ -1,17 +1,10 @@
-"""Measure kvframe's cache core beside vLLM's own, and record the results.
-
-    make peer
-    python -m benchmarks.cache.core [--rounds N] [--case NAME ...]
-
-benchmarks/README.md says how, and what the figures mean.
-"""
+"""Measure kvframe's cache core beside vLLM's own. The README of benchmarks says how."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +14,11 @@ from benchmarks.cache.cases import Case, standard_cases, tiny_cases
 from benchmarks.cache.setting import Side
 from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
-from benchmarks.harness.pages import heading, medians, spread, table
+from benchmarks.harness.pages import heading, medians, page, spread, table
 from benchmarks.harness.process import EngineProcess, find_vllm
 from benchmarks.harness.record import benchmark, ratios
 from benchmarks.harness.record import rounds as by_turns
 from kvframe.cli.render import progress
-
-STANDARD = standard_cases()
-CASES = {case.name: case for case in (*STANDARD, *tiny_cases())}
 
 
 @contextmanager
@@ -97,48 +87,47 @@ FACTS = {
 RATIO = "{:.3g}"
 
 
-def core_heading(title: str, record: Mapping[str, Any]) -> list[str]:
+def core_heading(title: str, record: Mapping[str, Any]) -> str:
     """Return the first lines of a page on the cache core, the versions of its sides included."""
     note = (
         "Blocks of 16 tokens, every side is checked to hold and find the blocks that it should, in a process that used "
         "memory before."
     )
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    return [*heading(title, record["machine"], medians(record), note), "", f"Sides: {versions}."]
+    return f"{heading(title, record, medians(record), note)}\n\nSides: {versions}."
 
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    lines = [*core_heading("The cache core: kvframe's and vLLM's", record), "", *_summary(record["cases"])]
+    parts = [core_heading("The cache core: kvframe's and vLLM's", record), _summary(record["cases"])]
     for name, measured in record["cases"].items():
-        lines += ["", f"## {name}", "", f"{measured['title']}. {measured['words']}", "", *_sides(measured)]
-    return "\n".join(lines) + "\n"
+        parts += [f"## {name}", f"{measured['title']}. {measured['words']}", _sides(measured)]
+    return page(*parts)
 
 
-def _summary(cases: Mapping[str, Any]) -> list[str]:
+def _summary(cases: Mapping[str, Any]) -> str:
     rows = []
     for measured in cases.values():
-        names = [name for name, values in measured["sides"].items() if values["times_as_fast"]]
-        aim = "" if measured["aim"] is None else f"{measured['aim']:g}"
-        for index, name in enumerate(names):
-            ratio = spread(measured["sides"][name]["times_as_fast"], RATIO)
-            rows.append((measured["title"] if index == 0 else "", name, ratio, aim if index == 0 else ""))
-    return table(("", "", "times as fast as vLLM", "aim"), rows) if rows else []
+        title, aim = measured["title"], "" if measured["aim"] is None else f"{measured['aim']:g}"
+        for name, values in measured["sides"].items():
+            if values["times_as_fast"]:
+                rows.append((title, name, spread(values["times_as_fast"], RATIO), aim))
+                title = aim = ""
+    return table(("", "", "times as fast as vLLM", "aim"), rows)
 
 
-def _sides(measured: Mapping[str, Any]) -> list[str]:
+def _sides(measured: Mapping[str, Any]) -> str:
     sides, num_requests = measured["sides"], measured["sizes"].get("num_requests")
     shown = [name for name in FACTS if any(name in values for values in sides.values())]
     fastest = min(min(values["seconds"]) for values in sides.values())
     unit, scale = ("ms", 1e3) if fastest > 1e-3 else ("µs", 1e6)
     rows = []
     for name, values in sides.items():
-        ratio = values["times_as_fast"]
         facts = [FACTS[fact][1].format(values[fact]) for fact in shown]
         if num_requests is not None:
             facts.insert(0, f"{1e6 * statistics.median(values['seconds']) / num_requests:,.2f}")
         time = spread(values["seconds"], "{:,.1f}", scale=scale)
-        rows.append((name, time, spread(ratio, RATIO) if ratio else "", *facts))
+        rows.append((name, time, spread(values["times_as_fast"], RATIO), *facts))
     each = [] if num_requests is None else ["µs for each request"]
     return table(("", unit, "times as fast", *each, *(FACTS[fact][0] for fact in shown)), rows)
 
@@ -150,17 +139,13 @@ def _sides(measured: Mapping[str, Any]) -> list[str]:
     "from the processor while something is timed.",
 )
 @options.repeats(7, flag="--rounds", most=MAX_ROUNDS)
-@options.choose("--case", "cases", CASES, default=[case.name for case in STANDARD])
+@options.choose("--case", "cases", (*standard_cases(), *tiny_cases()))
 @options.peer
-def main(rounds: int, cases: Sequence[str], peer: Path) -> dict[str, Any]:
+def main(rounds: int, cases: Sequence[Case], peer: Path) -> dict[str, Any]:
     """Measure pieces of work of the cache core, all sides by turns, and write one JSON file and one page."""
-    chosen = dict.fromkeys(cases)
-    with start_engines(peer) as engines, progress("measuring", len(chosen) * rounds) as advance:
-        start = time.perf_counter()
-        found = {name: measure(CASES[name], engines, rounds, advance) for name in chosen}
-        seconds = time.perf_counter() - start
-        versions = versions_of(engines)
-    return {"repeats": rounds, "versions": versions, "cases": found, "seconds": seconds}
+    with start_engines(peer) as engines, progress("measuring", len(cases) * rounds) as advance:
+        found = {case.name: measure(case, engines, rounds, advance) for case in cases}
+        return {"repeats": rounds, "versions": versions_of(engines), "cases": found}
 
 
 if __name__ == "__main__":

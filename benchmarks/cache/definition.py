@@ -1,8 +1,6 @@
-"""Run the cache manager against the cache by its definition for as many operations as one likes; record what happened.
+"""Run the cache manager against the cache by its definition for as many operations as one likes.
 
-    python -m benchmarks.cache.definition [--operations N] [--seed N] [--check-every N] [--processes N]
-
-benchmarks/README.md says how, and what the figures mean.
+The README of benchmarks says how.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 
 import click
 
-from benchmarks.harness.pages import heading, table
+from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.record import benchmark
 from tests.cache.lives import Tally, draw_lives
 
@@ -38,10 +36,10 @@ def live(seed: int, tally: Tally, check_every: int) -> str | None:
 
 def run(first: int, step: int, operations: int, check_every: int, seconds: float) -> dict[str, Any]:
     """Live from every so many seeds on, until there were enough operations or time is up."""
-    tally, failures, num_seeds, begin, told = Tally(), {}, 0, time.monotonic(), 0
-    for seed in count(first, step):
+    tally, failures, begin, told = Tally(), {}, time.monotonic(), 0
+    for num_seeds in count(1):
+        seed = first + step * (num_seeds - 1)
         failure = live(seed, tally, check_every)
-        num_seeds += 1
         if failure is not None:
             failures[seed] = failure
             print(f"seed {seed}, {failure}", flush=True)
@@ -53,9 +51,8 @@ def run(first: int, step: int, operations: int, check_every: int, seconds: float
             break
     return {
         "seeds": num_seeds,
-        "events": NUM_EVENTS,
         "operations": tally.num_operations,
-        "seconds": time.monotonic() - begin,
+        "seconds": elapsed,
         "verbs": dict(tally.verbs),
         "refused": {verb: number for verb, number in tally.refused.items() if number},
         "drafts": dict(tally.drafts),
@@ -65,49 +62,41 @@ def run(first: int, step: int, operations: int, check_every: int, seconds: float
 
 
 def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what several processes found, as one."""
+    """Return what several processes found, as one: numbers are added, and counts by name."""
 
-    def counted(name: str) -> dict[str, int]:
-        return dict(sum((Counter(each[name]) for each in found), Counter()))
+    def added(name: str) -> Any:
+        values = [each[name] for each in found]
+        return dict(sum(map(Counter, values), Counter())) if isinstance(values[0], dict) else sum(values)
 
     return {
-        "seeds": sum(each["seeds"] for each in found),
         "events": NUM_EVENTS,
-        "operations": sum(each["operations"] for each in found),
+        **{name: added(name) for name in ("seeds", "operations", "verbs", "refused", "drafts", "pages_copied")},
         "seconds": max(each["seconds"] for each in found),
-        **{name: counted(name) for name in ("verbs", "refused", "drafts")},
-        "pages_copied": sum(each["pages_copied"] for each in found),
         "failures": {seed: failure for each in found for seed, failure in each["failures"].items()},
     }
 
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page as Markdown."""
-    failures = record["failures"]
+    failures, every = record["failures"], record["check_every"]
     verbs = sorted(record["verbs"].items(), key=lambda item: -item[1])
-    every = record["check_every"]
     how_often = "each operation" if every == 1 else f"every {every} operations"
     what = f": {record['operations']:,} operations in {record['seconds']:,.0f} seconds, {len(failures)} failures."
-    lines = [
-        *heading("The cache core against the cache by its definition", record["machine"], what, how="Run"),
-        "",
+    return page(
+        heading("The cache core against the cache by its definition", record, what, how="Run"),
         f"{record['seeds']:,} mixtures of types of {record['events']} events each, one for each seed from "
         f"{record['first_seed']:,} on, in {record['processes']} processes. What an operation returns, reads and "
         f"writes, and what a request holds, was checked each time. After {how_often} all pages were counted, and "
         "what can be found was compared with the model.",
-        "",
-        *table(
+        table(
             ("operation", "times", "of these refused, and nothing changed"),
             [(verb, f"{number:,}", f"{record['refused'].get(verb, 0):,}") for verb, number in verbs],
         ),
-        "",
         f"Of drafts, {record['drafts'].get('accepted', 0):,} were accepted and "
         f"{record['drafts'].get('refused', 0):,} refused. Of the pages that forks shared and wrote into, "
         f"{record['pages_copied']:,} were copied before.",
-    ]
-    if failures:
-        lines += ["", *table(("seed", "failure"), [(f"{seed}", failure) for seed, failure in failures.items()])]
-    return "\n".join(lines) + "\n"
+        table(("seed", "failure"), [(f"{seed}", failure) for seed, failure in failures.items()]),
+    )
 
 
 @benchmark("cache_model", write_report, fails=lambda record: bool(record["failures"]))

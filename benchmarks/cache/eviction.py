@@ -1,16 +1,15 @@
 """Measure which tokens the cache finds again under eviction policies, beside the best that could be done. No model.
 
-    python -m benchmarks.cache.eviction [--trace NAME ...] [--size N] [--results FOLDER]
-
-benchmarks/README.md says what the figures mean.
+The README of benchmarks says what the figures mean.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import click
 from benchmarks.cache.eviction_bound import BLOCK, block_ids, most_found
 from benchmarks.cache.eviction_traces import LONGEST, TRACES, Asked
 from benchmarks.harness import options
-from benchmarks.harness.pages import heading, table
+from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.plots import plots
 from benchmarks.harness.record import benchmark
 from kvframe import FullAttentionSpec, KVCacheManager, Stack, group_layers, load_plugins, plan_cache
@@ -99,57 +98,36 @@ STYLES: dict[str, dict[str, Any]] = {
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    traces = record["traces"]
-    pools = [str(pool) for pool in record["pools"]]
+    traces, pools = record["traces"], [str(pool) for pool in record["pools"]]
     heads = [_thousands(pool) for pool in pools]
+
+    def rows(cell: Callable[[Mapping[str, Any], str], str]) -> list[list[str]]:
+        return [[name, *(cell(trace, pool) for pool in pools)] for name, trace in traces.items()]
+
+    sizes = ((f"{trace['requests']:,}", _thousands(trace["tokens"])) for trace in traces.values())
+    has_shared = (trace["has_shared"] for trace in traces.values())
     note = "What is found depends on no machine; times are of this one, with others at work on it."
-    lines = [
-        *heading("What the cache gives up", record["machine"], ".", note, how="Replayed"),
-        "",
+    return page(
+        heading("What the cache gives up", record, ".", note, how="Replayed"),
         "![Share of prompt tokens that are found, by the size of the cache](eviction.svg)",
-        "",
         "## Prompt tokens that are found",
-        "",
         "In % of all that are asked for once the cache is full, for pools with room for so many tokens: by `lru`, by "
         "`scan_resistant`, and at best.",
-        "",
-        *table(
+        table(
             ("", "requests", "tokens", *heads),
-            [
-                (name, f"{trace['requests']:,}", _thousands(trace["tokens"]), *(_hits(trace, pool) for pool in pools))
-                for name, trace in traces.items()
-            ],
+            [(name, *size, *cells) for size, (name, *cells) in zip(sizes, rows(_hits), strict=True)],
         ),
-        "",
-        *(f"- *{name}*: {trace['words']}." for name, trace in traces.items()),
-        "",
+        "\n".join(f"- *{name}*: {trace['words']}." for name, trace in traces.items()),
         "## More than least recently used finds",
-        "",
         "In percentage points. In brackets, the part of what is to be had beyond `lru`: 100 % is as good as can be.",
-        "",
-        *table(("", *heads), [(name, *(_gain(trace, pool) for pool in pools)) for name, trace in traces.items()]),
-        "",
+        table(("", *heads), rows(_gain)),
         "## Requests whose shared prompt is found as a whole",
-        "",
         "In %, by `lru` and by `scan_resistant`.",
-        "",
-        *table(
-            ("", *heads),
-            [
-                (name, *(_shared(trace, pool) for pool in pools))
-                for name, trace in traces.items()
-                if trace["has_shared"]
-            ],
-        ),
-        "",
+        table(("", *heads), [*itertools.compress(rows(_shared), has_shared)]),
         "## Time",
-        "",
         "Microseconds a request, all of the cache's work: by `lru` and by `scan_resistant`.",
-        "",
-        *table(("", *heads), [(name, *(_times(trace, pool) for pool in pools)) for name, trace in traces.items()]),
-        "",
-    ]
-    return "\n".join(lines)
+        table(("", *heads), rows(_times)),
+    )
 
 
 def _thousands(count: int | str) -> str:
@@ -162,23 +140,21 @@ def share(trace: Mapping[str, Any], pool: str, side: str) -> float:
 
 
 def _hits(trace: Mapping[str, Any], pool: str) -> str:
-    return " / ".join(f"{share(trace, pool, side):.1f}" for side in ("lru", "scan_resistant", "at best"))
+    return " / ".join(f"{share(trace, pool, side):.1f}" for side in (*POLICIES, BOUND))
 
 
 def _gain(trace: Mapping[str, Any], pool: str) -> str:
-    lru, policy, best = (share(trace, pool, side) for side in ("lru", "scan_resistant", "at best"))
+    lru, policy, best = (share(trace, pool, side) for side in (*POLICIES, BOUND))
     part = f" ({100 * (policy - lru) / (best - lru):.0f} %)" if best - lru > 0.5 else ""
     return f"{policy - lru:+.1f}{part}"
 
 
 def _shared(trace: Mapping[str, Any], pool: str) -> str:
-    sides = trace["pools"][pool]
-    return " / ".join(f"{100 * sides[side]['shared_found']:.0f}" for side in ("lru", "scan_resistant"))
+    return " / ".join(f"{100 * trace['pools'][pool][side]['shared_found']:.0f}" for side in POLICIES)
 
 
 def _times(trace: Mapping[str, Any], pool: str) -> str:
-    sides = trace["pools"][pool]
-    return " / ".join(f"{sides[side]['us']:,.0f}" for side in ("lru", "scan_resistant"))
+    return " / ".join(f"{trace['pools'][pool][side]['us']:,.0f}" for side in POLICIES)
 
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:

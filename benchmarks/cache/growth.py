@@ -1,30 +1,25 @@
-"""Measure what a decode step of kvframe's cache core costs as one size grows, beside vLLM's; record and plot it.
+"""Measure what a decode step of kvframe's cache core costs as one size grows, beside vLLM's. It has a plot.
 
-    make peer
-    python -m benchmarks.cache.growth [--rounds N] [--axis NAME ...]
-
-benchmarks/README.md says how, and what the figures mean.
+The README of benchmarks says how.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cache.core import RATIO, core_heading, measure, start_engines, versions_of
-from benchmarks.cache.growth_axes import standard_axes, tiny_axis
+from benchmarks.cache.growth_axes import Axis, standard_axes, tiny_axis
 from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
-from benchmarks.harness.pages import spread, table
+from benchmarks.harness.pages import page, spread, table
 from benchmarks.harness.plots import plots
 from benchmarks.harness.record import benchmark
 from kvframe.cli.render import progress
 
-AXES = {axis.name: axis for axis in (*standard_axes(), tiny_axis())}
 STYLES: dict[str, dict[str, Any]] = {
     "vLLM": {"color": "#d95f02", "marker": "o", "markersize": 7, "markerfacecolor": "none", "linewidth": 2.5},
     "kvframe": {"color": "#1b6ca8", "marker": "s", "markersize": 3.5, "linewidth": 1.2},
@@ -34,17 +29,17 @@ STYLES: dict[str, dict[str, Any]] = {
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    lines = [*core_heading("The cache core as sizes grow", record), "", "![Time of a step](cache_growth.svg)"]
+    parts = [core_heading("The cache core as sizes grow", record), "![Time of a step](cache_growth.svg)"]
     for axis in record["axes"].values():
-        lines += ["", f"## Against {axis['title']}", "", f"{axis['words']}.", "", *_times(axis), "", _growth_of(axis)]
-    return "\n".join(lines) + "\n"
+        parts += [f"## Against {axis['title']}", f"{axis['words']}.", _times(axis), _growth_of(axis)]
+    return page(*parts)
 
 
 def _sides(axis: Mapping[str, Any]) -> list[str]:
     return list(next(iter(axis["points"].values()))["sides"])
 
 
-def _times(axis: Mapping[str, Any]) -> list[str]:
+def _times(axis: Mapping[str, Any]) -> str:
     rows = []
     for value, point in axis["points"].items():
         sides = point["sides"]
@@ -85,18 +80,19 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
 
 @benchmark("cache_growth", write_report, plots={"cache_growth": draw_plot})
 @options.repeats(7, flag="--rounds", most=MAX_ROUNDS)
-@options.choose("--axis", "axes", AXES, default=[axis.name for axis in standard_axes()])
+@options.choose("--axis", "axes", (*standard_axes(), tiny_axis()))
 @options.peer
-def main(rounds: int, axes: Sequence[str], peer: Path) -> dict[str, Any]:
+def main(rounds: int, axes: Sequence[Axis], peer: Path) -> dict[str, Any]:
     """Measure decode steps as one size grows; write a record, a page and a plot."""
-    start, chosen = time.perf_counter(), [AXES[name] for name in dict.fromkeys(axes)]
-    with start_engines(peer) as engines:
-        found: dict[str, Any] = {"repeats": rounds, "versions": versions_of(engines), "axes": {}}
-        with progress("measuring", rounds * sum(len(axis.cases) for axis in chosen)) as advance:
-            for axis in chosen:
-                points = {value: measure(case, engines, rounds, advance) for value, case in axis.cases.items()}
-                found["axes"][axis.name] = {"title": axis.title, "words": axis.words, "points": points}
-    return {**found, "seconds": time.perf_counter() - start}
+    found = {}
+    with (
+        start_engines(peer) as engines,
+        progress("measuring", rounds * sum(len(axis.cases) for axis in axes)) as advance,
+    ):
+        for axis in axes:
+            points = {value: measure(case, engines, rounds, advance) for value, case in axis.cases.items()}
+            found[axis.name] = {"title": axis.title, "words": axis.words, "points": points}
+        return {"repeats": rounds, "versions": versions_of(engines), "axes": found}
 
 
 if __name__ == "__main__":

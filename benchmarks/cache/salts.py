@@ -1,8 +1,6 @@
 """Try to find out, by timing, what another tenant asked for: across salts, where it must fail, and within one.
 
-    python -m benchmarks.cache.salts [--lookups N] [--requests N] [--results FOLDER]
-
-benchmarks/README.md says how, and what the figures mean.
+The README of benchmarks says how.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from kvframe_transformers.testing import save_tiny
 from benchmarks.cache.kvframe_core import plan_of
 from benchmarks.cache.salts_statistics import tell_apart
 from benchmarks.cache.setting import Setting
-from benchmarks.harness.pages import heading, table
+from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.record import benchmark
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.cache.manager import KVCacheManager
@@ -165,14 +163,14 @@ def write_report(record: Mapping[str, Any]) -> str:
         f": processor time, {record['lookups']:,} lookups and {record['requests']:,} requests of each kind of two "
         "salts, in random order; medians, with the 5th and 95th percentile in brackets."
     )
-    lines = [*heading("What times tell of other tenants' prompts", record["machine"], what), "", WORDS]
+    parts = [heading("What times tell of other tenants' prompts", record, what), WORDS]
     for measured in record["measured"].values():
-        lines += ["", f"## {measured['title'].capitalize()}", "", *_times(measured), "", *_told(measured)]
-        lines += ["", "As it must be." if measured["as_expected"] else "**Not as it must be.**"]
-    return "\n".join(lines) + "\n"
+        parts += [f"## {measured['title'].capitalize()}", _times(measured), _told(measured)]
+        parts.append("As it must be." if measured["as_expected"] else "**Not as it must be.**")
+    return page(*parts)
 
 
-def _times(measured: Mapping[str, Any]) -> list[str]:
+def _times(measured: Mapping[str, Any]) -> str:
     rows = []
     for kind, times in measured["nanoseconds"].items():
         parts = statistics.quantiles([each / 1000 for each in times], n=20, method="inclusive")
@@ -180,7 +178,7 @@ def _times(measured: Mapping[str, Any]) -> list[str]:
     return table(("before it", "µs"), rows)
 
 
-def _told(measured: Mapping[str, Any]) -> list[str]:
+def _told(measured: Mapping[str, Any]) -> str:
     rows = []
     for name, words in (("across", "of two salts"), ("within", "of one salt")):
         told = measured[name]

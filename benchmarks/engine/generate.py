@@ -1,14 +1,8 @@
-"""Measure kvframe against transformers on the same batches, side by side, and record the results.
-
-    python -m benchmarks.engine.generate [--repeats N] [--threads N] [--workload NAME ...] [--results FOLDER]
-
-benchmarks/README.md says how, and what the figures mean.
-"""
+"""Measure kvframe against transformers on the same batches, side by side. The README of benchmarks says how."""
 
 from __future__ import annotations
 
 import logging
-import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,99 +13,26 @@ import attrs
 from transformers import AutoConfig
 
 from benchmarks.engine.peers import ContinuousBatching, KVFrame, PaddedGenerate, System
+from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import heading, medians, spread, table
+from benchmarks.harness.pages import heading, medians, page, spread, table
 from benchmarks.harness.process import timed
-from benchmarks.harness.record import benchmark, rounds
+from benchmarks.harness.record import benchmark, ratios, rounds
 from kvframe.cli.render import progress
 
-SEED = 11
 PAGE_SIZE = 16
 
 
-@attrs.frozen(kw_only=True)
-class Workload:
-    """A batch, and the model that serves it.
-
-    Attributes:
-        name: For ``--workload`` and the results.
-        model: Makes the model's folder.
-        memory: Of kvframe's cache.
-        num_prompts: Requests in the batch.
-        shortest: Tokens of the shortest prompt, without the prefix.
-        longest: Tokens of the longest prompt, without the prefix.
-        prefix: Tokens that all prompts of a batch begin with; prefix caching is on where there are any.
-        num_new_tokens: Generated for each prompt, end tokens ignored.
-    """
-
-    name: str
-    model: Callable[[], Path]
-    memory: str
-    num_prompts: int
-    shortest: int
-    longest: int
-    prefix: int = 0
-    num_new_tokens: int
-
-    def prompts(self, repeat: int, vocab_size: int) -> list[list[int]]:
-        """Return the batch of one repeat. No two repeats share a token sequence, so no cache is warm from the last."""
-        source = random.Random(f"{SEED}-{self.name}-{repeat}")
-        prefix = [source.randrange(3, vocab_size) for _ in range(self.prefix)]
-        lengths = [source.randint(self.shortest, self.longest) for _ in range(self.num_prompts)]
-        return [prefix + [source.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
-
-
+DEMO: dict[str, Any] = {"model": "demo", "memory": "64MiB", "num_prompts": 32, "num_new_tokens": 64}
+LLAMA: dict[str, Any] = {"model": "bench-llama-32m", "memory": "256MiB", "num_prompts": 16, "num_new_tokens": 32}
+TINY: dict[str, Any] = {"model": "bench-llama-tiny", "memory": "8MiB", "num_prompts": 4, "num_new_tokens": 8}
 WORKLOADS = (
-    Workload(
-        name="hybrid-mixed",
-        model=models.demo,
-        memory="64MiB",
-        num_prompts=32,
-        shortest=16,
-        longest=200,
-        num_new_tokens=64,
-    ),
-    Workload(
-        name="hybrid-shared-prefix",
-        model=models.demo,
-        memory="64MiB",
-        num_prompts=32,
-        shortest=8,
-        longest=40,
-        prefix=256,
-        num_new_tokens=64,
-    ),
-    Workload(
-        name="llama-mixed",
-        model=models.llama,
-        memory="256MiB",
-        num_prompts=16,
-        shortest=32,
-        longest=256,
-        num_new_tokens=32,
-    ),
-    Workload(
-        name="llama-shared-prefix",
-        model=models.llama,
-        memory="256MiB",
-        num_prompts=16,
-        shortest=8,
-        longest=40,
-        prefix=256,
-        num_new_tokens=32,
-    ),
-    Workload(
-        name="tiny",
-        model=models.tiny,
-        memory="8MiB",
-        num_prompts=4,
-        shortest=4,
-        longest=40,
-        prefix=32,
-        num_new_tokens=8,
-    ),
+    Workload(name="hybrid-mixed", **DEMO, shortest=16, longest=200),
+    Workload(name="hybrid-shared-prefix", **DEMO, shortest=8, longest=40, prefix=256),
+    Workload(name="llama-mixed", **LLAMA, shortest=32, longest=256),
+    Workload(name="llama-shared-prefix", **LLAMA, shortest=8, longest=40, prefix=256),
+    Workload(name="tiny", **TINY, shortest=4, longest=40, prefix=32),
 )
-MEASURED = tuple(workload.name for workload in WORKLOADS if workload.name != "tiny")
 
 
 def measure_throughput(workload: Workload, path: Path, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
@@ -171,14 +92,11 @@ def _bytes_per_token(path: Path) -> int:
 
 
 def measure_first_token(workload: Workload, path: Path, repeats: int) -> dict[str, list[float]]:
-    """Time one prompt's first token: in transformers, in kvframe, and there again behind a prefix served before."""
+    """Time one prompt's first token: in transformers, in kvframe, and there again after a prefix served before."""
     vocab_size = AutoConfig.from_pretrained(path).vocab_size
     ours, theirs = KVFrame(path, memory=workload.memory, prefix_caching=True), PaddedGenerate(path)
-    seconds: dict[str, list[float]] = {
-        "transformers generate()": [],
-        "kvframe": [],
-        "kvframe, prefix served before": [],
-    }
+    names = (theirs.name, ours.name, "kvframe, prefix served before")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     try:
         for repeat in range(-1, repeats):
             first, second = workload.prompts(repeat, vocab_size)[:2]
@@ -197,25 +115,22 @@ def measure_first_token(workload: Workload, path: Path, repeats: int) -> dict[st
     return seconds
 
 
-def summarise(measured: dict[str, Any]) -> dict[str, float]:
+def summarise(speeds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return, for each peer, the median over the repeats of how many times as fast kvframe was on the same batch."""
-    speeds = measured["tokens_per_second"]
-    return {
-        name: statistics.median(ours / theirs for ours, theirs in zip(speeds["kvframe"], times, strict=True))
-        for name, times in speeds.items()
-        if name != "kvframe"
-    }
+    own = speeds[KVFrame.name]
+    return {name: statistics.median(ratios(own, each)) for name, each in speeds.items() if name != KVFrame.name}
 
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page as Markdown."""
     note = "float32, greedy; the tokens of all systems are equal in every repeat."
-    lines = heading("Generating: kvframe and transformers", record["machine"], medians(record), note)
+    parts = [heading("Generating: kvframe and transformers", record, medians(record), note)]
     for name, measured in record["workloads"].items():
-        lines += ["", f"## {name}", "", _batch(measured), "", *_speeds(measured)]
-        if "first_token_seconds" in measured:
-            lines += ["", *_first_token(measured["first_token_seconds"])]
-    return "\n".join(lines) + "\n"
+        parts += [f"## {name}", _batch(measured), _speeds(measured)]
+        times = measured.get("first_token_seconds", {})
+        rows = [(system, spread(each, "{:,.1f}", scale=1000)) for system, each in times.items()]
+        parts.append(table(("one request alone", "time to its first token, ms"), rows))
+    return page(*parts)
 
 
 def _batch(measured: Mapping[str, Any]) -> str:
@@ -227,42 +142,34 @@ def _batch(measured: Mapping[str, Any]) -> str:
     )
 
 
-def _speeds(measured: Mapping[str, Any]) -> list[str]:
+def _speeds(measured: Mapping[str, Any]) -> str:
     rows = []
-    dense = measured["dense_bytes"]
     for name, speeds in measured["tokens_per_second"].items():
         ratio = measured["times_as_fast"].get(name)
         num_bytes = measured["cache_bytes"][name]
         held = "not reported" if num_bytes is None else f"{num_bytes / 1e6:.1f} MB"
         rows.append((name, spread(speeds, "{:,.0f}"), "" if ratio is None else f"{ratio:.2f}", held))
-    rows.append(("every layer full, padded, contiguous", "", "", f"{dense / 1e6:.1f} MB"))
+    rows.append(("every layer full, padded, contiguous", "", "", f"{measured['dense_bytes'] / 1e6:.1f} MB"))
     return table(("", "generated tokens/s", "kvframe is … times as fast", "keys and values held at most"), rows)
-
-
-def _first_token(seconds: Mapping[str, Sequence[float]]) -> list[str]:
-    rows = [(name, spread(times, "{:,.1f}", scale=1000)) for name, times in seconds.items()]
-    return table(("one request alone", "time to its first token, ms"), rows)
 
 
 @benchmark("generate", write_report)
 @options.repeats(7)
 @options.threads(1)
-@options.choose("--workload", "names", [each.name for each in WORKLOADS], default=MEASURED)
-def main(repeats: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
+@options.choose("--workload", "workloads", WORKLOADS)
+def main(repeats: int, threads: int, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
     models.silence_transformers()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it asks for packages it can do without
     found: dict[str, Any] = {}
-    chosen = [workload for workload in WORKLOADS if workload.name in names]
-    with progress("measuring", len(chosen) * (repeats + 1)) as advance:
-        for workload in chosen:
-            path = workload.model()
+    with progress("measuring", len(workloads) * (repeats + 1)) as advance:
+        for workload in workloads:
+            path = models.path_of(workload.model)
             measured = measure_throughput(workload, path, repeats, advance)
-            measured["times_as_fast"] = summarise(measured)
+            measured["times_as_fast"] = summarise(measured["tokens_per_second"])
             if workload.prefix:
                 measured["first_token_seconds"] = measure_first_token(workload, path, repeats)
-            shape = attrs.asdict(workload, filter=lambda field, _: field.name != "model")
-            found[workload.name] = {"batch": shape, "model": path.name, **measured}
+            found[workload.name] = {"batch": attrs.asdict(workload), "model": path.name, **measured}
     return {"repeats": repeats, "workloads": found}
 
 

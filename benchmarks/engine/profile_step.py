@@ -1,25 +1,18 @@
-"""Measure where the time of an engine's steps goes, and record the results.
-
-    python -m benchmarks.engine.profile_step [--steps N] [--threads N] [--workload NAME ...] [--results FOLDER]
-
-benchmarks/README.md says how, and what the figures mean.
-"""
+"""Measure where the time of an engine's steps goes. The README of benchmarks says how."""
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
 
-from benchmarks.engine.generate import SEED
+from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import heading, spread, table
+from benchmarks.harness.pages import heading, page, spread, table
 from benchmarks.harness.record import benchmark
 from kvframe import Engine, Stack
 from kvframe.attention.layer import AttentionLayer
@@ -34,52 +27,29 @@ CACHE_VERBS = ("start", "fork", "has_room", "extend", "extend_rows", "commit_row
 
 
 @attrs.frozen(kw_only=True)
-class Workload:
-    """Requests that all run at once, and the model that serves them.
+class Steps(Workload):
+    """Requests that all run at once.
 
     Attributes:
-        name: For ``--workload`` and the results.
-        model: Makes the model's folder.
-        num_requests: Requests.
-        prompt_len: Tokens of each prompt.
-        memory: Of the cache.
         backend: Of all layers.
         is_compiled: Whether the model around its attention is compiled.
     """
 
-    name: str
-    model: Callable[[], Path]
-    num_requests: int
-    prompt_len: int
-    memory: str
     backend: str = "auto"
     is_compiled: bool = False
 
 
+DEMO: dict[str, Any] = {"model": "demo", "shortest": 200}
+LLAMA: dict[str, Any] = {"model": "bench-llama-100m", "num_prompts": 16, "shortest": 256}
 WORKLOADS = (
-    Workload(name="demo, 16 requests", model=models.demo, num_requests=16, prompt_len=200, memory="64MiB"),
-    Workload(name="demo, 128 requests", model=models.demo, num_requests=128, prompt_len=200, memory="256MiB"),
-    Workload(
-        name="demo, 128 requests, torch",
-        model=models.demo,
-        num_requests=128,
-        prompt_len=200,
-        memory="256MiB",
-        backend="torch",
-    ),
-    Workload(name="llama-100m, 16 requests", model=models.llama_100m, num_requests=16, prompt_len=256, memory="512MiB"),
-    Workload(name="llama-100m, 128 requests", model=models.llama_100m, num_requests=128, prompt_len=48, memory="1GiB"),
-    Workload(
-        name="llama-100m, 16 requests, compiled",
-        model=models.llama_100m,
-        num_requests=16,
-        prompt_len=256,
-        memory="512MiB",
-        is_compiled=True,
-    ),
-    Workload(name="tiny", model=models.tiny, num_requests=3, prompt_len=20, memory="8MiB"),
+    Steps(name="demo, 16 requests", **DEMO, num_prompts=16, memory="64MiB"),
+    Steps(name="demo, 128 requests", **DEMO, num_prompts=128, memory="256MiB"),
+    Steps(name="demo, 128 requests, torch", **DEMO, num_prompts=128, memory="256MiB", backend="torch"),
+    Steps(name="llama-100m, 16 requests", **LLAMA, memory="512MiB"),
+    Steps(name="llama-100m, 128 requests", **{**LLAMA, "num_prompts": 128, "shortest": 48}, memory="1GiB"),
+    Steps(name="llama-100m, 16 requests, compiled", **LLAMA, memory="512MiB", is_compiled=True),
+    Steps(name="tiny", model="bench-llama-tiny", num_prompts=3, shortest=20, memory="8MiB"),
 )
-MEASURED = tuple(workload.name for workload in WORKLOADS if workload.name != "tiny")
 
 
 class Clock:
@@ -137,10 +107,10 @@ def profiled(engine: Engine) -> Iterator[Clock]:
                 setattr(owner, name, own)
 
 
-def measure(workload: Workload, num_steps: int) -> dict[str, Any]:
+def measure(workload: Steps, num_steps: int) -> dict[str, Any]:
     """Serve the workload, and return the seconds of each part of each step, by kind of step."""
-    path = workload.model()
-    of_engine = {"max_num_seqs": workload.num_requests, "self_check": False, "compile": workload.is_compiled}
+    path, num_requests = models.path_of(workload.model), workload.num_prompts
+    of_engine = {"max_num_seqs": num_requests, "self_check": False, "compile": workload.is_compiled}
     stack = Stack.from_mapping(
         {
             "cache": {"memory": workload.memory, "prefix_caching": False},
@@ -151,28 +121,25 @@ def measure(workload: Workload, num_steps: int) -> dict[str, Any]:
     steps: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
     params = SamplingParams(max_new_tokens=num_steps + WARM_STEPS + 1, ignore_eos=True)
     with Engine.from_pretrained(path, stack=stack) as engine:
-        source = random.Random(f"{SEED}-{workload.name}")
-        vocab_size = engine.model.description.vocab_size
         # A batch of few tokens sets everything up, and compiles what is compiled.
         engine.generate([[3] * 20] * 2, SamplingParams(max_new_tokens=3, ignore_eos=True))
-        for _ in range(workload.num_requests):
-            engine.add_request([source.randrange(3, vocab_size) for _ in range(workload.prompt_len)], params)
+        for prompt in workload.prompts(0, engine.model.description.vocab_size):
+            engine.add_request(prompt, params)
         with profiled(engine) as clock:
             while engine.has_unfinished:
-                before, generated = dict(clock.seconds), engine.stats().generated_tokens
-                computed = engine.stats().computed_tokens
+                before, stats = dict(clock.seconds), engine.stats()
                 engine.step()
-                num_computed = engine.stats().computed_tokens - computed
-                decodes = num_computed == engine.stats().generated_tokens - generated
+                num_computed = engine.stats().computed_tokens - stats.computed_tokens
+                decodes = num_computed == engine.stats().generated_tokens - stats.generated_tokens
                 steps["decode" if decodes else "prefill"].append(
                     {part: clock.seconds[part] - before[part] for part in PARTS} | {"tokens": num_computed}
                 )
         backends = sorted({choice.backend for choice in engine.choices})
-    steps["decode"] = [step for step in steps["decode"] if step["tokens"] == workload.num_requests][WARM_STEPS:]
+    steps["decode"] = [step for step in steps["decode"] if step["tokens"] == num_requests][WARM_STEPS:]
     return {
         "model": path.name,
-        "num_requests": workload.num_requests,
-        "prompt_len": workload.prompt_len,
+        "num_requests": num_requests,
+        "prompt_len": workload.shortest,
         "backends": backends,
         "is_compiled": workload.is_compiled,
         "steps": {kind: _in_columns(found) for kind, found in steps.items()},
@@ -187,63 +154,48 @@ def _in_columns(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
     return columns
 
 
-COLUMNS = ("tokens", "host_share")
-
-
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
     what = (
         f": medians over {record['repeats']} decodes of all requests, and over the steps that compute prompts (lowest "
         "to highest in brackets)."
     )
-    lines = heading("Where the time of an engine's step goes", record["machine"], what, "float32.")
+    parts = [heading("Where the time of an engine's step goes", record, what, "float32.")]
     for name, measured in record["workloads"].items():
         backends = ", ".join(f"`{backend}`" for backend in measured["backends"])
         compiled = ", compiled around the attention" if measured["is_compiled"] else ""
-        lines += [
-            "",
-            f"## {name}",
-            "",
+        words = (
             f"Model `{measured['model']}`{compiled}; {measured['num_requests']} requests with prompts of "
-            f"{measured['prompt_len']} tokens; attention by {backends}.",
-            "",
-            *_steps(measured["steps"]),
-        ]
-    return "\n".join(lines) + "\n"
+            f"{measured['prompt_len']} tokens; attention by {backends}."
+        )
+        parts += [f"## {name}", words, _steps(measured["steps"])]
+    return page(*parts)
 
 
-def _steps(steps: Mapping[str, Any]) -> list[str]:
-    rows = []
-    parts = [part for part in steps["decode"] if part not in COLUMNS]
-    totals = {
-        kind: [sum(each) for each in zip(*(found[part] for part in parts), strict=True)]
-        for kind, found in steps.items()
-    }
-    for part in parts:
-        row = [part]
-        for kind in ("decode", "prefill"):
-            seconds = steps[kind][part]
-            share = statistics.median(one / whole for one, whole in zip(seconds, totals[kind], strict=True))
-            row += [spread(seconds, "{:,.3f}", scale=1000), f"{100 * share:.1f} %"]
-        rows.append(row)
+def _steps(steps: Mapping[str, Any]) -> str:
+    kinds, parts = ("decode", "prefill"), [part for part in steps["decode"] if part not in ("tokens", "host_share")]
+    totals = {kind: [sum(each) for each in zip(*(steps[kind][part] for part in parts), strict=True)] for kind in kinds}
+    rows = [[part] for part in parts]
     whole, host = ["the step"], ["all but attention and the model"]
-    for kind in ("decode", "prefill"):
+    for kind in kinds:
+        for part, row in zip(parts, rows, strict=True):
+            seconds = steps[kind][part]
+            share = statistics.median(one / total for one, total in zip(seconds, totals[kind], strict=True))
+            row += [spread(seconds, "{:,.3f}", scale=1000), f"{100 * share:.1f} %"]
         whole += [spread(totals[kind], "{:,.3f}", scale=1000), "100 %"]
         host += ["", f"{100 * steps[kind]['host_share']:.1f} %"]
-    heads = ("", "decode, ms", "share", "prompts, ms", "share")
-    return table(heads, [*rows, whole, host])
+    return table(("", "decode, ms", "share", "prompts, ms", "share"), [*rows, whole, host])
 
 
 @benchmark("step_profile", write_report)
 @options.repeats(16, flag="--steps")
 @options.threads(1)
-@options.choose("--workload", "names", [each.name for each in WORKLOADS], default=MEASURED)
-def main(steps: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
+@options.choose("--workload", "workloads", WORKLOADS)
+def main(steps: int, threads: int, workloads: Sequence[Steps]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
     found: dict[str, Any] = {}
-    chosen = [workload for workload in WORKLOADS if workload.name in names]
-    with progress("measuring", len(chosen)) as advance:
-        for workload in chosen:
+    with progress("measuring", len(workloads)) as advance:
+        for workload in workloads:
             found[workload.name] = measure(workload, steps)
             advance(1)
     return {"repeats": steps, "workloads": found}

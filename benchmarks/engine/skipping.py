@@ -1,28 +1,21 @@
-"""Measure what prefill skipping saves: the same long prompts with it on and off, side by side.
-
-    python -m benchmarks.engine.skipping [--repeats N] [--threads N] [--workload NAME ...] [--results FOLDER]
-
-benchmarks/README.md says how, and what the figures mean.
-"""
+"""Measure what prefill skipping saves: the same long prompts with it on and off. The README of benchmarks says how."""
 
 from __future__ import annotations
 
-import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
 
-from benchmarks.engine.generate import SEED
+from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import heading, medians, spread, table
-from benchmarks.harness.record import benchmark
+from benchmarks.harness.pages import heading, medians, page, spread, table
+from benchmarks.harness.record import benchmark, rounds
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.cli.render import progress
 
@@ -36,39 +29,12 @@ Seconds = dict[str, float]
 """By clock."""
 
 
-@attrs.frozen(kw_only=True)
-class Workload:
-    """A model whose last layers share keys and values, and the prompts that it prefills.
-
-    Attributes:
-        name: For ``--workload`` and the results.
-        model: Makes the model's folder.
-        plugins: Gives manifest modules to use beside the installed plugins.
-        memory: Of the cache.
-        num_prompt_tokens: Of each prompt.
-    """
-
-    name: str
-    model: Callable[[], Path]
-    plugins: Callable[[], Sequence[ModuleType]] = tuple
-    memory: str
-    num_prompt_tokens: int
-
-    def prompt(self, repeat: int, vocab_size: int) -> list[int]:
-        """Return the prompt of one repeat; no two are alike."""
-        source = random.Random(f"{SEED}-{self.name}-{repeat}")
-        return [source.randrange(3, vocab_size) for _ in range(self.num_prompt_tokens)]
-
-
 WORKLOADS = (
-    Workload(name="gemma3n-8192", model=models.gemma3n, memory="96MiB", num_prompt_tokens=8192),
-    Workload(name="yoco-8192", model=models.yoco, plugins=models.yoco_plugins, memory="96MiB", num_prompt_tokens=8192),
-    Workload(name="tiny-gemma3n", model=models.tiny_gemma3n, memory="8MiB", num_prompt_tokens=200),
-    Workload(
-        name="tiny-yoco", model=models.tiny_yoco, plugins=models.yoco_plugins, memory="8MiB", num_prompt_tokens=200
-    ),
+    Workload(name="gemma3n-8192", model="bench-gemma3n", memory="96MiB", shortest=8192),
+    Workload(name="yoco-8192", model="bench-yoco", memory="96MiB", shortest=8192),
+    Workload(name="tiny-gemma3n", model="bench-gemma3n-tiny", memory="8MiB", shortest=200),
+    Workload(name="tiny-yoco", model="bench-yoco-tiny", memory="8MiB", shortest=200),
 )
-MEASURED = tuple(workload.name for workload in WORKLOADS if not workload.name.startswith("tiny"))
 
 
 @attrs.frozen
@@ -111,7 +77,7 @@ class System:
         """Load the model in ``path``.
 
         Args:
-            workload: Its memory and plugins.
+            workload: Its model and memory.
             path: A checkpoint.
             skipping: Whether prefill skipping is on.
         """
@@ -120,7 +86,7 @@ class System:
             engine["prefill_skipping"] = WRAPPER
         cache = {"memory": workload.memory, "prefix_caching": False}
         stack = Stack.from_mapping({"cache": cache, "engine": engine})
-        self.engine = Engine.from_pretrained(path, stack=stack, plugins=workload.plugins())
+        self.engine = Engine.from_pretrained(path, stack=stack, plugins=models.plugins_of(workload.model))
         model: Any = self.engine.model
         description = model.description
         owners = [index for index, layer in enumerate(description.layers) if layer.shares_with is None]
@@ -163,19 +129,19 @@ class System:
 
 
 def measure(workload: Workload, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Run both systems on the same prompts; the first one changes with each repeat.
+    """Run both systems on the same prompts by turns.
 
     Raises:
         SystemExit: They generated different tokens.
     """
-    path = workload.model()
+    path = models.path_of(workload.model)
     systems = {name: System(workload, path, skipping=name == "on") for name in ("off", "on")}
     found: dict[str, list[Prefill]] = {name: [] for name in systems}
     try:
         some = systems["off"]
-        for repeat in range(-1, repeats):  # the first is a warm-up
-            prompt = workload.prompt(repeat, some.vocab_size)
-            runs = {name: systems[name].run(prompt) for name in sorted(systems, reverse=repeat % 2 == 0)}
+        for repeat, order in rounds(("off", "on"), repeats, warm_up=True):
+            (prompt,) = workload.prompts(repeat, some.vocab_size)
+            runs = {name: systems[name].run(prompt) for name in order}
             if runs["on"].token != runs["off"].token:
                 sys.exit(f"{workload.name}: the tokens of repeat {repeat} differ with prefill skipping on and off")
             if repeat >= 0:
@@ -187,7 +153,7 @@ def measure(workload: Workload, repeats: int, advance: Callable[[int], None]) ->
             system.close()
     return {
         "model": path.name,
-        "num_prompt_tokens": workload.num_prompt_tokens,
+        "num_prompt_tokens": workload.shortest,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "num_layers": some.num_layers,
         "num_trailing_layers": some.num_trailing,
@@ -229,15 +195,14 @@ def summarise(off: Sequence[Prefill], on: Sequence[Prefill], clock: str) -> dict
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
     note = "float32, the first token is equal in every repeat."
-    lines = heading("Prefill skipping: on and off", record["machine"], medians(record), note)
+    parts = [heading("Prefill skipping: on and off", record, medians(record), note)]
     for name, measured in record["workloads"].items():
-        lines += ["", f"## {name}", "", _shape(measured), "", *_seconds(measured), "", *_predictions(measured)]
-    lines += [
-        "",
+        parts += [f"## {name}", _shape(measured), _seconds(measured), _predictions(measured)]
+    published = (
         "Published, on a GPU: in vLLM pull request 19719, with Qwen2 and a prompt of 8,192 tokens, the second group of "
-        "layers takes 9.7 ms with skipping and 16.6 ms without, 0.58.",
-    ]
-    return "\n".join(lines) + "\n"
+        "layers takes 9.7 ms with skipping and 16.6 ms without, 0.58."
+    )
+    return page(*parts, published)
 
 
 def _shape(measured: Mapping[str, Any]) -> str:
@@ -250,7 +215,7 @@ def _shape(measured: Mapping[str, Any]) -> str:
     )
 
 
-def _seconds(measured: Mapping[str, Any]) -> list[str]:
+def _seconds(measured: Mapping[str, Any]) -> str:
     rows = []
     for clock, figures in measured["clocks"].items():
         for title, part in (("trailing layers", "trailing"), ("whole prefill", "whole")):
@@ -260,7 +225,7 @@ def _seconds(measured: Mapping[str, Any]) -> list[str]:
     return table(("", "off, ms", "on, ms", "on is … of off"), rows)
 
 
-def _predictions(measured: Mapping[str, Any]) -> list[str]:
+def _predictions(measured: Mapping[str, Any]) -> str:
     rows = [
         (clock, *(f"{figures[key]:.2f}" for key in ("trailing_share", "predicted_whole_ratio", "whole_ratio")))
         for clock, figures in measured["clocks"].items()
@@ -271,15 +236,12 @@ def _predictions(measured: Mapping[str, Any]) -> list[str]:
 @benchmark("skipping", write_report)
 @options.repeats(11)
 @options.threads(1)
-@options.choose("--workload", "names", [each.name for each in WORKLOADS], default=MEASURED)
-def main(repeats: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
+@options.choose("--workload", "workloads", WORKLOADS)
+def main(repeats: int, threads: int, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
     models.silence_transformers()
-    found: dict[str, Any] = {}
-    chosen = [workload for workload in WORKLOADS if workload.name in names]
-    with progress("measuring", len(chosen) * (repeats + 1)) as advance:
-        for workload in chosen:
-            found[workload.name] = measure(workload, repeats, advance)
+    with progress("measuring", len(workloads) * (repeats + 1)) as advance:
+        found = {each.name: measure(each, repeats, advance) for each in workloads}
     return {"repeats": repeats, "workloads": found}
 
 

@@ -1,9 +1,7 @@
 """Serve an hour of traffic, compressed, while things break at random, and compare every token.
 
-    python -m benchmarks.engine.soak [--minutes N] [--seed N] [--scenario NAME ...] [--results FOLDER]
-
 The clock is simulated: a step takes as long as it has tokens, and if nothing is to be done the next request comes at
-once. Everything else is real. benchmarks/README.md says what is compared.
+once. Everything else is real. The README of benchmarks says what is compared.
 """
 
 from __future__ import annotations
@@ -267,8 +265,8 @@ def has_failed(record: Mapping[str, Any]) -> bool:
 @benchmark("soak", write_report, fails=has_failed)
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=60, show_default=True, help="Of simulated traffic.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@options.choose("--scenario", "names", [each.name for each in SCENARIOS])
-def main(minutes: float, seed: int, names: Sequence[str]) -> dict[str, Any]:
+@options.choose("--scenario", "scenarios", SCENARIOS)
+def main(minutes: float, seed: int, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """Serve every scenario's traffic and write one JSON file and one page; fail if anything differs or leaks."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs have none.
@@ -276,7 +274,7 @@ def main(minutes: float, seed: int, names: Sequence[str]) -> dict[str, Any]:
     logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # a listener that raises is said each time
     found: dict[str, Any] = {}
     num_prompts = NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT
-    for scenario in [each for each in SCENARIOS if each.name in names]:
+    for scenario in scenarios:
         with progress(scenario.name, int(60 * minutes * scenario.per_second)) as advance:
             found[scenario.name] = soak(scenario, minutes, seed, num_prompts, advance)
     return {"minutes": minutes, "seed": seed, "scenarios": found}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness.pages import heading, table
+from benchmarks.harness.pages import heading, page, table
 from tests.engine.injected_faults import KINDS
 
 WRONG = ("differences", "mirror_differences", "leaks")
@@ -48,17 +48,14 @@ def write_report(record: Mapping[str, Any]) -> str:
     wrong = ("tokens that differ, failures without a reason", "mirrors that differ", "leaks")
     for key, text in zip(WRONG, wrong, strict=True):
         rows.append((f"**{text}**", [len(each[key]) for each in found]))
-    lines = [
-        *heading("Soak: traffic while things break", record["machine"], what, "float32, greedy.", how="Run"),
-        "",
-        *(
+    return page(
+        heading("Soak: traffic while things break", record, what, "float32, greedy.", how="Run"),
+        "\n".join(
             f"- **{name}**: tiny `{each['family']}`; {each['what']}; {each['slabs']} slabs."
             for name, each in scenarios.items()
         ),
-        "",
-        *table(
+        table(
             ("", *scenarios, "all"),
             [(text, *(f"{value:,}" for value in values), f"{sum(values):,}") for text, values in rows],
         ),
-    ]
-    return "\n".join(lines) + "\n"
+    )

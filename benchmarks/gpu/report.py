@@ -43,9 +43,9 @@ def write_report(record: Mapping[str, Any], wanted: Sequence[Case]) -> str:
         names = [*dict.fromkeys(name for each in found if each for name in each["measured"])]
         rows = [_row(case, each, names) for case, each in zip(members, found, strict=True)]
         heads = (group, "floor, µs", *(names or ["any backend"]))
-        lines += ["", f"## {group[0].upper()}{group[1:]}", "", *table(heads, rows)]
-    lines += ["", "## On the host", "", *_host(record.get("host", {}))]
-    lines += ["", "## A step of an engine", "", STEPS, "", *_steps(record.get("engine", {}))]
+        lines += ["", f"## {group[0].upper()}{group[1:]}", "", table(heads, rows)]
+    lines += ["", "## On the host", "", _host(record.get("host", {}))]
+    lines += ["", "## A step of an engine", "", STEPS, "", _steps(record.get("engine", {}))]
     if missing := record.get("missing"):
         lines += ["", "## Not on this machine", ""]
         lines += [f"- `{name}`: {reason}" for name, reason in missing.items()]
@@ -94,7 +94,7 @@ def _row(case: Case, found: Mapping[str, Any] | None, names: Sequence[str]) -> l
     return [case.name, f"{floor * 1e6:,.1f}", *(cells or [NOT_YET])]
 
 
-def _steps(engine: Mapping[str, Any]) -> list[str]:
+def _steps(engine: Mapping[str, Any]) -> str:
     rows = []
     for graphs in GRAPHS:
         found = engine.get("graphs", {}).get(graphs)
@@ -111,7 +111,7 @@ def _steps(engine: Mapping[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
-def _host(host: Mapping[str, Sequence[float]]) -> list[str]:
+def _host(host: Mapping[str, Sequence[float]]) -> str:
     if not host:
         rows = [["any backend", NOT_YET]]
     else:

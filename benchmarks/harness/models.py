@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,8 @@ from transformers.utils import logging
 
 from benchmarks.harness.machine import ROOT
 
-CACHE = ROOT / ".cache"
+DEMO, YOCO = ROOT / "examples" / "demo", ROOT / "examples" / "yoco"
+WITHOUT_END: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
 def silence_transformers() -> None:
@@ -23,62 +25,104 @@ def silence_transformers() -> None:
     logging.set_verbosity_error()
 
 
-def demo() -> Path:
-    """Return the demo's model, trained now if it is not there: 4 layers, every second with a window of 32 tokens."""
-    sys.path.insert(0, str(ROOT / "examples" / "demo"))
-    from make_model import make_model
+def path_of(name: str) -> Path:
+    """Return a model's folder: the demo's, or a random one's; it is made now if it is not there."""
+    if name == "demo":
+        sys.path.insert(0, str(DEMO))
+        from make_model import make_model
 
-    path: Path = make_model().path
+        demo: Path = make_model().path
+        return demo
+    path = ROOT / ".cache" / name
+    if not (path / "config.json").exists():
+        save_random(name, path)
     return path
+
+
+def save_random(name: str, path: Path) -> None:
+    """Draw a random model from a fixed seed, on torch's default device in its default dtype, and save it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        RANDOM[name](path)
+
+
+def plugins_of(name: str) -> Sequence[ModuleType]:
+    """Return the manifest modules that a model needs beside the installed plugins."""
+    if "yoco" not in name:
+        return ()
+    import yoco_plugin
+
+    return (yoco_plugin,)
 
 
 def demo_copy_task() -> tuple[Callable[[torch.Generator], torch.Tensor], int]:
     """Return what draws a copy task of the demo's training, and how many of its last tokens are the answer."""
-    sys.path.insert(0, str(ROOT / "examples" / "demo"))
+    sys.path.insert(0, str(DEMO))
     from make_model import SEGMENT_TOKENS, copy_task
 
     return copy_task, SEGMENT_TOKENS + 1
 
 
-def llama() -> Path:
-    """Return a random Llama of 32 million parameters."""
-    return _llama("bench-llama-32m", vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8)
-
-
-def llama_100m() -> Path:
-    """Return a random Llama of 105 million parameters."""
-    sizes = {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-    return _llama("bench-llama-100m", **sizes)
-
-
-def tiny() -> Path:
-    """Return a random Llama of two small layers."""
-    return _llama("bench-llama-tiny", vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-
-
-def gemma3n() -> Path:
-    """Return a random Gemma 3n of 10 layers, the last 4 of which share the keys and values of earlier ones."""
-    sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": [512] * 10, "sliding_window": 512}
-    return _gemma3n(
-        "bench-gemma3n",
-        num_kv_shared_layers=4,
-        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 2,
-        **sizes,
+def _llama(path: Path, vocab_size: int, hidden: int, mlp: int, layers: int, heads: int = 8, kv_heads: int = 4) -> None:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2048,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        dtype=torch.get_default_dtype(),
+        **WITHOUT_END,
     )
+    LlamaForCausalLM(config).save_pretrained(path)
 
 
-def tiny_gemma3n() -> Path:
-    """Return a random Gemma 3n of 6 small layers, the last 2 of which share."""
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": [96] * 6, "sliding_window": 16}
-    return _gemma3n(
-        "bench-gemma3n-tiny", num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 3, **sizes
+def _gemma3n(path: Path, types: str, shared: int, window: int, hidden: int, mlp: int, vocab_size: int) -> None:
+    config = Gemma3nTextConfig(
+        num_hidden_layers=len(types),
+        layer_types=["sliding_attention" if kind == "w" else "full_attention" for kind in types],
+        num_kv_shared_layers=shared,
+        sliding_window=window,
+        hidden_size=hidden,
+        intermediate_size=[mlp] * len(types),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        vocab_size=vocab_size,
+        vocab_size_per_layer_input=vocab_size,
+        hidden_size_per_layer_input=32,
+        laurel_rank=16,
+        activation_sparsity_pattern=[0.0] * len(types),
+        max_position_embeddings=16384,
+        initializer_range=0.1,
+        **WITHOUT_END,
     )
+    Gemma3nForCausalLM(config).save_pretrained(path)
 
 
-def yoco() -> Path:
-    """Return a random model of examples/yoco: 6 layers of its self-decoder, 6 of its cross-decoder."""
-    return _yoco(
-        "bench-yoco",
+def _yoco(path: Path, **sizes: int) -> None:
+    sys.path.insert(0, str(YOCO))
+    from yoco_adapter import save_checkpoint
+    from yoco_model import YocoConfig, make_random
+
+    save_checkpoint(make_random(YocoConfig(**sizes)), path)
+
+
+RANDOM: Mapping[str, Callable[[Path], None]] = {
+    "bench-llama-tiny": partial(_llama, vocab_size=256, hidden=64, mlp=128, layers=2),
+    # 32 and 105 million parameters, and a fourth of the layers of Llama 3 with 8 billion.
+    "bench-llama-32m": partial(_llama, vocab_size=8192, hidden=512, mlp=1408, layers=8),
+    "bench-llama-100m": partial(_llama, vocab_size=16384, hidden=768, mlp=2048, layers=12),
+    "bench-llama-8b": partial(_llama, vocab_size=32768, hidden=4096, mlp=14336, layers=8, heads=32, kv_heads=8),
+    # The last layers share the keys and values of earlier ones; w is a layer with a window, f one without.
+    "bench-gemma3n": partial(_gemma3n, types=2 * "wwwwf", shared=4, window=512, hidden=128, mlp=512, vocab_size=1024),
+    "bench-gemma3n-tiny": partial(_gemma3n, types=3 * "wf", shared=2, window=16, hidden=64, mlp=96, vocab_size=128),
+    # The tiny one is the one that examples/yoco runs.
+    "bench-yoco": partial(
+        _yoco,
         vocab_size=1024,
         hidden_size=128,
         intermediate_size=512,
@@ -87,76 +131,7 @@ def yoco() -> Path:
         head_size=32,
         window=512,
         max_model_len=16384,
-    )
-
-
-def tiny_yoco() -> Path:
-    """Return the model that examples/yoco runs."""
-    return _yoco("bench-yoco-tiny")
-
-
-def yoco_plugins() -> Sequence[ModuleType]:
-    """Return the manifest modules that the models of examples/yoco need."""
-    import yoco_plugin
-
-    return (yoco_plugin,)
-
-
-def _gemma3n(name: str, layer_types: list[str], **sizes: Any) -> Path:
-    def save(path: Path) -> None:
-        config = Gemma3nTextConfig(
-            num_hidden_layers=len(layer_types),
-            layer_types=layer_types,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=sizes["hidden_size"] // 4,
-            vocab_size_per_layer_input=sizes["vocab_size"],
-            hidden_size_per_layer_input=32,
-            laurel_rank=16,
-            activation_sparsity_pattern=[0.0] * len(layer_types),
-            max_position_embeddings=16384,
-            initializer_range=0.1,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-            **sizes,
-        )
-        Gemma3nForCausalLM(config).save_pretrained(path)
-
-    return _made(name, save)
-
-
-def _yoco(name: str, **sizes: int) -> Path:
-    sys.path.insert(0, str(ROOT / "examples" / "yoco"))
-    from yoco_adapter import save_checkpoint
-    from yoco_model import YocoConfig, make_random
-
-    return _made(name, lambda path: save_checkpoint(make_random(YocoConfig(**sizes)), path))
-
-
-def _made(name: str, save: Callable[[Path], None]) -> Path:
-    """Return a model's folder, saved now with a fixed seed if it is not there."""
-    path = CACHE / name
-    if not (path / "config.json").exists():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            save(path)
-    return path
-
-
-def _llama(name: str, **sizes: int) -> Path:
-    def save(path: Path) -> None:
-        config = LlamaConfig(
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=2048,
-            initializer_range=0.05,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-            tie_word_embeddings=False,
-            **sizes,
-        )
-        LlamaForCausalLM(config).save_pretrained(path)
-
-    return _made(name, save)
+    ),
+    "bench-yoco-tiny": _yoco,
+}
+"""What makes a random model, by name."""

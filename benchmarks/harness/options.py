@@ -23,19 +23,26 @@ def threads(default: int) -> Option:
     return click.option("--threads", type=click.IntRange(1), default=default, show_default=True, help="Of torch.")
 
 
-def choose(flag: str, name: str, known: Iterable[str], *, default: Iterable[str] | None = None) -> Option:
-    """Return the option that names some of what can be measured, one by one; all of it unless given.
+def choose(flag: str, name: str, known: Iterable[Any]) -> Option:
+    """Return the option that names some of what can be measured, one by one.
+
+    Unless given, it is all whose name does not begin with ``tiny``: these try a script.
 
     Args:
         flag: On the command line.
-        name: Of the function's argument, which gets a tuple.
-        known: What can be named.
-        default: What is measured if nothing is named, if that is not all.
+        name: Of the function's argument, which gets a list of the chosen.
+        known: What can be named: names, or what has a ``name``.
     """
-    names = list(known)
-    words = "What is measured; several are named one by one."
-    chosen = names if default is None else list(default)
-    return click.option(flag, name, multiple=True, type=click.Choice(names), default=chosen, help=words)
+    by_name = {each if isinstance(each, str) else each.name: each for each in known}
+    return click.option(
+        flag,
+        name,
+        multiple=True,
+        type=click.Choice(list(by_name)),
+        default=[each for each in by_name if not each.startswith("tiny")],
+        callback=lambda context, option, names: [by_name[each] for each in dict.fromkeys(names)],
+        help="What is measured; several are named one by one.",
+    )
 
 
 peer = click.option("--peer", type=click.Path(path_type=Path), default=PEER, help="Where make peer installed vLLM.")

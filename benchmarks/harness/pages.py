@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
-def heading(title: str, machine: Mapping[str, Any], what: str, note: str = "", *, how: str = "Measured") -> list[str]:
-    """Return a page's first lines.
+def page(*parts: str) -> str:
+    """Return a page of paragraphs, headings and tables, with a blank line after each; what is empty is left out."""
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def heading(title: str, record: Mapping[str, Any], what: str, note: str = "", *, how: str = "Measured") -> str:
+    """Return a page's title and where its figures are from.
 
     Args:
         title: The page's.
-        machine: Where, when and by which command its figures were found.
+        record: Says on which machine, when and by which command its figures were found.
         what: What the command's figures are; it follows the command.
         note: A last sentence, on what is the same for all figures.
         how: The first word.
     """
-    return [
-        f"# {title}",
-        "",
-        f"{how} on {machine['date']} by `{machine['command']}`{what}",
-        "",
+    machine = record["machine"]
+    return (
+        f"# {title}\n\n{how} on {machine['date']} by `{machine['command']}`{what}\n\n"
         f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} torch thread(s), {machine['system']}; "
         f"Python {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}, "
-        f"kvframe {machine['kvframe']} at {machine['commit']}. {note}".rstrip(),
-    ]
+        f"kvframe {machine['kvframe']} at {machine['commit']}. {note}".rstrip()
+    )
 
 
 def medians(record: Mapping[str, Any]) -> str:
@@ -34,12 +37,18 @@ def medians(record: Mapping[str, Any]) -> str:
 
 
 def spread(values: Sequence[float], form: str, *, scale: float = 1) -> str:
-    """Return the median with the lowest and highest in brackets, each times ``scale`` and as ``form`` writes it."""
+    """Return the median with the lowest and highest in brackets, each times ``scale`` and as ``form`` writes it.
+
+    Without values the cell is empty.
+    """
+    if not values:
+        return ""
     figures = (statistics.median(values), min(values), max(values))
     middle, low, high = (form.format(scale * value) for value in figures)
     return f"{middle} ({low} to {high})"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; nothing without rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *lines]) if lines else ""

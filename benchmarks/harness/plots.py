@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ def plots(titles: list[str], path: Path) -> Iterator[list[Axes]]:
     figure = Figure(figsize=(11, 3.1 * rows), layout="constrained")
     places = [*figure.subplots(rows, COLUMNS, squeeze=False).flat]
     yield places[: len(titles)]
-    labels = {}
+    labels: dict[str, Any] = {}
     for place, title in zip(places, titles, strict=False):
         place.set_title("\n".join(textwrap.wrap(title, 60)), fontsize=7)
         place.grid(alpha=0.25, linewidth=0.5)

@@ -1,8 +1,6 @@
 """Plan the cache memory of published models, beside what other groupings of the same layers take.
 
-    python -m benchmarks.memory.plans [--model FILE ...] [--results FOLDER]
-
-benchmarks/README.md says what the figures mean. Nothing is loaded or run: the models are layer files.
+The README of benchmarks says what the figures mean. Nothing is loaded or run: the models are layer files.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import attrs
 
 from benchmarks.harness import options
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.pages import heading, table
+from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.record import benchmark
 from benchmarks.memory.padded_groups import PaddedGroups
 from kvframe.cli.render import format_bytes
@@ -149,34 +147,25 @@ def write_report(record: Mapping[str, Any]) -> str:
         f"{record['dtype']}, blocks of {record['block_size']} tokens, steps of at most "
         f"{record['max_num_batched_tokens']:,} tokens."
     )
-    lines = [
-        *heading("Planned memory of published models", record["machine"], ".", note, how="Planned"),
-        "",
+    models = record["models"]
+    return page(
+        heading("Planned memory of published models", record, ".", note, how="Planned"),
         "## What is planned",
-        "",
-        *table(
-            ("", "groups", "one more token", "each request, whatever its length", "wasted"),
-            [_planned(row) for row in record["models"]],
-        ),
-        "",
+        table(("", "groups", "one more token", "each request, whatever its length", "wasted"), map(_planned, models)),
         "## Requests that fit at once",
-        "",
-        *table(
+        table(
             (
                 *("", "tokens each", "kvframe", "every layer full", "equal padded groups"),
                 *("MiB a request: kvframe", "every layer full", "equal padded groups", "of these wasted"),
             ),
-            [line for row in record["models"] for line in _requests(row)],
+            [line for row in models for line in _requests(row)],
         ),
-        "",
         "## The equal padded groups",
-        "",
-        *table(
+        table(
             ("", "groups", "layers a group", "layers that are not there", "tokens a block", "groups of kvframe"),
-            [_padded(row) for row in record["models"]],
+            map(_padded, models),
         ),
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def _planned(row: Mapping[str, Any]) -> tuple[str, ...]:

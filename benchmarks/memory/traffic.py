@@ -1,8 +1,6 @@
 """Run request traces over the caches of published models, in kvframe's layout and in others. No model is loaded.
 
-    python -m benchmarks.memory.traffic [--model FILE ...] [--trace NAME ...] [--size N] [--results FOLDER]
-
-benchmarks/README.md says what the figures mean.
+The README of benchmarks says what the figures mean.
 """
 
 from __future__ import annotations

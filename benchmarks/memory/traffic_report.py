@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.pages import heading, table
+from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.plots import plots
 from benchmarks.memory.shapes import FEW_STATES, KVFRAME, PADDED
 
@@ -16,6 +16,7 @@ SHORT = {KVFRAME: "kvframe", FEW_STATES: "few states", PADDED: "equal groups"}
 WASTES = ("partly_used", "padding")
 
 Rows = Sequence[Mapping[str, Any]]
+ByLayout = Mapping[str, Mapping[str, Any]]
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -25,49 +26,33 @@ def write_report(record: Mapping[str, Any]) -> str:
         f"Keys and values are {record['dtype']}, steps have at most {record['tokens_a_step']:,} tokens; *few states* "
         f"keeps one every {record['state_block']} tokens. The figures depend on no machine."
     )
-    lines = [
-        *heading("Traffic on the caches of published models", record["machine"], ".", note, how="Simulated"),
-        "",
+    return page(
+        heading("Traffic on the caches of published models", record, ".", note, how="Simulated"),
         "![Requests at once, and the memory that is wasted](memory_traffic.svg)",
-        "",
         "## Requests at once",
-        "",
         "The most; in brackets the average from the first step without room on. The last columns are kvframe's most, "
         "and its average, over those of equal groups; the better one where it has two.",
-        "",
-        *table(
+        table(
             ("", "", "GB", *SHORT.values(), "most / equal groups", "average / equal groups"),
             _per_trace(rows, _concurrency),
         ),
-        "",
         "## Requests ended in 1,000 steps",
-        "",
-        *table(("", "", *SHORT.values(), "kvframe / equal groups"), _per_trace(rows, _ended)),
-        "",
+        table(("", "", *SHORT.values(), "kvframe / equal groups"), _per_trace(rows, _ended)),
         "## Prompt tokens found in the cache, and preemptions",
-        "",
-        *table(
-            ("", "", *SHORT.values(), *(f"preemptions: {name}" for name in SHORT.values())), _per_trace(rows, _hits)
-        ),
-        "",
+        table(("", "", *SHORT.values(), *(f"preemptions: {name}" for name in SHORT.values())), _per_trace(rows, _hits)),
         "## Waste when at least 95 % of the memory is in use",
-        "",
         "Beyond unfinished blocks: free pages in partly used slabs, and padding. Shares of all memory, on average over "
         "the looks of all traces.",
-        "",
-        *table(("", *SHORT.values()), _per_shape(rows)),
-        "",
+        table(("", *SHORT.values()), _per_shape(rows)),
         "By trace; empty where so much never was in use.",
-        "",
-        *table(
+        table(
             (
                 *("", "", "", "unfinished blocks", "free pages in partly used slabs", "padding"),
                 *("wasted beyond unfinished blocks", "at most", "cached pages in partly used slabs"),
             ),
-            [line for row in rows for line in _memory(row)],
+            [_memory(row) for row in rows if row["use"] is not None],
         ),
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def _per_trace(rows: Rows, cells: Any) -> list[tuple[str, ...]]:
@@ -79,37 +64,31 @@ def _per_trace(rows: Rows, cells: Any) -> list[tuple[str, ...]]:
     return found
 
 
-def best_ratio(by_layout: Mapping[str, Mapping[str, Any]], other: str, figure: str = "peak") -> float:
+def best_ratio(by_layout: ByLayout, other: str, figure: str = "peak") -> float:
     """Return a figure of kvframe over that of another layout, with the better of its rows."""
     ours = max(row[figure] for name, row in by_layout.items() if name.startswith(KVFRAME))
     return float(ours / by_layout[other][figure])
 
 
-def _concurrency(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    def cell(name: str) -> str:
-        row = by_layout.get(name)
-        return "" if row is None else f"{row['peak']} ({row['concurrency']:.1f})"
-
-    memory = f"{by_layout['kvframe']['memory_bytes'] / 1e9:.1f}"
-    ratios = (
-        best_ratio(by_layout, PADDED),
-        best_ratio(by_layout, PADDED, "concurrency"),
-    )
-    return memory, *(cell(name) for name in SHORT), *(f"{ratio:.2f}" for ratio in ratios)
+def _cells(by_layout: ByLayout, cell: Callable[[Mapping[str, Any]], str]) -> list[str]:
+    """Return a cell for each layout; an empty one for a layout that was not measured."""
+    return ["" if name not in by_layout else cell(by_layout[name]) for name in SHORT]
 
 
-def _ended(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    rows = (by_layout.get(name) for name in SHORT)
-    ratio = best_ratio(by_layout, PADDED, "ended_in_1000_steps")
-    return *("" if row is None else f"{row['ended_in_1000_steps']:.0f}" for row in rows), f"{ratio:.2f}"
+def _concurrency(by_layout: ByLayout) -> list[str]:
+    cells = _cells(by_layout, lambda row: f"{row['peak']} ({row['concurrency']:.1f})")
+    ratios = (best_ratio(by_layout, PADDED, figure) for figure in ("peak", "concurrency"))
+    return [f"{by_layout[KVFRAME]['memory_bytes'] / 1e9:.1f}", *cells, *(f"{ratio:.2f}" for ratio in ratios)]
 
 
-def _hits(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    rows = [by_layout.get(name) for name in SHORT]
-    return (
-        *("" if row is None else f"{row['hit_rate']:.1%}" for row in rows),
-        *("" if row is None else f"{row['preemptions']:,}" for row in rows),
-    )
+def _ended(by_layout: ByLayout) -> list[str]:
+    cells = _cells(by_layout, lambda row: f"{row['ended_in_1000_steps']:.0f}")
+    return [*cells, f"{best_ratio(by_layout, PADDED, 'ended_in_1000_steps'):.2f}"]
+
+
+def _hits(by_layout: ByLayout) -> list[str]:
+    hits = _cells(by_layout, lambda row: f"{row['hit_rate']:.1%}")
+    return [*hits, *_cells(by_layout, lambda row: f"{row['preemptions']:,}")]
 
 
 def wasted(row: Mapping[str, Any]) -> float | None:
@@ -133,12 +112,10 @@ def _per_shape(rows: Rows) -> list[tuple[str, ...]]:
     return found
 
 
-def _memory(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    if row["use"] is None:
-        return []
+def _memory(row: Mapping[str, Any]) -> tuple[str, ...]:
     use = row["use"]
     shares = (use["unfinished"], use["partly_used"], use["padding"], wasted(row), row["most_wasted"], use["cached"])
-    return [(row["title"], row["trace"], SHORT[row["layout"]], *(f"{share:.2%}" for share in shares))]
+    return (row["title"], row["trace"], SHORT[row["layout"]], *(f"{share:.2%}" for share in shares))
 
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
@@ -154,5 +131,6 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
                     for number, title in enumerate(titles)
                     if (title, trace, layout) in found
                 ]
-                place.bar(*zip(*bars, strict=True), width=0.3, label=layout)
+                places_of, heights = zip(*bars, strict=True)
+                place.bar(places_of, heights, width=0.3, label=layout)
             place.set_xticks([number + 0.3 for number in range(len(titles))], titles, rotation=90, fontsize=6)

@@ -153,7 +153,7 @@ def test_the_page_says_what_a_step_costs_for_each_request() -> None:
         "num_groups": 3,
         "num_held": 5,
     }
-    lines = core._sides({**case.to_dict(), "sides": {"vLLM": values}})
+    lines = core._sides({**case.to_dict(), "sides": {"vLLM": values}}).splitlines()
     assert "|  | µs | times as fast | µs for each request | groups |" in lines[0]
     assert "| vLLM | 8.0 (7.0 to 9.0) |  | 2.00 | 3 | 5 |" == lines[2]
 
