@@ -13,6 +13,7 @@ from benchmarks.attention.cpu_shapes import Buffers, Shape, Step
 from benchmarks.harness.paged import make_backend, page_views
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.testing.case import Request
@@ -48,7 +49,7 @@ class KVFrame:
         kv_cache = page_views(layer.spec, buffers.pool)
         table = shape.block_table()
         slots = shape.slots(table)
-        backend.write_kv(buffers.key, buffers.value, kv_cache, (slots // shape.block_size, slots % shape.block_size))
+        backend.write_kv(buffers.key, buffers.value, kv_cache, Slots(slots, shape.block_size))
         requests = [Request(computed, new) for computed, new in shape.requests]
         metadata = attrs.evolve(make_metadata(requests, shape.block_size), block_table=table)
         builder = backend.make_builder()

@@ -17,6 +17,7 @@ from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.formats import KVFormat
+from kvframe.contract.slots import Slots
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
@@ -105,7 +106,7 @@ class Decode:
 
         key, value = draw(context, NUM_KV_HEADS), draw(context, NUM_KV_HEADS)
         for row in table:
-            slots = row.repeat_interleave(BLOCK_SIZE), torch.arange(context) % BLOCK_SIZE
+            slots = Slots.at(row.repeat_interleave(BLOCK_SIZE), torch.arange(context) % BLOCK_SIZE, BLOCK_SIZE)
             stored.kv_format.write(key, value, views, slots)
         tables = BlockTables(num_reqs, context, [BLOCK_SIZE])
         tables.stacks[0].ids[0] = table.numpy()

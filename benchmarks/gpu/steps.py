@@ -18,6 +18,7 @@ from kvframe.attention.staging import Staging
 from kvframe.attention.wrapping import apply_chain
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.registry import Registry
@@ -152,7 +153,7 @@ class PagedLayer:
         for start in range(size, end, FILLED_TOKENS):
             slots = torch.arange(start, min(start + FILLED_TOKENS, end), device=self._device)
             key, value = (self._draw(len(slots), *each) for each in sizes)
-            self._backend.write_kv(key, value, self.views, (slots // size, slots % size))
+            self._backend.write_kv(key, value, self.views, Slots(slots, size))
 
     def steps(self) -> Iterator[Step]:
         """Yield as many steps as the calls take turns over, each on pages of its own."""

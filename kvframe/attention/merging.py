@@ -16,6 +16,7 @@ from kvframe.attention.wrapping import divide_keys
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.merging import merge_attention
 from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 
@@ -59,9 +60,7 @@ class MergingBackend(AttentionBackend):
         """Return the backend's builder, inside one that divides the keys."""
         return MergingBuilder(self.inner.make_builder(), self._wrapper, self.layers)
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Let the backend store new tokens."""
         self.inner.write_kv(key, value, kv_cache, slots)
 

@@ -15,6 +15,7 @@ import torch
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.contract.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
 from kvframe.contract.order import IntArray
+from kvframe.contract.slots import Slots, split_slots
 from kvframe.contract.specs import TOKENS
 
 
@@ -180,21 +181,21 @@ def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> 
     return found
 
 
-Slots = tuple[torch.Tensor, torch.Tensor]
-"""Block id and offset of each token that is stored: ``[num_tokens], int64, device`` both."""
-
-
 @attrs.frozen(eq=False)
 class PackedSlots:
-    """The slots of several cache groups, which store equally many tokens, in two tensors.
+    """The slots of several cache groups with blocks of one size, which store equally many tokens.
 
     Attributes:
         groups: The groups.
-        blocks: ``[num_groups, num_tokens], int64, device``: block ids.
-        offsets: Offsets, likewise.
+        block_size: Tokens per block.
+        flat: ``[num_groups, num_tokens], int64, device``: slots as one number each.
+        blocks: Their block ids, likewise.
+        offsets: Their offsets, likewise.
     """
 
     groups: tuple[int, ...]
+    block_size: int
+    flat: torch.Tensor
     blocks: torch.Tensor
     offsets: torch.Tensor
 
@@ -202,7 +203,7 @@ class PackedSlots:
 def pack_slots(
     metadata: Sequence[CommonAttentionMetadata], mappings: Mapping[int, torch.Tensor]
 ) -> tuple[PackedSlots, ...]:
-    """Return block id and offset of what cache groups store, those of one block size together.
+    """Return where cache groups store the step's tokens, those of one block size together.
 
     Args:
         metadata: The step, one value per cache group.
@@ -215,23 +216,21 @@ def pack_slots(
     packed = []
     for (block_size, _), indices in alike.items():
         together = torch.stack([mappings[index] for index in indices])
-        packed.append(PackedSlots(tuple(indices), *_divmod(together, block_size)))
+        packed.append(PackedSlots(tuple(indices), block_size, together, *split_slots(together, block_size)))
     return tuple(packed)
-
-
-def _divmod(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if block_size & (block_size - 1) == 0:
-        # Shifts: a division takes ten times as long on a processor.
-        return slots >> (block_size.bit_length() - 1), slots & (block_size - 1)
-    return torch.div(slots, block_size, rounding_mode="floor"), slots % block_size
 
 
 def unpack_slots(packed: Iterable[PackedSlots]) -> dict[int, Slots]:
     """Return the slots of each cache group that stores something."""
     return {
-        group: slots
+        group: Slots(flat, each.block_size, places)
         for each in packed
-        for group, slots in zip(each.groups, zip(each.blocks.unbind(), each.offsets.unbind(), strict=True), strict=True)
+        for group, flat, places in zip(
+            each.groups,
+            each.flat.unbind(),
+            zip(each.blocks.unbind(), each.offsets.unbind(), strict=True),
+            strict=True,
+        )
     }
 
 

@@ -16,6 +16,7 @@ from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import TOKENS, LayerSpec
 
 KVCache = Mapping[str, torch.Tensor]
@@ -356,9 +357,7 @@ class AttentionBackend(ABC):
         """Return the group's metadata builder; the default passes the batch metadata on unchanged."""
         return _PassThroughBuilder()
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store new tokens' keys and values. Called before ``forward``, never for a layer that shares a cache.
 
         The default calls the ``write`` of the layers' format.
@@ -369,7 +368,7 @@ class AttentionBackend(ABC):
             value: ``[num_tokens, num_kv_heads, head_size_v], device``; if the type stores something else, the second
                 part.
             kv_cache: The layer's state tensors; written to.
-            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+            slots: Where each token is stored, ``[num_tokens]``; one with a negative slot is not stored.
         """
         assert self.layers[0].spec is not None
         self.layers[0].spec.kv_format.write(key, value, kv_cache, slots)

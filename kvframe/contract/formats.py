@@ -18,6 +18,8 @@ from kvframe.contract.foreign import call, safe_repr
 if TYPE_CHECKING:
     import torch
 
+    from kvframe.contract.slots import Slots
+
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -100,7 +102,7 @@ class KVFormat(ABC):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: Mapping[str, torch.Tensor],
-        slots: tuple[torch.Tensor, torch.Tensor],
+        slots: Slots,
     ) -> None:
         """Store tokens.
 
@@ -110,7 +112,7 @@ class KVFormat(ABC):
             key: ``[num_tokens, num_kv_heads, head_size], device``.
             value: ``[num_tokens, num_kv_heads, head_size_v], device``.
             kv_cache: The layer's state tensors; written to.
-            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+            slots: Where each token is stored, ``[num_tokens]``; one with a negative slot is not stored.
         """
 
     @abstractmethod
@@ -146,11 +148,11 @@ class PlainFormat(KVFormat):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: Mapping[str, torch.Tensor],
-        slots: tuple[torch.Tensor, torch.Tensor],
+        slots: Slots,
     ) -> None:
         """Store tokens, rounded to the cache's dtype."""
-        kv_cache["k"].index_put_(slots, key.to(kv_cache["k"].dtype))
-        kv_cache["v"].index_put_(slots, value.to(kv_cache["v"].dtype))
+        kv_cache["k"].index_put_(slots.places, key.to(kv_cache["k"].dtype))
+        kv_cache["v"].index_put_(slots.places, value.to(kv_cache["v"].dtype))
 
     def read(
         self, kv_cache: Mapping[str, torch.Tensor], block_ids: torch.Tensor, out: Mapping[str, torch.Tensor]

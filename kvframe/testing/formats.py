@@ -10,6 +10,7 @@ import torch
 
 from kvframe.contract.errors import SpecError
 from kvframe.contract.formats import PLAIN, KVFormat, state_of
+from kvframe.contract.slots import Slots
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
 from kvframe.testing.guard import DeviceTensor, ReadOnlyTensor, ScalarGuard
@@ -48,7 +49,7 @@ def round_trip(
         for name, tensor in state.items()
     }
     tokens = torch.arange(num_tokens)
-    kv_format.write(key, value, cache, (tokens, torch.zeros_like(tokens)))
+    kv_format.write(key, value, cache, Slots(tokens, 1))
     out = {"k": torch.empty(num_tokens, 1, *key.shape[1:]), "v": torch.empty(num_tokens, 1, *value.shape[1:])}
     kv_format.read(cache, tokens, out)
     return out["k"].squeeze(1), out["v"].squeeze(1)
@@ -123,12 +124,12 @@ class _Pages:
 
     def write(self, key: torch.Tensor, value: torch.Tensor, first_slot: int = BLOCK_SIZE) -> None:
         """Store tokens from a slot on, as guarded device tensors."""
-        slots = torch.arange(first_slot, first_slot + len(key))
-        places = (slots // BLOCK_SIZE) * (self.page_bytes // 16), slots % BLOCK_SIZE
+        tokens = torch.arange(first_slot, first_slot + len(key))
+        slots = Slots.at((tokens // BLOCK_SIZE) * (self.page_bytes // 16), tokens % BLOCK_SIZE, BLOCK_SIZE)
         cache = {name: tensor.as_subclass(DeviceTensor) for name, tensor in self.cache.items()}
-        given = [tensor.as_subclass(ReadOnlyTensor) for tensor in (key, value, *places)]
+        given = [tensor.as_subclass(ReadOnlyTensor) for tensor in (key, value, slots.flat, *slots.places)]
         with _naming(self.kv_format, "write"), ScalarGuard(), torch.inference_mode():
-            self.kv_format.write(given[0], given[1], cache, (given[2], given[3]))
+            self.kv_format.write(given[0], given[1], cache, Slots(given[2], BLOCK_SIZE, (given[3], given[4])))
 
     def read(self, *pages: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the tokens of pages, ``[num_pages * block_size, num_kv_heads, size]``."""

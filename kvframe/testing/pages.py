@@ -12,6 +12,7 @@ from kvframe.cache.block_table import BlockTable
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.formats import PLAIN
+from kvframe.contract.slots import Slots
 from kvframe.planning.groups import Grouping, group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.testing.case import Case, Request
@@ -71,9 +72,10 @@ def written_tokens(backend_class: type[AttentionBackend], case: Case, request: R
     return [token for start, stop in ranges for token in range(max(start, request.num_hidden), stop)]
 
 
-def slots_of(table: BlockTable, row: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the block ids and offsets of a request's tokens."""
-    return torch.from_numpy(table.ids[row])[tokens // table.block_size].long(), tokens % table.block_size
+def slots_of(table: BlockTable, row: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the slots of a request's tokens, ``[num_tokens], int64, host``."""
+    size = table.block_size
+    return torch.from_numpy(table.ids[row])[tokens // size].long() * size + tokens % size
 
 
 def fill(storage: KVCacheStorage, case: Case, poison: float) -> None:
@@ -91,7 +93,7 @@ def write(
     key: torch.Tensor,
     value: torch.Tensor,
     storage: KVCacheStorage,
-    slots: tuple[torch.Tensor, torch.Tensor],
+    slots: Slots,
 ) -> None:
     """Let a backend store tokens, and check that all other bytes are unchanged."""
     kv_cache, before = storage.views[case.layer.name], storage.pool.clone()
@@ -101,9 +103,7 @@ def write(
         raise ConformanceError(f"write_kv changes {num_changed} bytes beside its slots")
 
 
-def changed_beside(
-    storage: KVCacheStorage, case: Case, before: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]
-) -> int:
+def changed_beside(storage: KVCacheStorage, case: Case, before: torch.Tensor, slots: Slots) -> int:
     """Return the number of changed bytes in the pool outside the layer's slots."""
     views = storage.views[case.layer.name]
     expected = storage.pool.clone()
@@ -111,5 +111,5 @@ def changed_beside(
         # The slots are copied into the old pool, because they may change.
         allowed = before.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         kept = expected.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        kept[slots] = allowed[slots]
+        kept[slots.places] = allowed[slots.places]
     return 0 if torch.equal(expected, before) else int((expected != before).sum())

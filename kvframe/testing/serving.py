@@ -21,6 +21,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
@@ -209,14 +210,13 @@ class _Served:
             name: torch.tensor(written_tokens(self._class, case, request), dtype=torch.int64)
             for name, request in step.items()
         }
-        places = {
-            name: tuple(
-                part.to(self._device) for part in slots_of(self._manager.tables[0], self._manager.row(name), tokens)
-            )
+        table = self._manager.tables[0]
+        slots = {
+            name: Slots(slots_of(table, self._manager.row(name), tokens).to(self._device), table.block_size)
             for name, tokens in live.items()
         }
         views = [tensor for layer in self._run.layers for tensor in self._storage.views[layer.name].values()]
-        stay = [places[name] for name in step if name not in joined]
+        stay = [slots[name].places for name in step if name not in joined]
         kept = [[tensor[place].clone() for place in stay] for tensor in views]
         fill(self._storage, case, self._poison)
         for tensor, values in zip(views, kept, strict=True):
@@ -226,13 +226,13 @@ class _Served:
             return
         (group,) = self._attention.groups
         names = sorted(joined)
-        slots = tuple(torch.cat(parts) for parts in zip(*(places[name] for name in names), strict=True))
+        of_joined = Slots(torch.cat([slots[name].flat for name in names]), table.block_size)
         for layer in self._run.layers:
             of_request = self._contents[layer.name].of_request
             key = torch.cat([of_request[name].key[live[name]] for name in names])
             value = torch.cat([of_request[name].value[live[name]] for name in names])
             try:
-                write(group.backend, attrs.evolve(case, layer=layer), key, value, self._storage, (slots[0], slots[1]))
+                write(group.backend, attrs.evolve(case, layer=layer), key, value, self._storage, of_joined)
             except ConformanceError as error:
                 raise self._failure(case, str(error)) from error
 
@@ -255,9 +255,8 @@ class _Served:
             check_output(values, case, query)
         except ConformanceError as error:
             raise self._failure(case, str(error)) from error
-        slots = metadata.slot_mapping.to(self._device)
-        places = slots // metadata.block_size, slots % metadata.block_size
-        if changed_beside(self._storage, case, before, places):
+        slots = Slots(metadata.slot_mapping.to(self._device), metadata.block_size)
+        if changed_beside(self._storage, case, before, slots):
             raise self._failure(case, "it wrote to the cache beside the slots of the step")
         if not guard.holds():
             raise self._failure(case, "it wrote to the query, the keys, the values or the sinks")

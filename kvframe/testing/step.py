@@ -23,6 +23,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.selection.chains import WrapperChain, bind_chain
@@ -101,8 +102,7 @@ def run_step(
         )
     for row, request, tensors in zip(rows, case.requests, inputs, strict=True):
         live = torch.tensor(written_tokens(backend_class, case, request), dtype=torch.int64)
-        block, offset = slots_of(manager.tables[0], row, live)
-        slots = block.to(device), offset.to(device)
+        slots = Slots(slots_of(manager.tables[0], row, live).to(device), manager.tables[0].block_size)
         write(writer, case, tensors.key[live], tensors.value[live], storage, slots)
 
     metadata = make_step_metadata(case, manager, rows, device)
@@ -113,7 +113,7 @@ def run_step(
         return torch.cat([*new, padding]).to(device)
 
     if not case.is_cross:
-        slots = metadata.slot_mapping // metadata.block_size, metadata.slot_mapping % metadata.block_size
+        slots = Slots(metadata.slot_mapping, metadata.block_size)
         write(writer, case, packed(lambda each: each.key), packed(lambda each: each.value), storage, slots)
     guard = WriteGuard([storage.pool, *tensors_of(metadata)])
     wrapped = apply_chain(chain, metadata)

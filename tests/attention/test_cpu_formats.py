@@ -16,6 +16,7 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.backend import KVCache
 from kvframe.contract.formats import KVFormat
+from kvframe.contract.slots import Slots
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
 
@@ -70,7 +71,7 @@ def test_it_reads_what_the_format_wrote(name: str, options: dict[str, Any], dtyp
     cache = pages(layer, num_ids)
     for row, request in enumerate(REQUESTS):
         tokens = torch.arange(request.seq_len)
-        slots = metadata.block_table[row, tokens // 16].long(), tokens % 16
+        slots = Slots.at(metadata.block_table[row, tokens // 16].long(), tokens % 16, 16)
         key, value = (torch.randn(len(tokens), 2, size, generator=generator) for size in (24, 40))
         kv_format.write(key, value, cache, slots)
     query = torch.randn(metadata.num_actual_tokens, 6, 24, generator=generator).to(getattr(torch, dtype))

@@ -9,6 +9,7 @@ from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8Token
 from triton import knobs
 
 from kvframe.contract.formats import PLAIN, KVFormat
+from kvframe.contract.slots import Slots
 
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
 pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]
@@ -39,7 +40,7 @@ def test_the_bits_are_those_of_the_format(kv_format: KVFormat, dtype: str) -> No
     places = torch.randperm(7 * BLOCK_SIZE, generator=generator)[:NUM_TOKENS] + BLOCK_SIZE
     slots = places // BLOCK_SIZE, places % BLOCK_SIZE
     expected = pages(kv_format, dtype)
-    kv_format.write(key, value, expected, slots)
+    kv_format.write(key, value, expected, Slots(places, BLOCK_SIZE))
     found = {name: tensor.to(DEVICE) for name, tensor in pages(kv_format, dtype).items()}
     scales = getattr(kv_format, "k_scale", 1.0), getattr(kv_format, "v_scale", 1.0)
     there = [tensor.to(DEVICE) for tensor in (key, value, *slots)]

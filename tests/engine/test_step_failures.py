@@ -8,12 +8,12 @@ from typing import Any, Self
 import pytest
 import torch
 
-from kvframe.attention.step import Slots
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionMetadataBuilder, KVCache
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.errors import BackendError, KVFrameError, WrapperError
 from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from tests.attention.attending import MIXED
 from tests.engine.test_wrong_returns import Refreshing, bench_of, on

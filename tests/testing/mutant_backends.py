@@ -11,6 +11,7 @@ import torch
 
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.metadata import NO_EXTENSIONS, CommonAttentionMetadata
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from tests.testing.plain_backend import Built, PlainBackend, PlainBuilder
 
@@ -404,7 +405,8 @@ class ScaleOfAnotherHead(PlainBackend):
 @shown_by("a token is stored in the next slot too", "full-block=16-prefill", "bytes beside its slots")
 class WritesTheNextSlot(PlainBackend):
     def write_kv(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
-        super().write_kv(key[-1:], value[-1:], kv_cache, (slots[0][-1:], (slots[1][-1:] + 1) % kv_cache["k"].shape[1]))
+        beside = (slots.offsets[-1:] + 1) % kv_cache["k"].shape[1]
+        super().write_kv(key[-1:], value[-1:], kv_cache, Slots.at(slots.blocks[-1:], beside, slots.block_size))
         super().write_kv(key, value, kv_cache, slots)
 
 

@@ -12,6 +12,7 @@ import torch
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import KVCache
 from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat, StateTensor
+from kvframe.contract.slots import Slots
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.formats import check_format, installed_formats, round_trip
 from kvframe.testing.grid import make_cases
@@ -43,8 +44,9 @@ class Coarse(Halves):
 class NextSlot(Halves):
     def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
         super().write(key, value, kv_cache, slots)
-        blocks, offsets = slots
-        super().write(key, value, kv_cache, (blocks, offsets + 1 - 3 * (offsets == 2).long()))
+        blocks, offsets = slots.places
+        beside = offsets + 1 - 3 * (offsets == 2).long()
+        super().write(key, value, kv_cache, Slots.at(blocks, beside, slots.block_size))
         super().write(key, value, kv_cache, slots)
 
 
@@ -83,12 +85,12 @@ class BesideItsPart(Halves):
         super().write(key, value, kv_cache, slots)
         keys = kv_cache["k"]
         before = keys.as_strided(keys.shape[:1], keys.stride()[:1], keys.storage_offset() - 1)
-        before.index_fill_(0, slots[0], 1)
+        before.index_fill_(0, slots.blocks, 1)
 
 
 class OutOfBounds(Halves):
     def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
-        super().write(key, value, kv_cache, (slots[0], slots[1] + 100))
+        super().write(key, value, kv_cache, Slots.at(slots.blocks, slots.offsets + 100, slots.block_size))
 
 
 class WritesKeys(Halves):
@@ -100,7 +102,7 @@ class WritesKeys(Halves):
 class WritesSlots(Halves):
     def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
         super().write(key, value, kv_cache, slots)
-        slots[1].zero_()
+        slots.offsets.zero_()
 
 
 class Raises(Halves):
@@ -155,7 +157,7 @@ class Divides(Halves):
 
 class Waits(Halves):
     def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
-        super().write(key, value, kv_cache, tuple(torch.tensor(each.tolist()) for each in slots))
+        super().write(key, value, kv_cache, Slots(torch.tensor(slots.flat.tolist()), slots.block_size))
 
 
 @pytest.mark.parametrize("kv_format", [PLAIN, Halves(), *installed_formats()], ids=lambda each: each.name)

@@ -171,8 +171,8 @@ class Signs(PlainFormat):
 
     def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
         for name, values in (("k", key), ("v", value)):
-            kv_cache[name][slots] = self.magnitudes(values).to(kv_cache[name].dtype)
-            kv_cache[f"{name}_sign"][slots] = self.signs(values)
+            kv_cache[name][slots.places] = self.magnitudes(values).to(kv_cache[name].dtype)
+            kv_cache[f"{name}_sign"][slots.places] = self.signs(values)
 
     def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
         for name, tensor in out.items():
@@ -206,7 +206,7 @@ class WritesTheNeighbour(Signs):
         super().write(key, value, kv_cache, slots)
         if len(key):
             size = kv_cache["k"].shape[1]
-            kv_cache["k_sign"][slots[0][-1:], (slots[1][-1:] + 1) % size] = 1
+            kv_cache["k_sign"][slots.blocks[-1:], (slots.offsets[-1:] + 1) % size] = 1
 
 
 class ReadsTheFirstPage(Signs):

@@ -12,7 +12,7 @@ import torch
 from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8TokenHead
 from kvframe_kv_formats.formats import MAX_SCALE, MIN_SCALE
 
-from kvframe.contract import KVFormat, SpecError, StateTensor
+from kvframe.contract import KVFormat, Slots, SpecError, StateTensor
 from kvframe.testing.formats import check_format
 
 FORMATS = (Fp8Tensor(), Fp8TokenHead(), Int8TokenHead(), Int4TokenHead())
@@ -33,8 +33,7 @@ def pages(kv_format: KVFormat, head_size: int, num_pages: int = 3, num_heads: in
 def stored(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Return the pages with tokens in the slots of the pages 1 and 2."""
     cache = pages(kv_format, key.shape[-1], num_heads=key.shape[1])
-    num_tokens = torch.arange(len(key))
-    kv_format.write(key, key if value is None else value, cache, (1 + num_tokens // 2, num_tokens % 2))
+    kv_format.write(key, key if value is None else value, cache, Slots(2 + torch.arange(len(key)), 2))
     return cache
 
 

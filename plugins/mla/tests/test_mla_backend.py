@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvframe import load_plugins
-from kvframe.contract import BackendError, LayerSpec, QuerySpec
+from kvframe.contract import BackendError, LayerSpec, QuerySpec, Slots
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
@@ -252,7 +252,7 @@ def test_a_mask_exists_for_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPat
 
 def test_latents_and_rotated_parts_lie_side_by_side() -> None:
     cache = torch.zeros(3, 4, 20)
-    slots = torch.tensor([2, 1]), torch.tensor([3, 0])
+    slots = Slots.at(torch.tensor([2, 1]), torch.tensor([3, 0]), 4)
     MLABackend([layer()], torch.device("cpu")).write_kv(
         torch.ones(2, 1, 16), torch.full((2, 1, 4), 2.0), {"latent": cache}, slots
     )

@@ -20,6 +20,7 @@ from kvframe.contract import (
     GraphCapture,
     KVCache,
     LayerSpec,
+    Slots,
     bias_by_distance,
 )
 
@@ -115,12 +116,10 @@ class CpuBackend(AttentionBackend):
         """Return the builder."""
         return CpuMetadataBuilder(self._mask.causal)
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store keys and values in the layers' format, bit for bit as the format itself would."""
         scoring = self._scoring
-        write_kv(key, value, kv_cache, slots, self._format, scoring.key_factor, scoring.value_factor)
+        write_kv(key, value, kv_cache, slots.places, self._format, scoring.key_factor, scoring.value_factor)
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None

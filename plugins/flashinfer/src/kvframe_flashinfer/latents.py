@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvframe.contract import AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec
+from kvframe.contract import AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec, Slots
 from kvframe_flashinfer.backend import FlashInferBackend, FlashInferOptions
 from kvframe_flashinfer.latents_builder import LatentMetadata, LatentMetadataBuilder, LatentProblem
 
@@ -80,19 +80,17 @@ class FlashInferMLABackend(AttentionBackend):
         """Return the step's builder, which plans."""
         return self._builder
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store new tokens' latents and rotated parts.
 
         Args:
             key: ``[num_tokens, 1, latent_size], device``: the latents.
             value: ``[num_tokens, 1, rope_size], device``: the rotated parts.
             kv_cache: The layer's state tensors; written to.
-            slots: Block id and offset of each token, ``[num_tokens], int64``, both on the device.
+            slots: Where each token is stored, ``[num_tokens]``; one with a negative slot is not stored.
         """
         latent = kv_cache["latent"]
-        latent.index_put_(slots, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
+        latent.index_put_(slots.places, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None

@@ -17,6 +17,8 @@ from kvframe.contract import KVFormat, SpecError, StateTensor
 if TYPE_CHECKING:
     import torch
 
+    from kvframe.contract import Slots
+
 COMPUTED_IN = ("float64", "float32", "float16", "bfloat16")
 """The dtypes of keys and values that the formats store."""
 
@@ -76,14 +78,14 @@ class CodedFormat(KVFormat):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: Mapping[str, torch.Tensor],
-        slots: tuple[torch.Tensor, torch.Tensor],
+        slots: Slots,
     ) -> None:
         """Store tokens, computed in float32."""
         from kvframe_kv_formats.codes import put
 
         for side, values in zip(SIDES, (key, value), strict=True):
             for name, part in self.encode(side, values.float()).items():
-                put(kv_cache[name], slots, part)
+                put(kv_cache[name], slots.places, part)
 
     def read(
         self, kv_cache: Mapping[str, torch.Tensor], block_ids: torch.Tensor, out: Mapping[str, torch.Tensor]

@@ -19,6 +19,7 @@ from kvframe.contract import (
     KVCache,
     LayerSpec,
     PageCopier,
+    Slots,
     bias_by_distance,
 )
 from kvframe_triton.builder import TritonMetadata, TritonMetadataBuilder
@@ -96,12 +97,10 @@ class TritonBackend(AttentionBackend):
         """Return the builder of the step's work items."""
         return TritonMetadataBuilder(self._attention, self._dtype)
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store keys and values in the layers' format, in one launch."""
         attention = self._attention
-        write_kv(key, value, kv_cache, slots, attention.format, attention.k_scale, attention.v_scale)
+        write_kv(key, value, kv_cache, slots.places, attention.format, attention.k_scale, attention.v_scale)
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None

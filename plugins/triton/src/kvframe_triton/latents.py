@@ -14,7 +14,16 @@ from kvframe_kernels.triton.mla import LatentAttention
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
-from kvframe.contract import SEQ_STARTS, AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec, PageCopier
+from kvframe.contract import (
+    SEQ_STARTS,
+    AttentionBackend,
+    BackendError,
+    Capabilities,
+    KVCache,
+    LayerSpec,
+    PageCopier,
+    Slots,
+)
 from kvframe_triton.backend import num_cores
 from kvframe_triton.latents_builder import ExpandedMetadata, Forms, LatentMetadata, LatentMetadataBuilder
 
@@ -86,20 +95,18 @@ class TritonMLABackend(AttentionBackend):
         """Return the builder of the step's work items."""
         return LatentMetadataBuilder(self._forms, self._dtype)
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store new tokens' latents and rotated parts.
 
         Args:
             key: ``[num_tokens, 1, latent_size], device``: the latents.
             value: ``[num_tokens, 1, rope_size], device``: the rotated parts.
             kv_cache: The layer's state tensors; written to.
-            slots: Block id and offset of each token, ``[num_tokens], int64``, both on the device.
+            slots: Where each token is stored, ``[num_tokens]``; one with a negative slot is not stored.
         """
         latent = kv_cache["latent"].unsqueeze(2)
         parts = latent.split_with_sizes([self._forms.latents.latent_size, self._forms.latents.rope_size], dim=-1)
-        write_kv(key, value, {"k": parts[0], "v": parts[1]}, slots)
+        write_kv(key, value, {"k": parts[0], "v": parts[1]}, slots.places)
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None

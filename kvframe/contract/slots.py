@@ -1,0 +1,61 @@
+"""Slots: where a layer stores the tokens that it is given, in the form that a kernel reads."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import attrs
+import torch
+
+
+@attrs.frozen(eq=False, slots=False)
+class Slots:
+    """Where tokens are stored. A host gives it as one number for each token; blocks and offsets follow from these.
+
+    A token with a negative number is not stored. In ``blocks`` and ``offsets`` it has the first slot of block 0, the
+    null page, which no request owns. So a kernel that reads these may write it there. Padded tokens have slot 0.
+
+    Attributes:
+        flat: ``[num_tokens], int64, device``: ``block_id * block_size + offset`` of each token, or a negative number.
+        block_size: Tokens per block.
+        given: Block ids and offsets, if the host made them; otherwise they are made once, when they are first read. A
+            host that captures a graph gives them, or makes a new value for the capture.
+    """
+
+    flat: torch.Tensor
+    block_size: int
+    given: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def at(cls, blocks: torch.Tensor, offsets: torch.Tensor, block_size: int) -> Slots:
+        """Return the slots of tokens that are all stored.
+
+        Args:
+            blocks: ``[num_tokens], int64, device``: block ids.
+            offsets: ``[num_tokens], int64, device``: offsets within them.
+            block_size: Tokens per block.
+        """
+        return cls(blocks * block_size + offsets, block_size, (blocks, offsets))
+
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block ids and offsets, ``[num_tokens], int64, device`` both: an index for ``index_put_``."""
+        return split_slots(self.flat.clamp(min=0), self.block_size) if self.given is None else self.given
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """Block ids, ``[num_tokens], int64, device``."""
+        return self.places[0]
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Offsets within the blocks, ``[num_tokens], int64, device``."""
+        return self.places[1]
+
+
+def split_slots(flat: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return block ids and offsets of slots that are not negative, in a tensor of any shape, ``int64, device``."""
+    if block_size & (block_size - 1) == 0:
+        # Shifts: a division takes ten times as long on a processor.
+        return flat >> (block_size.bit_length() - 1), flat & (block_size - 1)
+    return torch.div(flat, block_size, rounding_mode="floor"), flat % block_size
