@@ -15,14 +15,14 @@ import click
 import torch
 
 from benchmarks.attention.cpu_kvframe import KVFrame
-from benchmarks.attention.cpu_shapes import Buffers, Shape, reference, standard_shapes, tiny_shapes
+from benchmarks.attention.cpu_shapes import Buffers, reference, standard_shapes, tiny_shapes
+from benchmarks.attention.shapes import Shape
 from benchmarks.harness import options
 from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.pages import heading, medians, page, spread, table
 from benchmarks.harness.process import EngineProcess, find_vllm, timed
-from benchmarks.harness.record import benchmark, ratios
+from benchmarks.harness.record import benchmark, progress, ratios
 from benchmarks.harness.record import rounds as by_turns
-from kvframe.cli.render import progress
 from kvframe.loading.plugins import load_plugins
 
 VLLM = "vllm"

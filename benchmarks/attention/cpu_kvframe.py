@@ -9,7 +9,8 @@ import attrs
 import torch
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
-from benchmarks.attention.cpu_shapes import Buffers, Shape, Step
+from benchmarks.attention.cpu_shapes import Buffers, Step, block_table, slots
+from benchmarks.attention.shapes import Shape
 from benchmarks.harness.paged import make_backend, page_views
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.backend import AttentionBackend
@@ -43,15 +44,13 @@ class KVFrame:
 
     def prepare(self, shape: Shape, buffers: Buffers) -> Step:
         """Write the pool block-major, keys before values, by the backend's ``write_kv``."""
-        layer = _layer(shape)
+        layer, pages = _layer(shape), block_table(shape)
         assert layer.spec is not None
         backend = make_backend(self._class, layer, CPU)
         kv_cache = page_views(layer.spec, buffers.pool)
-        table = shape.block_table()
-        slots = shape.slots(table)
-        backend.write_kv(buffers.key, buffers.value, kv_cache, Slots(slots, shape.block_size))
+        backend.write_kv(buffers.key, buffers.value, kv_cache, Slots(slots(shape, pages), shape.block_size))
         requests = [Request(computed, new) for computed, new in shape.requests]
-        metadata = attrs.evolve(make_metadata(requests, shape.block_size), block_table=table)
+        metadata = attrs.evolve(make_metadata(requests, shape.block_size), block_table=pages)
         builder = backend.make_builder()
         query = buffers.query.clone()
         built: list[Any] = []
@@ -62,16 +61,12 @@ class KVFrame:
         def attend() -> torch.Tensor:
             return backend.forward(layer, query, kv_cache, built[0], None)
 
-        return Step(build=build, attend=attend)
+        return build, attend
 
 
 def _layer(shape: Shape) -> LayerSpec:
-    sizes: dict[str, Any] = {
-        "block_size": shape.block_size,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_size": shape.head_size,
-        "dtype": shape.dtype,
-    }
+    heads: dict[str, Any] = {"num_kv_heads": shape.num_kv_heads, "head_size": shape.head_size}
+    sizes: dict[str, Any] = {"block_size": shape.block_size, "dtype": shape.dtype, **heads}
     spec: KVCacheSpec
     spec = FullAttentionSpec(**sizes) if shape.window is None else SlidingWindowSpec(window=shape.window, **sizes)
     query = QuerySpec(num_heads=shape.num_heads, head_size=shape.head_size, scale=shape.head_size**-0.5)

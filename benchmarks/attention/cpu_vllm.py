@@ -12,7 +12,8 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from benchmarks.attention.cpu_shapes import Buffers, Shape, Step
+from benchmarks.attention.cpu_shapes import Buffers, Step, block_table, num_pages, slots
+from benchmarks.attention.shapes import Shape
 
 current_platform.import_kernels()
 
@@ -31,11 +32,11 @@ class VLLM:
     def prepare(self, shape: Shape, buffers: Buffers) -> Step:
         """Write the pool head-major, as its backend lays it out, with its operator."""
         dtype = shape.torch_dtype
-        pages = buffers.pool.view(dtype).view(shape.num_pages, shape.num_kv_heads, 2 * shape.block_size, -1)
+        pages = buffers.pool.view(dtype).view(num_pages(shape), shape.num_kv_heads, 2 * shape.block_size, -1)
         key, value = pages.chunk(2, dim=2)
         isa = _get_attn_isa(dtype, shape.block_size, shape.head_size)
-        table = shape.block_table()
-        ops.cpu_attn_reshape_and_cache(buffers.key, buffers.value, key, value, shape.slots(table), isa)
+        table = block_table(shape)
+        ops.cpu_attn_reshape_and_cache(buffers.key, buffers.value, key, value, slots(shape, table), isa)
         starts = torch.tensor([0, *(new for _, new in shape.requests)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32)
         window = -1 if shape.window is None else shape.window
@@ -79,4 +80,4 @@ class VLLM:
             )
             return output
 
-        return Step(build=build, attend=attend)
+        return build, attend

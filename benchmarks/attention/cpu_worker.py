@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.attention.cpu_shapes import Buffers, Engine, Shape, Step
+from benchmarks.attention.cpu_shapes import Buffers, Step, block_table, num_pages, slots
+from benchmarks.attention.shapes import Shape
 from benchmarks.harness.process import answer_questions, timed
+
+if TYPE_CHECKING:
+    from benchmarks.attention.cpu_kvframe import KVFrame
+    from benchmarks.attention.cpu_vllm import VLLM
 
 SLOW_SECONDS = 0.1
 """A step that takes longer is timed once in a turn."""
@@ -36,37 +42,35 @@ class Naive:
     def prepare(self, shape: Shape, buffers: Buffers) -> Step:
         """Lay keys and values out as ``[num_pages, block_size, num_kv_heads, head_size]`` each."""
         page = shape.block_size, shape.num_kv_heads, shape.head_size
-        key, value = buffers.pool.view(shape.torch_dtype).view(2, shape.num_pages, *page)
-        table = shape.block_table().long()
-        slots = shape.slots(shape.block_table())
-        key.flatten(0, 1)[slots], value.flatten(0, 1)[slots] = buffers.key, buffers.value
+        key, value = buffers.pool.view(shape.torch_dtype).view(2, num_pages(shape), *page)
+        table = block_table(shape).long()
+        places = slots(shape, table)
+        key.flatten(0, 1)[places], value.flatten(0, 1)[places] = buffers.key, buffers.value
         num_reqs, (computed, new) = len(shape.requests), shape.requests[0]
         query = buffers.query.view(num_reqs, new, shape.num_heads, shape.head_size).transpose(1, 2)
 
         def attend() -> torch.Tensor:
-            states = [each[table].flatten(1, 2)[:, : computed + new].transpose(1, 2) for each in (key, value)]
-            result = torch.nn.functional.scaled_dot_product_attention(
-                query, *states, is_causal=new > 1, enable_gqa=True
-            )
+            keys, values = (each[table].flatten(1, 2)[:, : computed + new].transpose(1, 2) for each in (key, value))
+            result = scaled_dot_product_attention(query, keys, values, is_causal=new > 1, enable_gqa=True)
             return result.transpose(1, 2).flatten(0, 1)
 
-        return Step(build=lambda: None, attend=attend)
+        return lambda: None, attend
 
 
-def make_engine(system: str) -> Engine:
-    """Return the engine of this name."""
+def make_engine(system: str) -> Naive | KVFrame | VLLM:
+    """Return the engine of this name; all have the methods of ``Naive``."""
+    if system == "naive":
+        return Naive()
     if system == "vllm":
         from benchmarks.attention.cpu_vllm import VLLM
 
         return VLLM()
-    if system == "naive":
-        return Naive()
     from benchmarks.attention.cpu_kvframe import KVFrame
 
     return KVFrame(system)
 
 
-def do_turn(engine: Engine, shape: Shape, file: int, calls: int) -> dict[str, Any]:
+def do_turn(engine: Naive | KVFrame | VLLM, shape: Shape, file: int, calls: int) -> dict[str, Any]:
     """Write the pool, warm up, time the calls, and leave the output for the comparison."""
     refused = engine.why_not(shape)
     if refused:
@@ -74,14 +78,14 @@ def do_turn(engine: Engine, shape: Shape, file: int, calls: int) -> dict[str, An
     buffers = Buffers(file, shape)
     # The ends of last pages are hidden by all engines, and by vLLM only as long as they hold numbers.
     buffers.pool.zero_()
-    step = engine.prepare(shape, buffers)
-    step.build()
-    warm_up, output = timed(step.attend)
+    build, attend = engine.prepare(shape, buffers)
+    build()
+    warm_up, output = timed(attend)
     buffers.output.copy_(output)
     if warm_up > SLOW_SECONDS:
         calls = 1
-    builds = [timed(step.build)[0] for _ in range(calls)]
-    return {"seconds": [timed(step.attend)[0] for _ in range(calls)], "metadata_seconds": builds}
+    builds = [timed(build)[0] for _ in range(calls)]
+    return {"seconds": [timed(attend)[0] for _ in range(calls)], "metadata_seconds": builds}
 
 
 def main() -> None:

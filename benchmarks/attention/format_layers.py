@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import attrs
 import numpy as np
 import torch
 
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.paged import page_views
-from benchmarks.harness.process import timed
 from kvframe import FullAttentionSpec, Stack, group_layers
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.step import StepBatch, build_metadata
@@ -28,6 +25,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 QUERY = QuerySpec(num_heads=NUM_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5)
 LLAMA = ROOT / "examples" / "layers" / "llama_3_1_8b.toml"
 MEMORY_BYTES = 8 * 2**30
+CPU = torch.device("cpu")
 
 
 @attrs.frozen
@@ -45,22 +43,14 @@ class Stored:
     dtype: str
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def memory(stored: Stored, registry: Registry) -> dict[str, int]:
+def memory(kv_format: KVFormat, dtype: str, registry: Registry) -> dict[str, int]:
     """Return what a token of Llama 3.1 8B takes, and how many fit into 8 GiB."""
     description = read_layer_file(LLAMA)
-    stack = Stack.from_mapping(
-        {"cache": {"memory": MEMORY_BYTES, "dtype": stored.dtype, "format": stored.kv_format.name}}
-    )
-    layers = make_layer_specs(description, registry, stack, stored.dtype)
+    stack = Stack.from_mapping({"cache": {"memory": MEMORY_BYTES, "dtype": dtype, "format": kv_format.name}})
+    layers = make_layer_specs(description, registry, stack, dtype)
     plan = plan_for_stack(group_layers(layers), stack, description.max_model_len, description.max_input_lens)
     num_pages = sum(plan.num_slabs * group.pages_per_slab for group in plan.groups)
     return {"bytes_per_token": plan.bytes_per_token, "tokens": num_pages * plan.groups[0].block_size}
-
-
-# --- speed ------------------------------------------------------------------------------------------------------------
 
 
 class Decode:
@@ -89,17 +79,15 @@ class Decode:
             format=stored.kv_format,
         )
         layer = LayerSpec(name="layer", spec=spec, query=QUERY)
-        choices = select_backends(
-            [layer], Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]}), registry, "cpu"
-        )
+        stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]})
+        choices = select_backends([layer], stack, registry, "cpu")
         num_blocks = context // BLOCK_SIZE
         self.on_copies = choices[0].on_copies
         self.num_bytes = num_reqs * num_blocks * spec.block_bytes
         # By turns, so that no request's pages follow one another.
         table = 1 + torch.arange(num_reqs * num_blocks).view(num_blocks, num_reqs).T
         views = page_views(spec, torch.zeros((1 + table.numel()) * spec.block_bytes, dtype=torch.uint8))
-        device, dtype = torch.device("cpu"), getattr(torch, stored.dtype)
-        generator = torch.Generator().manual_seed(0)
+        generator, dtype = torch.Generator().manual_seed(0), getattr(torch, stored.dtype)
 
         def draw(num_tokens: int, num_heads: int) -> torch.Tensor:
             return torch.randn(num_tokens, num_heads, HEAD_SIZE, generator=generator).to(dtype)
@@ -110,24 +98,12 @@ class Decode:
             stored.kv_format.write(key, value, views, slots)
         tables = BlockTables(num_reqs, context, [BLOCK_SIZE])
         tables.stacks[0].ids[0] = table.numpy()
-        ones = np.ones(num_reqs, dtype=np.int64)
-        rows = np.arange(num_reqs)
+        ones, rows = np.ones(num_reqs, dtype=np.int64), np.arange(num_reqs)
         batch = StepBatch(rows=rows, num_computed=ones * (context - 1), query_lens=ones, generating_indices=rows)
-        self._attention = AttentionLayers([layer], choices, group_layers([layer]), {"layer": views}, device)
-        self._attention.begin_step(build_metadata(batch, tables, device))
+        self._attention = AttentionLayers([layer], choices, group_layers([layer]), {"layer": views}, CPU)
+        self._attention.begin_step(build_metadata(batch, tables, CPU))
         self._inputs = draw(num_reqs, NUM_HEADS), draw(num_reqs, NUM_KV_HEADS), draw(num_reqs, NUM_KV_HEADS)
 
     def __call__(self) -> torch.Tensor:
         """Store a token of each request, and attend."""
         return self._attention["layer"](*self._inputs)
-
-
-def decode_seconds(decodes: Mapping[str, Decode], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each one's calls; all take turns."""
-    found: dict[str, list[float]] = {name: [] for name in decodes}
-    for repeat in range(repeats + 1):
-        for name, decode in decodes.items():
-            seconds, _ = timed(decode)
-            if repeat:  # the first one warms up
-                found[name].append(seconds)
-    return found

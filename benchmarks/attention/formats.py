@@ -10,18 +10,20 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.attention.format_layers import Decode, Stored, decode_seconds, memory
+from benchmarks.attention.format_layers import Decode, Stored, memory
 from benchmarks.attention.formats_report import write_report
 from benchmarks.engine.workloads import SEED
 from benchmarks.harness import models, options
 from benchmarks.harness.backends import usable_backends
-from benchmarks.harness.record import benchmark
+from benchmarks.harness.process import timed
+from benchmarks.harness.record import benchmark, rounds
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract.formats import PLAIN
 from kvframe.loading.plugins import load_plugins
@@ -43,6 +45,8 @@ MIN_COPIED = 0.95
 
 NUM_REQS = 8
 SPEED_DTYPES = ("float32", "bfloat16")
+Tasks = Sequence[tuple[list[int], list[int]]]
+"""Prompts, and the tokens that are to come."""
 
 
 def ways() -> list[Stored]:
@@ -51,26 +55,17 @@ def ways() -> list[Stored]:
     return [*plain, *(Stored(each.name, each, "float32") for each in installed_formats())]
 
 
-# --- the trained model ------------------------------------------------------------------------------------------------
-
-
 def make_texts(path: Path, count: int) -> dict[str, list[list[int]]]:
-    """Return pieces of library source by whether the model was trained on it: half of them of either kind."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-
-    def cut_from(names: Sequence[str], number: int) -> list[list[int]]:
-        sources = (inspect.getsource(importlib.import_module(name)) for name in names)
-        return _cut(tokenizer.encode("".join(sources)), number)
-
-    return {"learned": cut_from(LEARNED, count // 2), "other": cut_from(OTHER, count - count // 2)}
-
-
-def _cut(source: Sequence[int], count: int) -> list[list[int]]:
-    step = max(1, (len(source) - TEXT_TOKENS) // max(1, count - 1))
-    return [list(source[start : start + TEXT_TOKENS]) for start in range(0, count * step, step)]
+    """Return parts of library source by whether the model was trained on it: half of them of either kind."""
+    tokenizer, found = AutoTokenizer.from_pretrained(path), {}
+    for kind, names, number in (("learned", LEARNED, count // 2), ("other", OTHER, count - count // 2)):
+        source = tokenizer.encode("".join(inspect.getsource(importlib.import_module(name)) for name in names))
+        step = max(1, (len(source) - TEXT_TOKENS) // max(1, number - 1))
+        found[kind] = [list(source[start : start + TEXT_TOKENS]) for start in range(0, number * step, step)]
+    return found
 
 
-def make_copy_tasks(count: int) -> list[tuple[list[int], list[int]]]:
+def make_copy_tasks(count: int) -> Tasks:
     """Return prompts, and what is to be said: a random segment that lies before the model's windows.
 
     The prompt is that of the demo's training: whole tasks, then one whose answer is missing.
@@ -81,27 +76,21 @@ def make_copy_tasks(count: int) -> list[tuple[list[int], list[int]]]:
     return [(row[:-num_asked], row[-num_asked:]) for row in rows]
 
 
-def serve(
-    path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], tasks: Sequence[tuple[list[int], list[int]]]
-) -> dict[str, Any]:
+def serve(path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], tasks: Tasks) -> dict[str, Any]:
     """Return what the model makes of texts and tasks, with keys and values stored in one way."""
-    stack = Stack.from_mapping(
-        {
-            "cache": {"memory": "64MiB", "dtype": stored.dtype, "format": stored.kv_format.name},
-            "engine": {"dtype": "float32"},
-        }
-    )
+    cache = {"memory": "64MiB", "dtype": stored.dtype, "format": stored.kv_format.name}
+    stack = Stack.from_mapping({"cache": cache, "engine": {"dtype": "float32"}})
     greedy = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
     scoring = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
     with Engine.from_pretrained(path, stack=stack) as engine:
-        scored = {kind: engine.generate(pieces, scoring) for kind, pieces in texts.items()}
-        continued = engine.generate([text[:NUM_BEGUN] for pieces in texts.values() for text in pieces], greedy)
+        scored = {kind: engine.generate(found, scoring) for kind, found in texts.items()}
+        continued = engine.generate([text[:NUM_BEGUN] for found in texts.values() for text in found], greedy)
         copied = engine.generate([prompt for prompt, _ in tasks], greedy)
         backends = sorted({choice.backend for choice in engine.choices})
     return {
         "backends": backends,
         "logprobs": {
-            kind: [value for output in outputs for value in (output.prompt_logprobs or [])[1:]]
+            kind: torch.tensor([value for output in outputs for value in (output.prompt_logprobs or [])[1:]])
             for kind, outputs in scored.items()
         },
         "continued": [list(output.token_ids) for output in continued],
@@ -109,12 +98,10 @@ def serve(
     }
 
 
-def compare(
-    found: Mapping[str, Any], exact: Mapping[str, Any], tasks: Sequence[tuple[list[int], list[int]]]
-) -> dict[str, Any]:
+def compare(found: Mapping[str, Any], exact: Mapping[str, Any], tasks: Tasks) -> dict[str, Any]:
     """Return how one way's results differ from float32's."""
-    logprobs = {kind: torch.tensor(values) for kind, values in found["logprobs"].items()}
-    differences = torch.cat([(ours - torch.tensor(exact["logprobs"][kind])).abs() for kind, ours in logprobs.items()])
+    logprobs: Mapping[str, torch.Tensor] = found["logprobs"]
+    differences = torch.cat([(ours - exact["logprobs"][kind]).abs() for kind, ours in logprobs.items()])
     pairs = list(zip(found["continued"], exact["continued"], strict=True))
     return {
         "backends": found["backends"],
@@ -122,20 +109,20 @@ def compare(
         "perplexity": math.exp(-float(logprobs["other"].mean())),
         "logprob_difference_mean": float(differences.mean()),
         "logprob_difference_max": float(differences.max()),
-        "equal_continuations": sum(ours == theirs for ours, theirs in pairs) / len(pairs),
-        "tokens_before_the_first_difference": sum(_num_alike(*pair) for pair in pairs) / len(pairs),
+        "equal_continuations": fmean(ours == theirs for ours, theirs in pairs),
+        "tokens_before_the_first_difference": fmean(_num_alike(*pair) for pair in pairs),
         "copied_right": share_right(found["copied"], tasks),
     }
 
 
-def share_right(outputs: Sequence[list[int]], tasks: Sequence[tuple[list[int], list[int]]]) -> float | None:
+def share_right(outputs: Sequence[list[int]], tasks: Tasks) -> float | None:
     """Return the share of the tasks' tokens that were said; None without tasks."""
     right = [
         ours == asked
         for output, (_, wanted) in zip(outputs, tasks, strict=True)
         for ours, asked in zip(output, wanted, strict=False)
     ]
-    return sum(right) / len(right) if right else None
+    return fmean(right) if right else None
 
 
 def check_copying(copied_right: float | None) -> None:
@@ -151,22 +138,20 @@ def _num_alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((index for index, (one, other) in pairs if one != other), len(ours))
 
 
-# --- one run ----------------------------------------------------------------------------------------------------------
-
-
 def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
-    """Return rows of every backend, dtype and format."""
-    registry = load_plugins().registry
-    rows = []
+    """Return rows of every backend, dtype and format; all formats of a backend and a dtype take turns."""
+    registry, rows = load_plugins().registry, []
     for backend, backend_class in usable_backends(registry, "cpu")[0].items():
         if backend_class.capabilities.state != {"k", "v"} or backend_class.capabilities.preference < 0:
             continue  # latents, and last resorts
         for dtype in SPEED_DTYPES:
-            decodes = {
-                kv_format.name: Decode(Stored(kv_format.name, kv_format, dtype), backend, registry, NUM_REQS, context)
-                for kv_format in (PLAIN, *installed_formats())
-            }
-            seconds = decode_seconds(decodes, repeats)
+            stored = [Stored(each.name, each, dtype) for each in (PLAIN, *installed_formats())]
+            decodes = {each.title: Decode(each, backend, registry, NUM_REQS, context) for each in stored}
+            seconds: dict[str, list[float]] = {name: [] for name in decodes}
+            for repeat, order in rounds([*decodes], repeats, warm_up=True):
+                for name in order:
+                    took, _ = timed(decodes[name])
+                    seconds[name] += [took] if repeat >= 0 else []
             rows += [
                 {
                     "backend": backend,
@@ -207,9 +192,7 @@ def main(repeats: int, threads: int, num_texts: int, context: int, model: Path |
             "ways": {title: compare(found, served["float32"], tasks) for title, found in served.items()},
         },
         "memory": {
-            stored.title: memory(
-                stored if stored.kv_format == PLAIN else Stored(stored.title, stored.kv_format, "bfloat16"), registry
-            )
+            stored.title: memory(stored.kv_format, stored.dtype if stored.kv_format == PLAIN else "bfloat16", registry)
             for stored in ways()
         },
         "speed": {"num_reqs": NUM_REQS, "context": context, "rows": measure_speed(context, repeats)},

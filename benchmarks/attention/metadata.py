@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -27,11 +28,11 @@ from benchmarks.attention.metadata_cases import (
 )
 from benchmarks.harness import options
 from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.record import benchmark
+from benchmarks.harness.record import benchmark, progress
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.staging import Staging
 from kvframe.attention.step import build_metadata
-from kvframe.cli.render import progress
+from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe.selection.chains import bind_chain
 
@@ -45,7 +46,7 @@ TRITON_LIMIT = 50.0
 """Microseconds for each group."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Part:
     """One part of a step's host work.
 
@@ -62,28 +63,23 @@ class Part:
     limit: float | None
 
 
+def one_group(kind: str, num_reqs: int = NUM_REQS) -> CommonAttentionMetadata:
+    """Return the metadata of a batch of one kind for one group."""
+    (metadata,) = build_metadata(BATCHES[kind](num_reqs), tables_of(1, num_reqs), CPU)
+    return metadata
+
+
 def wrapper_parts() -> Iterator[Part]:
     """Yield the transform to virtual requests, and the selection of generating tokens."""
     spec = ChunkedLocalSpec(chunk=CHUNK, block_size=BLOCK_SIZE, num_kv_heads=2, head_size=SMALL.head_size)
     ((chunked,), _, _) = bind_chain([ChunkedLocal()], LayerSpec(name="local", spec=spec, query=SMALL))
     for num_reqs, limit in ((64, 60.0), (NUM_REQS, 120.0)):
-        for kind, make in BATCHES.items():
-            (metadata,) = build_metadata(make(num_reqs), tables_of(1, num_reqs), CPU)
-            yield Part(
-                name=f"chunked_local, {num_reqs} requests, {kind}",
-                run=lambda metadata=metadata: chunked(metadata),
-                num_elements=metadata.block_table.numel(),
-                limit=limit,
-            )
-    select = DecodeOnly()
+        for kind in BATCHES:
+            metadata, name = one_group(kind, num_reqs), f"chunked_local, {num_reqs} requests, {kind}"
+            yield Part(name, partial(chunked, metadata), metadata.block_table.numel(), limit)
     for state, kind, most in (("idle", "decodes", None), ("armed", "mixed", 15.0)):
-        (metadata,) = build_metadata(BATCHES[kind](NUM_REQS), tables_of(1, NUM_REQS), CPU)
-        yield Part(
-            name=f"decode_only, {NUM_REQS} requests, {state}",
-            run=lambda metadata=metadata: select(metadata),
-            num_elements=metadata.slot_mapping.numel(),
-            limit=most,
-        )
+        metadata, name = one_group(kind), f"decode_only, {NUM_REQS} requests, {state}"
+        yield Part(name, partial(DecodeOnly(), metadata), metadata.slot_mapping.numel(), most)
 
 
 def model_parts() -> Iterator[Part]:
@@ -102,14 +98,13 @@ def triton_parts() -> Iterator[Part]:
             name = f"triton, ten groups, {windows}, {NUM_REQS} requests, {kind}"
             yield _step(name, layers, kind, NUM_GROUPS * TRITON_LIMIT)
     builder, staging = layers.groups[0].builder, Staging(WITHOUT_MEMORY)
-    for kind, make in BATCHES.items():
-        (metadata,) = build_metadata(make(NUM_REQS), tables_of(1, NUM_REQS), CPU)
-        yield Part(
-            name=f"triton, one group's share, {NUM_REQS} requests, {kind}",
-            run=lambda metadata=metadata: staging.to_device(builder.build(metadata)),
-            num_elements=metadata.block_table.numel(),
-            limit=TRITON_LIMIT,
-        )
+
+    def share(metadata: CommonAttentionMetadata) -> None:
+        staging.to_device(builder.build(metadata))
+
+    for kind in BATCHES:
+        metadata, name = one_group(kind), f"triton, one group's share, {NUM_REQS} requests, {kind}"
+        yield Part(name, partial(share, metadata), metadata.block_table.numel(), TRITON_LIMIT)
 
 
 def _step(name: str, layers: AttentionLayers, kind: str, limit: float) -> Part:
@@ -120,7 +115,7 @@ def _step(name: str, layers: AttentionLayers, kind: str, limit: float) -> Part:
         # A step's batch is made anew in each step; what it caches is part of the work.
         layers.begin_step(build_metadata(attrs.evolve(batch), tables, CPU))
 
-    return Part(name=name, run=run, num_elements=NUM_GROUPS * NUM_REQS * -(-LONGEST // BLOCK_SIZE), limit=limit)
+    return Part(name, run, NUM_GROUPS * NUM_REQS * -(-LONGEST // BLOCK_SIZE), limit)
 
 
 def microseconds(run: Callable[[], Any]) -> float:
@@ -169,9 +164,9 @@ def main(repeats: int, threads: int) -> dict[str, Any]:
     parts = [*wrapper_parts(), *model_parts(), *triton_parts()]
     found: dict[str, Any] = {}
     with progress("measuring", len(parts)) as advance, torch.inference_mode():
+        # The C library keeps memory for a process that has freed large tensors, as one that runs a model has: all parts
+        # are to find it so.
         for part in parts:
-            # The C library keeps memory for a process that has freed large tensors, as one that runs a model has: all
-            # parts are to find it so.
             part.run()
         for part in parts:
             found[part.name] = measure(part, repeats)

@@ -16,9 +16,8 @@ from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
 from benchmarks.harness.pages import heading, medians, page, spread, table
 from benchmarks.harness.process import EngineProcess, find_vllm
-from benchmarks.harness.record import benchmark, ratios
+from benchmarks.harness.record import benchmark, progress, ratios
 from benchmarks.harness.record import rounds as by_turns
-from kvframe.cli.render import progress
 
 
 @contextmanager

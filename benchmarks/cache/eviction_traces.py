@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
 
 from benchmarks.memory.traces import TRACES as LENGTHS
-from benchmarks.memory.traces import VOCABULARY, Conversation, Tokens, draw
+from benchmarks.memory.traces import Conversation, Tokens, draw, draw_tokens
 
 LONGEST = 32_768
 """Tokens of the longest request."""
@@ -44,38 +43,34 @@ class Trace:
     draw: Callable[[int], list[Asked]]
 
 
-def _tokens(random: np.random.Generator, count: int) -> Tokens[int]:
-    return array("I", random.integers(VOCABULARY, size=count, dtype=np.uint32).tobytes())
-
-
 def _length(random: np.random.Generator, median: int, spread: float) -> int:
     return min(LONGEST // 2, max(16, round(median * float(np.exp(spread * random.standard_normal())))))
 
 
 def _ask(random: np.random.Generator, prompt: Tokens[int], reply: int, num_shared: int = 0) -> Asked:
-    return Asked(prompt + _tokens(random, reply), len(prompt), num_shared)
+    return Asked(prompt + draw_tokens(random, reply), len(prompt), num_shared)
 
 
 def _document(random: np.random.Generator) -> Asked:
     """Return a long prompt that comes once."""
-    return _ask(random, _tokens(random, _length(random, 7_000, 0.6)), 180)
+    return _ask(random, draw_tokens(random, _length(random, 7_000, 0.6)), 180)
 
 
 def _on_one_of(random: np.random.Generator, prompts: Sequence[Tokens[int]]) -> Asked:
     """Return a short question behind one of some prompts."""
-    shared = prompts[random.integers(len(prompts))]
-    return _ask(random, shared + _tokens(random, _length(random, 200, 0.8)), 130, len(shared))
+    shared = prompts[int(random.integers(len(prompts)))]
+    return _ask(random, shared + draw_tokens(random, _length(random, 200, 0.8)), 130, len(shared))
 
 
 def _shared_and_scan(size: int) -> list[Asked]:
     random = np.random.default_rng(0)
-    prompts = [_tokens(random, 2_048) for _ in range(32)]
+    prompts = [draw_tokens(random, 2_048) for _ in range(32)]
     return [_document(random) if random.random() < 0.4 else _on_one_of(random, prompts) for _ in range(2 * size)]
 
 
 def _bursts(size: int) -> list[Asked]:
     random = np.random.default_rng(1)
-    prompts = [_tokens(random, 2_048) for _ in range(32)]
+    prompts = [draw_tokens(random, 2_048) for _ in range(32)]
     asked: list[Asked] = []
     while len(asked) < 2 * size:
         asked += [_on_one_of(random, prompts) for _ in range(150)]
@@ -108,10 +103,10 @@ def _chats(size: int, *, shared: bool, seed: int = 2) -> list[Asked]:
 
 def _zipf(size: int) -> list[Asked]:
     random = np.random.default_rng(3)
-    texts = [_tokens(random, _length(random, 1_500, 0.7)) for _ in range(1_000)]
+    texts = [draw_tokens(random, _length(random, 1_500, 0.7)) for _ in range(1_000)]
     weights = 1 / np.arange(1, len(texts) + 1) ** 0.9
     which = random.choice(len(texts), size=2 * size, p=weights / weights.sum())
-    return [_ask(random, texts[each] + _tokens(random, _length(random, 100, 0.8)), 130) for each in which.tolist()]
+    return [_ask(random, texts[each] + draw_tokens(random, _length(random, 100, 0.8)), 130) for each in which.tolist()]
 
 
 def _service(size: int) -> list[Asked]:

@@ -17,8 +17,7 @@ from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
 from benchmarks.harness.pages import page, spread, table
 from benchmarks.harness.plots import plots
-from benchmarks.harness.record import benchmark
-from kvframe.cli.render import progress
+from benchmarks.harness.record import benchmark, progress
 
 STYLES: dict[str, dict[str, Any]] = {
     "vLLM": {"color": "#d95f02", "marker": "o", "markersize": 7, "markerfacecolor": "none", "linewidth": 2.5},

@@ -80,7 +80,7 @@ class KVFrame:
             plan_of(setting), max_num_seqs=setting.max_num_seqs, prefix_caching=setting.caching
         )
 
-    def receive(self, token_ids: TokenIds) -> Prompt:
+    def receive(self, token_ids: MutableSequence[int]) -> Prompt:
         """Return a prompt."""
         return Prompt(str(next(self._names)), token_ids)
 

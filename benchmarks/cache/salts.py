@@ -23,10 +23,9 @@ from benchmarks.cache.kvframe_core import plan_of
 from benchmarks.cache.salts_statistics import tell_apart
 from benchmarks.cache.setting import Setting
 from benchmarks.harness.pages import heading, page, table
-from benchmarks.harness.record import benchmark
+from benchmarks.harness.record import benchmark, progress
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cli.render import progress
 
 SEED, VOCABULARY = 7, 128
 LOOKUP_TOKENS, REQUEST_TOKENS = 2048, 480

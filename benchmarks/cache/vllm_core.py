@@ -105,7 +105,7 @@ class VLLM:
 
     def look_up(self, prompt: Request) -> int:
         """Return the tokens of a prompt that need not be computed."""
-        return self._manager.get_computed_blocks(prompt)[1]
+        return int(self._manager.get_computed_blocks(prompt)[1])
 
     def begin(self, prompt: Request) -> int:
         """Look a prompt up; its cached blocks are taken with its first tokens. Return what was cached."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.cache.setting import BLOCK_SIZE, Setting
 from benchmarks.harness.process import timed
@@ -48,10 +48,13 @@ class Work(ABC):
 
     length: int
 
+    text: ClassVar[str] = ""
+    """What is timed, for people; the names of sizes stand in braces."""
+
     @property
-    @abstractmethod
     def words(self) -> str:
         """What is timed, for people."""
+        return self.text.format(**asdict(self))
 
     def set_up(self, core: Core, setting: Setting) -> None:
         """Build the manager of a core and do what comes before the first turn."""
@@ -112,15 +115,12 @@ class Decode(Work):
     num_branches: int = 0
     shared: int = 0
 
-    @property
-    def words(self) -> str:
-        """What is timed, for people."""
-        return (
-            f"One step of {self.num_requests} requests: each gets room for one more token; then the token is noted, "
-            "with its id, as computed: a block that it fills becomes findable, and a page that a window has passed is "
-            f"released. Prompts have {self.length:,} tokens and up to 15 more, so that in every step one in 16 begins "
-            "a block."
-        )
+    text = (
+        "One step of {num_requests} requests: each gets room for one more token; then the token is noted, "
+        "with its id, as computed: a block that it fills becomes findable, and a page that a window has passed is "
+        "released. Prompts have {length:,} tokens and up to 15 more, so that in every step one in 16 begins "
+        "a block."
+    )
 
     def set_up(self, core: Core, setting: Setting) -> None:
         """Let others leave cached blocks, compute the prompts, and do a first few steps."""
@@ -187,13 +187,10 @@ class Pass(Work):
     num_before: int = 8
     what_stays: str = "."
 
-    @property
-    def words(self) -> str:
-        """What is timed, for people."""
-        return (
-            f"One request of {self.length:,} tokens that nothing is cached of: looked up, given room for all its "
-            f"tokens, noted as computed, and let go{self.what_stays}"
-        )
+    text = (
+        "One request of {length:,} tokens that nothing is cached of: looked up, given room for all its "
+        "tokens, noted as computed, and let go{what_stays}"
+    )
 
     def set_up(self, core: Core, setting: Setting) -> None:
         """Let some requests go first."""
@@ -273,10 +270,7 @@ class Keys(Work):
 
     num_calls: int = 16
 
-    @property
-    def words(self) -> str:
-        """What is timed, for people."""
-        return "From a list of token ids: what the lookup needs of it."
+    text = "From a list of token ids: what the lookup needs of it."
 
     def turn(self) -> list[float]:
         """Return the seconds of each prompt."""
@@ -294,14 +288,11 @@ class Build(Work):
 
     num_calls: int = 3
 
-    @property
-    def words(self) -> str:
-        """What is timed, for people."""
-        return (
-            "The manager with its pool, for one request at a time, from a plan that is made before. Then the bytes for "
-            "each block, as Python and NumPy count them, when it is new, and when requests have filled it with cached "
-            "blocks and gone."
-        )
+    text = (
+        "The manager with its pool, for one request at a time, from a plan that is made before. Then the bytes for "
+        "each block, as Python and NumPy count them, when it is new, and when requests have filled it with cached "
+        "blocks and gone."
+    )
 
     def turn(self) -> list[float]:
         """Return the seconds of each."""

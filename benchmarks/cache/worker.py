@@ -33,7 +33,9 @@ def make_core(engine: str) -> Core:
     if engine == "vllm":
         from benchmarks.cache.vllm_core import VLLM
 
-        return VLLM()
+        vllm: Any = VLLM()  # it has the same verbs
+        core: Core = vllm
+        return core
     from benchmarks.cache.kvframe_core import KVFrame
 
     return KVFrame()

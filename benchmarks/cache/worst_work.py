@@ -67,16 +67,12 @@ class Turns(Request):
     answered: int = 64
     window: int = 1024
 
-    @property
-    def words(self) -> str:
-        """What is timed, for people."""
-        return (
-            f"One layer of full attention and one with a window of {self.window:,}. Each turn adds {self.length} "
-            f"tokens of the user to what is kept, and generates {self.reasoned} tokens of reasoning and an answer of "
-            f"{self.answered}. The reasoning is left out of the next prompt, so that every turn begins a branch. The "
-            "pool is full: old branches are evicted. Timed is the slowest of the "
-            f"{self.reasoned + self.answered} decode steps of a turn."
-        )
+    text = (
+        "One layer of full attention and one with a window of {window:,}. Each turn adds {length} "
+        "tokens of the user to what is kept, and generates {reasoned} tokens of reasoning and an answer of "
+        "{answered}. The reasoning is left out of the next prompt, so that every turn begins a branch. The "
+        "pool is full: old branches are evicted. Timed is the slowest decode step of a turn."
+    )
 
     def make_setting(self) -> Setting:
         """Return a pool for what the conversation keeps at its end and two turns: most of the reasoning is evicted."""
@@ -141,14 +137,11 @@ class Chain(Request):
     chunk: int = CHUNK
     window: int = 1024
 
-    @property
-    def words(self) -> str:
-        """What is timed, for people."""
-        return (
-            f"One layer of full attention and one with a window of {self.window:,}. Prompts that part at each of "
-            f"{self.depth:,} blocks of one chain were computed and fill the pool. A request of {self.length:,} other "
-            "tokens comes, is computed, and goes; its blocks take the place of cached ones. Timed is its slowest step."
-        )
+    text = (
+        "One layer of full attention and one with a window of {window:,}. Prompts that part at each of "
+        "{depth:,} blocks of one chain were computed and fill the pool. A request of {length:,} other "
+        "tokens comes, is computed, and goes; its blocks take the place of cached ones. Timed is its slowest step."
+    )
 
     def make_setting(self) -> Setting:
         """Return a pool that the branches fill."""
@@ -195,13 +188,10 @@ class Lockstep(Work):
     num_requests: int = 8
     chunk: int = 256
 
-    @property
-    def words(self) -> str:
-        """What is timed, for people."""
-        return (
-            f"Full attention. {self.num_requests} requests with the same prompt begin at the same time; each step "
-            f"computes {self.chunk} tokens of each. Timed is the mean step of a whole prefill."
-        )
+    text = (
+        "Full attention. {num_requests} requests with the same prompt begin at the same time; each step "
+        "computes {chunk} tokens of each. Timed is the mean step of a whole prefill."
+    )
 
     def make_setting(self) -> Setting:
         """Return a pool that has room for all of them, and an eighth more."""
@@ -241,14 +231,11 @@ class FarState(Work):
     chunk: int = CHUNK
     num_calls: int = 4
 
-    @property
-    def words(self) -> str:
-        """What is timed, for people."""
-        return (
-            "One layer of full attention and one with a recurrent state. Keys and values of the whole prompt are "
-            f"cached; of the states, only those of its first {self.first:,} tokens are left. Looked up as in the other "
-            "lookups."
-        )
+    text = (
+        "One layer of full attention and one with a recurrent state. Keys and values of the whole prompt are "
+        "cached; of the states, only those of its first {first:,} tokens are left. Looked up as in the other "
+        "lookups."
+    )
 
     def make_setting(self) -> Setting:
         """Return a pool with room for the prompt and its states."""

@@ -17,8 +17,7 @@ from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
 from benchmarks.harness.pages import heading, medians, page, spread, table
 from benchmarks.harness.process import timed
-from benchmarks.harness.record import benchmark, ratios, rounds
-from kvframe.cli.render import progress
+from benchmarks.harness.record import benchmark, progress, ratios, rounds
 
 PAGE_SIZE = 16
 

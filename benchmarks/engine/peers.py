@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from kvframe import Engine, SamplingParams, Stack
 
@@ -30,9 +29,8 @@ class System(ABC):
         """Return the most bytes of keys and values that the last batch held; None if it cannot be known."""
         return None
 
-    @abstractmethod
-    def close(self) -> None:
-        """Give everything back."""
+    def close(self) -> None:  # noqa: B027
+        """Give everything back that is kept between batches."""
 
 
 class KVFrame(System):
@@ -101,9 +99,6 @@ class PaddedGenerate(System):
     def cache_bytes(self) -> int:
         """Return the bytes of the cache at the end of the last batch."""
         return self._cache_bytes
-
-    def close(self) -> None:
-        """Nothing is kept between batches."""
 
 
 class ContinuousBatching(System):

@@ -13,10 +13,9 @@ import attrs
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
 from benchmarks.harness.pages import heading, page, spread, table
-from benchmarks.harness.record import benchmark
+from benchmarks.harness.record import benchmark, progress
 from kvframe import Engine, Stack
 from kvframe.attention.layer import AttentionLayer
-from kvframe.cli.render import progress
 from kvframe.engine.requests.request import SamplingParams
 from kvframe.engine.running import runner as runner_module
 
@@ -123,7 +122,7 @@ def measure(workload: Steps, num_steps: int) -> dict[str, Any]:
     with Engine.from_pretrained(path, stack=stack) as engine:
         # A batch of few tokens sets everything up, and compiles what is compiled.
         engine.generate([[3] * 20] * 2, SamplingParams(max_new_tokens=3, ignore_eos=True))
-        for prompt in workload.prompts(0, engine.model.description.vocab_size):
+        for prompt in workload.prompts(0, engine.model.description.vocab_size or 0):
             engine.add_request(prompt, params)
         with profiled(engine) as clock:
             while engine.has_unfinished:

@@ -15,9 +15,8 @@ import attrs
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
 from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.record import benchmark, rounds
+from benchmarks.harness.record import benchmark, progress, ratios, rounds
 from kvframe import Engine, SamplingParams, Stack
-from kvframe.cli.render import progress
 
 WRAPPER = "decode_only"
 MAX_NUM_BATCHED_TOKENS = 2048
@@ -178,17 +177,14 @@ def summarise(off: Sequence[Prefill], on: Sequence[Prefill], clock: str) -> dict
         part: {name: [getattr(run, part)[clock] for run in runs] for name, runs in (("off", off), ("on", on))}
         for part in ("trailing", "whole")
     }
-    trailing_off, trailing_on = seconds["trailing"]["off"], seconds["trailing"]["on"]
-    whole_off, whole_on = seconds["whole"]["off"], seconds["whole"]["on"]
-    repeats = list(zip(trailing_off, trailing_on, whole_off, whole_on, strict=True))
+    trailing, whole = seconds["trailing"], seconds["whole"]
+    saved = [before - after for before, after in zip(trailing["off"], trailing["on"], strict=True)]
     return {
         "seconds": seconds,
-        "trailing_ratio": statistics.median(after / before for before, after, _, _ in repeats),
-        "whole_ratio": statistics.median(after / before for _, _, before, after in repeats),
-        "trailing_share": statistics.median(trailing / whole for trailing, _, whole, _ in repeats),
-        "predicted_whole_ratio": statistics.median(
-            (whole - before + after) / whole for before, after, whole, _ in repeats
-        ),
+        "trailing_ratio": statistics.median(ratios(trailing["on"], trailing["off"])),
+        "whole_ratio": statistics.median(ratios(whole["on"], whole["off"])),
+        "trailing_share": statistics.median(ratios(trailing["off"], whole["off"])),
+        "predicted_whole_ratio": statistics.median(1 - each for each in ratios(saved, whole["off"])),
     }
 
 

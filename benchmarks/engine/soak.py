@@ -23,10 +23,9 @@ from benchmarks.engine.soak_page import COUNTS, WRONG, write_report
 from benchmarks.engine.soak_scenarios import SCENARIOS, Scenario, Served
 from benchmarks.engine.soak_traffic import Arrival, Operator, draw_arrivals
 from benchmarks.harness import models, options
-from benchmarks.harness.record import benchmark
+from benchmarks.harness.record import benchmark, progress
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
-from kvframe.cli.render import progress
 from kvframe.contract.errors import BackendError, WrapperError
 from kvframe.engine.core import STEP_FAILED
 from tests.cache.mirror import Mirror

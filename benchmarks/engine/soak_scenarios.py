@@ -55,7 +55,7 @@ class Scenario:
     per_second: float
 
 
-SWAP = {"preemption": "swap", "swap_memory": "192KiB"}
+SWAP: dict[str, Any] = {"preemption": "swap", "swap_memory": "192KiB"}
 SMALL_STEPS = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
 SCENARIOS = (
     Scenario(
@@ -139,7 +139,7 @@ class Served:
         """Return an engine whose memory is just enough for the longest request."""
         rules = [{"layers": "*", "wrappers": list(self.scenario.wrappers)}] if self.scenario.wrappers else []
         engine = {"max_model_len": self.scenario.longest, "self_check": False, **self.scenario.engine}
-        tables = {"cache": {"memory": "4MiB", **self.scenario.cache}, "engine": engine, "rules": rules}
+        tables: dict[str, Any] = {"cache": {"memory": "4MiB", **self.scenario.cache}, "engine": engine, "rules": rules}
         layers = make_layer_specs(self.loaded.description, self.registry, Stack.from_mapping(tables), "float32")
         tables["cache"] = {**self.scenario.cache, "memory": self._tight_memory(layers)}
         return Engine(self.loaded, layers, registry=self.registry, stack=Stack.from_mapping(tables), poison_freed=True)

@@ -5,16 +5,19 @@ Each input is read once and each output written once; of keys and values, those 
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import numpy as np
+import torch
 
-from kvframe.contract.formats import ITEM_BYTES
-from kvframe.testing.case import Request
+from benchmarks.attention.shapes import Shape
 
 KILO = 1024
+BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+Requests = tuple[tuple[int, int], ...]
 
 
 @attrs.frozen(kw_only=True)
@@ -34,77 +37,47 @@ ISSUED = Ceilings(bytes_per_second=4.3e12, flops_per_second=790e12)
 """An H200's, for which the floors in the table are given until a device's own are measured."""
 
 
-@attrs.frozen(kw_only=True)
-class Case:
-    """One layer's attention in one step.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case(Shape):
+    """One layer's attention in one step; its kind is the table that it stands in.
 
     Attributes:
-        name: For the results.
-        group: The table that it stands in.
-        requests: The batch.
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads.
-        head_size: Elements of a query, key or value vector.
-        window: Tokens that a query sees; None for all.
         chunk: Tokens of a chunk that queries stay within, by the wrapper ``chunked_local``; None for no chunks.
         skips: Whether only generating tokens are computed, by the wrapper ``decode_only``, of a shared cache.
         format: The registered name of how keys and values are stored.
     """
 
-    name: str
-    group: str
-    requests: tuple[Request, ...]
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_size: int = 128
-    window: int | None = None
     chunk: int | None = None
     skips: bool = False
     format: str = "plain"
 
-    def num_pairs(self) -> int:
-        """Return how many pairs of a query and a key there are that it sees."""
-        return sum(int(self._seen(request).sum()) for request in self.requests)
+    @property
+    def key(self) -> str:
+        """Its name in the record."""
+        return f"{self.kind}: {self.name}"
 
-    def num_keys(self) -> int:
-        """Return how many keys any query sees, over all requests."""
-        total = 0
-        for request in self.requests:
-            seen = self._seen(request)
-            total += request.seq_len - (request.seq_len - len(seen) - (int(seen[0]) - 1))
-        return total
+    def positions(self, computed: int, new: int) -> torch.Tensor:
+        """Return the positions of a request's queries that are computed."""
+        return super().positions(computed, new)[-1 if self.skips else 0 :]
 
-    def num_queries(self) -> int:
-        """Return how many queries are computed."""
-        return sum(len(self._seen(request)) for request in self.requests)
-
-    def _seen(self, request: Request) -> Any:
-        """Return how many keys each query that is computed sees."""
-        first = request.seq_len - (request.num_generating if self.skips else request.num_new)
-        seen = np.arange(first, request.seq_len) + 1
-        if self.chunk is not None:
-            return (seen - 1) % self.chunk + 1
-        return seen if self.window is None else np.minimum(seen, self.window)
-
-    def num_bytes(self) -> int:
-        """Return the bytes that have to be moved."""
-        return self.kv_bytes() + 2 * self.num_queries() * self.num_heads * self.head_size * ITEM_BYTES["bfloat16"]
+    def num_seen(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return how many keys the queries at these positions see."""
+        return super().num_seen(positions) if self.chunk is None else positions % self.chunk + 1
 
     def kv_bytes(self) -> int:
         """Return the bytes of the keys and values that are read."""
-        size = 1 if self.format != "plain" else ITEM_BYTES["bfloat16"]
-        return 2 * self.num_keys() * self.num_kv_heads * self.head_size * size
+        return self.read_bytes if self.format == "plain" else self.read_bytes // BFLOAT16_BYTES
 
-    def num_flops(self) -> int:
-        """Return the operations of both products."""
-        return 4 * self.num_pairs() * self.num_heads * self.head_size
+    def num_bytes(self) -> int:
+        """Return the bytes that have to be moved."""
+        return self.kv_bytes() + 2 * self.num_queries * self.num_heads * self.head_size * BFLOAT16_BYTES
 
     def floor(self, ceilings: Ceilings) -> float:
         """Return the least seconds that it can take."""
-        return max(self.num_bytes() / ceilings.bytes_per_second, self.num_flops() / ceilings.flops_per_second)
+        return max(self.num_bytes() / ceilings.bytes_per_second, self.num_flops / ceilings.flops_per_second)
 
 
-@attrs.frozen(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentCase(Case):
     """Decodes over latents, in absorbed attention; sizes as in DeepSeek-V3.
 
@@ -123,25 +96,25 @@ class LatentCase(Case):
 
     def kv_bytes(self) -> int:
         """Return the bytes of the latents."""
-        return self.num_keys() * (self.latent_size + self.rope_size) * ITEM_BYTES["bfloat16"]
+        return self.num_keys * (self.latent_size + self.rope_size) * BFLOAT16_BYTES
 
     def num_bytes(self) -> int:
         """Return the bytes of the latents, the queries and the outputs."""
         sizes = self.nope_size + self.rope_size + self.head_size_v
-        return self.kv_bytes() + self.num_queries() * self.num_heads * sizes * ITEM_BYTES["bfloat16"]
+        return self.kv_bytes() + self.num_queries * self.num_heads * sizes * BFLOAT16_BYTES
 
+    @property
     def num_flops(self) -> int:
-        """Return the operations of both products over latents."""
-        return 2 * self.num_pairs() * self.num_heads * (2 * self.latent_size + self.rope_size)
+        """Operations of both products over latents."""
+        return 2 * self.num_pairs * self.num_heads * (2 * self.latent_size + self.rope_size)
 
 
-@attrs.frozen(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StateCase(Case):
     """One token's step of Mamba-2's states in float32, sizes as in its model of 2.7 billion parameters.
 
     Attributes:
-        head_size: Elements of a head.
-        state_size: Elements of the state of each.
+        state_size: Elements of the state of each element of a head.
     """
 
     num_heads: int = 80
@@ -150,60 +123,58 @@ class StateCase(Case):
 
     def kv_bytes(self) -> int:
         """Return the bytes of the states, each read and written."""
-        states = len(self.requests) * self.num_heads * self.head_size * self.state_size
-        return 2 * states * ITEM_BYTES["float32"]
+        return 2 * len(self.requests) * self.num_heads * self.head_size * self.state_size * FLOAT32_BYTES
 
     def num_bytes(self) -> int:
         """Return these bytes: the others are few."""
         return self.kv_bytes()
 
+    @property
     def num_flops(self) -> int:
-        """Return the operations: five for each element of a state, and not on the matrix units."""
+        """None on the matrix units: five for each element of a state."""
         return 0
 
 
-def decodes(batch: int, context: int) -> tuple[Request, ...]:
+def decodes(batch: int, context: int) -> Requests:
     """Return requests of one new token each."""
-    return (Request(context - 1, 1),) * batch
+    return ((context - 1, 1),) * batch
 
 
-def prompt(length: int) -> tuple[Request, ...]:
+def prompt(length: int) -> Requests:
     """Return one prompt."""
-    return (Request(0, length),)
+    return ((0, length),)
 
 
 def cases() -> Iterator[Case]:
     """Yield every case, the ones that floors are known of first."""
-    yield Case(name="16 x 2k", group="decode", requests=decodes(16, 2 * KILO))
-    yield Case(name="64 x 8k", group="decode", requests=decodes(64, 8 * KILO))
-    yield Case(name="1 x 32k", group="decode", requests=decodes(1, 32 * KILO))
+    yield Case(name="16 x 2k", kind="decode", requests=decodes(16, 2 * KILO))
+    yield Case(name="64 x 8k", kind="decode", requests=decodes(64, 8 * KILO))
+    yield Case(name="1 x 32k", kind="decode", requests=decodes(1, 32 * KILO))
     for length in (8, 2, 32):
-        yield Case(name=f"prompt of {length}k", group="prefill", requests=prompt(length * KILO))
-    yield Case(name="window of 1k, prompt of 8k", group="window", requests=prompt(8 * KILO), window=KILO)
-    yield Case(name="window of 1k, decodes 64 x 8k", group="window", requests=decodes(64, 8 * KILO), window=KILO)
-    yield Case(name="chunks of 1k, prompt of 8k", group="chunked local", requests=prompt(8 * KILO), chunk=KILO)
-    yield Case(name="prompt of 8k, its last token alone", group="decode-only", requests=prompt(8 * KILO), skips=True)
-    mixed = (*decodes(64, 4 * KILO), Request(6 * KILO, 2 * KILO))
-    yield Case(name="64 decodes at 4k, 2k more tokens at 6k", group="mixed", requests=mixed)
-    yield LatentCase(name="64 x 8k, 128 heads", group="MLA decode", requests=decodes(64, 8 * KILO))
-    yield StateCase(name="128 requests", group="Mamba-2 update", requests=decodes(128, 1))
+        yield Case(name=f"prompt of {length}k", kind="prefill", requests=prompt(length * KILO))
+    yield Case(name="window of 1k, prompt of 8k", kind="window", requests=prompt(8 * KILO), window=KILO)
+    yield Case(name="window of 1k, decodes 64 x 8k", kind="window", requests=decodes(64, 8 * KILO), window=KILO)
+    yield Case(name="chunks of 1k, prompt of 8k", kind="chunked local", requests=prompt(8 * KILO), chunk=KILO)
+    yield Case(name="prompt of 8k, its last token alone", kind="decode-only", requests=prompt(8 * KILO), skips=True)
+    mixed = (*decodes(64, 4 * KILO), (6 * KILO, 2 * KILO))
+    yield Case(name="64 decodes at 4k, 2k more tokens at 6k", kind="mixed", requests=mixed)
+    yield LatentCase(name="64 x 8k, 128 heads", kind="MLA decode", requests=decodes(64, 8 * KILO))
+    yield StateCase(name="128 requests", kind="Mamba-2 update", requests=decodes(128, 1))
     for stored, label in (("plain", ""), ("fp8_tensor", ", fp8"), ("int8_token_head", ", int8")):
-        for heads in (32, 64):
-            for batch in (1, 16, 128):
-                for context in (1, 8, 64):
-                    if stored == "int8_token_head" and (heads, context) != (32, 8):
-                        continue
-                    name = f"{batch} x {context}k, {heads} of 8 heads{label}"
-                    requests = decodes(batch, context * KILO)
-                    yield Case(name=name, group="decode, all", requests=requests, num_heads=heads, format=stored)
+        for heads, batch, context in itertools.product((32, 64), (1, 16, 128), (1, 8, 64)):
+            if stored != "int8_token_head" or (heads, context) == (32, 8):
+                name = f"{batch} x {context}k, {heads} of 8 heads{label}"
+                requests = decodes(batch, context * KILO)
+                yield Case(name=name, kind="decode, all", requests=requests, num_heads=heads, format=stored)
 
 
+SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64}
 TINY = (
-    Case(name="3 x 40", group="tiny", requests=decodes(3, 40), num_heads=4, num_kv_heads=2, head_size=64),
-    Case(name="prompt of 70", group="tiny", requests=prompt(70), num_heads=4, num_kv_heads=2, head_size=64),
-    Case(name="window", group="tiny", requests=prompt(70), num_heads=4, num_kv_heads=2, head_size=64, window=9),
-    Case(name="chunks", group="tiny", requests=prompt(70), num_heads=4, num_kv_heads=2, head_size=64, chunk=16),
-    Case(name="last token", group="tiny", requests=prompt(70), num_heads=4, num_kv_heads=2, head_size=64, skips=True),
-    LatentCase(name="latents", group="tiny", requests=decodes(3, 40), num_heads=4, latent_size=32, rope_size=8),
+    Case(name="3 x 40", kind="tiny", requests=decodes(3, 40), **SMALL),
+    Case(name="prompt of 70", kind="tiny", requests=prompt(70), **SMALL),
+    Case(name="window", kind="tiny", requests=prompt(70), window=9, **SMALL),
+    Case(name="chunks", kind="tiny", requests=prompt(70), chunk=16, **SMALL),
+    Case(name="last token", kind="tiny", requests=prompt(70), skips=True, **SMALL),
+    LatentCase(name="latents", kind="tiny", requests=decodes(3, 40), num_heads=4, latent_size=32, rope_size=8),
 )
 """For trying the script, on any device."""

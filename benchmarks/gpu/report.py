@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu.cases import ISSUED, Case
 from benchmarks.gpu.engine import GRAPHS, WORKLOAD
-from benchmarks.harness.pages import table
+from benchmarks.harness.pages import page, table
 
 NOT_YET = "not measured yet"
 
@@ -34,64 +34,65 @@ def write_report(record: Mapping[str, Any], wanted: Sequence[Case]) -> str:
         record: What was measured; empty if nothing was.
         wanted: All cases, in the order of the page.
     """
-    lines = ["# Attention on a GPU", "", *_machine(record), ""]
-    lines += [EXPLANATION]
-    measured = record.get("cases", {})
-    for group in dict.fromkeys(case.group for case in wanted):
-        members = [case for case in wanted if case.group == group]
-        found = [measured.get(f"{group}: {case.name}") for case in members]
+    parts = ["# Attention on a GPU", _machine(record), EXPLANATION]
+    for kind in dict.fromkeys(case.kind for case in wanted):
+        members = [case for case in wanted if case.kind == kind]
+        found = [record.get("cases", {}).get(case.key) for case in members]
         names = [*dict.fromkeys(name for each in found if each for name in each["measured"])]
         rows = [_row(case, each, names) for case, each in zip(members, found, strict=True)]
-        heads = (group, "floor, µs", *(names or ["any backend"]))
-        lines += ["", f"## {group[0].upper()}{group[1:]}", "", table(heads, rows)]
-    lines += ["", "## On the host", "", _host(record.get("host", {}))]
-    lines += ["", "## A step of an engine", "", STEPS, "", _steps(record.get("engine", {}))]
+        heads = (kind, "floor, µs", *(names or ["any backend"]))
+        parts += [f"## {kind[0].upper()}{kind[1:]}", table(heads, rows)]
+    hosts = [(name, _micro(statistics.median(times))) for name, times in record.get("host", {}).items()]
+    parts += [
+        "## On the host",
+        table(("metadata of 256 decodes", "µs on the host"), hosts or [("any backend", NOT_YET)]),
+    ]
+    parts += ["## A step of an engine", STEPS, _steps(record.get("engine", {}))]
     if missing := record.get("missing"):
-        lines += ["", "## Not on this machine", ""]
-        lines += [f"- `{name}`: {reason}" for name, reason in missing.items()]
-    return "\n".join(lines) + "\n"
+        parts += ["## Not on this machine", "\n".join(f"- `{name}`: {reason}" for name, reason in missing.items())]
+    return page(*parts)
 
 
-def _machine(record: Mapping[str, Any]) -> list[str]:
+def _micro(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f}"
+
+
+def _machine(record: Mapping[str, Any]) -> str:
     if not record:
-        return [
+        return (
             "Nothing was measured yet: `benchmarks/gpu.sh`, on a machine with a GPU, measures every row in one call. "
             f"Floors are those of {ISSUED.bytes_per_second / 1e12:.1f} TB/s and "
             f"{ISSUED.flops_per_second / 1e12:.0f} TFLOP/s, an H200's."
-        ]
+        )
     machine, ceilings = record["machine"], record["ceilings"]
     sizes = ""
     if machine["multiprocessors"]:
         l2 = "" if machine["l2_bytes"] is None else f", {machine['l2_bytes'] / 2**20:.0f} MB of L2"
         sizes = f", {machine['multiprocessors']} multiprocessors, {machine['memory_bytes'] / 2**30:.0f} GiB{l2}"
-    return [
+    return (
         f"Measured on {machine['date']} by `{machine['command']}`: {machine['device']}{sizes}; "
         f"torch {machine['torch']}, triton {machine['triton']}, Python {machine['python']}, "
-        f"kvframe at {machine['commit']}.",
-        "",
+        f"kvframe at {machine['commit']}.\n\n"
         f"A copy on the device moved {ceilings['bytes_per_second'] / 1e12:.2f} TB/s, read and written, and a product "
-        f"of bfloat16 matrices ran at {ceilings['flops_per_second'] / 1e12:.0f} TFLOP/s.",
-    ]
+        f"of bfloat16 matrices ran at {ceilings['flops_per_second'] / 1e12:.0f} TFLOP/s."
+    )
 
 
 def _row(case: Case, found: Mapping[str, Any] | None, names: Sequence[str]) -> list[str]:
     if found is None:
-        return [case.name, f"{case.floor(ISSUED) * 1e6:,.1f}", *[NOT_YET] * max(1, len(names))]
+        return [case.name, _micro(case.floor(ISSUED)), *[NOT_YET] * max(1, len(names))]
     floor, measured = found["floor_seconds"], found["measured"]
     times = {name: each["seconds"] for name, each in measured.items() if each["seconds"]}
-    best = min(times.values(), default=None)
-    cells = []
-    for name in names:
-        if name not in measured:
-            cells.append("")
-        elif name not in times:
-            cells.append(measured[name]["reason"])
-        else:
-            others = min((time for other, time in times.items() if other != name), default=None)
-            ratio = "" if others is None else f", x {others / times[name]:.2f}"
-            text = f"{times[name] * 1e6:,.1f} ({100 * floor / times[name]:.0f} %{ratio})"
-            cells.append(f"**{text}**" if times[name] == best else text)
-    return [case.name, f"{floor * 1e6:,.1f}", *(cells or [NOT_YET])]
+
+    def cell(name: str) -> str:
+        if name not in times:
+            return str(measured[name]["reason"]) if name in measured else ""
+        others = min((time for other, time in times.items() if other != name), default=None)
+        ratio = "" if others is None else f", x {others / times[name]:.2f}"
+        text = f"{_micro(times[name])} ({100 * floor / times[name]:.0f} %{ratio})"
+        return f"**{text}**" if times[name] == min(times.values()) else text
+
+    return [case.name, _micro(floor), *(map(cell, names) if names else [NOT_YET])]
 
 
 def _steps(engine: Mapping[str, Any]) -> str:
@@ -109,11 +110,3 @@ def _steps(engine: Mapping[str, Any]) -> str:
         rows.append([*row, f"{step:,.3f}", f"{busy:,.3f}", f"{idle:,.3f}", f"{100 * idle / step:.1f} %", backends])
     heads = ("requests", "graphs", "step, ms", "device works, ms", "host alone, ms", "share", "attention by")
     return table(heads, rows)
-
-
-def _host(host: Mapping[str, Sequence[float]]) -> str:
-    if not host:
-        rows = [["any backend", NOT_YET]]
-    else:
-        rows = [[name, f"{statistics.median(times) * 1e6:,.1f}"] for name, times in host.items()]
-    return table(("metadata of 256 decodes", "µs on the host"), rows)

@@ -17,12 +17,14 @@ from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import Staging
 from kvframe.attention.wrapping import apply_chain
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.registry import Registry
 from kvframe.selection.chains import bind_chain
+from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.reference import dense_attention
 from kvframe.testing.state import GridSpec
@@ -45,27 +47,19 @@ ERROR = 0.02
 def make_layer(case: Case, block_size: int, registry: Registry, dtype: str = "bfloat16") -> LayerSpec:
     """Return a case's layer, as a model has it."""
     spec: KVCacheSpec
+    pages: dict[str, Any] = {"block_size": block_size, "dtype": dtype}
+    size = case.head_size
     if isinstance(case, LatentCase):
-        spec = MLASpec(
-            block_size=block_size,
-            latent_size=case.latent_size,
-            rope_size=case.rope_size,
-            head_size_v=case.head_size_v,
-            dtype=dtype,
-        )
-        size = case.nope_size + case.rope_size
+        latents: dict[str, Any] = {
+            "latent_size": case.latent_size,
+            "rope_size": case.rope_size,
+            "head_size_v": case.head_size_v,
+        }
+        spec, size = MLASpec(**pages, **latents), case.nope_size + case.rope_size
     else:
-        size = case.head_size
-        options = {} if case.format == "plain" else {"format": registry.formats.load(case.format)()}
-        spec = GridSpec(
-            block_size=block_size,
-            num_kv_heads=case.num_kv_heads,
-            head_size=size,
-            dtype=dtype,
-            window=case.window,
-            chunk=case.chunk,
-            **options,
-        )
+        stored = PLAIN if case.format == "plain" else registry.formats.load(case.format)()
+        sees: dict[str, Any] = {"window": case.window, "chunk": case.chunk}
+        spec = GridSpec(num_kv_heads=case.num_kv_heads, head_size=size, format=stored, **pages, **sees)
     query = QuerySpec(num_heads=case.num_heads, head_size=size, scale=size**-0.5)
     return LayerSpec(name="layer", spec=spec, query=query, shares_with="owner" if case.skips else None)
 
@@ -97,8 +91,7 @@ def rotation(case: Case) -> int:
 
 def needed_bytes(case: Case) -> int:
     """Return the bytes of all sets of pages."""
-    whole = sum(request.seq_len for request in case.requests) / max(1, case.num_keys())
-    return int(rotation(case) * case.kv_bytes() * whole)
+    return rotation(case) * case.kv_bytes() * sum(case.seq_lens) // max(1, case.num_keys)
 
 
 class PagedLayer:
@@ -127,7 +120,7 @@ class PagedLayer:
         self._layer = make_layer(case, self._block_size, registry, dtype_name)
         self._chain, self._seen, _ = bind_chain(make_chain(case), self._layer)
         self._backend = make_backend(backend_class, self._seen, device)
-        self._host = make_metadata(case.requests, self._block_size)
+        self._host = make_metadata([Request(*request) for request in case.requests], self._block_size)
         self._num_pages = rotation(case) * int(self._host.block_table.max())
         assert self._layer.spec is not None
         assert self._layer.query is not None
@@ -146,9 +139,9 @@ class PagedLayer:
     def _fill(self) -> None:
         """Let the backend write random keys and values to all pages but the first, as the layer's format says."""
         case, size, self._generator = self._case, self._block_size, torch.Generator(self._device).manual_seed(1)
-        sizes = (case.num_kv_heads, case.head_size), (case.num_kv_heads, case.head_size)
+        sizes = [(case.num_kv_heads, case.head_size)] * 2
         if isinstance(case, LatentCase):
-            sizes = (1, case.latent_size), (1, case.rope_size)
+            sizes = [(1, case.latent_size), (1, case.rope_size)]
         end = (self._num_pages + 1) * size
         for start in range(size, end, FILLED_TOKENS):
             slots = torch.arange(start, min(start + FILLED_TOKENS, end), device=self._device)
@@ -168,6 +161,7 @@ class PagedLayer:
         builder, staging = self._backend.make_builder(), Staging(self._device)
         wrapped, back = apply_chain(self._chain, metadata), None
         rows = metadata.generating_indices_cpu if self._case.skips else torch.arange(len(self.query))
+        assert rows is not None
         own = self.query.index_select(0, rows.to(self._device))
         if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
             wrapped, permutation = permute(wrapped, builder.batch_order)
@@ -197,13 +191,9 @@ class PagedLayer:
         for place in places:
             row = int(rows[place])
             request = int(torch.searchsorted(starts, row, right=True)) - 1
-            position = case.requests[request].seq_len - (int(starts[request + 1]) - row)
-            first = 0
-            if case.chunk is not None:
-                first = position - position % case.chunk
-            elif case.window is not None:
-                first = max(0, position - case.window + 1)
-            key, value = self._dense(tables[request], first, position + 1)
+            position = torch.tensor(case.seq_lens[request] - (int(starts[request + 1]) - row))
+            end = int(position) + 1
+            key, value = self._dense(tables[request], end - int(case.num_seen(position)), end)
             visible = torch.ones(1, len(key), dtype=torch.bool, device=self._device)
             exact.append(dense_attention(query_side, self.query[row : row + 1].float(), key, value, visible)[0])
             found.append(output[place].float())

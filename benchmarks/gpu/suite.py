@@ -1,16 +1,12 @@
 """Measure attention on a GPU: every backend that runs there, beside what the device can do at most.
 
-    python -m benchmarks.gpu.suite [--budget SECONDS] [--results FOLDER]
-
-``benchmarks/gpu.sh`` calls it, after the tests. benchmarks/README.md says how, and what the figures mean. Without a GPU
-it writes the page of what is recorded, with the rows that were not measured yet.
+``benchmarks/gpu.sh`` calls it, after the tests. The README of benchmarks says how. Without a GPU it writes the page of
+what is recorded, with the rows that were not measured yet.
 """
 
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,43 +17,28 @@ import attrs
 import click
 import torch
 
+from benchmarks.engine.workloads import Workload
 from benchmarks.gpu.cases import TINY, Case, cases
-from benchmarks.gpu.engine import TINY_WORKLOAD, WORKLOAD, Workload, measure_steps
+from benchmarks.gpu.engine import TINY_WORKLOAD, WORKLOAD, measure_steps
 from benchmarks.gpu.measure import measure_case, measure_host
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.timing import measure_ceilings
 from benchmarks.harness.backends import usable_backends
-from benchmarks.harness.machine import RESULTS, command_line
+from benchmarks.harness.machine import RESULTS, describe_machine
 from benchmarks.harness.record import write
 from kvframe.loading.plugins import load_plugins
 
 
-def describe(device: torch.device, command: str) -> dict[str, Any]:
+def describe(device: torch.device) -> dict[str, Any]:
     """Return what the figures depend on besides the code."""
-    root = Path(__file__).resolve().parents[2]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=root)
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
-        "device": device.type if properties is None else properties.name,
-        "multiprocessors": None if properties is None else properties.multi_processor_count,
-        "memory_bytes": None if properties is None else properties.total_memory,
-        "l2_bytes": None if properties is None else getattr(properties, "L2_cache_size", None),
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
-        "command": command,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **describe_machine(torch.get_num_threads(), ("torch", "triton")),
+        "device": getattr(properties, "name", device.type),
+        "multiprocessors": getattr(properties, "multi_processor_count", None),
+        "memory_bytes": getattr(properties, "total_memory", None),
+        "l2_bytes": getattr(properties, "L2_cache_size", None),
     }
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 @click.command(help=__doc__)
@@ -74,7 +55,7 @@ def main(budget: float, device: str, tiny: bool, names: tuple[str, ...], results
     wanted = TINY if tiny else tuple(cases())
     if device != "none":
         workload, before = TINY_WORKLOAD if tiny else WORKLOAD, record
-        for found in run(torch.device(device), wanted, names, time.monotonic() + budget, command_line(), workload):
+        for found in run(torch.device(device), wanted, names, time.monotonic() + budget, workload):
             record = merged(before, found)
             write(results, "gpu", record, write_report(record, wanted))
     page.write_text(write_report(record, wanted), encoding="utf-8")
@@ -97,11 +78,11 @@ def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(
-    device: torch.device, wanted: Sequence[Case], names: Sequence[str], end: float, command: str, workload: Workload
+    device: torch.device, wanted: Sequence[Case], names: Sequence[str], end: float, workload: Workload
 ) -> Iterator[dict[str, Any]]:
     """Yield the record of a run on a device after each case, so that what was measured is kept whatever comes.
 
-    Where backends are asked for by name, the steps of an engine are left out.
+    If backends are asked for by name, the steps of an engine are left out.
     """
     torch.set_grad_enabled(False)
     registry = load_plugins().registry
@@ -109,7 +90,7 @@ def run(
     backends = {name: each for name, each in backends.items() if not names or name in names}
     ceilings = measure_ceilings(device)
     record: dict[str, Any] = {
-        "machine": describe(device, command),
+        "machine": describe(device),
         "ceilings": attrs.asdict(ceilings),
         "missing": missing,
         "cases": {},
@@ -122,23 +103,21 @@ def run(
         steps = measure_steps(workload, device)
         found_steps = {graphs: attrs.asdict(each) for graphs, each in steps.items()}
         record["engine"] = {"name": workload.name, "graphs": found_steps}
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         yield record
     spent = dict.fromkeys(backends, 0.0)
     for case in wanted:
         if time.monotonic() > end:
             break
-        print(f"{case.group}: {case.name}", file=sys.stderr, flush=True)
+        print(case.key, file=sys.stderr, flush=True)
         found = measure_case(case, backends, registry, device, spent)
-        record["cases"][f"{case.group}: {case.name}"] = {
+        record["cases"][case.key] = {
             "floor_seconds": case.floor(ceilings),
             "bytes": case.num_bytes(),
-            "flops": case.num_flops(),
+            "flops": case.num_flops,
             "measured": {name: attrs.asdict(each) for name, each in found.items()},
         }
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         yield record
 
 

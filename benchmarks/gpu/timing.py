@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import attrs
 import torch
 
 from benchmarks.gpu.cases import Ceilings
+from benchmarks.harness.process import timed
 
 COPIED_BYTES = 4 << 30
 MATRIX_SIZE = 8192
@@ -26,18 +26,21 @@ def in_a_sentence(problem: Exception) -> str:
 
 
 @attrs.frozen(kw_only=True)
-class Timing:
-    """How long a call takes.
+class Measured:
+    """What came of one system on one case.
 
     Attributes:
-        seconds: On the device; where the host launches every call, whichever of the two is longer.
-        host_seconds: Until the host has queued it.
-        how: ``"graph"``, ``"events"`` or, on a CPU, ``"clock"``.
+        seconds: Of one call on the device; None if it was not timed.
+        error: How far the output is from the reference, by norms.
+        how: ``"graph"`` if calls were replayed from a graph, ``"events"`` if the host launched each of them, whose time
+            then counts, or ``"clock"`` on a CPU.
+        reason: Why it was not timed; empty if it was.
     """
 
-    seconds: float
-    host_seconds: float
-    how: str
+    seconds: float | None = None
+    error: float | None = None
+    how: str = ""
+    reason: str = ""
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -53,24 +56,26 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     return Ceilings(bytes_per_second=2 * num_bytes / copying, flops_per_second=2 * size**3 / multiplying)
 
 
-def time_calls(calls: Sequence[Callable[[], torch.Tensor]], device: torch.device) -> Timing:
+def time_calls(
+    calls: Sequence[Callable[[], torch.Tensor]], device: torch.device, error: float | None = None
+) -> Measured:
     """Return how long one of several calls takes that are made by turns, each over memory of its own.
 
     Args:
-        calls: The calls. They are captured as one graph and replayed where that can be done.
+        calls: The calls. They are captured as one graph and replayed if that can be done.
         device: Where they run.
+        error: How far their outputs are from the reference.
     """
     for call in calls:
         call()
-    host = statistics.median(seconds_each(calls[0], REPEATS, device))
     if device.type != "cuda":
-        return Timing(seconds=_median(calls, device), host_seconds=host, how="clock")
+        return Measured(seconds=_median(calls, device), error=error, how="clock")
     try:
         graph = _capture(calls)
     except Exception:  # whatever a library does that a graph does not take
         torch.cuda.synchronize(device)
-        return Timing(seconds=_median(calls, device), host_seconds=host, how="events")
-    return Timing(seconds=_median([graph.replay], device) / len(calls), host_seconds=host, how="graph")
+        return Measured(seconds=_median(calls, device), error=error, how="events")
+    return Measured(seconds=_median([graph.replay], device) / len(calls), error=error, how="graph")
 
 
 def seconds_each(call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
@@ -79,9 +84,7 @@ def seconds_each(call: Callable[[], object], repeats: int, device: torch.device)
     for _ in range(repeats):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
+        found.append(timed(call)[0])
     return found
 
 
@@ -108,17 +111,16 @@ def _median(calls: Sequence[Callable[[], object]], device: torch.device) -> floa
 
 
 def _once(calls: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> float:
-    if device.type != "cuda":
-        start_time = time.perf_counter()
+    def run() -> None:
         for _ in range(rounds):
             for call in calls:
                 call()
-        return (time.perf_counter() - start_time) / (rounds * len(calls))
+
+    if device.type != "cuda":
+        return timed(run)[0] / (rounds * len(calls))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for _ in range(rounds):
-        for call in calls:
-            call()
+    run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1000 / (rounds * len(calls))
+    return float(start.elapsed_time(end)) / 1000 / (rounds * len(calls))

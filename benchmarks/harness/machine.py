@@ -8,7 +8,8 @@ import shlex
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ PEER = ROOT / ".cache" / "peers" / "vllm"
 """Where ``make peer`` installs vLLM."""
 
 
-def describe_machine(threads: int) -> dict[str, Any]:
-    """Return what the figures depend on besides the code."""
-    packages = ("torch", "transformers", "kvframe", "numpy")
+def describe_machine(threads: int, packages: Sequence[str] = ("torch", "transformers", "numpy")) -> dict[str, Any]:
+    """Return what the figures depend on besides the code: the machine, and the versions of packages."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -30,11 +30,18 @@ def describe_machine(threads: int) -> dict[str, Any]:
         "threads": threads,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-        "commit": commit.stdout.strip(),
+        **{name: _version(name) for name in ("kvframe", *packages)},
+        "commit": commit.stdout.strip() or "unknown",
         "command": command_line(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def command_line() -> str:

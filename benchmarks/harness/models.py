@@ -50,6 +50,7 @@ def plugins_of(name: str) -> Sequence[ModuleType]:
     """Return the manifest modules that a model needs beside the installed plugins."""
     if "yoco" not in name:
         return ()
+    sys.path.insert(0, str(YOCO))
     import yoco_plugin
 
     return (yoco_plugin,)

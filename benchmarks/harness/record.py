@@ -6,12 +6,14 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from benchmarks.harness.machine import RESULTS, describe_machine
+from kvframe.cli import render
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
@@ -64,6 +66,20 @@ def write(results: Path, name: str, record: Record, page: str) -> None:
     results.mkdir(parents=True, exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (results / f"{name}.md").write_text(page, encoding="utf-8")
+
+
+@contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar; yield what is called with the number of units that were finished since the last call."""
+    done = 0
+    with render.progress(description, total) as show:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            show(done)
+
+        yield advance
 
 
 def rounds(sides: Sequence[T], count: int, *, warm_up: bool = False) -> Iterator[tuple[int, list[T]]]:

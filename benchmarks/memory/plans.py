@@ -5,10 +5,8 @@ The README of benchmarks says what the figures mean. Nothing is loaded or run: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import attrs
 
 from benchmarks.harness import options
 from benchmarks.harness.machine import ROOT
@@ -36,42 +34,28 @@ STATES_ONCE = {"rules": [{"kind": "mamba", "spec": {"checkpoints": "none"}, "opt
 """Of a state one is kept for each request, and nothing for prefix caching."""
 
 
-@attrs.frozen
-class Model:
-    """A row of the table.
-
-    Attributes:
-        title: The model.
-        file: Its layer file.
-        has_states: Whether it is planned once more with ``STATES_ONCE``.
-    """
-
-    title: str
-    file: str
-    has_states: bool = False
-
-
-MODELS = (
-    Model("Llama 3.1 8B", "llama_3_1_8b.toml"),
-    Model("Gemma 3 27B", "gemma_3_27b.json"),
-    Model("Gemma 3n E4B", "gemma_3n_e4b.toml"),
-    Model("Llama 4 Scout", "llama_4_scout.toml"),
-    Model("gpt-oss-20b", "gpt_oss_20b.toml"),
-    Model("Qwen3-Next 80B", "qwen3_next_80b.toml", has_states=True),
-    Model("Jamba Mini", "jamba_mini.toml", has_states=True),
-    Model("Falcon-H1 7B", "falcon_h1_7b.toml", has_states=True),
-    Model("Phi-4-mini-flash", "phi_4_mini_flash.toml", has_states=True),
-    Model("DeepSeek-V3", "deepseek_v3.toml"),
-    Model("Whisper large v3", "whisper_large_v3.toml"),
-)
+MODELS = {
+    "llama_3_1_8b.toml": "Llama 3.1 8B",
+    "gemma_3_27b.json": "Gemma 3 27B",
+    "gemma_3n_e4b.toml": "Gemma 3n E4B",
+    "llama_4_scout.toml": "Llama 4 Scout",
+    "gpt_oss_20b.toml": "gpt-oss-20b",
+    "qwen3_next_80b.toml": "Qwen3-Next 80B",
+    "jamba_mini.toml": "Jamba Mini",
+    "falcon_h1_7b.toml": "Falcon-H1 7B",
+    "phi_4_mini_flash.toml": "Phi-4-mini-flash",
+    "deepseek_v3.toml": "DeepSeek-V3",
+    "whisper_large_v3.toml": "Whisper large v3",
+}
+"""Layer files, and the models that they describe."""
 
 
-def measure(model: Model, registry: Registry) -> list[dict[str, Any]]:
-    """Return the model's rows: one, or two if it keeps states."""
-    description = read_layer_file(LAYER_FILES / model.file)
-    rows = [_row(model.title, description, registry, {})]
-    if model.has_states:
-        rows.append(_row(f"{model.title}, one state a request", description, registry, STATES_ONCE))
+def measure(file: str, registry: Registry) -> list[dict[str, Any]]:
+    """Return a model's rows: one, or two if it keeps states."""
+    description, title = read_layer_file(LAYER_FILES / file), MODELS[file]
+    rows = [_row(title, description, registry, {})]
+    if any(group["kind"] == "mamba" for group in rows[0]["groups"]):
+        rows.append(_row(f"{title}, one state a request", description, registry, STATES_ONCE))
     return rows
 
 
@@ -88,9 +72,9 @@ def _row(title: str, description: ModelDescription, registry: Registry, changes:
         "padded": padded.plan(MEMORY_BYTES, max_model_len, plan.max_num_batched_tokens, lens),
     }
     lengths = sorted({min(length, max_model_len) for length in LENGTHS})
-    blocks = [plans["padded"].num_slabs_for(plans["padded"].peak_blocks(length)) for length in lengths]
-    block_bytes = plans["padded"].slab_bytes
-    used = [_held_bytes(plans["padded"], length) for length in lengths]
+    held = {name: [held_bytes(each, length) for length in lengths] for name, each in plans.items()}
+    equal = plans["padded"]
+    blocks = [equal.slab_bytes * equal.num_slabs_for(equal.peak_blocks(length)) for length in lengths]
     return {
         "title": title,
         "model": description.name,
@@ -107,22 +91,19 @@ def _row(title: str, description: ModelDescription, registry: Registry, changes:
         "wasted_bytes": round(wasted_share(plan) * plan.memory_bytes),
         "lengths": lengths,
         "requests": {name: [each.max_concurrency(length) for length in lengths] for name, each in plans.items()},
-        "request_bytes": {
-            **{name: [_held_bytes(plans[name], length) for length in lengths] for name in ("hybrid", "full")},
-            "padded": [count * block_bytes for count in blocks],
-        },
+        "request_bytes": {**held, "padded": blocks},
         "padded": {
             "num_groups": padded.num_groups,
             "group_size": padded.group_size,
             "num_missing_layers": padded.num_missing,
             "page_bytes": padded.page_bytes,
             "block_sizes": [spec.block_size for spec, _ in padded.types if not spec.is_per_block],
-            "wasted": [1 - held / (count * block_bytes) for held, count in zip(used, blocks, strict=True)],
+            "wasted": [1 - used / whole for used, whole in zip(held["padded"], blocks, strict=True)],
         },
     }
 
 
-def _held_bytes(plan: KVCachePlan, num_tokens: int) -> int:
+def held_bytes(plan: KVCachePlan, num_tokens: int) -> int:
     """Return the bytes of the most pages that a request holds."""
     return sum(count * group.page_bytes for count, group in zip(plan.peak_blocks(num_tokens), plan.groups, strict=True))
 
@@ -178,21 +159,12 @@ def _planned(row: Mapping[str, Any]) -> tuple[str, ...]:
     return row["title"], groups, format_bytes(row["bytes_per_token"]), ", ".join(held), wasted
 
 
-def _requests(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    found = []
+def _requests(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for index, length in enumerate(row["lengths"]):
-        counts = (row["requests"][name][index] for name in SYSTEMS)
-        sizes = (row["request_bytes"][name][index] / 2**20 for name in SYSTEMS)
-        found.append(
-            (
-                row["title"] if index == 0 else "",
-                f"{length:,}",
-                *(f"{count:,}" for count in counts),
-                *(f"{size:,.1f}" for size in sizes),
-                f"{row['padded']['wasted'][index]:.1%}",
-            )
-        )
-    return found
+        title = row["title"] if index == 0 else ""
+        counts = (f"{row['requests'][name][index]:,}" for name in SYSTEMS)
+        sizes = (f"{row['request_bytes'][name][index] / 2**20:,.1f}" for name in SYSTEMS)
+        yield title, f"{length:,}", *counts, *sizes, f"{row['padded']['wasted'][index]:.1%}"
 
 
 def _padded(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -203,17 +175,16 @@ def _padded(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @benchmark("memory", write_report)
-@options.choose("--model", "files", [model.file for model in MODELS])
+@options.choose("--model", "files", MODELS)
 def main(files: Sequence[str]) -> dict[str, Any]:
     """Plan the models and write one JSON file and one page of results."""
     registry = load_plugins().registry
-    chosen = [model for model in MODELS if model.file in files]
     return {
         "memory_bytes": MEMORY_BYTES,
         "dtype": DTYPE,
         "block_size": Stack().cache.block_size,
         "max_num_batched_tokens": Stack().engine.max_num_batched_tokens,
-        "models": [row for model in chosen for row in measure(model, registry)],
+        "models": [row for file in files for row in measure(file, registry)],
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from benchmarks.memory.padded_groups import PaddedGroups
-from benchmarks.memory.plans import DTYPE, LAYER_FILES, STATES_ONCE
+from benchmarks.memory.plans import DTYPE, LAYER_FILES, MAX_MODEL_LEN, STATES_ONCE, held_bytes
 from kvframe.config.stack import Stack
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.specs import LayerSpec, align_up
@@ -17,7 +17,6 @@ from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.plan import KVCachePlan, plan_cache
 
-MAX_MODEL_LEN = 131_072
 REQUEST_TOKENS = 8_192
 """Tokens of the requests by which a shape's memory is measured out, or as many as the model takes."""
 
@@ -56,14 +55,13 @@ class Shape:
 
         Args:
             file: The layer file.
-            num_requests: How many requests of ``REQUEST_TOKENS`` tokens the memory holds, where every layer keeps every
+            num_requests: How many requests of ``REQUEST_TOKENS`` tokens the memory holds, if every layer keeps every
                 token and one state.
         """
         description = read_layer_file(LAYER_FILES / file)
         longest = min(MAX_MODEL_LEN, description.max_model_len)
         full = _plan(group_layers(_layers(description, STATES_ONCE), hybrid=False), description, longest, 1 << 42)
-        blocks = full.peak_blocks(min(REQUEST_TOKENS, longest))
-        request_bytes = sum(count * group.page_bytes for count, group in zip(blocks, full.groups, strict=True))
+        request_bytes = held_bytes(full, min(REQUEST_TOKENS, longest))
         largest = max(group.page_bytes for group in full.groups)
         return cls(
             description=description,

@@ -49,11 +49,6 @@ class Outcome:
     hit_rate: float = 0.0
     full_use: list[MemoryUse] = attrs.field(factory=list)
 
-    @property
-    def mean_concurrency(self) -> float:
-        """Requests that ran at once, on average."""
-        return sum(self.concurrency) / len(self.concurrency)
-
 
 class Simulation:
     """Runs a trace on a plan.

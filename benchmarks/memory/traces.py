@@ -103,7 +103,7 @@ def draw(lengths: Lengths, count: int, longest: int, seed: int = 0) -> list[Conv
     """
     random = np.random.default_rng(seed)
     scale = min(1.0, longest / (2 * typical_tokens(lengths)))
-    shared = [_tokens(random, round(scale * lengths.shared)) for _ in range(lengths.num_shared)]
+    shared = [draw_tokens(random, round(scale * lengths.shared)) for _ in range(lengths.num_shared)]
     return [_conversation(lengths, random, scale, longest, shared) for _ in range(count)]
 
 
@@ -119,7 +119,7 @@ def _conversation(
     def length(median: int, spread: float) -> int:
         return max(1, round(scale * median * float(np.exp(spread * random.standard_normal()))))
 
-    text = array("I", shared[random.integers(len(shared))]) if shared else array("I")
+    text = array("I", shared[int(random.integers(len(shared)))]) if shared else array("I")
     turns: list[Turn] = []
     end = len(text)
     for index in range(int(random.integers(lengths.turns[0], lengths.turns[1] + 1))):
@@ -133,9 +133,10 @@ def _conversation(
             prompt_end = min(prompt_end, longest - reply)
         end = prompt_end + reply
         turns.append(Turn(prompt_end, end, round(random.exponential(lengths.pause)) if index else 0))
-    text.extend(_tokens(random, end - len(text)))
+    text.extend(draw_tokens(random, end - len(text)))
     return Conversation(text, tuple(turns))
 
 
-def _tokens(random: np.random.Generator, count: int) -> Tokens[int]:
+def draw_tokens(random: np.random.Generator, count: int) -> Tokens[int]:
+    """Return random tokens."""
     return array("I", random.integers(VOCABULARY, size=count, dtype=np.uint32).tobytes())

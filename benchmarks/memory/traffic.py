@@ -16,7 +16,7 @@ import attrs
 import click
 
 from benchmarks.harness import options
-from benchmarks.harness.record import benchmark
+from benchmarks.harness.record import benchmark, progress
 from benchmarks.memory.plans import DTYPE, MODELS
 from benchmarks.memory.shapes import (
     FEW_STATES,
@@ -31,7 +31,6 @@ from benchmarks.memory.simulator import Outcome, Simulation
 from benchmarks.memory.traces import TRACES, Lengths, draw, typical_tokens
 from benchmarks.memory.traffic_report import draw_plot, write_report
 from benchmarks.memory.use import MemoryUse
-from kvframe.cli.render import progress
 
 SIZE = 32
 USERS = {True: 2.5, False: 1.5}
@@ -69,9 +68,8 @@ class Job:
             max_num_seqs=MAX_NUM_SEQS,
             input_lens=shape.description.max_input_lens,
         ).run()
-        title = next(model.title for model in MODELS if model.file == self.file)
         return {
-            "title": title,
+            "title": MODELS[self.file],
             "trace": self.trace,
             "layout": self.layout,
             "memory_bytes": shape.memory_bytes,
@@ -90,14 +88,12 @@ def figures(outcome: Outcome, memory_bytes: int) -> dict[str, Any]:
     """Return an outcome as plain values, memory as shares of all of it."""
     uses, parts = outcome.full_use, [field.name for field in attrs.fields(MemoryUse)]
     return {
-        "requests": outcome.requests,
-        "steps": outcome.steps,
+        **{
+            name: getattr(outcome, name)
+            for name in ("requests", "steps", "was_full", "peak", "preemptions", "hit_rate")
+        },
         "ended_in_1000_steps": 1000 * outcome.requests / outcome.steps,
-        "was_full": outcome.was_full,
-        "peak": outcome.peak,
-        "concurrency": outcome.mean_concurrency,
-        "preemptions": outcome.preemptions,
-        "hit_rate": outcome.hit_rate,
+        "concurrency": fmean(outcome.concurrency),
         "looks": len(uses),
         "use": {name: fmean(getattr(use, name) for use in uses) / memory_bytes for name in parts} if uses else None,
         "most_wasted": max((use.partly_used + use.padding for use in uses), default=0) / memory_bytes,
@@ -115,19 +111,19 @@ def _jobs(files: Sequence[str], traces: Sequence[str], size: int) -> list[Job]:
 
 
 @benchmark("memory_traffic", write_report, plots={"memory_traffic": draw_plot})
-@options.choose("--model", "files", [model.file for model in MODELS])
+@options.choose("--model", "files", MODELS)
 @options.choose("--trace", "traces", TRACES)
 @click.option("--size", type=click.IntRange(1), default=SIZE, help="Requests that the memory is for.")
 @click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), help="Processes.")
 def main(files: Sequence[str], traces: Sequence[str], size: int, workers: int) -> dict[str, Any]:
     """Run the traces and write one JSON file, one page of results and one plot."""
     jobs = _jobs(files, traces, size)
-    rows: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context) as pool, progress("traces on layouts", len(jobs)) as show:
+    with ProcessPoolExecutor(workers, context) as pool, progress("traces on layouts", len(jobs)) as advance:
+        rows = []
         for row in pool.map(Job.run, jobs):
             rows.append(row)
-            show(len(rows))
+            advance(1)
     return {
         "dtype": DTYPE,
         "size": size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -54,14 +55,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_floors_are_bytes_over_bandwidth_or_operations_over_rate(name: str, microseconds: int) -> None:
-    (case,) = (case for case in cases.cases() if f"{case.group}: {case.name}" == name)
+    (case,) = (case for case in cases.cases() if case.key == name)
     # At 4.3 TB/s and 790 TFLOP/s, an H200's.
     ceilings = cases.ISSUED
     assert microseconds == round(case.floor(ceilings) * 1e6)
 
 
 def test_names_of_cases_are_their_own() -> None:
-    names = [f"{case.group}: {case.name}" for case in cases.cases()]
+    names = [case.key for case in cases.cases()]
     assert len(set(names)) == len(names)
 
 
@@ -173,7 +174,7 @@ def test_a_layer_that_a_backend_refuses_is_left_out() -> None:
 
 
 def test_what_a_backend_would_read_from_copies_is_left_out() -> None:
-    stored = attrs.evolve(cases.TINY[0], format="fp8_tensor")
+    stored = dataclasses.replace(cases.TINY[0], format="fp8_tensor")
     assert "format" == measure.why_refused(stored, TorchBackend, load_plugins().registry, "cpu")
 
 
@@ -195,8 +196,8 @@ interpreted = pytest.mark.skipif(
 
 @pytest.fixture
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_time = timing.Timing(seconds=1.0, host_seconds=1.0, how="clock")
-    monkeypatch.setattr(measure, "time_calls", lambda calls, device: no_time)
+    no_time = timing.Measured(seconds=1.0, how="clock")
+    monkeypatch.setattr(measure, "time_calls", lambda calls, device, error: no_time)
     monkeypatch.setattr(steps, "MAX_ROTATION", 3)  # sets of pages, which an interpreter fills
 
 
@@ -204,7 +205,7 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_untimed")
 def test_tritons_kernels_compute_every_kind_of_case() -> None:
     *tiny, latents = cases.TINY
-    stored = [attrs.evolve(tiny[0], format=name) for name in ("fp8_tensor", "int8_token_head")]
+    stored = [dataclasses.replace(tiny[0], format=name) for name in ("fp8_tensor", "int8_token_head")]
     served = [*((Triton, case) for case in (*tiny, *stored)), (TritonMLA, latents)]
     for backend, case in served:
         found = measure.measure(case, backend, load_plugins().registry, torch.device("cpu"))
@@ -215,7 +216,7 @@ def test_tritons_kernels_compute_every_kind_of_case() -> None:
 @pytest.mark.usefixtures("_untimed")
 def test_the_kernel_of_states_is_measured_beside_plain_torch() -> None:
     case = cases.StateCase(
-        name="tiny", group="tiny", requests=cases.decodes(2, 1), num_heads=2, head_size=16, state_size=16
+        name="tiny", kind="tiny", requests=cases.decodes(2, 1), num_heads=2, head_size=16, state_size=16
     )
     found = measure.measure_states(case, torch.device("cpu"))
     assert {"kernel": "", "plain torch": ""} == {name: each.reason for name, each in found.items()}
@@ -228,7 +229,9 @@ def test_metadata_that_is_built_on_the_host_is_brought_to_the_device(backend: ty
     layer = steps.make_layer(case, 16, load_plugins().registry)
     builder = backend([layer], there).make_builder()
     assert builder.on_host is not None
-    built = steps.build_on_device(builder, steps.make_metadata(case.requests, 16), Staging(there))
+    built = steps.build_on_device(
+        builder, steps.make_metadata([steps.Request(*request) for request in case.requests], 16), Staging(there)
+    )
     assert not host_tensors(built)
 
 

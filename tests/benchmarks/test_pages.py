@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -56,3 +57,12 @@ def test_ratios_are_of_the_same_round() -> None:
 
 def test_a_median_is_shown_with_its_range() -> None:
     assert "2.0 (1.0 to 6.0)" == pages.spread([0.001, 0.006, 0.002], "{:.1f}", scale=1000)
+
+
+def test_progress_adds_up_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+    monkeypatch.setattr(record.render, "progress", lambda description, total: nullcontext(shown.append))
+    with record.progress("measuring", 5) as advance:
+        advance(1)
+        advance(3)
+    assert [1, 4] == shown

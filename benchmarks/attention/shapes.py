@@ -1,0 +1,91 @@
+"""One layer's attention in one step: what it reads and computes. Torch is the only package needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+SEED = 11
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One layer's step.
+
+    Attributes:
+        name: For the command line and the results.
+        kind: ``decode``, ``prefill`` or another kind: what the results show together.
+        requests: Of each request, the tokens computed before and the new ones.
+        dtype: Of queries, keys and values.
+        block_size: Tokens per page.
+        window: Tokens that a query sees, its own included; None for all before it.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_size: Of keys and values.
+    """
+
+    name: str
+    kind: str
+    requests: tuple[tuple[int, int], ...]
+    dtype: str = "bfloat16"
+    block_size: int = 16
+    window: int | None = None
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Shape:
+        """Return the shape that ``dataclasses.asdict`` returned, perhaps by way of JSON."""
+        return cls(**{**values, "requests": tuple((computed, new) for computed, new in values["requests"])})
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each request after the step."""
+        return [computed + new for computed, new in self.requests]
+
+    def positions(self, computed: int, new: int) -> torch.Tensor:
+        """Return the positions of a request's queries."""
+        return torch.arange(computed, computed + new)
+
+    def num_seen(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return how many keys the queries at these positions see."""
+        return positions + 1 if self.window is None else (positions + 1).clamp(max=self.window)
+
+    def first_seen(self, computed: int, new: int) -> int:
+        """Return the first token of a request that some query sees."""
+        first = self.positions(computed, new)[:1]
+        return int(first + 1 - self.num_seen(first))
+
+    @property
+    def num_queries(self) -> int:
+        """Queries that are computed."""
+        return sum(len(self.positions(*request)) for request in self.requests)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that some query sees, over all requests."""
+        return sum(computed + new - self.first_seen(computed, new) for computed, new in self.requests)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        return sum(int(self.num_seen(self.positions(*request)).sum()) for request in self.requests)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the keys and values that some query sees: what has to be read at least."""
+        return 2 * self.num_keys * self.num_kv_heads * self.head_size * self.torch_dtype.itemsize
+
+    @property
+    def num_flops(self) -> int:
+        """Floating-point operations of the two matrix products, on what queries see alone."""
+        return 4 * self.num_pairs * self.num_heads * self.head_size
