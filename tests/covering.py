@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import combinations, product
 from typing import Any
 
@@ -21,13 +21,39 @@ def cover_pairs(*columns: Iterable[Any]) -> list[Any]:
     """
     values = [[*column] for column in columns]
     grid = [*product(*(range(len(column)) for column in values))]
-    chosen = {*cover([{*combinations(enumerate(row), 2)} for row in grid], [1.0] * len(grid))}
+    chosen = cover([{*combinations(enumerate(row), 2)} for row in grid], [1.0] * len(grid))
+    return _mark(values, {grid[place] for place in chosen})
+
+
+def cover_values(*columns: Iterable[Any], times: int = 1) -> list[Any]:
+    """Return every combination as ``cover_pairs`` does, with fewer in usual runs: each value is in some of them.
+
+    Columns are paired by place, and again with each column moved by one more place than the column before it.
+
+    Args:
+        columns: As for ``cover_pairs``. Values whose pairs matter are one column, of tuples.
+        times: In how many combinations of usual runs each value is at least.
+    """
+    values = [[*column] for column in columns]
+    longest = max(map(len, values))
+    return _mark(
+        values,
+        {
+            tuple((place + shift * index) % len(column) for index, column in enumerate(values))
+            for shift in range(times)
+            for place in range(longest)
+        },
+    )
+
+
+def _mark(values: list[list[Any]], chosen: Container[tuple[int, ...]]) -> list[Any]:
+    """Return every combination of the columns' values, in order, marked ``whole`` unless its places are chosen."""
     return [
         pytest.param(
             *(part for column, index in zip(values, row, strict=True) for part in _parts(column[index])),
-            marks=[] if place in chosen else pytest.mark.whole,
+            marks=[] if row in chosen else pytest.mark.whole,
         )
-        for place, row in enumerate(grid)
+        for row in product(*(range(len(column)) for column in values))
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvframe import Embedder
 from kvframe.engine.assembly import assemble
 from kvframe.engine.self_check import run_packed
 from kvframe.planning.groups import make_layer_specs
+from tests.covering import cover_pairs, cover_values
 from tests.models.serving import TinyModel, make_stack
 
 MODES = ("mean", "cls", "last")
@@ -63,9 +65,10 @@ def embedded(made: Embedder) -> list[Any]:
 # --- encoders ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [64, 100, 2048])
-@pytest.mark.parametrize("backend", ["torch", "torch_reference"])
-@pytest.mark.parametrize("family", ENCODER_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "backend", "max_num_batched_tokens"),
+    cover_values(ENCODER_FAMILIES, product(("torch", "torch_reference"), (64, 100, 2048))),
+)
 def test_mixed_lengths_in_one_batch_give_the_plain_hidden_states(
     models: Any, family: str, backend: str, max_num_batched_tokens: int
 ) -> None:
@@ -84,11 +87,13 @@ def test_mixed_lengths_in_one_batch_give_the_plain_hidden_states(
 
 
 @pytest.mark.parametrize(
-    ("block_size", "max_num_batched_tokens", "max_num_seqs", "backend"),
-    [(16, 2048, 64, "torch"), (1, 64, 3, "torch"), (17, 100, 64, "torch"), (16, 64, 1, "torch_reference")],
+    ("family", "mode", "block_size", "max_num_batched_tokens", "max_num_seqs", "backend"),
+    cover_pairs(
+        ENCODER_FAMILIES[:3],
+        MODES,
+        [(16, 2048, 64, "torch"), (1, 64, 3, "torch"), (17, 100, 64, "torch"), (16, 64, 1, "torch_reference")],
+    ),
 )
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ENCODER_FAMILIES[:3])
 def test_embeddings_of_an_encoder_are_the_plain_ones(
     models: Any,
     family: str,
@@ -133,9 +138,10 @@ def test_an_encoder_whose_attention_is_causal_by_mistake_would_show(
 # --- decoders ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("block_size", "max_num_batched_tokens"), [(16, 2048), (5, 24), (1, 7)])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode", "block_size", "max_num_batched_tokens"),
+    cover_pairs(FAMILIES, MODES, [(16, 2048), (5, 24), (1, 7)]),
+)
 def test_embeddings_of_a_decoder_are_the_plain_ones_in_chunks_too(
     models: Any, family: str, mode: str, block_size: int, max_num_batched_tokens: int
 ) -> None:

@@ -20,6 +20,7 @@ from kvframe.contract.errors import ModelError, StackError
 from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.recognise import find_adapter
+from tests.covering import cover_pairs
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, make_stack, served
 
 SKIPPING = "decode_only"
@@ -86,10 +87,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "uniform"])
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(str(value) for value in settings.values()))
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", MAIN)
+@pytest.mark.parametrize(
+    ("variant", "backend", "settings", "hybrid"), cover_pairs(MAIN, BACKENDS, SETTINGS, (True, False))
+)
 def test_tokens_are_the_same_whatever_the_settings(
     models: Any, references: Any, variant: str, backend: str, settings: dict[str, Any], hybrid: bool
 ) -> None:

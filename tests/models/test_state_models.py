@@ -13,25 +13,29 @@ from kvframe_transformers.testing import MORE_STATE_FAMILIES, STATE_FAMILIES
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract.errors import ModelError
 from kvframe.contract.state import StateRound, StateRun
+from tests.covering import cover_values
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, served
 
 ALL = pytest.mark.parametrize("family", STATE_FAMILIES)
-HYBRIDS = pytest.mark.parametrize("family", [family for family in STATE_FAMILIES if family not in ("mamba", "mamba2")])
+HYBRID_FAMILIES = [family for family in STATE_FAMILIES if family not in ("mamba", "mamba2")]
+HYBRIDS = pytest.mark.parametrize("family", HYBRID_FAMILIES)
+CACHES = [("none", False), ("aligned", True), ("all", True)]
+
+
+SETTINGS = [
+    (1, 3, "aligned"),
+    (7, 4, "all"),
+    (7, 5, "aligned"),
+    (16, 5, "none"),
+    (64, 4, "aligned"),
+    (64, 16, "all"),
+    (512, 1, "all"),
+]
 
 
 @pytest.mark.parametrize(
-    ("max_num_batched_tokens", "block_size", "checkpoints"),
-    [
-        (1, 3, "aligned"),
-        (7, 4, "all"),
-        (7, 5, "aligned"),
-        (16, 5, "none"),
-        (64, 4, "aligned"),
-        (64, 16, "all"),
-        (512, 1, "all"),
-    ],
+    ("family", "max_num_batched_tokens", "block_size", "checkpoints"), cover_values(STATE_FAMILIES, SETTINGS, times=2)
 )
-@ALL
 def test_any_chunk_and_block_size_gives_the_tokens_of_generate(
     models: Any, references: Any, family: str, max_num_batched_tokens: int, block_size: int, checkpoints: str
 ) -> None:
@@ -49,9 +53,10 @@ def test_families_that_no_code_names_give_the_tokens_of_generate(models: Any, re
         assert expected == served(engine)
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize(("checkpoints", "prefix_caching"), [("none", False), ("aligned", True), ("all", True)])
-@HYBRIDS
+@pytest.mark.parametrize(
+    ("family", "checkpoints", "prefix_caching", "preemption"),
+    cover_values(HYBRID_FAMILIES, [(*kept, how) for kept in CACHES for how in ("recompute", "swap")], times=2),
+)
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, family: str, checkpoints: str, prefix_caching: bool, preemption: str
 ) -> None:

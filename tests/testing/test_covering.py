@@ -1,10 +1,13 @@
-"""Each pair of values is in the usual part of a grid."""
+"""Each value, or each pair of values, is in the usual part of a grid."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations, product
 
-from tests.covering import cover_pairs
+import pytest
+
+from tests.covering import cover_pairs, cover_values
 
 COLUMNS = ("abcd", (1, 2, 3), (True, False))
 
@@ -17,6 +20,23 @@ def test_the_grid_is_whole_and_its_usual_part_has_every_pair_of_values() -> None
     for first, second in combinations(range(3), 2):
         pairs = {(values[first], values[second]) for values in usual}
         assert {*product(COLUMNS[first], COLUMNS[second])} == pairs
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_each_value_is_in_the_usual_part_as_often_as_asked(times: int) -> None:
+    grid = cover_values(*COLUMNS, times=times)
+    assert [*product(*COLUMNS)] == [param.values for param in grid]
+    usual = [param.values for param in grid if not param.marks]
+    assert 4 * times == len(usual)
+    for index, column in enumerate(COLUMNS):
+        counts = Counter(values[index] for values in usual)
+        assert {*column} == {*counts}
+        assert min(counts.values()) >= times
+
+
+def test_what_is_in_the_usual_part_twice_is_beside_another_value() -> None:
+    usual = [param.values for param in cover_values("abc", (1, 2, 3), times=2) if not param.marks]
+    assert [("a", 1), ("a", 2), ("b", 2), ("b", 3), ("c", 1), ("c", 3)] == usual
 
 
 def test_values_that_go_together_are_several_parameters() -> None:
