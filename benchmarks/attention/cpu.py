@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +179,16 @@ def main(
     """Measure attention steps of one layer, each with all systems by turns, and write one JSON file and one page."""
     file = os.memfd_create("attention")
     os.truncate(file, max(map(Buffers.num_bytes, shapes)))
-    workers: list[EngineProcess] = []
-    try:
+    with ExitStack() as stack:
+        stack.callback(os.close, file)
+        workers = []
         for name, python in find_systems(systems, shapes, peer).items():
             command = [python, "-m", "benchmarks.attention.cpu_worker", name, str(threads), str(file)]
             is_other = name == VLLM
-            workers.append(
-                EngineProcess(name, command, threads=threads, is_of_other_environment=is_other, files=[file])
-            )
+            worker = EngineProcess(name, command, threads=threads, is_of_other_environment=is_other, files=[file])
+            workers.append(stack.enter_context(worker))
         with progress("measuring", len(shapes) * rounds) as advance, torch.inference_mode():
             found = {shape.name: measure(shape, workers, file, rounds, calls, advance) for shape in shapes}
-    finally:
-        for worker in workers:
-            worker.close()
-        os.close(file)
     versions = {worker.name: worker.versions for worker in workers}
     return {"repeats": rounds, "calls": calls, "versions": versions, "shapes": found}
 

@@ -3,47 +3,121 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from kvframe_chunked_local.spec import ChunkedLocalSpec
 from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe_decode_only.wrapper import DecodeOnly
+from kvframe_sliding_window.spec import SlidingWindowSpec
+from kvframe_triton.backend import TritonBackend
 
-from benchmarks.attention.metadata_cases import (
-    BATCHES,
-    BLOCK_SIZE,
-    CPU,
-    LONGEST,
-    NUM_GROUPS,
-    WINDOWS,
-    WITHOUT_MEMORY,
-    TritonWithoutGPU,
-    tables_of,
-    ten_layers,
-)
 from benchmarks.harness import options
 from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.record import benchmark, progress
+from benchmarks.harness.process import timed
+from benchmarks.harness.record import benchmark, progress, ratios
+from kvframe import Stack
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.staging import Staging
-from kvframe.attention.step import build_metadata
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.cache.block_table import BlockTables
+from kvframe.contract import hookimpl
+from kvframe.contract.hookspecs import Register
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec, QuerySpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import Grouping, KVCacheGroup
 from kvframe.selection.chains import bind_chain
+from kvframe.selection.select import select_backends
 
-CHUNK = 512
+SEED = 11
+CPU = torch.device("cpu")
+WITHOUT_MEMORY = torch.device("meta")
+"""Stands for a GPU: what is copied to it arrives nowhere."""
+
 CALLS = 20
 """Calls that are timed together: one alone is near what the clock can tell."""
 
+KINDS = ("decodes", "mixed")
 NUM_REQS = 256
+BLOCK_SIZE, CHUNK = 16, 512
+SHORTEST, LONGEST = 100, 2000
+NUM_GROUPS = 10
+WINDOWS: Mapping[str, Sequence[int]] = {
+    "windows 32 to 288": range(32, 289, 32),
+    "windows 16 to 4,096": [16 << i for i in range(9)],
+}
 SMALL, LARGE = QuerySpec(num_heads=8, head_size=64, scale=0.125), QuerySpec(num_heads=32, head_size=128, scale=0.1)
 TRITON_LIMIT = 50.0
 """Microseconds for each group."""
+
+
+def make_batch(kind: str, num_reqs: int) -> StepBatch:
+    """Return a step of decodes; of a mixed one, each 32nd request computes a chunk of its prompt, or the first one."""
+    source = np.random.default_rng(SEED)
+    lengths = source.integers(SHORTEST, LONGEST + 1, num_reqs)
+    new = np.ones_like(lengths)
+    if kind == "mixed":
+        new[31::32] = np.minimum(source.integers(64, 257, num_reqs // 32), lengths[31::32])
+        lengths[63::64] = new[63::64]
+    return StepBatch(
+        rows=np.arange(num_reqs), num_computed=lengths - new, query_lens=new, generating_indices=np.cumsum(new) - 1
+    )
+
+
+def tables_of(num_groups: int, num_reqs: int) -> BlockTables:
+    """Return block tables in which every block is some page."""
+    tables = BlockTables(num_reqs, LONGEST, [BLOCK_SIZE] * num_groups)
+    for stack in tables.stacks:
+        stack.ids[:] = np.random.default_rng(SEED).integers(1, 1 << 16, stack.ids.shape)
+    return tables
+
+
+def ten_layers(
+    windows: Sequence[int], query: QuerySpec, num_kv_heads: int, backend: str, device: torch.device = CPU
+) -> AttentionLayers:
+    """Return a layer of full attention and nine with windows, each with a cache group of its own without memory."""
+    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": num_kv_heads, "head_size": query.head_size}
+    specs = [FullAttentionSpec(**sizes), *(SlidingWindowSpec(window=size, **sizes) for size in windows)]
+    layers = [LayerSpec(name=f"layer{index}", spec=spec, query=query) for index, spec in enumerate(specs)]
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]})
+    choices = select_backends(layers, stack, load_plugins(plugins=[_plugin()]).registry, "cpu")
+    groups = tuple(
+        KVCacheGroup(index=index, spec=spec, layers=(layer.name,), stored=(spec,))
+        for index, (layer, spec) in enumerate(zip(layers, specs, strict=True))
+    )
+    assert len(groups) == NUM_GROUPS
+    views: dict[str, Any] = {layer.name: {} for layer in layers}
+    return AttentionLayers(layers, choices, Grouping(groups=groups, follows={}), views, device)
+
+
+class TritonWithoutGPU(TritonBackend):
+    """Cuts steps as for a GPU; its kernels are not called."""
+
+    name = "triton_without_gpu"
+    capabilities = attrs.evolve(TritonBackend.capabilities, devices=frozenset({"cpu"}))
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return None: what is measured runs on the host."""
+        return None
+
+
+def _plugin() -> ModuleType:
+    """Return a plugin that registers the backend without a GPU."""
+
+    def kvframe_register_backends(register: Register) -> None:
+        register(TritonWithoutGPU.name, TritonWithoutGPU)
+
+    module = ModuleType("benchmark_of_metadata")
+    vars(module)["kvframe_register_backends"] = hookimpl(kvframe_register_backends)
+    return module
 
 
 @attrs.frozen
@@ -65,7 +139,7 @@ class Part:
 
 def one_group(kind: str, num_reqs: int = NUM_REQS) -> CommonAttentionMetadata:
     """Return the metadata of a batch of one kind for one group."""
-    (metadata,) = build_metadata(BATCHES[kind](num_reqs), tables_of(1, num_reqs), CPU)
+    (metadata,) = build_metadata(make_batch(kind, num_reqs), tables_of(1, num_reqs), CPU)
     return metadata
 
 
@@ -74,7 +148,7 @@ def wrapper_parts() -> Iterator[Part]:
     spec = ChunkedLocalSpec(chunk=CHUNK, block_size=BLOCK_SIZE, num_kv_heads=2, head_size=SMALL.head_size)
     ((chunked,), _, _) = bind_chain([ChunkedLocal()], LayerSpec(name="local", spec=spec, query=SMALL))
     for num_reqs, limit in ((64, 60.0), (NUM_REQS, 120.0)):
-        for kind in BATCHES:
+        for kind in KINDS:
             metadata, name = one_group(kind, num_reqs), f"chunked_local, {num_reqs} requests, {kind}"
             yield Part(name, partial(chunked, metadata), metadata.block_table.numel(), limit)
     for state, kind, most in (("idle", "decodes", None), ("armed", "mixed", 15.0)):
@@ -94,7 +168,7 @@ def triton_parts() -> Iterator[Part]:
     """Yield the same for Triton's kernels up to the copy to a GPU, and one group's share of it."""
     for windows, sizes in WINDOWS.items():
         layers = ten_layers(sizes, LARGE, 8, TritonWithoutGPU.name, WITHOUT_MEMORY)
-        for kind in BATCHES:
+        for kind in KINDS:
             name = f"triton, ten groups, {windows}, {NUM_REQS} requests, {kind}"
             yield _step(name, layers, kind, NUM_GROUPS * TRITON_LIMIT)
     builder, staging = layers.groups[0].builder, Staging(WITHOUT_MEMORY)
@@ -102,14 +176,14 @@ def triton_parts() -> Iterator[Part]:
     def share(metadata: CommonAttentionMetadata) -> None:
         staging.to_device(builder.build(metadata))
 
-    for kind in BATCHES:
+    for kind in KINDS:
         metadata, name = one_group(kind), f"triton, one group's share, {NUM_REQS} requests, {kind}"
         yield Part(name, partial(share, metadata), metadata.block_table.numel(), TRITON_LIMIT)
 
 
 def _step(name: str, layers: AttentionLayers, kind: str, limit: float) -> Part:
     """Return all metadata of one step of a model of ten cache groups."""
-    batch, tables = BATCHES[kind](NUM_REQS), tables_of(NUM_GROUPS, NUM_REQS)
+    batch, tables = make_batch(kind, NUM_REQS), tables_of(NUM_GROUPS, NUM_REQS)
 
     def run() -> None:
         # A step's batch is made anew in each step; what it caches is part of the work.
@@ -120,21 +194,24 @@ def _step(name: str, layers: AttentionLayers, kind: str, limit: float) -> Part:
 
 def microseconds(run: Callable[[], Any]) -> float:
     """Return what one of ``CALLS`` calls takes."""
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        run()
-    return 1e6 * (time.perf_counter() - start) / CALLS
+
+    def run_all() -> None:
+        for _ in range(CALLS):
+            run()
+
+    return 1e6 * timed(run_all)[0] / CALLS
 
 
 def measure(part: Part, repeats: int) -> dict[str, Any]:
     """Time a part and one dense operation of its size by turns; the first repeat warms up and is not counted."""
     values = torch.zeros(part.num_elements, dtype=torch.int32)
     times = [(microseconds(part.run), microseconds(lambda: values + 1)) for _ in range(repeats + 1)][1:]
+    own, dense = map(list, zip(*times, strict=True))
     return {
-        "microseconds": [own for own, _ in times],
-        "dense_microseconds": [dense for _, dense in times],
+        "microseconds": own,
+        "dense_microseconds": dense,
         "dense_elements": part.num_elements,
-        "times_dense": statistics.median(own / dense for own, dense in times),
+        "times_dense": statistics.median(ratios(own, dense)),
         "limit": part.limit,
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from benchmarks.cache.setting import Setting, Side, hybrid, sides
+from benchmarks.cache.setting import Side, hybrid, sides
 from benchmarks.cache.work import Build, Decode, Keys, LookUp, Pass, Work
 from benchmarks.cache.worst_work import Chain, FarState, Lockstep, Turns
 
@@ -47,38 +47,12 @@ class Case:
         }
 
 
-def decode_setting(work: Decode, windows: tuple[int | None, ...] = (None,), **options: Any) -> Setting:
-    """Return how a core is set up for decode steps."""
-    limits = {"max_num_seqs": work.num_requests + 1, "max_model_len": work.length + 2048}
-    return Setting(**{"windows": windows, "num_blocks": 262_145, **limits, **options})
-
-
-def _decode(name: str, title: str, work: Decode, aim: float | None = None, **options: Any) -> Case:
-    setting = decode_setting(work, **options)
-    return Case(name, f"Decode step, {title}", work, sides(setting, forced=len(setting.windows) > 1, each=True), aim)
-
-
-def _pass(name: str, title: str, aim: float, work: Pass, **options: Any) -> Case:
-    return Case(name, title, work, sides(Setting(**options)), aim)
-
-
-def _look_up(name: str, title: str, aim: float, work: LookUp, **options: Any) -> Case:
-    setting = Setting(**options)
-    return Case(name, f"Prefix lookup{title}", work, sides(setting, forced=len(setting.windows) > 1), aim)
-
-
-def _worst(name: str, title: str, work: Turns | Chain | Lockstep | FarState) -> Case:
-    return Case(name, title, work, sides(work.make_setting()), AT_MOST_TWICE)
-
-
-def _turns(number: int) -> Case:
-    title = f"Slowest decode step of a conversation after {number} turns with reasoning"
-    return _worst(f"turns-{number}", title, Turns(num_turns=number))
-
-
-def _chain(name: str, work: Chain) -> Case:
-    title = f"Slowest step among {work.depth:,} branches of one chain, {work.chunk:,} tokens a step"
-    return _worst(name, title, work)
+def _case(name: str, title: str, work: Work, aim: float | None = None, **options: Any) -> Case:
+    """Return a case; a model of several layers is also given as many groups, and steps are also taken one by one."""
+    forced = len(options.get("windows", ())) > 1
+    return Case(
+        name, title, work, sides(work.make_setting(**options), forced=forced, each=isinstance(work, Decode)), aim
+    )
 
 
 def standard_cases() -> tuple[Case, ...]:
@@ -98,57 +72,64 @@ def standard_cases() -> tuple[Case, ...]:
     long = LookUp(length=131_072, is_hit=False, num_prompts=0, num_calls=4)
     of_long = " of 131,072 tokens, nothing cached, one layer with a window"
     full, nothing = ", 8,192 tokens cached", ", nothing cached"
+    turns = "Slowest decode step of a conversation after {} turns with reasoning"
+    branches = "Slowest step among {:,} branches of one chain, {:,} tokens a step"
+    chains = {
+        "chain-500": Chain(depth=500),
+        "chain-4000": Chain(depth=4000, length=16_384),
+        "chain-4000-blocks": Chain(depth=4000, length=4096, chunk=16),
+    }
+    few = {"num_blocks": 131_073, "max_num_seqs": 1, "max_model_len": 4096}
     return (
-        _decode("decode-256x1", "256 requests, full attention", steps, 20),
-        _decode("decode-256x6", f"256 requests, {of_six}", steps, 40, windows=six),
-        _decode("decode-32x41", "32 requests, 40 layers with windows and 1 full", fewer, 40, windows=hybrid(40)),
-        _decode(
+        _case("decode-256x1", "Decode step, 256 requests, full attention", steps, 20),
+        _case("decode-256x6", f"Decode step, 256 requests, {of_six}", steps, 40, windows=six),
+        _case(
+            "decode-32x41",
+            "Decode step, 32 requests, 40 layers with windows and 1 full",
+            fewer,
+            40,
+            windows=hybrid(40),
+        ),
+        _case(
             "decode-256x41",
-            "256 requests of 512 tokens, 40 layers with windows of 256 and 1 full",
+            "Decode step, 256 requests of 512 tokens, 40 layers with windows of 256 and 1 full",
             shorter,
             windows=hybrid(40, 256),
             num_blocks=655_361,
         ),
-        _decode(
+        _case(
             "decode-256-state",
-            "256 requests, one layer of full attention and one with a recurrent state",
+            "Decode step, 256 requests, one layer of full attention and one with a recurrent state",
             steps,
             20,
             num_states=1,
         ),
-        _decode(
+        _case(
             "decode-256-no-mask",
-            "256 requests, one layer with a window that only its live ranges say",
+            "Decode step, 256 requests, one layer with a window that only its live ranges say",
             steps,
             20,
             windows=(1024,),
             has_masks=False,
         ),
-        _pass("pass-uncached", "2,048 tokens, caching off", 5, passing, caching=False),
-        _pass("pass-cached", "2,048 tokens, caching on", 8, stays),
-        _pass("pass-evicting", "2,048 tokens, every block evicts another", 7, evicts, num_blocks=8_193),
-        _look_up("hit-1", f"{full}, full attention", 20, hit),
-        _look_up("hit-6", f"{full}, {of_six}", 20, hit, windows=six),
-        _look_up("miss-1", f"{nothing}, full attention", 1, miss),
-        _look_up("miss-6", f"{nothing}, {of_six}", 1, miss, windows=six),
-        _look_up("miss-long", of_long, 1, long, windows=(1024,), max_model_len=262_144),
-        Case("keys", "Prefix keys of 8,192 tokens", Keys(length=8192), sides(Setting(num_blocks=257)), 5),
-        Case(
-            "build",
-            "Build a pool of 131,073 blocks",
-            Build(length=2048),
-            sides(Setting(num_blocks=131_073, max_num_seqs=1, max_model_len=4096)),
-            10,
-        ),
-        *(_turns(number) for number in (25, 100, 300)),
-        _chain("chain-500", Chain(depth=500)),
-        _chain("chain-4000", Chain(depth=4000, length=16_384)),
-        _chain("chain-4000-blocks", Chain(depth=4000, length=4096, chunk=16)),
-        _worst("lockstep", "Step of 8 identical prompts of 131,072 tokens", Lockstep(length=131_072)),
-        _worst(
+        _case("pass-uncached", "2,048 tokens, caching off", passing, 5, caching=False),
+        _case("pass-cached", "2,048 tokens, caching on", stays, 8),
+        _case("pass-evicting", "2,048 tokens, every block evicts another", evicts, 7, num_blocks=8_193),
+        _case("hit-1", f"Prefix lookup{full}, full attention", hit, 20),
+        _case("hit-6", f"Prefix lookup{full}, {of_six}", hit, 20, windows=six),
+        _case("miss-1", f"Prefix lookup{nothing}, full attention", miss, 1),
+        _case("miss-6", f"Prefix lookup{nothing}, {of_six}", miss, 1, windows=six),
+        _case("miss-long", f"Prefix lookup{of_long}", long, 1, windows=(1024,), max_model_len=262_144),
+        _case("keys", "Prefix keys of 8,192 tokens", Keys(length=8192), 5, num_blocks=257),
+        _case("build", "Build a pool of 131,073 blocks", Build(length=2048), 10, **few),
+        *(_case(f"turns-{n}", turns.format(n), Turns(num_turns=n), AT_MOST_TWICE) for n in (25, 100, 300)),
+        *(_case(n, branches.format(w.depth, w.chunk), w, AT_MOST_TWICE) for n, w in chains.items()),
+        _case("lockstep", "Step of 8 identical prompts of 131,072 tokens", Lockstep(length=131_072), AT_MOST_TWICE),
+        _case(
             "far-state",
             "Prefix lookup of 131,072 tokens, the nearest state after 2,048",
             FarState(length=131_072),
+            AT_MOST_TWICE,
         ),
     )
 
@@ -160,18 +141,19 @@ def tiny_cases() -> tuple[Case, ...]:
     passing = Pass(length=64, num_calls=3, num_before=32)
     hit = LookUp(length=64, num_prompts=2, num_calls=2)
     miss = dataclasses.replace(hit, is_hit=False)
+    turns = Turns(num_turns=32, length=16, reasoned=32, answered=16, window=128)
     return (
-        _decode("tiny-decode", "tiny", steps, windows=windows, num_blocks=1024),
-        _decode("tiny-state", "tiny", steps, num_states=1, num_blocks=1024),
-        _decode("tiny-no-mask", "tiny", steps, windows=(32,), has_masks=False, num_blocks=1024),
-        _pass("tiny-pass", "Pass", 1, passing, num_blocks=65),
-        _pass("tiny-pass-uncached", "Pass, caching off", 1, passing, caching=False, num_blocks=65),
-        _look_up("tiny-hit", ", tiny", 1, hit, windows=windows, num_blocks=257),
-        _look_up("tiny-miss", ", tiny", 1, miss, windows=windows, num_blocks=257),
-        Case("tiny-keys", "Keys", Keys(length=64), sides(Setting(num_blocks=257))),
-        Case("tiny-build", "Build", Build(length=256), sides(Setting(num_blocks=257))),
-        _worst("tiny-turns", "Turns", Turns(num_turns=32, length=16, reasoned=32, answered=16, window=128)),
-        _worst("tiny-chain", "Chain", Chain(depth=8, length=64, chunk=32, window=32)),
-        _worst("tiny-lockstep", "Lockstep", Lockstep(length=64, num_requests=2, chunk=16)),
-        _worst("tiny-far-state", "State", FarState(length=128, first=64, chunk=32, num_calls=1)),
+        _case("tiny-decode", "Decode step, tiny", steps, windows=windows, num_blocks=1024),
+        _case("tiny-state", "Decode step, tiny", steps, num_states=1, num_blocks=1024),
+        _case("tiny-no-mask", "Decode step, tiny", steps, windows=(32,), has_masks=False, num_blocks=1024),
+        _case("tiny-pass", "Pass", passing, 1, num_blocks=65),
+        _case("tiny-pass-uncached", "Pass, caching off", passing, 1, caching=False, num_blocks=65),
+        _case("tiny-hit", "Prefix lookup, tiny", hit, 1, windows=windows, num_blocks=257),
+        _case("tiny-miss", "Prefix lookup, tiny", miss, 1, windows=windows, num_blocks=257),
+        _case("tiny-keys", "Keys", Keys(length=64), num_blocks=257),
+        _case("tiny-build", "Build", Build(length=256), num_blocks=257),
+        _case("tiny-turns", "Turns", turns, AT_MOST_TWICE),
+        _case("tiny-chain", "Chain", Chain(depth=8, length=64, chunk=32, window=32), AT_MOST_TWICE),
+        _case("tiny-lockstep", "Lockstep", Lockstep(length=64, num_requests=2, chunk=16), AT_MOST_TWICE),
+        _case("tiny-far-state", "State", FarState(length=128, first=64, chunk=32, num_calls=1), AT_MOST_TWICE),
     )

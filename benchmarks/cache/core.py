@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,14 @@ from benchmarks.harness.record import rounds as by_turns
 def start_engines(peer: Path) -> Iterator[dict[str, EngineProcess]]:
     """Start kvframe's process and, if it is installed, vLLM's; say so if it is not. Both end with the block."""
     worker = ("-m", "benchmarks.cache.worker")
-    engines = {"kvframe": EngineProcess("kvframe", [sys.executable, *worker, "kvframe"])}
-    python = find_vllm(peer)
-    if python is not None:
-        engines["vllm"] = EngineProcess("vLLM", [python, *worker, "vllm"], is_of_other_environment=True)
-    try:
-        yield engines
-    finally:
+    with ExitStack() as stack:
+        engines = {"kvframe": EngineProcess("kvframe", [sys.executable, *worker, "kvframe"])}
+        python = find_vllm(peer)
+        if python is not None:
+            engines["vllm"] = EngineProcess("vLLM", [python, *worker, "vllm"], is_of_other_environment=True)
         for engine in engines.values():
-            engine.close()
+            stack.enter_context(engine)
+        yield engines
 
 
 def versions_of(engines: Mapping[str, EngineProcess]) -> dict[str, str]:

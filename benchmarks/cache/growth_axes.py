@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmarks.cache.cases import Case, decode_setting
+from benchmarks.cache.cases import Case
 from benchmarks.cache.setting import BLOCK_SIZE, KVFRAME, VLLM, Setting, Side, apart, hybrid
 from benchmarks.cache.work import Decode, Work
 from benchmarks.cache.worst_work import Chain, Turns
@@ -41,27 +41,20 @@ def _axis(
     return Axis(name, title, words, cases)
 
 
-def _steps(num_requests: int = 8, length: int = 512, num_cached: int = 0, **options: Any) -> tuple[Decode, Setting]:
+def _set(work: Work, **options: Any) -> tuple[Work, Setting]:
+    return work, work.make_setting(**options)
+
+
+def _steps(num_requests: int = 8, length: int = 512, num_cached: int = 0, **options: Any) -> tuple[Work, Setting]:
     work = Decode(length=length, num_requests=num_requests, num_cycles=2, num_cached=num_cached)
-    return work, decode_setting(work, **{"num_blocks": 65_537, **options})
+    return _set(work, **{"num_blocks": 65_537, **options})
 
 
-def _full_steps(num_branches: int) -> tuple[Decode, Setting]:
+def _full_steps(num_branches: int) -> tuple[Work, Setting]:
     """Return decode steps in a pool that prompts with a common beginning fill: each new block takes another's place."""
     work = Decode(length=512, num_requests=8, num_cycles=2, num_branches=num_branches, shared=8192)
     blocks_per_layer = work.shared // BLOCK_SIZE + num_branches + work.num_requests * (work.length // BLOCK_SIZE - 8)
-    limits = {"num_blocks": 2 * blocks_per_layer + 1, "max_model_len": work.shared + 2048}
-    return work, decode_setting(work, windows=hybrid(1, 256), **limits)
-
-
-def _chain(depth: int) -> tuple[Chain, Setting]:
-    work = Chain(depth=depth, length=1024, chunk=BLOCK_SIZE)
-    return work, work.make_setting()
-
-
-def _turns(num_turns: int) -> tuple[Turns, Setting]:
-    work = Turns(num_turns=num_turns)
-    return work, work.make_setting()
+    return _set(work, windows=hybrid(1, 256), num_blocks=2 * blocks_per_layer + 1, max_model_len=work.shared + 2048)
 
 
 def standard_axes() -> tuple[Axis, ...]:
@@ -115,14 +108,14 @@ def standard_axes() -> tuple[Axis, ...]:
             "blocks of a chain, with a branch at each",
             f"Slowest step of 16 tokens of a request of 1,024; a window of 1,024 and full attention, {full}",
             (10, 100, 1000, 10_000),
-            _chain,
+            lambda size: _set(Chain(depth=size, length=1024, chunk=BLOCK_SIZE)),
         ),
         _axis(
             "turns",
             "turns of a conversation whose reasoning is stripped",
             f"Slowest of the 192 decode steps of a turn; a window of 1,024 and full attention, {full}",
             (10, 30, 100, 300, 1000),
-            _turns,
+            lambda size: _set(Turns(num_turns=size)),
         ),
     )
 

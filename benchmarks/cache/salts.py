@@ -11,17 +11,16 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
-import click
 from kvframe_transformers.testing import save_tiny
 
 from benchmarks.cache.kvframe_core import plan_of
 from benchmarks.cache.salts_statistics import tell_apart
 from benchmarks.cache.setting import Setting
+from benchmarks.harness import options
 from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.record import benchmark, progress
 from kvframe import Engine, SamplingParams, Stack
@@ -78,7 +77,7 @@ def trials(num_each: int, num_tokens: int, chance: random.Random) -> list[Trial]
     return made
 
 
-def lookups(chosen: list[Trial], advance: Callable[[int], None]) -> Times:
+def time_lookups(chosen: list[Trial], advance: Callable[[int], None]) -> Times:
     """Time ``KVCacheManager.start`` of each prompt after the one before it was computed and let go."""
     setting = Setting(windows=(None, 1024), num_blocks=1025, max_num_seqs=4, max_model_len=LOOKUP_TOKENS + 64)
     manager = KVCacheManager(plan_of(setting), max_num_seqs=4)
@@ -122,18 +121,6 @@ def first_tokens(engine: Engine, chosen: list[Trial], is_beside: bool, advance: 
             engine.step()
         advance(1)
     return found
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Let nothing be collected meanwhile."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def judged(title: str, times: Times) -> dict[str, Any]:
@@ -192,38 +179,31 @@ def has_failed(record: Mapping[str, Any]) -> bool:
 
 
 @benchmark("cache_salts", write_report, fails=has_failed)
-@click.option("--lookups", "num_lookups", type=click.IntRange(min=2), default=3000, show_default=True, help="Likewise.")
-@click.option(
-    "--requests", "num_requests", type=click.IntRange(min=2), default=2000, show_default=True, help="Likewise."
-)
-def main(num_lookups: int, num_requests: int) -> dict[str, Any]:
+@options.repeats(3000, flag="--lookups", least=2)
+@options.repeats(2000, flag="--requests", least=2)
+def main(lookups: int, requests: int) -> dict[str, Any]:
     """Time prompts that another tenant has cached, and others; write one JSON file and one page.
 
     The exit code is 1 if times across salts tell anything, or times within one tell nothing.
     """
     chance = random.Random(SEED)
     stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"max_model_len": REQUEST_TOKENS + 16}})
-    chosen = [
-        trials(num_lookups, LOOKUP_TOKENS, chance),
-        trials(num_requests, REQUEST_TOKENS, chance),
-        trials(num_requests, QUEUED_TOKENS, chance),
-    ]
-    with (
-        no_collections(),
-        tempfile.TemporaryDirectory() as folder,
-        progress("timing", sum(map(len, chosen))) as advance,
-    ):
-        of_lookups = lookups(chosen[0], advance)
+    sizes = ((lookups, LOOKUP_TOKENS), (requests, REQUEST_TOKENS), (requests, QUEUED_TOKENS))
+    chosen = [trials(count, num_tokens, chance) for count, num_tokens in sizes]
+    gc.disable()
+    with tempfile.TemporaryDirectory() as folder, progress("timing", sum(map(len, chosen))) as advance:
+        of_lookups = time_lookups(chosen[0], advance)
         save_tiny(folder, "llama")
         with Engine.from_pretrained(folder, stack=stack) as engine:
             after = first_tokens(engine, chosen[1], False, advance)
             beside = first_tokens(engine, chosen[2], True, advance)
+    gc.enable()
     measured = {
         "lookup": judged(f"start of a prompt of {LOOKUP_TOKENS:,} tokens in the cache", of_lookups),
         "after": judged(f"first token of a prompt of {REQUEST_TOKENS} tokens, the other one done", after),
         "beside": judged(f"first token of a prompt of {QUEUED_TOKENS} tokens, the other one in the same queue", beside),
     }
-    return {"lookups": num_lookups, "requests": num_requests, "measured": measured}
+    return {"lookups": lookups, "requests": requests, "measured": measured}
 
 
 if __name__ == "__main__":

@@ -56,6 +56,10 @@ class Work(ABC):
         """What is timed, for people."""
         return self.text.format(**asdict(self))
 
+    def make_setting(self, **options: Any) -> Setting:
+        """Return how a core is set up for it."""
+        return Setting(**options)
+
     def set_up(self, core: Core, setting: Setting) -> None:
         """Build the manager of a core and do what comes before the first turn."""
         self.core, self.setting, self.random = core, setting, Random(SEED)
@@ -121,6 +125,11 @@ class Decode(Work):
         "released. Prompts have {length:,} tokens and up to 15 more, so that in every step one in 16 begins "
         "a block."
     )
+
+    def make_setting(self, **options: Any) -> Setting:
+        """Return a pool and limits for all steps."""
+        limits = {"max_num_seqs": self.num_requests + 1, "max_model_len": self.length + 2048}
+        return Setting(**{"num_blocks": 262_145, **limits, **options})
 
     def set_up(self, core: Core, setting: Setting) -> None:
         """Let others leave cached blocks, compute the prompts, and do a first few steps."""

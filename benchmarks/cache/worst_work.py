@@ -74,7 +74,7 @@ class Turns(Request):
         "pool is full: old branches are evicted. Timed is the slowest decode step of a turn."
     )
 
-    def make_setting(self) -> Setting:
+    def make_setting(self, **options: Any) -> Setting:
         """Return a pool for what the conversation keeps at its end and two turns: most of the reasoning is evicted."""
         kept = self.length + self.answered
         num_tokens = (self.num_turns + MAX_ROUNDS) * kept + 2 * (kept + self.reasoned)
@@ -82,6 +82,7 @@ class Turns(Request):
             windows=hybrid(1, self.window),
             num_blocks=2 * num_tokens // BLOCK_SIZE + 1,
             max_model_len=(self.num_turns + MAX_ROUNDS + 2) * kept + self.reasoned + 2048,
+            **options,
         )
 
     def set_up(self, core: Core, setting: Setting) -> None:
@@ -143,12 +144,13 @@ class Chain(Request):
         "tokens comes, is computed, and goes; its blocks take the place of cached ones. Timed is its slowest step."
     )
 
-    def make_setting(self) -> Setting:
+    def make_setting(self, **options: Any) -> Setting:
         """Return a pool that the branches fill."""
         return Setting(
             windows=hybrid(1, self.window),
             num_blocks=4 * max(self.depth, self.length // BLOCK_SIZE) + 1,
             max_model_len=max(self.length, (self.depth + 2) * BLOCK_SIZE) + 2048,
+            **options,
         )
 
     def set_up(self, core: Core, setting: Setting) -> None:
@@ -193,10 +195,11 @@ class Lockstep(Work):
         "computes {chunk} tokens of each. Timed is the mean step of a whole prefill."
     )
 
-    def make_setting(self) -> Setting:
+    def make_setting(self, **options: Any) -> Setting:
         """Return a pool that has room for all of them, and an eighth more."""
         num_blocks = self.num_requests * self.length // BLOCK_SIZE * 9 // 8 + 1
-        return Setting(num_blocks=num_blocks, max_num_seqs=self.num_requests + 1, max_model_len=self.length + 2048)
+        limits: dict[str, Any] = {"max_num_seqs": self.num_requests + 1, "max_model_len": self.length + 2048}
+        return Setting(num_blocks=num_blocks, **limits, **options)
 
     def turn(self) -> list[float]:
         """Return the seconds of the mean step."""
@@ -237,9 +240,10 @@ class FarState(Work):
         "lookups."
     )
 
-    def make_setting(self) -> Setting:
+    def make_setting(self, **options: Any) -> Setting:
         """Return a pool with room for the prompt and its states."""
-        return Setting(num_states=1, num_blocks=self.length // BLOCK_SIZE * 5 // 4 + 257, max_model_len=2 * self.length)
+        num_blocks = self.length // BLOCK_SIZE * 5 // 4 + 257
+        return Setting(num_states=1, num_blocks=num_blocks, max_model_len=2 * self.length, **options)
 
     def set_up(self, core: Core, setting: Setting) -> None:
         """Compute the prompt's beginning, then all of it, and lose the states that came after the beginning."""

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 
 from benchmarks.engine.workloads import Workload
@@ -36,37 +35,31 @@ TINY_WORKLOAD = Workload(
 )
 
 
-@attrs.frozen(kw_only=True)
-class MeasuredSteps:
-    """What came of an engine's steps.
-
-    Attributes:
-        seconds: Of a step, the median; None if it was not timed.
-        busy_seconds: In which the device works during a step, the mean.
-        backends: What the layers were served by.
-        reason: Why it was not timed; empty if it was.
-    """
-
-    seconds: float | None = None
-    busy_seconds: float | None = None
-    backends: tuple[str, ...] = ()
-    reason: str = ""
+Found = dict[str, Any]
+"""``seconds`` of a step, the median, ``busy_seconds`` in which the device works in one, the mean, and ``backends`` that
+served the layers; both times are None if they could not be measured, and ``reason`` says why."""
 
 
-def measure_steps(workload: Workload, device: torch.device, backend: str = "auto") -> dict[str, MeasuredSteps]:
+def found(
+    seconds: float | None = None, busy: float | None = None, backends: Sequence[str] = (), why: str = ""
+) -> Found:
+    """Return what came of an engine's steps."""
+    return {"seconds": seconds, "busy_seconds": busy, "backends": list(backends), "reason": why}
+
+
+def measure_steps(workload: Workload, device: torch.device, backend: str = "auto") -> dict[str, Found]:
     """Return what steps take without graphs and with one, by the names in ``GRAPHS``."""
-    with tempfile.TemporaryDirectory() as folder:
+
+    def measured(path: Path, graphs: str) -> Found:
         try:
-            save_model(workload, Path(folder), device)
-        except Exception as problem:  # transformers may be missing, and the disk full
-            return dict.fromkeys(GRAPHS, MeasuredSteps(reason=in_a_sentence(problem)))
-        found = {}
-        for graphs in GRAPHS:
-            try:
-                found[graphs] = _measure(workload, Path(folder), device, graphs, backend)
-            except Exception as problem:  # what a library raises must not end the run
-                found[graphs] = MeasuredSteps(reason=in_a_sentence(problem))
-        return found
+            if not any(path.iterdir()):
+                save_model(workload, path, device)
+            return _measure(workload, path, device, graphs, backend)
+        except Exception as problem:  # what a library raises must not end the run; transformers may be missing
+            return found(why=in_a_sentence(problem))
+
+    with tempfile.TemporaryDirectory() as folder:
+        return {graphs: measured(Path(folder), graphs) for graphs in GRAPHS}
 
 
 def dtype_on(device: torch.device) -> str:
@@ -87,7 +80,7 @@ def save_model(workload: Workload, path: Path, device: torch.device) -> None:
         torch.set_default_dtype(before)
 
 
-def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, backend: str) -> MeasuredSteps:
+def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, backend: str) -> Found:
     with decoding(workload, path, device, graphs, backend) as engine:
         for _ in range(WARM_STEPS):
             engine.step()
@@ -97,10 +90,9 @@ def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, 
         runner: Any = engine
         replayed = runner._runner.graphs
         if graphs != "off" and (replayed is None or replayed.num_replays < NUM_STEPS):
-            return MeasuredSteps(reason="not replayed")
-        backends = tuple(sorted({choice.backend for choice in engine.choices}))
-    reason = "" if busy else "no kernels were seen"
-    return MeasuredSteps(seconds=seconds, busy_seconds=busy or None, backends=backends, reason=reason)
+            return found(why="not replayed")
+        backends = sorted({choice.backend for choice in engine.choices})
+    return found(seconds, busy or None, backends, "" if busy else "no kernels were seen")
 
 
 @contextmanager
@@ -156,10 +148,10 @@ def intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
     ]
 
 
-def covered(found: Sequence[tuple[float, float]]) -> float:
+def covered(times: Sequence[tuple[float, float]]) -> float:
     """Return the seconds that intervals of microseconds cover together, what several cover counted once."""
     total, end = 0.0, float("-inf")
-    for start, stop in sorted(found):
+    for start, stop in sorted(times):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total / 1e6

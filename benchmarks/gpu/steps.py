@@ -27,7 +27,7 @@ from kvframe.selection.chains import bind_chain
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.reference import dense_attention
-from kvframe.testing.state import GridSpec
+from kvframe.testing.state import GridSpec, form_of
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 256 << 20
@@ -113,7 +113,7 @@ class PagedLayer:
             registry: Where formats are found.
             device: Where it runs.
         """
-        self._case, self._device = case, device
+        self._case, self._device, self._form = case, device, form_of(backend_class)
         dtype_name = "bfloat16" if "bfloat16" in backend_class.capabilities.dtypes else "float32"
         self._dtype: torch.dtype = getattr(torch, dtype_name)
         self._block_size = align_up(BLOCK_SIZE, backend_class.capabilities.block_size_multiple)
@@ -128,9 +128,9 @@ class PagedLayer:
         self.views = page_views(self._layer.spec, torch.zeros(num_bytes, dtype=torch.uint8, device=device))
         self._fill()
         self._generator = torch.Generator(device).manual_seed(2)
-        if isinstance(case, LatentCase):
-            self._up = self._draw(case.num_heads, case.nope_size + case.head_size_v, case.latent_size) * 0.05
-            self._backend.bind(self._seen, {"kv_up": self._up})
+        self._parameters = self._form.draw_parameters(self._layer, self._draw)
+        if self._parameters:
+            self._backend.bind(self._seen, self._parameters)
         self.query = self._draw(len(self._host.slot_mapping), case.num_heads, self._layer.query.head_size)
 
     def _draw(self, *shape: int) -> torch.Tensor:
@@ -138,14 +138,12 @@ class PagedLayer:
 
     def _fill(self) -> None:
         """Let the backend write random keys and values to all pages but the first, as the layer's format says."""
-        case, size, self._generator = self._case, self._block_size, torch.Generator(self._device).manual_seed(1)
-        sizes = [(case.num_kv_heads, case.head_size)] * 2
-        if isinstance(case, LatentCase):
-            sizes = [(1, case.latent_size), (1, case.rope_size)]
+        size, spec, self._generator = self._block_size, self._layer.spec, torch.Generator(self._device).manual_seed(1)
+        assert spec is not None
         end = (self._num_pages + 1) * size
         for start in range(size, end, FILLED_TOKENS):
             slots = torch.arange(start, min(start + FILLED_TOKENS, end), device=self._device)
-            key, value = (self._draw(len(slots), *each) for each in sizes)
+            key, value = self._form.draw(spec, len(slots), self._draw)
             self._backend.write_kv(key, value, self.views, Slots(slots, size))
 
     def steps(self) -> Iterator[Step]:
@@ -207,16 +205,16 @@ class PagedLayer:
         ids = table[start // size : -(-stop // size)].long()
         part = slice(start % size, start % size + stop - start)
         if isinstance(case, LatentCase):
-            tokens = self.views["latent"].index_select(0, ids).flatten(0, 1)[part].float()
-            latent, rope = tokens.split([case.latent_size, case.rope_size], dim=-1)
-            nope, value = torch.einsum("tl,hdl->thd", latent, self._up.float()).split(
-                [case.nope_size, case.head_size_v], dim=-1
-            )
-            return torch.cat([nope, rope[:, None].expand(-1, case.num_heads, -1)], dim=-1), value
-        shape = len(ids), size, case.num_kv_heads, case.head_size
-        out = {name: torch.empty(shape, dtype=torch.float32, device=self._device) for name in ("k", "v")}
-        spec.kv_format.read(self.views, ids, out)
-        return out["k"].flatten(0, 1)[part], out["v"].flatten(0, 1)[part]
+            latents = self.views["latent"].index_select(0, ids).flatten(0, 1)[part].float()
+            key, value = latents[:, None].split([case.latent_size, case.rope_size], dim=-1)
+        else:
+            shape = len(ids), size, case.num_kv_heads, case.head_size
+            out = {name: torch.empty(shape, dtype=torch.float32, device=self._device) for name in ("k", "v")}
+            spec.kv_format.read(self.views, ids, out)
+            key, value = out["k"].flatten(0, 1)[part], out["v"].flatten(0, 1)[part]
+        return self._form.expand(
+            self._layer, key, value, {name: each.float() for name, each in self._parameters.items()}
+        )
 
 
 def build_on_device(builder: AttentionMetadataBuilder, metadata: CommonAttentionMetadata, staging: Staging) -> Any:

@@ -100,9 +100,7 @@ def run(
     yield record
     if not names:
         print("a step of an engine", file=sys.stderr, flush=True)
-        steps = measure_steps(workload, device)
-        found_steps = {graphs: attrs.asdict(each) for graphs, each in steps.items()}
-        record["engine"] = {"name": workload.name, "graphs": found_steps}
+        record["engine"] = {"name": workload.name, "graphs": measure_steps(workload, device)}
         torch.cuda.empty_cache()
         yield record
     spent = dict.fromkeys(backends, 0.0)

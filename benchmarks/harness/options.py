@@ -13,9 +13,10 @@ from benchmarks.harness.machine import PEER
 Option = Callable[[Any], Any]
 
 
-def repeats(default: int, *, flag: str = "--repeats", most: int | None = None) -> Option:
+def repeats(default: int, *, flag: str = "--repeats", least: int = 1, most: int | None = None) -> Option:
     """Return the option for how often everything is measured."""
-    return click.option(flag, type=click.IntRange(1, most), default=default, show_default=True, help="Turns of each.")
+    known = click.IntRange(least, most)
+    return click.option(flag, type=known, default=default, show_default=True, help="Turns of each.")
 
 
 def threads(default: int) -> Option:

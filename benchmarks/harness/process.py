@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,10 @@ class EngineProcess:
             sys.exit(f"{self.name} ended with exit code {self._process.wait()}")
         return json.loads(line)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
         """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -41,41 +41,26 @@ CONVERSATIONS = {True: 1.2, False: 1.6}
 """Conversations for each user, where these have several turns and where they have one."""
 
 
-@attrs.frozen
-class Job:
-    """One run.
+def run(file: str, trace: str, size: int, layout: str = KVFRAME) -> dict[str, Any]:
+    """Run a trace over a model's cache and return what came of it.
 
-    Attributes:
+    Args:
         file: The model's layer file.
         trace: A trace's name.
         size: Requests that the memory is for.
         layout: A layout's name.
     """
-
-    file: str
-    trace: str
-    size: int
-    layout: str = KVFRAME
-
-    def run(self) -> dict[str, Any]:
-        """Run the trace and return what came of it."""
-        shape, lengths = Shape.read(self.file, self.size), TRACES[self.trace]
-        num_users = users(shape, lengths)
-        outcome = Simulation(
-            shape.plan(self.layout),
-            draw(lengths, round(num_users * CONVERSATIONS[lengths.turns[1] > 1]), shape.longest),
-            num_users=num_users,
-            max_num_seqs=MAX_NUM_SEQS,
-            input_lens=shape.description.max_input_lens,
-        ).run()
-        return {
-            "title": MODELS[self.file],
-            "trace": self.trace,
-            "layout": self.layout,
-            "memory_bytes": shape.memory_bytes,
-            "users": num_users,
-            **figures(outcome, shape.memory_bytes),
-        }
+    shape, lengths = Shape.read(file, size), TRACES[trace]
+    num_users = users(shape, lengths)
+    outcome = Simulation(
+        shape.plan(layout),
+        draw(lengths, round(num_users * CONVERSATIONS[lengths.turns[1] > 1]), shape.longest),
+        num_users=num_users,
+        max_num_seqs=MAX_NUM_SEQS,
+        input_lens=shape.description.max_input_lens,
+    ).run()
+    what = {"title": MODELS[file], "trace": trace, "layout": layout, "memory_bytes": shape.memory_bytes}
+    return {**what, "users": num_users, **figures(outcome, shape.memory_bytes)}
 
 
 def users(shape: Shape, lengths: Lengths) -> int:
@@ -100,14 +85,9 @@ def figures(outcome: Outcome, memory_bytes: int) -> dict[str, Any]:
     }
 
 
-def _jobs(files: Sequence[str], traces: Sequence[str], size: int) -> list[Job]:
-    jobs = []
-    for file in files:
-        layouts = [KVFRAME, PADDED]
-        if Shape.read(file, size).keeps_states:
-            layouts.insert(1, FEW_STATES)
-        jobs += [Job(file, trace, size, layout) for trace in traces for layout in layouts]
-    return jobs
+def layouts_of(file: str, size: int) -> list[str]:
+    """Return the layouts that a model is run in."""
+    return [KVFRAME, *([FEW_STATES] if Shape.read(file, size).keeps_states else []), PADDED]
 
 
 @benchmark("memory_traffic", write_report, plots={"memory_traffic": draw_plot})
@@ -117,11 +97,12 @@ def _jobs(files: Sequence[str], traces: Sequence[str], size: int) -> list[Job]:
 @click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), help="Processes.")
 def main(files: Sequence[str], traces: Sequence[str], size: int, workers: int) -> dict[str, Any]:
     """Run the traces and write one JSON file, one page of results and one plot."""
-    jobs = _jobs(files, traces, size)
+    layouts = {file: layouts_of(file, size) for file in files}
+    jobs = [(file, trace, size, layout) for file in files for trace in traces for layout in layouts[file]]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context) as pool, progress("traces on layouts", len(jobs)) as advance:
         rows = []
-        for row in pool.map(Job.run, jobs):
+        for row in pool.map(run, *zip(*jobs, strict=True)):
             rows.append(row)
             advance(1)
     return {

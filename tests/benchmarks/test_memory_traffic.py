@@ -15,7 +15,7 @@ SAME = ("requests", "steps", "peak", "concurrency", "preemptions", "hit_rate")
 
 
 def figures(file: str, trace: str, *, size: int = 1, **options: Any) -> dict[str, Any]:
-    row: dict[str, Any] = traffic.Job(file, trace, size, **options).run()
+    row: dict[str, Any] = traffic.run(file, trace, size, **options)
     return row
 
 
