@@ -22,27 +22,19 @@ NUM_EVENTS = 400
 MOST_FAILURES = 20
 
 
-def live(seed: int, tally: Tally, check_every: int) -> str | None:
-    """Let the things of one seed happen; return how they failed, or None."""
-    lives = draw_lives(seed, tally, check_every)
-    try:
-        for _ in range(NUM_EVENTS):
-            lives.happen()
-        lives.end()
-    except Exception as error:
-        return f"event {lives.num_events + 1} of {NUM_EVENTS}: {type(error).__name__}: {error}"
-    return None
-
-
 def run(first: int, step: int, operations: int, check_every: int) -> dict[str, Any]:
     """Live from every so many seeds on, until there were enough operations."""
     tally, failures, begin, told = Tally(), {}, time.monotonic(), 0
     for num_seeds in count(1):
         seed = first + step * (num_seeds - 1)
-        failure = live(seed, tally, check_every)
-        if failure is not None:
-            failures[seed] = failure
-            print(f"seed {seed}, {failure}", flush=True)
+        lives = draw_lives(seed, tally, check_every)
+        try:
+            for _ in range(NUM_EVENTS):
+                lives.happen()
+            lives.end()
+        except Exception as error:
+            failures[seed] = f"event {lives.num_events + 1} of {NUM_EVENTS}: {type(error).__name__}: {error}"
+            print(f"seed {seed}, {failures[seed]}", flush=True)
         elapsed = time.monotonic() - begin
         if tally.num_operations >= told:
             print(f"{tally.num_operations:,} operations, {num_seeds:,} seeds, {elapsed:,.0f} s", flush=True)

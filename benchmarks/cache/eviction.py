@@ -69,7 +69,8 @@ def replay(asked: Sequence[Asked], policy: str, num_tokens: int) -> dict[str, An
 
 def run(name: str, size: int) -> dict[str, Any]:
     """Return what is found of a trace in pools of all sizes."""
-    asked = TRACES[name].draw(size)
+    words, draw = TRACES[name]
+    asked = draw(size)
     first = int(COUNTED_FROM * len(asked))
     blocks = block_ids(asked)
     pools = {}
@@ -78,7 +79,7 @@ def run(name: str, size: int) -> dict[str, Any]:
         sides[BOUND] = {"found": most_found(asked, blocks, num_tokens, first)}
         pools[str(num_tokens)] = sides
     return {
-        "words": TRACES[name].words,
+        "words": words,
         "requests": len(asked),
         "tokens": sum(len(each.token_ids) for each in asked),
         "distinct_tokens": BLOCK * (1 + max(max(ids, default=0) for ids in blocks)),

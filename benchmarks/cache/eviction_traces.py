@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import attrs
 import numpy as np
@@ -28,19 +29,6 @@ class Asked:
     token_ids: Tokens[int]
     prompt_end: int
     num_shared: int = 0
-
-
-@attrs.frozen
-class Trace:
-    """A way to draw requests.
-
-    Attributes:
-        words: What it is, for people.
-        draw: Returns requests, by a number that scales how many.
-    """
-
-    words: str
-    draw: Callable[[int], list[Asked]]
 
 
 def _length(random: np.random.Generator, median: int, spread: float) -> int:
@@ -110,36 +98,32 @@ def _zipf(size: int) -> list[Asked]:
 
 
 def _service(size: int) -> list[Asked]:
-    random = np.random.default_rng(4)
-    asked = []
+    random, asked = np.random.default_rng(4), []
     for each in _chats(size, shared=True, seed=4):
-        asked.append(each)
-        if random.random() < 0.25:
-            asked.append(_document(random))
+        asked += [each, *([_document(random)] if random.random() < 0.25 else [])]
     return asked
 
 
-TRACES: Mapping[str, Trace] = {
-    "shared prompts, one-off documents between": Trace(
+TRACES: Mapping[str, tuple[str, Callable[[int], list[Asked]]]] = {
+    "shared prompts, one-off documents between": (
         "60 % of the requests begin with one of 32 prompts of 2,048 tokens; the others are documents, 7,000 tokens in "
         "the middle, that nobody asks again",
         _shared_and_scan,
     ),
-    "shared prompts, one-off documents in bursts": Trace(
-        "150 requests that begin with one of 32 prompts of 2,048 tokens, then 80 such documents, and so on", _bursts
+    "shared prompts, one-off documents in bursts": (
+        "150 requests that begin with one of 32 prompts of 2,048 tokens, then 80 such documents, and so on",
+        _bursts,
     ),
-    "conversations": Trace(
-        "48 users hold conversations of 2 to 8 turns that share nothing", lambda size: _chats(size, shared=False)
+    "conversations": ("48 users hold conversations of 2 to 8 turns that share nothing", partial(_chats, shared=False)),
+    "conversations on shared prompts": (
+        "the same, each on one of 8 prompts of 1,000 tokens",
+        partial(_chats, shared=True),
     ),
-    "conversations on shared prompts": Trace(
-        "the same, each on one of 8 prompts of 1,000 tokens", lambda size: _chats(size, shared=True)
-    ),
-    "conversations and documents": Trace(
-        "such conversations, and after every fourth turn a one-off document", _service
-    ),
-    "popular texts": Trace(
+    "conversations and documents": ("such conversations, and after every fourth turn a one-off document", _service),
+    "popular texts": (
         "a question on one of 1,000 texts, 1,500 tokens in the middle; how often each is asked follows Zipf's law with "
         "the exponent 0.9",
         _zipf,
     ),
 }
+"""What a trace is, for people, and what draws its requests by a number that scales how many."""

@@ -40,7 +40,7 @@ def measure_throughput(workload: Workload, path: Path, repeats: int, advance: Ca
     Raises:
         SystemExit: Two systems generated different tokens.
     """
-    vocab_size = AutoConfig.from_pretrained(path).vocab_size
+    config = AutoConfig.from_pretrained(path)
     most = workload.num_prompts * (workload.prefix + workload.longest + workload.num_new_tokens + PAGE_SIZE)
     sharing = workload.prefix > 0
     systems: list[System] = [
@@ -52,7 +52,7 @@ def measure_throughput(workload: Workload, path: Path, repeats: int, advance: Ca
     dense_bytes = 0
     try:
         for repeat, order in rounds(systems, repeats, warm_up=True):
-            prompts = workload.prompts(repeat, vocab_size)
+            prompts = workload.prompts(repeat, config.vocab_size)
             outputs = {}
             for system in order:
                 took, outputs[system.name] = timed(lambda: system.generate(prompts, workload.num_new_tokens))  # noqa: B023
@@ -60,7 +60,7 @@ def measure_throughput(workload: Workload, path: Path, repeats: int, advance: Ca
                     seconds[system.name].append(took)
             _check_equal(workload, outputs)
             longest = max(map(len, prompts)) + workload.num_new_tokens
-            dense_bytes = max(dense_bytes, workload.num_prompts * longest * _bytes_per_token(path))
+            dense_bytes = max(dense_bytes, workload.num_prompts * longest * _bytes_per_token(config))
             advance(1)
         cache_bytes = {system.name: system.cache_bytes() for system in systems}
     finally:
@@ -83,9 +83,8 @@ def _check_equal(workload: Workload, outputs: dict[str, list[list[int]]]) -> Non
             sys.exit(f"{workload.name}: {name} differs from {PaddedGenerate.name} in prompts {different}")
 
 
-def _bytes_per_token(path: Path) -> int:
+def _bytes_per_token(config: Any) -> int:
     """Return the bytes of one token's float32 keys and values in every layer."""
-    config = AutoConfig.from_pretrained(path)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head_size * 4)
 

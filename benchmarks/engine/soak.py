@@ -232,16 +232,9 @@ def soak(
         plan = engine.plan
         running.run(arrivals, advance)
         stats = engine.stats()
-    counts = {
-        **running.counts,
-        "generated_tokens": stats.generated_tokens,
-        "preemptions": stats.preemptions,
-        "swaps": stats.swaps,
-        "failed_swaps": stats.failed_swaps,
-        "retries": stats.retries,
-        "hit_tokens": stats.cached_prompt_tokens,
-        "evictions": stats.evictions,
-    }
+    same = ("generated_tokens", "preemptions", "swaps", "failed_swaps", "retries", "evictions")
+    counts = {**running.counts, **{name: getattr(stats, name) for name in same}}
+    counts["hit_tokens"] = stats.cached_prompt_tokens
     return {
         "family": scenario.family,
         "what": scenario.what,

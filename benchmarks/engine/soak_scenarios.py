@@ -49,33 +49,27 @@ class Scenario:
     longest: int
     longest_output: int = 32
     longest_input: int = 0
-    cache: Mapping[str, Any]
-    engine: Mapping[str, Any]
+    cache: Mapping[str, Any] = {"block_size": 4}
+    engine: Mapping[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
     wrappers: tuple[str, ...] = ()
-    per_second: float
+    per_second: float = 0.1
 
 
-SWAP: dict[str, Any] = {"preemption": "swap", "swap_memory": "192KiB"}
-SMALL_STEPS = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
+SWAP: dict[str, Any] = {"block_size": 4, "preemption": "swap", "swap_memory": "192KiB"}
 SCENARIOS = (
     Scenario(
         name="windows",
         family="gemma3_text",
         what="windows of 8 tokens beside full attention, swapping, a wrapper",
         longest=88,
-        cache={"block_size": 4, **SWAP},
-        engine=SMALL_STEPS,
+        cache=SWAP,
         wrappers=(Careless.name,),
-        per_second=0.1,
     ),
     Scenario(
         name="states",
         family="bamba",
         what="Mamba-2 states beside full attention, computing again",
         longest=72,
-        cache={"block_size": 4},
-        engine=SMALL_STEPS,
-        per_second=0.1,
     ),
     Scenario(
         name="encoder",
@@ -83,9 +77,7 @@ SCENARIOS = (
         what="an encoder and a decoder, both with windows and full attention, swapping",
         longest=64,
         longest_input=41,
-        cache={"block_size": 4, **SWAP},
-        engine=SMALL_STEPS,
-        per_second=0.1,
+        cache=SWAP,
     ),
     Scenario(
         name="three-blocks",
@@ -93,7 +85,7 @@ SCENARIOS = (
         what="a pool of three blocks of four tokens, counted anew after every operation",
         longest=12,
         longest_output=6,
-        cache={"block_size": 4, "preemption": "swap", "swap_memory": "16KiB", "audit": True},
+        cache={**SWAP, "swap_memory": "16KiB", "audit": True},
         engine={"max_num_seqs": 3, "max_num_batched_tokens": 8},
         per_second=0.2,
     ),

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.gpu.cases import ISSUED, Case
 from benchmarks.gpu.engine import GRAPHS, WORKLOAD
-from benchmarks.harness.pages import page, table
+from benchmarks.harness.pages import heading, page, table
 
-NOT_YET = "not measured yet"
+TITLE, NOT_YET = "Attention on a GPU", "not measured yet"
 
 EXPLANATION = (
     "A cell is the time of one layer's attention in microseconds on the device and, in brackets, the share of it that "
@@ -34,7 +34,7 @@ def write_report(record: Mapping[str, Any], wanted: Sequence[Case]) -> str:
         record: What was measured; empty if nothing was.
         wanted: All cases, in the order of the page.
     """
-    parts = ["# Attention on a GPU", _machine(record), EXPLANATION]
+    parts = [_heading(record), EXPLANATION]
     for kind in dict.fromkeys(case.kind for case in wanted):
         members = [case for case in wanted if case.kind == kind]
         found = [record.get("cases", {}).get(case.key) for case in members]
@@ -57,9 +57,10 @@ def _micro(seconds: float) -> str:
     return f"{seconds * 1e6:,.1f}"
 
 
-def _machine(record: Mapping[str, Any]) -> str:
+def _heading(record: Mapping[str, Any]) -> str:
     if not record:
         return (
+            f"# {TITLE}\n\n"
             "Nothing was measured yet: `benchmarks/gpu.sh`, on a machine with a GPU, measures every row in one call. "
             f"Floors are those of {ISSUED.bytes_per_second / 1e12:.1f} TB/s and "
             f"{ISSUED.flops_per_second / 1e12:.0f} TFLOP/s, an H200's."
@@ -69,13 +70,11 @@ def _machine(record: Mapping[str, Any]) -> str:
     if machine["multiprocessors"]:
         l2 = "" if machine["l2_bytes"] is None else f", {machine['l2_bytes'] / 2**20:.0f} MB of L2"
         sizes = f", {machine['multiprocessors']} multiprocessors, {machine['memory_bytes'] / 2**30:.0f} GiB{l2}"
-    return (
-        f"Measured on {machine['date']} by `{machine['command']}`: {machine['device']}{sizes}; "
-        f"torch {machine['torch']}, triton {machine['triton']}, Python {machine['python']}, "
-        f"kvframe at {machine['commit']}.\n\n"
+    note = (
         f"A copy on the device moved {ceilings['bytes_per_second'] / 1e12:.2f} TB/s, read and written, and a product "
         f"of bfloat16 matrices ran at {ceilings['flops_per_second'] / 1e12:.0f} TFLOP/s."
     )
+    return heading(TITLE, record, f": {machine['device']}{sizes}, triton {machine['triton']}.", note)
 
 
 def _row(case: Case, found: Mapping[str, Any] | None, names: Sequence[str]) -> list[str]:

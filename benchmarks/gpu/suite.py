@@ -33,7 +33,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     """Return what the figures depend on besides the code."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
-        **describe_machine(torch.get_num_threads(), ("torch", "triton")),
+        **describe_machine(torch.get_num_threads(), "triton"),
         "device": getattr(properties, "name", device.type),
         "multiprocessors": getattr(properties, "multi_processor_count", None),
         "memory_bytes": getattr(properties, "total_memory", None),

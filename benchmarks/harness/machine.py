@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ PEER = ROOT / ".cache" / "peers" / "vllm"
 """Where ``make peer`` installs vLLM."""
 
 
-def describe_machine(threads: int, packages: Sequence[str] = ("torch", "transformers", "numpy")) -> dict[str, Any]:
-    """Return what the figures depend on besides the code: the machine, and the versions of packages."""
+def describe_machine(threads: int, *others: str) -> dict[str, Any]:
+    """Return what the figures depend on besides the code: the machine, and versions of packages, of others too."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -30,7 +29,7 @@ def describe_machine(threads: int, packages: Sequence[str] = ("torch", "transfor
         "threads": threads,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("kvframe", *packages)},
+        **{name: _version(name) for name in ("torch", "transformers", "kvframe", "numpy", *others)},
         "commit": commit.stdout.strip() or "unknown",
         "command": command_line(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

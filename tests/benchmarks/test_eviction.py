@@ -58,8 +58,8 @@ def test_no_policy_finds_more_than_the_bound() -> None:
 
 
 def test_a_trace_is_the_same_each_time() -> None:
-    for trace in eviction_traces.TRACES.values():
-        assert trace.draw(20) == trace.draw(20)
+    for _, draw in eviction_traces.TRACES.values():
+        assert draw(20) == draw(20)
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
