@@ -34,6 +34,7 @@ def launches() -> dict[str, Launch]:
     for head_size in (64, 512, 576):
         add(f"head_size={head_size}", head_size=head_size, shapes=slice(-1, None))
     add("float32", dtype=torch.float32)
+    found["join"] = found.pop("float32-join")
     add("float16", dtype=torch.float16, shapes=ENDS)
     add("page=128", block_size=128, shapes=ENDS)
     add("window", window=1024, num_sink_tokens=4, shapes=ENDS)
