@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract.errors import ModelError
+from tests.covering import cover_pairs
 from tests.models.serving import ids
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "yoco"
@@ -56,11 +57,6 @@ class Example:
             self.path, stack=stack, plugins=[self.plugin], poison_freed=True, **extra
         ) as engine:
             yield engine
-
-    def generate(self, prompt: list[int], num_new_tokens: int = NUM_NEW_TOKENS) -> list[int]:
-        """Return the tokens that the dense forward generates."""
-        tokens: list[int] = self.model.generate_densely(self.dense, prompt, num_new_tokens)
-        return tokens
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +179,10 @@ def test_missing_weights_are_one_sentence(yoco: Example, tmp_path: Path) -> None
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-@SKIPPING
-@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "all_full"])
-@pytest.mark.parametrize("backend", ["torch", "torch_reference"])
-@pytest.mark.parametrize("max_num_batched_tokens", [2048, 19], ids=["whole_prompts", "chunks"])
+@pytest.mark.parametrize(
+    ("skipping", "hybrid", "backend", "max_num_batched_tokens"),
+    cover_pairs((None, "decode_only"), (True, False), ("torch", "torch_reference"), (2048, 19)),
+)
 def test_tokens_equal_the_dense_forward(
     yoco: Example, skipping: str | None, hybrid: bool, backend: str, max_num_batched_tokens: int
 ) -> None:
@@ -208,18 +204,26 @@ def test_tokens_behind_a_cached_prefix_equal_the_dense_forward(
         assert 2 * 40 == engine.stats().cached_prompt_tokens - before
 
 
+@pytest.fixture(scope="module")
+def long_answers(yoco: Example) -> list[list[int]]:
+    """The 30 tokens that the dense forward generates after each of eight prompts."""
+    return [yoco.model.generate_densely(yoco.dense, ids(start, 20), 30) for start in range(8)]
+
+
 @SKIPPING
-def test_tokens_after_preemption_equal_the_dense_forward(yoco: Example, skipping: str | None) -> None:
+def test_tokens_after_preemption_equal_the_dense_forward(
+    yoco: Example, long_answers: list[list[int]], skipping: str | None
+) -> None:
     prompts = [ids(start, 20) for start in range(8)]
     with yoco.engine(
         skipping=skipping, memory="96KiB", max_model_len=64, max_num_batched_tokens=32, prefix_caching=False
     ) as engine:
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=30))
-        assert [yoco.generate(prompt, 30) for prompt in prompts] == [list(output.token_ids) for output in outputs]
+        assert long_answers == [list(output.token_ids) for output in outputs]
         assert engine.stats().preemptions > 0
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6), budget=st.integers(6, 64))
 def test_skipping_changes_no_token_of_any_batch(yoco: Example, lengths: list[int], budget: int) -> None:
     prompts = [ids(index, length) for index, length in enumerate(lengths)]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
 import attrs
 import pytest
@@ -24,6 +25,9 @@ from kvframe.cli import main
 from kvframe.config.stack import Stack
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.plugins import load_plugins
+from kvframe.testing import grid
+from kvframe.testing import runs as kit_runs
+from kvframe.testing.sample import sample
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -131,9 +135,25 @@ def code(document: str) -> list[str]:
     return [block.text for block in blocks(document, "python") if not block.file]
 
 
-@pytest.mark.parametrize("document", [document for document in DOCUMENTS if code(document)])
-def test_python_blocks_run_in_order(document: str, workplace: Callable[[str], None]) -> None:
+def documents_with_code() -> Iterator[Any]:
+    """Yield the documents with Python, each with whether fewer of the kit's cases and runs are computed than it says."""
+    for document in DOCUMENTS:
+        has_cases = any("make_cases(" in text for text in code(document))
+        if has_cases:
+            yield pytest.param(document, False, marks=pytest.mark.whole)
+        if code(document):
+            yield document, has_cases
+
+
+@pytest.mark.parametrize(("document", "samples"), [*documents_with_code()])
+def test_python_blocks_run_in_order(
+    document: str, samples: bool, workplace: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     workplace(document)
+    if samples:
+        make_cases, sample_runs = grid.make_cases, kit_runs.sample_runs
+        monkeypatch.setattr(grid, "make_cases", lambda *arguments: sample(make_cases(*arguments)))
+        monkeypatch.setattr(kit_runs, "sample_runs", lambda runs: sample_runs(runs, ["kind"]))
     namespace: dict[str, object] = {"__name__": "__main__"}
     for text in code(document):
         exec(compile(text, document, "exec"), namespace)
