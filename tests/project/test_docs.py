@@ -136,7 +136,7 @@ def code(document: str) -> list[str]:
 
 
 def documents_with_code() -> Iterator[Any]:
-    """Yield the documents with Python, each with whether fewer of the kit's cases and runs are computed than it says."""
+    """Yield the documents with Python, each with whether few of the cases and runs that it shows are computed."""
     for document in DOCUMENTS:
         has_cases = any("make_cases(" in text for text in code(document))
         if has_cases:
