@@ -1,6 +1,8 @@
 """The names of ``kvframe``, each under the module that defines it."""
 
 from .attention.group import AttentionGroup as AttentionGroup
+from .attention.hosted import HostedLayers as HostedLayers
+from .attention.hosted import HostedStep as HostedStep
 from .attention.step import StepBatch as StepBatch
 from .attention.storage import KVCacheStorage as KVCacheStorage
 from .builtin.full_attention import FullAttentionSpec as FullAttentionSpec

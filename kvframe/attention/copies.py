@@ -169,11 +169,17 @@ class CopyingBackend(AttentionBackend):
         return CopyingBuilder(self.inner.make_builder(), self._plain[self.layers[0].name])
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Copy the pages, and let the backend attend to the copies."""
         copies = self._copied(kv_cache, metadata)
-        return self.inner.forward(self._plain[layer.name], query, copies, metadata.built, sinks)
+        return self.inner.forward(self._plain[layer.name], query, copies, metadata.built, sinks, out)
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None

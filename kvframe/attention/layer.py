@@ -27,20 +27,18 @@ class GroupStep:
         self.read = GroupMetadata(None, 0, None, None)
 
 
-class AttentionLayer:
-    """One attention layer, which the model calls.
+class ServedLayer:
+    """One attention layer on its backend: what it is called with is handed over, and what it returns is checked.
 
     Attributes:
         spec: The layer's spec.
         lacks_parameters: Whether it declares a learned tensor that is not bound yet.
     """
 
-    def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:
+    def __init__(self, spec: LayerSpec, group: AttentionGroup) -> None:
         self.spec = spec
-        self._wrapped = attrs.evolve(step.group.wrapped, name=spec.name, shares_with=spec.shares_with)
-        self._kv_cache = kv_cache
-        self._step = step
-        self._backend = step.group.backend
+        self._wrapped = attrs.evolve(group.wrapped, name=spec.name, shares_with=spec.shares_with)
+        self._backend, self._backend_name = group.backend, group.backend_name
         self._writes = spec.shares_with is None
         self._head_shape = _head_shape(self._wrapped)
         self.lacks_parameters = spec.query is not None and spec.query.relative_bias is not None
@@ -64,12 +62,117 @@ class AttentionLayer:
                     f"layer {self.spec.name!r} declares a relative bias of {expected[0]} buckets for {expected[1]} "
                     f"heads, and was bound {found or 'nothing'}; bind it {{{RELATIVE_BIAS!r}: a tensor {expected}}}"
                 )
-        whose = f"backend {self._step.group.backend_name!r}, of layer {self.spec.name!r}: bind()"
+        whose = f"backend {self._backend_name!r}, of layer {self.spec.name!r}: bind()"
         try:
             call(whose, self._backend.bind, self._wrapped, parameters, passes=(BackendError,))
         except PluginError as error:
             raise BackendError(str(error)) from error.__cause__
         self.lacks_parameters = False
+
+    def write(
+        self, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache, read: GroupMetadata
+    ) -> None:
+        """Store a step's keys and values, unless the layer shares a cache or the step stores nothing.
+
+        Args:
+            key: ``[num_stored, num_kv_heads, head_size], device``.
+            value: ``[num_stored, num_kv_heads, head_size_v], device``.
+            kv_cache: The layer's state tensors; written to.
+            read: The step.
+
+        Raises:
+            BackendError: The backend raised something (``failed``).
+        """
+        if not self._writes or read.slots is None:
+            return
+        assert key is not None
+        assert value is not None
+        try:
+            self._backend.write_kv(key, value, kv_cache, read.slots)
+        except Exception as error:
+            raise self._failure("write_kv", error) from error
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        read: GroupMetadata,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute a step's attention.
+
+        Args:
+            query: ``[num_rows, num_heads, head_size], device``.
+            kv_cache: The state tensors of the layer, or of the layer whose cache it shares.
+            read: The step.
+            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+            out: Where the result has to be, contiguous, in the query's dtype; None for a new tensor.
+
+        Returns:
+            ``[num_rows, num_heads, head_size_v], device``: ``out`` if it is given.
+
+        Raises:
+            BackendError: The query has another number of rows than the layer's wrapper chain leaves, or the backend
+                raised something (``failed``), or returned something else than was agreed (``wrong_output``).
+        """
+        if query.shape[0] != read.num_rows:
+            raise BackendError(
+                f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
+                f"{read.num_rows} in this step; a model that skips rows takes them from kept_rows"
+            )
+        order, wanted = read.permutation, out
+        if order is not None:
+            query, wanted = query.index_select(0, order.tokens), None
+        try:
+            output = self._backend.forward(self._wrapped, query, kv_cache, read.metadata, sinks, wanted)
+        except Exception as error:
+            raise self._failure("forward", error) from error
+        if (
+            getattr(output, "shape", None) != (query.shape[0], *self._head_shape)
+            or output.dtype != query.dtype
+            or output.device != query.device
+        ):
+            self._check_output(output, query)
+        if out is None:
+            return output if order is None else output.index_select(0, order.inverse)
+        if order is not None:
+            return torch.index_select(output, 0, order.inverse, out=out)
+        return output if output is out else out.copy_(output)
+
+    def _failure(self, method: str, error: Exception) -> Exception:
+        return step_failure(self._backend_name, [self.spec.name], method, error)
+
+    def _check_output(self, output: Any, query: torch.Tensor) -> None:
+        """Raise ``BackendError`` if a backend's output is not what was agreed."""
+        expected = [query.shape[0], *self._head_shape]
+        is_tensor = isinstance(output, torch.Tensor)
+        if is_tensor and self._head_shape[1] is None and output.ndim == 3:
+            # If the state is not keys and values, only the backend and the model know the size of a value.
+            expected[2] = output.shape[2]
+        if (
+            is_tensor
+            and list(output.shape) == expected
+            and (output.dtype, output.device) == (query.dtype, query.device)
+        ):
+            return
+        found = f"a {type(output).__name__!r}"
+        if is_tensor:
+            found = f"a tensor {list(output.shape)} of {output.dtype} on {output.device}"
+        raise BackendError(
+            f"backend {self._backend_name!r} returned {found} for layer {self.spec.name!r}, and not a "
+            f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's forward",
+            code="wrong_output",
+        )
+
+
+class AttentionLayer(ServedLayer):
+    """One attention layer, which the model calls. It holds its cache, and its group's step."""
+
+    def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:
+        super().__init__(spec, step.group)
+        self._kv_cache = kv_cache
+        self._step = step
 
     def __call__(
         self,
@@ -92,62 +195,11 @@ class AttentionLayer:
             ``[num_rows, num_heads, head_size_v], device``.
 
         Raises:
-            BackendError: The query has another number of rows than the layer's wrapper chain leaves, or the backend
-                raised something (``failed``), or returned something else than was agreed (``wrong_output``).
+            BackendError: As ``write`` and ``attend`` raise it.
         """
         read = self._step.read
-        if query.shape[0] != read.num_rows:
-            raise BackendError(
-                f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
-                f"{read.num_rows} in this step; a model that skips rows takes them from kept_rows"
-            )
-        slots = read.slots
-        if self._writes and slots is not None:
-            assert key is not None
-            assert value is not None
-            try:
-                self._backend.write_kv(key, value, self._kv_cache, slots)
-            except Exception as error:
-                raise self._failure("write_kv", error) from error
-        order = read.permutation
-        if order is not None:
-            query = query.index_select(0, order.tokens)
-        try:
-            output = self._backend.forward(self._wrapped, query, self._kv_cache, read.metadata, sinks)
-        except Exception as error:
-            raise self._failure("forward", error) from error
-        if (
-            getattr(output, "shape", None) != (query.shape[0], *self._head_shape)
-            or output.dtype != query.dtype
-            or output.device != query.device
-        ):
-            self._check_output(output, query)
-        return output if order is None else output.index_select(0, order.inverse)
-
-    def _failure(self, method: str, error: Exception) -> Exception:
-        return step_failure(self._step.group.backend_name, [self.spec.name], method, error)
-
-    def _check_output(self, output: Any, query: torch.Tensor) -> None:
-        """Raise ``BackendError`` if a backend's output is not what was agreed."""
-        expected = [query.shape[0], *self._head_shape]
-        is_tensor = isinstance(output, torch.Tensor)
-        if is_tensor and self._head_shape[1] is None and output.ndim == 3:
-            # If the state is not keys and values, only the backend and the model know the size of a value.
-            expected[2] = output.shape[2]
-        if (
-            is_tensor
-            and list(output.shape) == expected
-            and (output.dtype, output.device) == (query.dtype, query.device)
-        ):
-            return
-        found = f"a {type(output).__name__!r}"
-        if is_tensor:
-            found = f"a tensor {list(output.shape)} of {output.dtype} on {output.device}"
-        raise BackendError(
-            f"backend {self._step.group.backend_name!r} returned {found} for layer {self.spec.name!r}, and not a "
-            f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's forward",
-            code="wrong_output",
-        )
+        self.write(key, value, self._kv_cache, read)
+        return self.attend(query, self._kv_cache, read, sinks)
 
 
 def _head_shape(layer: LayerSpec) -> tuple[int, int | None]:

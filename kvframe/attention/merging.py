@@ -65,7 +65,13 @@ class MergingBackend(AttentionBackend):
         self.inner.write_kv(key, value, kv_cache, slots)
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Let the backend attend to one part after the other, and merge its results."""
         return self.forward_with_lse(layer, query, kv_cache, metadata, sinks)[0]

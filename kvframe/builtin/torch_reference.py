@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import attrs
 import torch
 
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
 from kvframe.contract.merging import lse_dtype
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance, bias_columns
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 
@@ -81,6 +82,25 @@ def attend(
     return torch.einsum("ht,thd->hd", weights, value), torch.logsumexp(scores, dim=-1)
 
 
+class ReferenceBuilder(AttentionMetadataBuilder):
+    """Keeps the batch metadata, with copies of its own of what the layers read on the host."""
+
+    on_host = frozenset()
+
+    def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the step; a host may overwrite its own buffers before the layers run."""
+        extensions = {
+            name: attrs.evolve(each, values_cpu=None if each.values_cpu is None else each.values_cpu.clone())
+            for name, each in metadata.extensions.items()
+        }
+        return attrs.evolve(
+            metadata,
+            query_start_loc_cpu=metadata.query_start_loc_cpu.clone(),
+            seq_lens_cpu=metadata.seq_lens_cpu.clone(),
+            extensions=extensions or NO_EXTENSIONS,
+        )
+
+
 class TorchReferenceBackend(AttentionBackend):
     """Serves every attention layer whose state is ``k`` and ``v``, on any device, slowly and by definition."""
 
@@ -98,8 +118,18 @@ class TorchReferenceBackend(AttentionBackend):
         preference=-10,
     )
 
+    def make_builder(self) -> AttentionMetadataBuilder:
+        """Return a builder that keeps the numbers of a step."""
+        return ReferenceBuilder()
+
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute each query of each request on its own, in float32 at least."""
         return self.forward_with_lse(layer, query, kv_cache, metadata, sinks)[0]

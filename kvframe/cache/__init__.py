@@ -4,7 +4,8 @@ Its files, in the order of the flow; each uses only those before it.
 
 - When blocks die, and so which blocks a hit needs: ``live_range``.
 - The blocks of each request: ``block_table``.
-- Pages: free ones (``free_list``, ``slabs``), the order of eviction (``eviction``), all of them (``block_pool``).
+- Pages: free ones (``free_list``), the order of eviction (``eviction``), free ones of several sizes (``slabs``), all of
+  them (``block_pool``).
 - The inputs of requests beside their tokens: ``input_index``. Running requests, as rows: ``rows``.
 - Finding tokens: ``radix_tree``, ``publisher``.
 - Data for other processes: ``keys``, ``events``.

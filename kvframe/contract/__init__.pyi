@@ -67,7 +67,6 @@ from .relative_bias import RELATIVE_BIAS as RELATIVE_BIAS
 from .relative_bias import bias_by_distance as bias_by_distance
 from .relative_bias import bias_columns as bias_columns
 from .slots import Slots as Slots
-from .slots import split_slots as split_slots
 from .specs import ENCODER as ENCODER
 from .specs import TOKENS as TOKENS
 from .specs import AttentionSpec as AttentionSpec

@@ -254,6 +254,10 @@ class AttentionMetadataBuilder(ABC):
         Called by the framework before any of the group's layers runs: once a step for all attention groups with an
         equal ``reuse_key``, the same backend and the same wrapped metadata.
 
+        A builder, and what it returns, keeps no tensor of the host's: neither the fields with the suffix ``_cpu`` nor
+        those that ``on_host`` names, unless they are for ``finish`` or go to the device. A host may write the next
+        step into the same memory when the metadata is built, so an equal ``id()`` does not mean an equal content.
+
         Args:
             metadata: The step's metadata after the group's wrapper chain. Never written to.
         """
@@ -375,7 +379,13 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention of the new tokens over the cache, their own keys included (already written).
 
@@ -383,8 +393,12 @@ class AttentionBackend(ABC):
             layer: The layer that runs, as the group's wrapper chain leaves it.
             query: ``[num_tokens, num_heads, head_size], device``.
             kv_cache: The state tensors of the layer, or of the layer whose cache it shares; not written to.
-            metadata: What this backend's builder made for the step.
+            metadata: What this backend's builder made for the step. If it holds the batch metadata, its tensors on the
+                device are read, and not the copies on the host.
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+            out: Where the host wants the result, of its shape and dtype, contiguous, device; None if it wants a new
+                tensor. A backend that can writes there and returns ``out``. If it returns another tensor, the host
+                copies that.
 
         Returns:
             ``[num_tokens, num_heads, head_size_v], device``, in the query's dtype.

@@ -87,12 +87,12 @@ class CommonAttentionMetadata:
     """The batch of one step for one cache group. Requests are packed: their new tokens follow one another.
 
     Query ``i`` of request ``r`` has the position ``seq_lens[r] - query_len[r] + i``. A padded batch ends with rows of
-    query length 0 and with tokens of slot 0, which is in the null page that no request owns. The output of a backend
-    for padded tokens is never used.
+    query length 0 and with tokens of slot 0, which is in the null page that no request owns, or of a negative slot. The
+    output of a backend for padded tokens is never used.
 
     The keys may belong to another sequence than the queries (cross attention). Then the batch or the layers' mask is
-    not causal, ``seq_lens`` and ``block_table`` describe the keys, and all queries have slot 0. A request may have
-    fewer keys than queries, or none; a query without keys gets zeros.
+    not causal, ``seq_lens`` and ``block_table`` describe the keys, and all queries have slot 0 or a negative one. A
+    request may have fewer keys than queries, or none; a query without keys gets zeros.
 
     Attributes:
         query_start_loc: ``[num_reqs + 1], int32, device``: where each request's new tokens start.
@@ -105,9 +105,9 @@ class CommonAttentionMetadata:
         max_seq_len: The longest request after this step, or an upper bound of it without ``exact_lens``; with
             ``static_shapes``, of any request in such a batch.
         block_table: ``[num_reqs, max_blocks], int32, device``: block ids by block index; 0, the null page, for a block
-            that is not resident.
-        slot_mapping: ``[num_tokens], int64, device``: ``block_id * block_size + offset`` of each new token; its length
-            is the number of tokens with padding.
+            that is not resident. Entries after the block of a request's last token mean nothing, and may name any page.
+        slot_mapping: ``[num_tokens], int64, device``: ``block_id * block_size + offset`` of each new token, or a
+            negative number if it is not stored; its length is the number of tokens with padding.
         block_size: Tokens per block of this group.
         num_generating: Tokens whose logits are needed, without padding: the last token of each prompt that this step
             completes, decodes and draft tokens, and all tokens of a request with prompt log-probabilities. In each

@@ -16,6 +16,7 @@ from kvframe.contract.formats import PLAIN
 from kvframe.contract.relative_bias import RELATIVE_BIAS
 from kvframe.testing.case import Case
 from kvframe.testing.error_bound import attention_error_bound, lse_error_bound
+from kvframe.testing.hosts import KVFRAME, Host
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, dense_lse, relative_bias, visible_tokens
@@ -25,7 +26,11 @@ _SCORES_AT_A_TIME = 1 << 19
 
 
 def check_backend(
-    backend_class: type[AttentionBackend], case: Case, device: str = "cpu", poison: float = float("nan")
+    backend_class: type[AttentionBackend],
+    case: Case,
+    device: str = "cpu",
+    poison: float = float("nan"),
+    host: Host = KVFRAME,
 ) -> None:
     """Check that a backend's output is within ``attention_error_bound``, and that it writes to no other memory.
 
@@ -40,6 +45,7 @@ def check_backend(
         case: A case that its capabilities cover (``make_cases``).
         device: The device of the backend.
         poison: The value of all memory without live state. A large finite value finds a backend that hides NaN.
+        host: Whose memory and step the backend is given: kvframe's own engine, or an ``OtherHost``.
 
     Raises:
         ConformanceError: The output is wrong, with the request, the position and the error; or other memory was
@@ -50,7 +56,7 @@ def check_backend(
     inputs = draw_inputs(case, generator)
     learned = Learned.draw(case, generator)
     try:
-        output = run_step(backend_class, case, inputs, learned, torch.device(device), poison)
+        output = run_step(backend_class, case, inputs, learned, torch.device(device), poison, host)
     except ConformanceError as error:
         raise _failure(backend_class, case, str(error)) from error
     if not len(output.rows):

@@ -16,6 +16,7 @@ from kvframe.contract.slots import Slots
 from kvframe.planning.groups import Grouping, group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.testing.case import Case, Request
+from kvframe.testing.hosts import Memory
 from kvframe.testing.laws import ConformanceError
 
 
@@ -78,7 +79,7 @@ def slots_of(table: BlockTable, row: int, tokens: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(table.ids[row])[tokens // size].long() * size + tokens % size
 
 
-def fill(storage: KVCacheStorage, case: Case, poison: float) -> None:
+def fill(storage: KVCacheStorage | Memory, case: Case, poison: float) -> None:
     """Fill the pool with poison, which must not reach a backend's output."""
     if case.spec.kv_format == PLAIN:
         storage.pool.view(case.stored_dtype).fill_(poison)
@@ -92,7 +93,7 @@ def write(
     case: Case,
     key: torch.Tensor,
     value: torch.Tensor,
-    storage: KVCacheStorage,
+    storage: KVCacheStorage | Memory,
     slots: Slots,
 ) -> None:
     """Let a backend store tokens, and check that all other bytes are unchanged."""
@@ -103,7 +104,7 @@ def write(
         raise ConformanceError(f"write_kv changes {num_changed} bytes beside its slots")
 
 
-def changed_beside(storage: KVCacheStorage, case: Case, before: torch.Tensor, slots: Slots) -> int:
+def changed_beside(storage: KVCacheStorage | Memory, case: Case, before: torch.Tensor, slots: Slots) -> int:
     """Return the number of changed bytes in the pool outside the layer's slots."""
     views = storage.views[case.layer.name]
     expected = storage.pool.clone()

@@ -17,7 +17,6 @@ from kvframe.attention.merging import merged_over
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST, Staging
-from kvframe.attention.storage import KVCacheStorage
 from kvframe.attention.wrapping import apply_chain
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
@@ -28,6 +27,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.selection.chains import WrapperChain, bind_chain
 from kvframe.testing.case import Case
+from kvframe.testing.hosts import KVFRAME, Host
 from kvframe.testing.inputs import Inputs, Learned
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.output import check_output, check_outputs
@@ -67,6 +67,7 @@ def run_step(
     learned: Learned,
     device: torch.device,
     poison: float,
+    host: Host = KVFRAME,
 ) -> Output:
     """Run a backend after the case's chain, on requests in the order that its builder asks for.
 
@@ -77,6 +78,7 @@ def run_step(
         learned: The layer's learned tensors.
         device: The device of the backend.
         poison: The value of all memory without live state.
+        host: Whose memory and step the backend is given.
 
     Raises:
         ConformanceError: The chain keeps other tokens than the generating ones, the output breaks the contract, or
@@ -85,11 +87,11 @@ def run_step(
     """
     chain, seen, _ = bind_chain(case.wrappers, case.layer)
     owner, grouping, plan = plan_pool(case)
-    storage = KVCacheStorage(plan, grouping, device)
-    kv_cache = storage.views[case.layer.name]
-    fill(storage, case, poison)
     manager = KVCacheManager(plan, max_num_seqs=len(inputs) + 1, prefix_caching=False)
     give_pages(manager, case)
+    storage = host.begin(case, plan, grouping, manager, device)
+    kv_cache = storage.views[case.layer.name]
+    fill(storage, case, poison)
     rows = [manager.row(str(index)) for index in range(len(inputs))]
 
     learned = learned.to(device)
@@ -102,10 +104,12 @@ def run_step(
         )
     for row, request, tensors in zip(rows, case.requests, inputs, strict=True):
         live = torch.tensor(written_tokens(backend_class, case, request), dtype=torch.int64)
-        slots = Slots(slots_of(manager.tables[0], row, live).to(device), manager.tables[0].block_size)
-        write(writer, case, tensors.key[live], tensors.value[live], storage, slots)
+        slots = host.slots(slots_of(manager.tables[0], row, live).to(device), manager.tables[0].block_size)
+        write(writer, case, host.rows(tensors.key[live]), host.rows(tensors.value[live]), storage, slots)
 
-    metadata = make_step_metadata(case, manager, rows, device)
+    builder = backend.make_builder()
+    exact = builder.needs_exact_lens or bool(len(chain))
+    metadata = host.metadata(make_step_metadata(case, manager, rows, device), exact=exact)
 
     def packed(part: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
         new = [part(each)[-request.num_new :] for request, each in zip(case.requests, inputs, strict=True)]
@@ -113,23 +117,28 @@ def run_step(
         return torch.cat([*new, padding]).to(device)
 
     if not case.is_cross:
-        slots = Slots(metadata.slot_mapping, metadata.block_size)
-        write(writer, case, packed(lambda each: each.key), packed(lambda each: each.value), storage, slots)
+        key, value = (host.rows(packed(part)) for part in (lambda each: each.key, lambda each: each.value))
+        write(writer, case, key, value, storage, Slots(metadata.slot_mapping, metadata.block_size))
+        if host.skips_slots:
+            skipped = Slots(torch.full_like(metadata.slot_mapping, -1), metadata.block_size)
+            write(writer, case, torch.ones_like(key), torch.ones_like(value), storage, skipped)
     guard = WriteGuard([storage.pool, *tensors_of(metadata)])
     wrapped = apply_chain(chain, metadata)
     guard.check("a wrapper wrote to the batch metadata")
     kept = _kept_rows(chain, metadata, wrapped)
     query = packed(lambda each: each.query).index_select(0, kept.to(device))
-    builder = backend.make_builder()
     common, back = wrapped, None
     if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
         common, permutation = permute(wrapped, builder.batch_order)
         query, back = query.index_select(0, permutation.tokens), permutation.inverse
+    query = host.rows(query)
     guard = WriteGuard([storage.pool, query, *tensors_of(metadata), *tensors_of(common)])
 
     def attend(built: Any, made: str) -> torch.Tensor:
+        out = host.make_output((len(query), case.query.num_heads, case.form.head_size_v(case.spec)), query)
         try:
-            values = check_output(backend.forward(seen, query, kv_cache, built, learned.sinks), case, query)
+            values = check_output(backend.forward(seen, query, kv_cache, built, learned.sinks, out), case, query)
+            host.check_output()
         except ConformanceError as error:
             raise ConformanceError(f"{made}{error}") from error
         return values if back is None else values.index_select(0, back)
@@ -142,7 +151,9 @@ def run_step(
             raise ConformanceError(f"{WITH_LSE}{error}") from error
         return (output, lse) if back is None else (output.index_select(0, back), lse.index_select(0, back))
 
-    built, lse = _build(builder, common), None
+    lent, take_back = host.lend(common)
+    built, lse = _build(builder, lent), None
+    take_back()
     values = {BUILT: attend(built, BUILT)}
     if backend_class.capabilities.returns_lse:
         values[WITH_LSE], lse = attend_with_lse(built)

@@ -29,7 +29,9 @@ class CapturableReference(TorchReferenceBackend):
 
         return Builder()
 
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         extensions = {
             name: attrs.evolve(extension, values_cpu=extension.values)
             for name, extension in metadata.extensions.items()

@@ -57,7 +57,13 @@ class Recorder(AttentionBackend):
     )
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         seen = metadata.extensions.get("seen")
         return torch.zeros_like(query) if seen is None else torch.zeros_like(query) + seen.values

@@ -66,7 +66,9 @@ class OnHost(CapturableReference):
 
         return Builder()
 
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         assert {META} == {metadata.block_table.device, metadata.seq_lens.device}
         return query.new_empty(query.shape)  # type: ignore[no-any-return]
 
@@ -94,7 +96,9 @@ class Triton(TritonBackend):
     def unusable_reason(cls) -> str | None:
         return None
 
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         assert {META} == {metadata.block_table.device, metadata.numbers.device}
         return query.new_empty(query.shape)  # type: ignore[no-any-return]
 
@@ -246,13 +250,17 @@ def test_the_torch_backend_needs_one_copy_for_layers_of_all_kinds() -> None:
 
 
 class AsksTheDevice(TorchBackend):
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         output = super().forward(layer, query, kv_cache, metadata, sinks)
         return output if output.isfinite().all() else torch.zeros_like(output)
 
 
 class IsTooShort(TorchBackend):
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         return super().forward(layer, query, kv_cache, metadata, sinks)[1:]
 
 
@@ -275,7 +283,9 @@ class CountsSteps(OnHost):
 
         return Builder()
 
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         return query.new_empty(*query.shape[:2], kv_cache["v"].shape[-1])  # type: ignore[no-any-return]
 
 

@@ -121,7 +121,9 @@ class Counting(TorchReferenceBackend):
     def make_builder(self) -> AttentionMetadataBuilder:
         return self.Builder(self.log, None)
 
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         assert metadata.is_finished
         assert metadata.table is metadata.common.block_table
         return super().forward(layer, query, kv_cache, metadata.common, sinks)

@@ -20,6 +20,7 @@ from kvframe.contract.errors import BackendError
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
+from kvframe.testing.hosts import OtherHost
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import Run, make_runs, sample_runs
 from kvframe.testing.sample import parts, sample
@@ -41,6 +42,12 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
     check_backend(TritonMLABackend, case)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["apart", "interleaved"])
+def test_it_serves_another_host_under_the_interpreter(layout: str) -> None:
+    check_backend(TritonMLABackend, FEW[0] if layout == "apart" else FEW[-1], host=OtherHost(layout))
 
 
 @interpreted

@@ -288,7 +288,9 @@ class Miscounts(CapturableReference):
         builder.build = lambda metadata: Numbered(build(metadata), int(metadata.seq_lens_cpu.max()))  # type: ignore[method-assign]
         return builder
 
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         return super().forward(layer, query, kv_cache, metadata.common, sinks)
 
 

@@ -30,7 +30,13 @@ LAYERS = [f"model.layers.{index}.self_attn" for index in range(3)]
 
 class IgnoresWindow(TorchReferenceBackend):
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert layer.spec is not None
         full = attrs.evolve(layer, spec=layer.spec.retain_all())
@@ -39,14 +45,26 @@ class IgnoresWindow(TorchReferenceBackend):
 
 class WrongHeads(TorchReferenceBackend):
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return super().forward(layer, query.flip(1), kv_cache, metadata, sinks).flip(1)
 
 
 class WrongAtLayerOne(TorchReferenceBackend):
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = super().forward(layer, query, kv_cache, metadata, sinks)
         return output.roll(1, 2) if layer.name == LAYERS[1] else output
@@ -67,7 +85,13 @@ class ForgetsBlocks(MetadataWrapper):
 
 class WrongLatents(MLABackend):
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return super().forward(layer, query, kv_cache, metadata, sinks).flip(1)
 

@@ -35,7 +35,13 @@ class Returns(TorchReferenceBackend):
     change: ClassVar[Callable[[torch.Tensor], Any]] = staticmethod(lambda output: output)
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = super().forward(layer, query, kv_cache, metadata, sinks)
         changed: torch.Tensor = type(self).change(output)

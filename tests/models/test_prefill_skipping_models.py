@@ -65,16 +65,8 @@ def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
 # --- the same tokens --------------------------------------------------------------------------------------------------
 
 
-def variants_and_skipping() -> list[Any]:
-    """Return each variant with skipping, and without it; usual runs have a variant of each family without."""
-    return [
-        pytest.param(variant, skipping, marks=[] if skipping or variant in MAIN else pytest.mark.whole)
-        for variant in VARIANTS
-        for skipping in (None, SKIPPING)
-    ]
-
-
-@pytest.mark.parametrize(("variant", "skipping"), variants_and_skipping())
+@pytest.mark.parametrize("skipping", [None, SKIPPING], ids=["all rows", "skipping"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_equal_those_of_generate(models: Any, references: Any, variant: str, skipping: str | None) -> None:
     expected = references(variant)
     with models(variant).engine(
@@ -108,7 +100,9 @@ def test_tokens_are_the_same_whatever_the_settings(
         assert (2 if hybrid else 1) == len(engine.plan.groups)
 
 
-@pytest.mark.parametrize(("variant", "backend", "prefix_caching"), cover_pairs(MAIN, BACKENDS, (True, False)))
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", MAIN)
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, variant: str, backend: str, prefix_caching: bool
 ) -> None:

@@ -152,7 +152,7 @@ def test_python_blocks_run_in_order(
     workplace(document)
     if samples:
         make_cases, sample_runs = grid.make_cases, kit_runs.sample_runs
-        monkeypatch.setattr(grid, "make_cases", lambda *arguments: sample(make_cases(*arguments)))
+        monkeypatch.setattr(grid, "make_cases", lambda *given, **named: sample(make_cases(*given, **named)))
         monkeypatch.setattr(kit_runs, "sample_runs", lambda runs: sample_runs(runs, ["kind"]))
     namespace: dict[str, object] = {"__name__": "__main__"}
     for text in code(document):

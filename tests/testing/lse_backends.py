@@ -25,7 +25,13 @@ class LseBackend(PlainBackend):
     )
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         sinks = None if sinks is None else sinks.float()
         return super().forward(layer, query.float(), kv_cache, metadata, sinks).to(query.dtype)
@@ -35,10 +41,10 @@ class LseBackend(PlainBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         built = self.step_of(metadata)
         lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
-        starts = built.common.query_start_loc_cpu.tolist()
+        starts, seq_lens = self.lengths(built.common)
         for request, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start < stop:
-                seq_len = int(built.common.seq_lens_cpu[request])
+                seq_len = seq_lens[request]
                 own = query[start:stop].float()
                 logits, _, _ = self.logits(layer, own, kv_cache, built, request, seq_len, sinks)
                 lse[start:stop] = self.reduced(logits).T

@@ -41,7 +41,13 @@ class Forwards(PlainBackend):
         return layer, query, kv_cache, built, sinks
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return super().forward(*self.given(layer, query, kv_cache, metadata, sinks))
 
@@ -53,7 +59,13 @@ class Returns(PlainBackend):
         return output
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output: torch.Tensor = self.returned(super().forward(layer, query, kv_cache, metadata, sinks), query)
         return output
@@ -84,9 +96,9 @@ class KeepsLengthsByPlace(Forwards):
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
-        lens = built.common.seq_lens_cpu
+        lens = built.common.seq_lens
         lens = self.kept.setdefault((lens.data_ptr(), len(lens)), lens.clone())
-        return layer, query, kv_cache, over(built, seq_lens_cpu=lens), sinks
+        return layer, query, kv_cache, over(built, seq_lens=lens), sinks
 
 
 @shown_by("the metadata of the first step is kept", "head_size=64-num_kv_heads=1-full-decodes", "step 2")
@@ -192,8 +204,8 @@ class WrongFromRequest8On(Forwards):
 @shown_by("the seventeenth request is left out", "head_size=64-num_kv_heads=1-full-decodes")
 class LeavesOutRequest16(Forwards):
     def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
-        starts = built.common.query_start_loc_cpu
-        return layer, query, kv_cache, over(built, query_start_loc_cpu=starts[:17]), sinks
+        starts = built.common.query_start_loc
+        return layer, query, kv_cache, over(built, query_start_loc=starts[:17]), sinks
 
 
 # --- the mask ---------------------------------------------------------------------------------------------------------
@@ -364,7 +376,7 @@ class PagesInOrder(Forwards):
 class StaleLastBlock(Forwards):
     def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
         table = built.block_table.clone()
-        last = (built.common.seq_lens_cpu - 1) // built.common.block_size
+        last = (built.common.seq_lens - 1) // built.common.block_size
         for row, block in enumerate(last.tolist()):
             table[row, block] = table[row, max(0, block - 1)]
         return layer, query, kv_cache, attrs.evolve(built, block_table=table), sinks
@@ -373,9 +385,9 @@ class StaleLastBlock(Forwards):
 @shown_by("all padded tokens are the last request's", "full-block=1-decode-padded")
 class CountsPaddedTokens(Forwards):
     def given(self, layer: Any, query: torch.Tensor, kv_cache: Any, built: Built, sinks: Any) -> Forward:
-        starts = built.common.query_start_loc_cpu.clone()
+        starts = built.common.query_start_loc.clone()
         starts[starts == built.common.num_actual_tokens] = len(query)
-        return layer, query, kv_cache, over(built, query_start_loc_cpu=starts), sinks
+        return layer, query, kv_cache, over(built, query_start_loc=starts), sinks
 
 
 @shown_by("NaN is taken for a mask", "num_kv_heads=1-window=20-", "step 2")
@@ -487,7 +499,9 @@ class WritesTheQuery(Returns):
 
 @shown_by("the cache is written by forward", "full-block=1-prefill", "it wrote to")
 class WritesTheCache(Forwards):
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         output = super().forward(layer, query, kv_cache, metadata, sinks)
         kv_cache["k"][0].zero_()
         return output

@@ -61,18 +61,28 @@ class PlainBackend(AttentionBackend):
         return PlainBuilder()
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         built = self.step_of(metadata)
         assert layer.spec is not None
         state = layer.spec.in_format(PLAIN).state_tensors()
         output = query.new_zeros(*query.shape[:2], state["v"].shape[-1])
-        starts = built.common.query_start_loc_cpu.tolist()
+        starts, seq_lens = self.lengths(built.common)
         for request, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start < stop:
-                seq_len = int(built.common.seq_lens_cpu[request])
-                output[start:stop] = self.attend(layer, query[start:stop], kv_cache, built, request, seq_len, sinks)
+                given = kv_cache, built, request, seq_lens[request], sinks
+                output[start:stop] = self.attend(layer, query[start:stop], *given)
         return output
+
+    def lengths(self, common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
+        """Return where the requests' queries start, and their lengths."""
+        return common.query_start_loc.tolist(), common.seq_lens.tolist()
 
     def step_of(self, metadata: Any) -> Built:
         assert isinstance(metadata, Built)

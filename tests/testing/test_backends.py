@@ -328,7 +328,13 @@ class Wrong(TorchReferenceBackend):
         return metadata
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return super().forward(self.layer_used(layer), query, kv_cache, self.metadata_used(metadata), sinks)
 
@@ -361,7 +367,13 @@ class NoSoftCap(Wrong):
 
 class NoLearnedSinks(TorchReferenceBackend):
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return super().forward(layer, query, kv_cache, metadata, None)
 
@@ -376,7 +388,13 @@ class SeesItself(TorchReferenceBackend):
     """Assumes that a query's own key is in the cache."""
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         least = metadata.query_start_loc_cpu.diff()
         longer = attrs.evolve(metadata, seq_lens_cpu=metadata.seq_lens_cpu.maximum(least))
@@ -397,7 +415,13 @@ class PagesInOrder(Wrong):
 
 class HalfPrecision(Wrong):
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return super().forward(layer, query.bfloat16(), kv_cache, metadata, sinks).to(query.dtype)
 
@@ -410,7 +434,13 @@ class WritesTheBlockTable(Wrong):
 
 class DropsAnOutput(Wrong):
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return super().forward(layer, query, kv_cache, metadata, sinks)[:-1]
 
@@ -444,7 +474,9 @@ def test_the_kit_says_what_a_wrong_backend_got_wrong(backend: type[AttentionBack
 
 def test_dead_blocks_are_not_resident_in_a_case() -> None:
     class Recorder(TorchReferenceBackend):
-        def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        def forward(
+            self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+        ) -> torch.Tensor:
             seen.extend(metadata.block_table.tolist())
             return super().forward(layer, query, kv_cache, metadata, sinks)
 

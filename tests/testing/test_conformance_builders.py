@@ -68,7 +68,13 @@ def backend_with(builder: Callable[[], AttentionMetadataBuilder]) -> type[Attent
             return builder()
 
         def forward(
-            self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+            self,
+            layer: LayerSpec,
+            query: torch.Tensor,
+            kv_cache: KVCache,
+            metadata: Any,
+            sinks: torch.Tensor | None,
+            out: torch.Tensor | None = None,
         ) -> torch.Tensor:
             common = attrs.evolve(metadata.common, block_table=metadata.block_table)
             return super().forward(layer, query, kv_cache, common, sinks)

@@ -312,7 +312,13 @@ def test_behind_a_wrapper_that_changes_the_mask_the_mask_that_it_declares_is_com
 
 class IgnoresSeqStarts(TorchReferenceBackend):
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plain = attrs.evolve(metadata, extensions=NO_EXTENSIONS)
         return super().forward(layer, query, kv_cache, plain, sinks)

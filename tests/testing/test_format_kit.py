@@ -219,7 +219,9 @@ class ReadsHalves(TorchReferenceBackend):
         returns_lse=False,
     )
 
-    def forward(self, layer: Any, query: Any, kv_cache: KVCache, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         if layer.spec.kv_format != PLAIN:
             kv_cache = {name: tensor * self.factor for name, tensor in kv_cache.items()}
         return super().forward(layer, query, kv_cache, metadata, sinks)

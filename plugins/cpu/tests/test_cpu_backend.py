@@ -18,6 +18,7 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.guard import guard
 from kvframe.testing.host import select_backends
+from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import Run, make_runs, sample_runs
@@ -70,6 +71,11 @@ def test_finite_values_where_nothing_is_live_change_nothing(batch: str) -> None:
     assert 9 < len(chosen)
     for case in chosen:
         check_backend(CpuBackend, case, poison=1e4)
+
+
+def test_it_serves_another_host() -> None:
+    for case, host in in_other_hosts(CASES):
+        check_backend(CpuBackend, case, host=host)
 
 
 def test_threads_change_nothing() -> None:

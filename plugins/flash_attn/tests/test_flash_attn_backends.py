@@ -19,6 +19,7 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.host import WrapperChain
+from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
@@ -264,6 +265,13 @@ def test_it_computes_the_grid(name: str, at_least: int, stand_ins: dict[str, Any
     assert at_least < len(found)
     for case in sample(found):
         check_backend(backend_class, case)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_it_serves_another_host(name: str, stand_ins: dict[str, Any]) -> None:
+    backend_class = load(name)
+    for case, host in in_other_hosts(cases(backend_class)):
+        check_backend(backend_class, case, host=host)
 
 
 @pytest.mark.parametrize("name", CLASSES)

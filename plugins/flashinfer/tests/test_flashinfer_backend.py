@@ -24,6 +24,7 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.host import WrapperChain
+from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
@@ -247,6 +248,12 @@ def test_it_computes_the_grid(library: ModuleType) -> None:
     assert 300 < len(found)
     for case in sample(found):
         check_backend(backend_class, case)
+
+
+def test_it_serves_another_host(library: ModuleType) -> None:
+    backend_class = load()
+    for case, host in in_other_hosts(cases(backend_class)):
+        check_backend(backend_class, case, host=host)
 
 
 def test_it_serves_two_layers_and_steps_at_real_sizes(library: ModuleType) -> None:

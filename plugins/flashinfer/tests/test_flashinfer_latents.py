@@ -18,6 +18,7 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
+from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
 from kvframe.testing.sample import TOGETHER, sample
@@ -57,7 +58,7 @@ class BatchMLAPagedAttentionWrapper:
         # There are no kernels for mixed dtypes and other sizes.
         assert (512, 64, q_data_type) == (head_dim_ckv, head_dim_kpe, kv_data_type)
         assert torch.equal(kv_indptr.diff(), -(-kv_len_arr // page_size))
-        self.query_starts, self.seq_lens = qo_indptr, kv_len_arr
+        self.query_starts, self.seq_lens = qo_indptr.clone(), kv_len_arr.clone()  # copied to the device
         self.sizes, self.causal, self.scale, self.dtype = (num_heads, page_size), causal, sm_scale, q_data_type
         self.ids = kv_indices
         if kv_indices.is_meta:
@@ -135,6 +136,11 @@ def test_it_computes_the_grid(backend_class: type[AttentionBackend]) -> None:
 def test_it_computes_the_whole_grid(backend_class: type[AttentionBackend]) -> None:
     for case in cases(backend_class):
         check_backend(backend_class, case)
+
+
+def test_it_serves_another_host(backend_class: type[AttentionBackend]) -> None:
+    for case, host in in_other_hosts(cases(backend_class)):
+        check_backend(backend_class, case, host=host)
 
 
 def test_it_serves_two_layers_and_steps_at_real_sizes(backend_class: type[AttentionBackend]) -> None:

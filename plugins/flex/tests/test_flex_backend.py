@@ -23,6 +23,7 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.host import select_backends
+from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import Run, make_runs, sample_runs
@@ -82,6 +83,11 @@ def test_it_computes_some_of_the_grid(poison: float) -> None:
 def test_it_computes_the_whole_grid(poison: float) -> None:
     for case in CASES.values():
         check_backend(FlexBackend, case, poison=poison)
+
+
+def test_it_serves_another_host() -> None:
+    for case, host in in_other_hosts([*CASES.values()]):
+        check_backend(FlexBackend, case, host=host)
 
 
 @pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
@@ -152,7 +158,7 @@ class _OneTokenMore(FlexBackend):
 
 
 class _SinksOfOtherHeads(FlexBackend):
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None) -> Any:
         return super().forward(layer, query, kv_cache, metadata, None if sinks is None else sinks.flip(0))
 
 

@@ -23,6 +23,7 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
+from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import Run, make_runs, sample_runs
@@ -53,6 +54,11 @@ def test_it_computes_the_whole_grid(poison: float) -> None:
     assert 80 < len(CASES)
     for case in CASES:
         check_backend(MLABackend, case, poison=poison)
+
+
+def test_it_serves_another_host() -> None:
+    for case, host in in_other_hosts(CASES):
+        check_backend(MLABackend, case, host=host)
 
 
 @pytest.mark.parametrize("run", sample_runs(RUNS, ["kind", "head_size"]), ids=lambda run: run.name)

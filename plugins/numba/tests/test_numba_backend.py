@@ -10,6 +10,7 @@ from kvframe_numba.backend import NumbaBackend
 from kvframe.testing.case import Case
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
+from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.runs import Run, make_runs, sample_runs
 from kvframe.testing.sample import sample
 from kvframe.testing.serving import check_run
@@ -44,6 +45,11 @@ def test_it_computes_what_it_declares(case: Case) -> None:
 @pytest.mark.parametrize("case", FEW[::2], ids=lambda case: case.name)
 def test_split_over_threads_and_tokens_it_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check_in_parts(case, monkeypatch)
+
+
+def test_it_serves_another_host() -> None:
+    for case, host in in_other_hosts(CASES):
+        check_backend(NumbaBackend, case, host=host)
 
 
 @pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)

@@ -16,6 +16,7 @@ from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
+from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
@@ -128,6 +129,11 @@ def test_it_computes_the_grid(stand_in: StandIn) -> None:
         check_backend(TorchVarlenBackend, case)
 
 
+def test_it_serves_another_host(stand_in: StandIn) -> None:
+    for case, host in in_other_hosts(cases(chains())):
+        check_backend(TorchVarlenBackend, case, host=host)
+
+
 def test_it_serves_two_layers_and_steps_at_real_sizes(stand_in: StandIn) -> None:
     for run in sample_runs(make_runs(CAPABILITIES, "cuda"), RUN_TRAITS):
         check_run(TorchVarlenBackend, run)
@@ -167,7 +173,9 @@ def test_torchs_function_computes_the_grid_on_a_gpu() -> None:
 
 
 class _OneTokenShort(TorchVarlenBackend):
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+    def forward(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
+    ) -> torch.Tensor:
         common = attrs.evolve(metadata.common, seq_lens=metadata.common.seq_lens - 1)
         return super().forward(layer, query, kv_cache, attrs.evolve(metadata, common=common), sinks)
 

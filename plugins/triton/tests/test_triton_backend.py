@@ -18,6 +18,7 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.host import Staging, pad_metadata
+from kvframe.testing.hosts import LAYOUTS, OtherHost, in_other_hosts
 from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
@@ -68,6 +69,20 @@ def _one_thread() -> None:
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
     check_backend(TritonBackend, case)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_serves_another_host_under_the_interpreter(layout: str) -> None:
+    names = "full-block=16-uneven", "window=5-block=16-decode", "full-everything-mixed", "full-bfloat16-extend"
+    (case,) = (case for case in CASES if case.name == dict(zip(LAYOUTS, names, strict=True))[layout])
+    check_backend(TritonBackend, case, host=OtherHost(layout))
+
+
+@pytest.mark.gpu
+def test_it_serves_another_host_on_a_gpu() -> None:
+    for case, host in in_other_hosts(CASES):
+        check_backend(TritonBackend, case, "cuda", host=host)
 
 
 @interpreted

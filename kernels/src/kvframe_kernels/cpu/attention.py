@@ -125,6 +125,7 @@ def paged_attention(
     bias: torch.Tensor | None = None,
     scales: Scales = NO_SCALES,
     lse: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of packed queries over the pages of their requests.
 
@@ -144,6 +145,7 @@ def paged_attention(
         scales: The scales of keys and values that are codes.
         lse: ``[num_tokens, num_heads], float32``, host, contiguous: written: the natural logarithm of each softmax's
             denominator, -inf for a query that sees nothing; None if it is not wanted.
+        out: Where to write the result, contiguous; None for a new tensor.
 
     Returns:
         ``[num_tokens, num_heads, head_size_v]``, in the query's dtype; zeros for padding and queries that see no key.
@@ -169,7 +171,7 @@ def paged_attention(
     bias = None if bias is None else bias.float().contiguous()
     num_tokens, num_heads, head_size = query.shape
     head_size_v = value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
-    output = query.new_empty(num_tokens, num_heads, head_size_v)
+    output = query.new_empty(num_tokens, num_heads, head_size_v) if out is None else out
     of_scales = [scales.key_scale, scales.value_scale, scales.key_min, scales.value_min]
     scale_dtype = next((tensor.dtype for tensor in of_scales if tensor is not None), torch.float32)
     step = _Step(

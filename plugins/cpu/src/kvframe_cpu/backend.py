@@ -122,10 +122,16 @@ class CpuBackend(AttentionBackend):
         write_kv(key, value, kv_cache, slots.places, self._format, scoring.key_factor, scoring.value_factor)
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
-        return self._attend(layer, query, kv_cache, metadata, sinks)
+        return self._attend(layer, query, kv_cache, metadata, sinks, out=out)
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
@@ -142,6 +148,7 @@ class CpuBackend(AttentionBackend):
         metadata: Any,
         sinks: torch.Tensor | None,
         lse: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(metadata, Batch)
         bias = self._bias_by_distance.get(layer.name)
@@ -151,4 +158,6 @@ class CpuBackend(AttentionBackend):
             key_min=kv_cache.get("k_min"),
             value_min=kv_cache.get("v_min"),
         )
-        return paged_attention(query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias, scales, lse)
+        return paged_attention(
+            query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias, scales, lse, out
+        )

@@ -99,7 +99,13 @@ class FlashAttnBackend(AttentionBackend):
         return FlashAttnMetadataBuilder()
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
         return self._attend(layer, query, kv_cache, metadata, sinks, sinks is not None)[0]

@@ -97,7 +97,13 @@ class FlashAttn3Backend(AttentionBackend):
         return FlashAttn3MetadataBuilder(self.layers[0])
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
         output, normaliser = self._attend(layer, query, kv_cache, metadata, with_lse=sinks is not None)

@@ -72,7 +72,13 @@ class FlashInferBackend(AttentionBackend):
         return self._builder
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention by the step's plans."""
         return self._attend(layer, query, kv_cache, metadata, sinks, with_lse=sinks is not None)[0]

@@ -93,7 +93,13 @@ class FlashInferMLABackend(AttentionBackend):
         latent.index_put_(slots.places, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention by the step's plan; the up-projection is applied to queries before, to outputs after."""
         assert isinstance(metadata, LatentMetadata)

@@ -86,7 +86,13 @@ class FlexBackend(AttentionBackend):
         return FlexMetadataBuilder(self._visibility, self._num_heads, self._kernel.is_compiled)
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gather each dense batch's pages, and compute its attention."""
         size_v = kv_cache["v"].shape[-1]

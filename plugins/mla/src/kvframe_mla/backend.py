@@ -82,7 +82,13 @@ class MLABackend(AttentionBackend):
         latent.index_put_(slots.places, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gather each dense batch's latents, and compute attention in the dense batch's form."""
         if layer.name not in self.parameters:

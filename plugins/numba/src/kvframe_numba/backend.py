@@ -108,7 +108,13 @@ class NumbaBackend(AttentionBackend):
         return NumbaMetadataBuilder(self.layers[0])
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
         return self._attend(layer, query, kv_cache, metadata, sinks)

@@ -80,7 +80,13 @@ class TorchBackend(AttentionBackend):
         return TorchMetadataBuilder(self.layers[0], self.device)
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute one batch after the other."""
         return self._forward(layer, query, kv_cache, metadata, sinks, None)

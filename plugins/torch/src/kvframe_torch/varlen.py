@@ -92,7 +92,13 @@ class TorchVarlenBackend(AttentionBackend):
         return VarlenMetadataBuilder()
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the pages where they lie."""
         return self._attend(layer, query, kv_cache, metadata, sinks, with_lse=sinks is not None)[0]

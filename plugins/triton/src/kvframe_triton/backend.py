@@ -103,10 +103,16 @@ class TritonBackend(AttentionBackend):
         write_kv(key, value, kv_cache, slots.places, attention.format, attention.k_scale, attention.v_scale)
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launch the kernels of the step."""
-        return self._attend(layer, query, kv_cache, metadata, sinks)
+        return self._attend(layer, query, kv_cache, metadata, sinks, out=out)
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
@@ -123,10 +129,13 @@ class TritonBackend(AttentionBackend):
         metadata: Any,
         sinks: torch.Tensor | None,
         lse: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(metadata, TritonMetadata)
         query = query if query.stride(-1) == 1 else query.contiguous()
-        output = query.new_empty(query.shape[0], query.shape[1], self._attention.head_size_v)
+        output = out
+        if output is None:
+            output = query.new_empty(query.shape[0], query.shape[1], self._attention.head_size_v)
         launches = self._attention.launches(
             query,
             kv_cache,

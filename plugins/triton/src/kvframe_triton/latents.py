@@ -109,7 +109,13 @@ class TritonMLABackend(AttentionBackend):
         write_kv(key, value, {"k": parts[0], "v": parts[1]}, slots.places)
 
     def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the first tokens in the absorbed form, and the others in the expanded one."""
         assert isinstance(metadata, LatentMetadata)

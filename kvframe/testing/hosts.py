@@ -1,0 +1,268 @@
+"""How a host hands a backend its memory and its step: kvframe's own engine, and hosts that do all of it otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.attention.storage import KVCacheStorage
+from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.formats import StateTensor
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.slots import Slots
+from kvframe.planning.groups import Grouping
+from kvframe.planning.plan import KVCachePlan
+from kvframe.testing.case import Case
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.sample import sample
+
+_SPARE_PAGES = 4
+"""Pages of the other host that no request owns, besides the null page."""
+_MORE_COLUMNS = 3
+"""Columns of its block tables after the last block of the longest request."""
+_MORE_TOKENS = 5
+"""By how much its upper bounds of lengths are too high."""
+_GARBAGE = 0x3FFFFFFF
+"""What it writes over its own copies of a step after the metadata is built."""
+
+
+@attrs.frozen(eq=False)
+class Memory:
+    """The memory of a case's layer.
+
+    Attributes:
+        pool: ``[num_bytes], uint8, device``: all of it.
+        views: By layer, its state tensors by name, views of the pool.
+    """
+
+    pool: torch.Tensor
+    views: Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class Host:
+    """kvframe's own engine: pages as its planner lays them out, exact lengths, and a new tensor for each output.
+
+    Attributes:
+        skips_slots: Whether it gives negative slots, for tokens that are not stored.
+    """
+
+    skips_slots = False
+
+    def begin(
+        self, case: Case, plan: KVCachePlan, grouping: Grouping, manager: KVCacheManager, device: torch.device
+    ) -> Memory | KVCacheStorage:
+        """Return the memory of a case.
+
+        Args:
+            case: The case.
+            plan: Its plan.
+            grouping: Its group.
+            manager: The requests, which have their pages.
+            device: Where the backend runs.
+        """
+        return KVCacheStorage(plan, grouping, device)
+
+    def slots(self, flat: torch.Tensor, block_size: int) -> Slots:
+        """Return where it stores tokens that kvframe's engine would store in these slots, ``[num_tokens], int64``."""
+        return Slots(flat, block_size)
+
+    def metadata(self, metadata: CommonAttentionMetadata, *, exact: bool) -> CommonAttentionMetadata:
+        """Return a step's metadata as it makes it; with upper bounds of lengths unless ``exact``."""
+        return metadata
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys or values, ``[num_tokens, num_heads, size], device``, as it hands them over."""
+        return tensor
+
+    def make_output(self, shape: Sequence[int], query: torch.Tensor) -> torch.Tensor | None:
+        """Return where it wants the output, in the query's dtype; None for a new tensor."""
+        return None
+
+    def check_output(self) -> None:
+        """Raise ``ConformanceError`` if the backend wrote beside the last output."""
+
+    def lend(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Callable[[], None]]:
+        """Return metadata for a builder, and what the host does when the builder has finished."""
+        return common, lambda: None
+
+
+KVFRAME = Host()
+
+
+class OtherHost(Host):
+    """A host that differs from kvframe's engine in all that the contract leaves open.
+
+    Its pages have numbers from 0 on and one of the ``LAYOUTS``; rows of queries, keys and values have gaps between
+    them; slots of padded tokens are negative; entries of block tables behind a request's last block are those of other
+    pages; lengths on the host are upper bounds if the builder takes these; its copies of the step on the host are
+    overwritten when the builder has finished; and it says where it wants the output.
+    """
+
+    skips_slots = True
+
+    def __init__(self, layout: str) -> None:
+        """Take the name of one of the ``LAYOUTS``."""
+        self._layout = LAYOUTS[layout]
+        self._output = torch.empty(0)
+
+    def begin(
+        self, case: Case, plan: KVCachePlan, grouping: Grouping, manager: KVCacheManager, device: torch.device
+    ) -> Memory:
+        """Return memory in its layout, for the pages that requests have and a few more."""
+        ids = np.unique(manager.tables[0].ids)
+        ids = ids[ids != 0]
+        self._num_pages = 1 + len(ids) + _SPARE_PAGES
+        numbers = np.random.default_rng(len(ids)).permutation(np.arange(1, self._num_pages))[: len(ids)]
+        page_of = np.zeros(1 + ids.max(initial=0), dtype=np.int64)
+        page_of[ids] = numbers
+        self._page_of = torch.from_numpy(page_of).to(device)
+        pool, views = self._layout(case.spec.state_tensors(), self._num_pages, device)
+        return Memory(pool, {case.layer.name: views})
+
+    def slots(self, flat: torch.Tensor, block_size: int) -> Slots:
+        """Return the slots of its own pages; -1 for tokens in the null page, which nobody reads."""
+        page = self._page_of[flat // block_size]
+        return Slots(torch.where(page == 0, -1, page * block_size + flat % block_size), block_size)
+
+    def metadata(self, metadata: CommonAttentionMetadata, *, exact: bool) -> CommonAttentionMetadata:
+        """Return metadata with its own pages, stale entries and negative slots."""
+        table = self._page_of[metadata.block_table.long()]
+        num_reqs, width = table.shape
+        columns = torch.arange(width + _MORE_COLUMNS, device=table.device)
+        stale = 1 + (columns + torch.arange(num_reqs, device=table.device)[:, None]) % (self._num_pages - 1)
+        num_blocks = -(-metadata.seq_lens.long() // metadata.block_size)
+        whole = torch.cat([table, table.new_zeros(num_reqs, _MORE_COLUMNS)], dim=1)
+        table = torch.where(columns < num_blocks[:, None], whole, stale)
+        changed = attrs.evolve(
+            metadata,
+            block_table=table.to(metadata.block_table.dtype),
+            slot_mapping=self.slots(metadata.slot_mapping, metadata.block_size).flat,
+        )
+        if exact:
+            return changed
+        return attrs.evolve(
+            changed,
+            seq_lens_cpu=metadata.seq_lens_cpu + _MORE_TOKENS,
+            max_seq_len=metadata.max_seq_len + _MORE_TOKENS,
+            exact_lens=False,
+        )
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same rows with a gap after each, as parts of a common projection have them."""
+        num_rows, *shape = tensor.shape
+        length = math.prod(shape)
+        apart = tensor.new_full((num_rows, length + 8), float("nan"))
+        apart[:, :length] = tensor.reshape(num_rows, length)
+        return apart[:, :length].view(tensor.shape)
+
+    def make_output(self, shape: Sequence[int], query: torch.Tensor) -> torch.Tensor:
+        """Return memory for the output, between two more rows."""
+        self._output = query.new_full((shape[0] + 2, *shape[1:]), 7)
+        return self._output[1:-1]
+
+    def check_output(self) -> None:
+        """Raise ``ConformanceError`` if one of these rows was written to."""
+        if bool((self._output[[0, -1]] != 7).any()):
+            raise ConformanceError("it wrote beside the output that the host asked for")
+
+    def lend(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Callable[[], None]]:
+        """Return the metadata with copies of all host tensors, which are overwritten afterwards."""
+        copies = {
+            name: getattr(common, name).clone()
+            for name in ("query_start_loc_cpu", "seq_lens_cpu", "generating_indices_cpu")
+            if getattr(common, name) is not None
+        }
+        extensions = {
+            name: attrs.evolve(each, values_cpu=None if each.values_cpu is None else each.values_cpu.clone())
+            for name, each in common.extensions.items()
+        }
+
+        def take_back() -> None:
+            for tensor in [*copies.values(), *(each.values_cpu for each in extensions.values())]:
+                if tensor is not None:
+                    tensor.fill_(_GARBAGE)
+
+        return attrs.evolve(common, **copies, extensions=extensions), take_back
+
+
+def in_other_hosts(cases: Sequence[Case]) -> Iterator[tuple[Case, OtherHost]]:
+    """Go through a sample of cases in which every trait occurs, each with another host; their layouts take turns."""
+    layouts = itertools.cycle(LAYOUTS)
+    for case in sample(cases, ()):
+        yield case, OtherHost(next(layouts))
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+State = Mapping[str, StateTensor]
+Layout = Callable[[State, int, torch.device], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""Returns a pool, ``[num_bytes], uint8, device``, and the state tensors in it, for so many pages."""
+
+
+def _apart(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Lay out all pages of one state tensor after all pages of another, as in ``[2, num_blocks, …]``."""
+    return _in_order(state, num_pages, device, lambda tensor: tensor)
+
+
+def _head_major(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Do so with the heads before the tokens of a page."""
+    return _in_order(state, num_pages, device, lambda tensor: tensor.transpose(1, 2) if tensor.ndim > 3 else tensor)
+
+
+def _in_order(
+    state: State, num_pages: int, device: torch.device, lies: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Lay out one state tensor after the other; ``lies`` permutes the dimensions into those of its memory."""
+    pool = torch.empty(
+        num_pages * sum(_padded_bytes(each) for each in state.values()), dtype=torch.uint8, device=device
+    )
+    views, offset = {}, 0
+    for name, each in state.items():
+        shape = lies(torch.empty(num_pages, *each.shape, device="meta")).shape
+        part = pool[offset : offset + num_pages * each.num_bytes].view(getattr(torch, each.dtype))
+        views[name] = lies(part.view(shape))
+        offset += num_pages * _padded_bytes(each)
+    return pool, views
+
+
+def _by_page(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Lay out all state tensors of a page together, as in ``[num_blocks, 2, …]``."""
+    page_bytes = sum(_padded_bytes(each) for each in state.values())
+    pages = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
+    views, offset = {}, 0
+    for name, each in state.items():
+        part = pages[:, offset : offset + each.num_bytes].view(getattr(torch, each.dtype))
+        views[name] = part.unflatten(1, each.shape)
+        offset += _padded_bytes(each)
+    return pages.view(-1), views
+
+
+def _interleaved(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Lay out the vectors of all state tensors one after the other for each token and head, as in ``[…, K | V]``."""
+    outer = {each.shape[:-1] for each in state.values()}
+    if len(outer) > 1 or len({each.dtype for each in state.values()}) > 1:
+        return _by_page(state, num_pages, device)
+    sizes = [each.shape[-1] for each in state.values()]
+    dtype = getattr(torch, next(iter(state.values())).dtype)
+    num_bytes = num_pages * math.prod(outer.pop()) * sum(sizes) * dtype.itemsize
+    pool = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    whole = pool.view(dtype).view(num_pages, *next(iter(state.values())).shape[:-1], sum(sizes))
+    return pool, dict(zip(state, whole.split(sizes, dim=-1), strict=True))
+
+
+def _padded_bytes(tensor: StateTensor) -> int:
+    return -(-tensor.num_bytes // 64) * 64
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "apart": _apart,
+    "head_major": _head_major,
+    "by_page": _by_page,
+    "interleaved": _interleaved,
+}
+"""How another host's memory may be laid out, by name."""

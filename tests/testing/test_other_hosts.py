@@ -1,0 +1,136 @@
+"""Backends in the memory and the step of another host, and backends that only work in kvframe's engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from kvframe_torch.backend import TorchBackend
+
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.contract import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata, Slots
+from kvframe.testing.case import Case
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_cases
+from kvframe.testing.hosts import LAYOUTS, OtherHost, in_other_hosts
+from kvframe.testing.laws import ConformanceError
+from tests.testing.plain_backend import PlainBackend, PlainBuilder
+
+CASES = make_cases(PlainBackend.capabilities)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def case_of(name: str) -> Case:
+    (case,) = (case for case in CASES if case.name == name)
+    return case
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend, PlainBackend])
+def test_a_backend_serves_another_host(backend: type[AttentionBackend]) -> None:
+    found = [*in_other_hosts(make_cases(backend.capabilities))]
+    assert len(LAYOUTS) < len(found)
+    for case, host in found:
+        check_backend(backend, case, host=host)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_serves_every_layout(layout: str) -> None:
+    check_backend(PlainBackend, case_of("full-block=16-mixed"), host=OtherHost(layout))
+
+
+# --- backends that only work in kvframe's engine ----------------------------------------------------------------------
+
+
+class ReadsHostCopies(PlainBackend):
+    def lengths(self, common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
+        return common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
+
+
+class WritesNegativeSlots(PlainBackend):
+    """As if a negative slot were one: it is that of the last token of the last page."""
+
+    def write_kv(self, key: Any, value: Any, kv_cache: Any, slots: Slots) -> None:
+        blocks, offsets = slots.flat // slots.block_size, slots.flat % slots.block_size
+        super().write_kv(key, value, kv_cache, Slots(slots.flat, slots.block_size, (blocks, offsets)))
+
+
+class TakesTheLastEntryForTheLastBlock(PlainBackend):
+    def read(self, layer: Any, kv_cache: Any, built: Any, request: int, tokens: torch.Tensor) -> Any:
+        size, last = built.common.block_size, int(built.block_table[request].nonzero()[-1])
+        moved = torch.where(tokens // size == tokens[-1] // size, last * size + tokens % size, tokens)
+        return super().read(layer, kv_cache, built, request, moved)
+
+
+class TakesDenseRows(PlainBackend):
+    def forward(self, layer: Any, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return super().forward(layer, query.as_strided(query.shape, torch.empty(query.shape).stride()), *rest)
+
+
+class TakesDensePages(PlainBackend):
+    """As if tokens followed one another without gaps within a page, as they do in kvframe's pool."""
+
+    def read(self, layer: Any, kv_cache: Any, *rest: Any) -> Any:
+        dense = {
+            name: tensor.as_strided(tensor.shape, (tensor.stride(0), *torch.empty(tensor.shape[1:]).stride()))
+            for name, tensor in kv_cache.items()
+        }
+        return super().read(layer, dense, *rest)
+
+
+class WritesBesideTheOutput(PlainBackend):
+    def forward(self, *given: Any) -> torch.Tensor:
+        *rest, out = given
+        output = super().forward(*rest)
+        if out is not None:
+            out.as_strided((out.numel() + 1,), (1,), out.storage_offset())[-1] = 0
+        return output
+
+
+class ReturnsTheOutputEmpty(PlainBackend):
+    def forward(self, *given: Any) -> torch.Tensor:
+        *rest, out = given
+        output = super().forward(*rest)
+        return output if out is None else out  # type: ignore[no-any-return]
+
+
+class TakesBoundsForLengths(PlainBackend):
+    def make_builder(self) -> AttentionMetadataBuilder:
+        return KeepsLengths()
+
+
+class KeepsLengths(PlainBuilder):
+    """Says that bounds are enough, and then takes them for the lengths."""
+
+    needs_exact_lens = False
+
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        return super().build(attrs.evolve(metadata, seq_lens=metadata.seq_lens_cpu.clone()))
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "message"),
+    [
+        (ReadsHostCopies, "apart", "queries are wrong"),
+        (WritesNegativeSlots, "apart", "write_kv changes .* bytes beside its slots"),
+        (TakesTheLastEntryForTheLastBlock, "apart", "queries are wrong"),
+        (TakesDenseRows, "apart", "queries are wrong"),
+        (TakesDensePages, "head_major", "queries are wrong"),
+        (TakesDensePages, "interleaved", "queries are wrong"),
+        (WritesBesideTheOutput, "apart", "it wrote beside the output"),
+        (ReturnsTheOutputEmpty, "apart", "queries are wrong"),
+        (TakesBoundsForLengths, "apart", "queries are wrong"),
+    ],
+)
+def test_another_host_shows_what_a_backend_takes_for_granted(
+    backend: type[AttentionBackend], layout: str, message: str
+) -> None:
+    case = case_of("full-block=16-mixed-padded")
+    check_backend(backend, case)
+    with pytest.raises(ConformanceError, match=message):
+        check_backend(backend, case, host=OtherHost(layout))
