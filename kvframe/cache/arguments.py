@@ -107,29 +107,49 @@ def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> lis
     return places
 
 
-def check_rows(rows: Any, counts: Any, is_taken: npt.NDArray[np.int64]) -> None:
-    """Refuse rows that are not those of requests, each once, with one count for each (``bad_rows``).
+class TakenRows:
+    """Which rows of the tables are those of requests, and whether a caller names such rows.
 
-    Args:
-        rows: ``[n], int64, host``.
-        counts: ``[n], int64, host``.
-        is_taken: ``[max_num_seqs], int64, host``: 1 for a row of a request, 0 for a free one.
+    Attributes:
+        num_rows: How many rows there are.
     """
-    try:
-        is_right = (
-            len(rows) == len(counts)
-            and counts.dtype.kind == "i"
-            and counts.ndim == 1
-            and not np.count_nonzero(np.bincount(rows, minlength=len(is_taken)) > is_taken)
-        )
-    except (AttributeError, TypeError, ValueError, MemoryError):  # no arrays, no whole numbers, or too large ones
-        is_right = False
-    if not is_right:
-        raise RequestError(
-            f"the rows {safe_repr(rows)} with {safe_repr(counts)} tokens are refused: give int64 arrays of one length, "
-            f"each row of a request in the table once, as 'row' says it; there are {len(is_taken)} rows",
-            code="bad_rows",
-        )
+
+    def __init__(self, num_rows: int) -> None:
+        """Start with every row free."""
+        self.num_rows = num_rows
+        self._is_taken = np.zeros(num_rows, dtype=np.int64)
+        # A host names the same rows in most steps: they need not be counted again until a row is taken or freed.
+        self._checked: tuple[Any, bytes] | None = None
+
+    def take(self, row: int) -> None:
+        """Let a free row be that of a request."""
+        self._is_taken[row], self._checked = 1, None
+
+    def free(self, row: int) -> None:
+        """Let a row be free."""
+        self._is_taken[row], self._checked = 0, None
+
+    def check(self, rows: Any, counts: Any) -> None:
+        """Refuse rows that are not those of requests, each once, with one count for each (``bad_rows``).
+
+        Args:
+            rows: ``[n], int64, host``.
+            counts: ``[n], int64, host``.
+        """
+        try:
+            named = rows.dtype, rows.tobytes()
+            is_right = rows.ndim == counts.ndim == 1 and len(rows) == len(counts) and counts.dtype.kind == "i"
+            if is_right and named != self._checked:
+                is_right = not np.count_nonzero(np.bincount(rows, minlength=self.num_rows) > self._is_taken)
+                self._checked = named if is_right else None
+        except (AttributeError, TypeError, ValueError, MemoryError):  # no arrays, no whole numbers, or too large ones
+            is_right = False
+        if not is_right:
+            raise RequestError(
+                f"the rows {safe_repr(rows)} with {safe_repr(counts)} tokens are refused: give int64 arrays of one "
+                f"length, each row of a request in the table once, as 'row' says it; there are {self.num_rows} rows",
+                code="bad_rows",
+            )
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.arguments import (
+    TakenRows,
     cannot_fork,
     check_count,
     check_inputs,
     check_name,
-    check_rows,
     check_salt,
     check_tokens,
     name_in_use,
@@ -141,7 +141,7 @@ class KVCacheManager:
         self._fresh: dict[int, Entry] = {}
         self._can_fork = copier is not None
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._is_taken = np.zeros(max_num_seqs, dtype=np.int64)
+        self._rows = TakenRows(max_num_seqs)
         self._num_resets = 0
         self._events: EventLog | None = None
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
@@ -249,11 +249,11 @@ class KVCacheManager:
 
     def _check_free_row(self) -> None:
         if not self._free_rows:
-            raise no_free_row(len(self._is_taken))
+            raise no_free_row(self._rows.num_rows)
 
     def _add_entry(self, request_id: str, entry: Entry) -> None:
         """Let a request have the free row that is given next."""
-        self._is_taken[self._free_rows.pop()] = 1
+        self._rows.take(self._free_rows.pop())
         self._entries[request_id] = entry
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
@@ -311,7 +311,7 @@ class KVCacheManager:
         Raises:
             RequestError: A row is not a request's, or comes twice (``bad_rows``); other errors are those of ``extend``.
         """
-        check_rows(rows, num_tokens, self._is_taken)
+        self._rows.check(rows, num_tokens)
         return self._coordinator.extend_rows(rows, num_tokens)
 
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
@@ -356,7 +356,7 @@ class KVCacheManager:
         Raises:
             RequestError: As ``commit``, for any of them; or a row is not a request's, or comes twice (``bad_rows``).
         """
-        check_rows(rows, num_computed, self._is_taken)
+        self._rows.check(rows, num_computed)
         self._coordinator.check_commit(rows, num_computed)
         for row in self._fresh.keys() & rows.tolist() if self._fresh else ():
             self._first_commit(self._fresh.pop(row))
@@ -455,7 +455,7 @@ class KVCacheManager:
         self._fresh.pop(row, None)
         self._coordinator.free_row(row)
         self._free_rows.append(row)
-        self._is_taken[row] = 0
+        self._rows.free(row)
 
     def _entry(self, request_id: str) -> Entry:
         if type(request_id) is not str:

@@ -190,18 +190,18 @@ class Slabs:
 
     def cache_held(self, block_ids: BlockIds, stamp: int) -> None:
         """Count held blocks as cached since ``stamp``."""
-        counts = Counter(self._slabs_of(block_ids))
-        for slab, count in counts.items():
-            if not self._cached[slab]:
-                self._cached_held[self._group[slab]][slab] = None
+        for slab, count in Counter(self._slabs_of(block_ids)).items():
             self._cached[slab] += count
-        self._end_held(counts, stamp)
+            if self._held[slab] > count:
+                self._cached_held[self._group[slab]][slab] = None
+            self._end_held(slab, count, stamp)
 
     def free_held(self, block_ids: BlockIds, stamp: int) -> None:
         """List held blocks as free."""
         slabs = self._slabs_of(block_ids)
         self._list_free(block_ids, slabs)
-        self._end_held(Counter(slabs), stamp)
+        for slab, count in Counter(slabs).items():
+            self._end_held(slab, count, stamp)
 
     def free_cached(self, block_ids: BlockIds) -> None:
         """List cached blocks as free; an idle slab without cached blocks becomes free."""
@@ -223,19 +223,19 @@ class Slabs:
         if not self._cached[slab]:
             self._cached_held[self._group[slab]].pop(slab, None)
 
-    def _end_held(self, counts: dict[int, int], stamp: int) -> None:
-        for slab, count in counts.items():
-            self._available[self._group[slab]] += count
-            self._held[slab] -= count
-            if not self._held[slab]:
-                self._begin_idle(slab, stamp)
+    def _end_held(self, slab: int, count: int, stamp: int) -> None:
+        group = self._group[slab]
+        self._held[slab] -= count
+        if self._held[slab]:
+            self._available[group] += count
+        else:
+            self._available[group] += count - self._per_slab[group]
+            self._begin_idle(slab, group, stamp)
 
     # --- idle slabs ---------------------------------------------------------------------------------------------------
 
-    def _begin_idle(self, slab: int, stamp: int) -> None:
+    def _begin_idle(self, slab: int, group: int, stamp: int) -> None:
         """Record that no block of a slab is held since ``stamp``."""
-        group = self._group[slab]
-        self._available[group] -= self._per_slab[group]
         self._idle[slab] = stamp
         self._cached_held[group].pop(slab, None)
         if self._open_held[group].pop(slab, 0) is None:
@@ -303,7 +303,7 @@ class Slabs:
             self._free[rest][:0] = self._blocks_of(rest)[num_rest:][::-1].tolist()
             self._open_held[group][rest] = None
             self._available[group] += self._per_slab[group] - num_rest - 1
-            self._end_held({rest: 1}, stamp)
+            self._end_held(rest, 1, stamp)
         elif num_rest:
             del self._open_held[self._group[rest]][rest]
             self._available[self._group[rest]] -= num_rest
