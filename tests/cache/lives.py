@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -340,7 +340,7 @@ class Lives:
             self.pins.append(pin)
         self.did("pin", not has_room)
 
-    def num_lacking(self, plan: KVCachePlan, pinned: Sequence[Sequence[Sequence[int]]]) -> int:
+    def num_lacking(self, plan: KVCachePlan, pinned: Sequence[Sequence[Iterable[int]]]) -> int:
         """Return how many slabs the longest request takes more than a plan, as it is or with fewer, has unpinned.
 
         Of a lone group it is slabs' worth of pages. Pages after the last slab serve their group too.

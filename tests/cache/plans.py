@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -102,11 +102,11 @@ def full(block_size: int = 4, num_kv_heads: int = 1) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4)
 
 
-def ranged(block_size: int = 4, num_kv_heads: int = 1, **options: int) -> RangeSpec:
+def ranged(block_size: int = 4, num_kv_heads: int = 1, **options: Any) -> RangeSpec:
     return RangeSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, **options)
 
 
-def masked(block_size: int = 4, num_kv_heads: int = 1, **options: int) -> MaskedSpec:
+def masked(block_size: int = 4, num_kv_heads: int = 1, **options: Any) -> MaskedSpec:
     return MaskedSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, **options)
 
 
