@@ -15,7 +15,8 @@ from kvframe.attention.returned import build_all, refresh_fields, replace_fields
 from kvframe.attention.step import PackedSlots, unpack_slots
 from kvframe.attention.step_failures import step_failure
 from kvframe.attention.wrapping import WrapperCall
-from kvframe.contract.backend import AttentionMetadataBuilder, Refusal
+from kvframe.contract.backend import AttentionMetadataBuilder
+from kvframe.contract.capabilities import Refusal
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder

@@ -10,7 +10,8 @@ import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.merging import merged_over
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Refusal
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.capabilities import Refusal
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import call

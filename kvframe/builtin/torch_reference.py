@@ -13,7 +13,8 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance, bias_columns

@@ -69,13 +69,14 @@ def tune(
     """
     import torch
 
+    from kvframe.engine.assembly import check_device
     from kvframe.planning.groups import make_layer_specs
     from kvframe.planning.recognise import describe_model
     from kvframe.selection.select import select_backends
     from kvframe.selection.times import TimesTable, default_path, time_key
 
     stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
-    _check_device(stack)
+    check_device(stack)
     registry = load_checked_plugins(stack).registry
     description = describe_model(model, registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
@@ -122,17 +123,6 @@ class Result:
     backend: str
     time: MeasuredTime | None
     problem: str = ""
-
-
-def _check_device(stack: Stack) -> None:
-    """Raise for a device that cannot be used."""
-    import torch
-
-    try:
-        torch.empty(0, device=stack.engine.device)
-    except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
-        reason = str(error).strip().splitlines()[0]
-        raise StackError(f"{stack.source}: engine.device {stack.engine.device!r} cannot be used: {reason}") from error
 
 
 def _check_table(path: Path) -> None:

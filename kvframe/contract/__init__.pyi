@@ -2,10 +2,10 @@
 
 from .backend import AttentionBackend as AttentionBackend
 from .backend import AttentionMetadataBuilder as AttentionMetadataBuilder
-from .backend import Capabilities as Capabilities
 from .backend import KVCache as KVCache
 from .backend import PageCopier as PageCopier
-from .backend import Refusal as Refusal
+from .capabilities import Capabilities as Capabilities
+from .capabilities import Refusal as Refusal
 from .capture import GraphCapture as GraphCapture
 from .capture import NotReplayableError as NotReplayableError
 from .description import LayerDescription as LayerDescription

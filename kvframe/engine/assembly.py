@@ -235,13 +235,17 @@ def load_model(
     """
     registry = load_plugins(stack.plugins, plugins).registry
     stack.check(registry)
-    _check_device(stack)
+    check_device(stack)
     model = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
     return model, make_layer_specs(model.description, registry, stack, stack.engine.dtype), registry
 
 
-def _check_device(stack: Stack) -> None:
-    """Raise for a device that cannot be used, before a model is loaded."""
+def check_device(stack: Stack) -> None:
+    """Refuse a device that cannot be used, before a model is loaded.
+
+    Raises:
+        StackError: The stack names such a device.
+    """
     try:
         torch.empty(0, device=stack.engine.device)
     except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts

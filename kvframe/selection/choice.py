@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvframe.contract.backend import AttentionBackend, Refusal
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.capabilities import Refusal
 from kvframe.contract.specs import LayerSpec
 from kvframe.selection.chains import WrapperChain
 from kvframe.selection.identity import Identity

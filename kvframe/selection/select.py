@@ -10,7 +10,8 @@ import attrs
 
 from kvframe.config.options import AUTO, Use, make_with_options
 from kvframe.config.wrapper_order import check_order
-from kvframe.contract.backend import AttentionBackend, Refusal
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.capabilities import Refusal
 from kvframe.contract.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError, listed
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.specs import LayerSpec

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from kvframe.config.wrapper_order import check_order
-from kvframe.contract.backend import Capabilities, Refusal
+from kvframe.contract.capabilities import Capabilities, Refusal
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import SpecError, WrapperError
 from kvframe.contract.formats import PLAIN, KVFormat

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvframe.contract.backend import Capabilities
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.testing.case import Case, Request

@@ -19,7 +19,8 @@ from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.stack import Stack
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.backend import AttentionBackend, KVCache
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import BackendError, PlanError, SpecError, StackError, UnknownNameError
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension

@@ -383,7 +383,7 @@ def test_explain_says_for_each_layer_what_was_chosen_and_why_not_the_others(laye
 def test_explain_gives_the_reason_and_code_of_a_refusal(site: FakeSite, tmp_path: Path) -> None:
     backend = """
         from kvframe.builtin.torch_reference import TorchReferenceBackend
-        from kvframe.contract.backend import Capabilities
+        from kvframe.contract.capabilities import Capabilities
 
         class Fast(TorchReferenceBackend):
             capabilities = Capabilities(devices={"cuda"}, dtypes={"float32"}, masks={"causal"})

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from kvframe.contract.backend import Capabilities
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.declared_words import MASK_FEATURES, USUAL_DEVICES
 from kvframe.contract.errors import BackendError
 from kvframe.contract.masks import AttentionMask

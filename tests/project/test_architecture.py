@@ -54,7 +54,7 @@ FLOW = (
 BESIDE = ("builtin", "testing")
 
 # Modules of the contract that use torch's types, and modules of other packages that load no torch.
-NEED_TORCH = {"backend", "declared_words", "merging", "operator", "order", "relative_bias", "slots"}
+NEED_TORCH = {"backend", "capabilities", "declared_words", "merging", "operator", "order", "relative_bias", "slots"}
 ALSO_TORCH_FREE = (
     "kvframe.selection.identity",
     "kvframe.attention.shapes",

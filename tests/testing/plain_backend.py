@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.relative_bias import RELATIVE_BIAS

@@ -14,7 +14,8 @@ from kvframe_torch import tiles as tiles_module
 from kvframe_torch.backend import TorchBackend
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.backend import AttentionBackend, KVCache
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.errors import BackendError, SpecError
 from kvframe.contract.specs import (
     ENCODER,

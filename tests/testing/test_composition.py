@@ -14,7 +14,7 @@ import torch
 from kvframe import load_plugins
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract import hookimpl
-from kvframe.contract.backend import Capabilities
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.hookspecs import Register
 from kvframe.loading.registry import Registry
 from kvframe.testing import composition

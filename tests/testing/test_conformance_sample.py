@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvframe.contract.backend import Capabilities
+from kvframe.contract.capabilities import Capabilities
 from kvframe.testing.case import Case
 from kvframe.testing.grid import make_cases
 from kvframe.testing.laws import ConformanceError

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.backend import AttentionBackend, KVCache
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance

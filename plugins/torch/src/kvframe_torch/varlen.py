@@ -11,7 +11,8 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
