@@ -70,7 +70,9 @@ class Batch:
         is_prompt: Whether the tiles are whole prompts: query ``i`` sees the gathered tokens ``[0, i]``.
         query_positions: ``[num_tiles, num_queries], int32, device``: of each query in its request.
         key_positions: ``[num_tiles, num_keys], int32, device``: of each gathered token, or ``HIDDEN``; None if the
-            batch needs no mask and no bias.
+            batch needs no mask and no bias, or has ``hidden_keys``.
+        hidden_keys: ``[num_hidden], int64, device``: of single queries without a bias, the gathered tokens that they do
+            not see; None if the mask is made of positions.
         mask: ``[num_tiles, 1, num_rows, num_keys], device``: 0 where a query sees a token and -inf elsewhere, for
             ``group_size * num_queries`` rows or one for all; None if all is seen, or for prompts.
         bias_columns: ``[num_tiles * num_queries * num_keys], int32, device``: for each query and gathered token, the
@@ -89,6 +91,7 @@ class Batch:
     is_prompt: bool
     query_positions: torch.Tensor
     key_positions: torch.Tensor | None
+    hidden_keys: torch.Tensor | None
     mask: torch.Tensor | None
     bias_columns: torch.Tensor | None
     page_rows_cpu: torch.Tensor
@@ -186,6 +189,72 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         """
         num_tiles, num_queries = len(tiles), int(tiles.num_queries.max())
         pages, is_padding = _pages(tiles)
+        query = np.arange(num_queries)
+        is_repeated = query >= tiles.num_queries[:, None]
+        query = np.minimum(query, tiles.num_queries[:, None] - 1)
+        rows = (tiles.first_row[:, None] + query).ravel()
+        is_prompt = bool(tiles.is_prompt[0])
+        is_simple = num_queries == 1 < num_tiles and not tiles.num_sinks.any() and self._max_distance is None
+        if is_simple and not is_prompt:
+            parts, key_positions, hidden = self._ends_hidden(tiles, is_padding, block_size)
+        else:
+            parts, key_positions = self._compared(tiles, pages, is_padding, block_size, causal, is_prompt, num_queries)
+            hidden = None
+        return Batch(
+            num_tiles=num_tiles,
+            num_queries=num_queries,
+            num_keys=pages.shape[1] * block_size,
+            first_row=int(rows[0]) if (rows[1:] == rows[:-1] + 1).all() else None,
+            rows=torch.from_numpy(rows),
+            output_rows=torch.from_numpy(np.where(is_repeated.ravel(), num_tokens, rows)),
+            parts=parts,
+            is_prompt=is_prompt,
+            query_positions=torch.from_numpy((tiles.position[:, None] + query).astype(np.int32)),
+            key_positions=key_positions,
+            hidden_keys=hidden,
+            mask=None,
+            bias_columns=None,
+            page_rows_cpu=torch.from_numpy(tiles.request.repeat(pages.shape[1])),
+            page_columns_cpu=torch.from_numpy(pages.ravel()),
+        )
+
+    @staticmethod
+    def _ends_hidden(
+        tiles: Tiles, is_padding: BoolArray, block_size: int
+    ) -> tuple[tuple[Part, ...], None, torch.Tensor | None]:
+        """Return the pages of tiles of one query each, and the tokens around what the query sees.
+
+        What it sees is one run of tokens, so that few numbers say which others are gathered with it.
+        """
+        num_pages, first = is_padding.shape[1], tiles.first_page * block_size
+        width, starts = num_pages * block_size, np.arange(len(tiles)) * num_pages * block_size
+        num_before, stop = tiles.low - first, tiles.stop - first
+        begins = np.stack((starts, starts + stop), axis=1)
+        hidden = dead = _join_ranges(begins, np.stack((num_before, width - stop), axis=1))
+        if is_padding.any():
+            own = _join_ranges(begins, np.stack((num_before, tiles.num_pages * block_size - stop), axis=1))
+            # Padding repeats a tile's first page, with its dead tokens.
+            where = np.flatnonzero(is_padding)
+            in_first = np.minimum(stop, block_size)
+            begins = np.stack((where * block_size, where * block_size + in_first[where // num_pages]), axis=1)
+            counts = np.stack((num_before, block_size - in_first), axis=1)[where // num_pages]
+            dead = np.concatenate((own, _join_ranges(begins, counts)))
+        of_hidden = torch.from_numpy(hidden)
+        of_dead = of_hidden if dead is hidden else torch.from_numpy(dead)
+        return (Part(0, is_padding.size, of_dead),), None, of_hidden if len(hidden) else None
+
+    def _compared(
+        self,
+        tiles: Tiles,
+        pages: IntArray,
+        is_padding: BoolArray,
+        block_size: int,
+        causal: bool,
+        is_prompt: bool,
+        num_queries: int,
+    ) -> tuple[tuple[Part, ...], torch.Tensor | None]:
+        """Return the pages of any tiles, and the position of each gathered token if masks or a bias need them."""
+        num_tiles = len(tiles)
         positions = (pages[:, :, None] * block_size + np.arange(block_size)).reshape(num_tiles, -1)
         is_live = (positions >= tiles.low[:, None]) & (positions < tiles.stop[:, None])
         if causal and self._rules.num_sink_tokens:
@@ -194,32 +263,11 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         is_seen = is_live
         if is_padding.any():
             is_seen = is_live & ~is_padding.repeat(block_size, axis=1)
-        is_prompt = bool(tiles.is_prompt[0])
         needs_positions = self._max_distance is not None or (causal and num_queries > 1) or not is_seen.all()
-        query = np.arange(num_queries)
-        is_repeated = query >= tiles.num_queries[:, None]
-        query = np.minimum(query, tiles.num_queries[:, None] - 1)
-        rows = (tiles.first_row[:, None] + query).ravel()
-        return Batch(
-            num_tiles=num_tiles,
-            num_queries=num_queries,
-            num_keys=positions.shape[1],
-            first_row=int(rows[0]) if (rows[1:] == rows[:-1] + 1).all() else None,
-            rows=torch.from_numpy(rows),
-            output_rows=torch.from_numpy(np.where(is_repeated.ravel(), num_tokens, rows)),
-            parts=self._parts(is_live, block_size, num_tiles * num_queries == 1),
-            is_prompt=is_prompt,
-            query_positions=torch.from_numpy((tiles.position[:, None] + query).astype(np.int32)),
-            key_positions=(
-                torch.from_numpy(np.where(is_seen, positions, HIDDEN).astype(np.int32))
-                if needs_positions and not is_prompt
-                else None
-            ),
-            mask=None,
-            bias_columns=None,
-            page_rows_cpu=torch.from_numpy(tiles.request.repeat(pages.shape[1])),
-            page_columns_cpu=torch.from_numpy(pages.ravel()),
-        )
+        key_positions = None
+        if needs_positions and not is_prompt:
+            key_positions = torch.from_numpy(np.where(is_seen, positions, HIDDEN).astype(np.int32))
+        return self._parts(is_live, block_size, num_tiles * num_queries == 1), key_positions
 
     def _parts(self, is_live: BoolArray, block_size: int, is_single: bool) -> tuple[Part, ...]:
         """Return a batch's pages as one part; those of a single query in parts of no more keys than are gathered."""
@@ -234,6 +282,10 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
 
     def _masked(self, batch: Batch, causal: bool) -> Batch:
         """Return a batch with what is made of positions, on their device."""
+        if batch.hidden_keys is not None:
+            mask = torch.zeros(batch.num_tiles * batch.num_keys, dtype=self._dtype, device=batch.hidden_keys.device)
+            mask.index_fill_(0, batch.hidden_keys, -math.inf)
+            return attrs.evolve(batch, mask=mask.view(batch.num_tiles, 1, 1, batch.num_keys))
         if batch.key_positions is None:
             return batch
         key, query = batch.key_positions[:, None, :], batch.query_positions[:, :, None]
@@ -250,6 +302,13 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         if self._max_distance is not None:
             columns = bias_columns(key - query, self._max_distance).view(-1)
         return attrs.evolve(batch, mask=mask[:, None], bias_columns=columns)
+
+
+def _join_ranges(begins: IntArray, counts: IntArray) -> IntArray:
+    """Return the numbers of several ranges one after the other, each given by its first number and its length."""
+    begins, counts = begins.ravel(), counts.ravel()
+    joined: IntArray = np.arange(counts.sum()) + (begins - counts.cumsum() + counts).repeat(counts)
+    return joined
 
 
 def _pages(tiles: Tiles) -> tuple[IntArray, BoolArray]:
