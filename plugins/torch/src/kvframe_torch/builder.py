@@ -151,6 +151,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             mask_rows=self._group_size if bias is None else query.num_heads,
         )
         self._max_distance = None if bias is None else bias.max_distance
+        # A single query sees one run of tokens.
+        self._sees_runs = bias is None and not self._rules.num_sink_tokens
         self._dtype: torch.dtype = getattr(torch, state["k"].dtype)
 
     @property
@@ -189,28 +191,31 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         """
         num_tiles, num_queries = len(tiles), int(tiles.num_queries.max())
         pages, is_padding = _pages(tiles)
-        query = np.arange(num_queries)
-        is_repeated = query >= tiles.num_queries[:, None]
-        query = np.minimum(query, tiles.num_queries[:, None] - 1)
-        rows = (tiles.first_row[:, None] + query).ravel()
         is_prompt = bool(tiles.is_prompt[0])
-        is_simple = num_queries == 1 < num_tiles and not tiles.num_sinks.any() and self._max_distance is None
-        if is_simple and not is_prompt:
-            parts, key_positions, hidden = self._ends_hidden(tiles, is_padding, block_size)
+        output_rows = rows = tiles.first_row
+        positions = tiles.position[:, None]
+        if num_queries > 1:
+            query = np.arange(num_queries)
+            is_repeated = query >= tiles.num_queries[:, None]
+            query = np.minimum(query, tiles.num_queries[:, None] - 1)
+            rows, positions = (rows[:, None] + query).ravel(), positions + query
+            output_rows = np.where(is_repeated.ravel(), num_tokens, rows)
+        hidden = key_positions = None
+        if num_queries == 1 < num_tiles and not is_prompt and self._sees_runs:
+            parts, hidden = _around_runs(tiles, pages.shape[1], is_padding, block_size)
         else:
-            parts, key_positions = self._compared(tiles, pages, is_padding, block_size, causal, is_prompt, num_queries)
-            hidden = None
+            parts, key_positions = self._compared(tiles, pages, is_padding, block_size, causal, num_queries)
         return Batch(
             num_tiles=num_tiles,
             num_queries=num_queries,
             num_keys=pages.shape[1] * block_size,
             first_row=int(rows[0]) if (rows[1:] == rows[:-1] + 1).all() else None,
-            rows=torch.from_numpy(rows),
-            output_rows=torch.from_numpy(np.where(is_repeated.ravel(), num_tokens, rows)),
+            rows=torch.from_numpy(rows.astype(np.int64)),
+            output_rows=torch.from_numpy(output_rows.astype(np.int64)),
             parts=parts,
             is_prompt=is_prompt,
-            query_positions=torch.from_numpy((tiles.position[:, None] + query).astype(np.int32)),
-            key_positions=key_positions,
+            query_positions=torch.from_numpy(positions.astype(np.int32)),
+            key_positions=None if is_prompt else key_positions,
             hidden_keys=hidden,
             mask=None,
             bias_columns=None,
@@ -218,39 +223,13 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             page_columns_cpu=torch.from_numpy(pages.ravel()),
         )
 
-    @staticmethod
-    def _ends_hidden(
-        tiles: Tiles, is_padding: BoolArray, block_size: int
-    ) -> tuple[tuple[Part, ...], None, torch.Tensor | None]:
-        """Return the pages of tiles of one query each, and the tokens around what the query sees.
-
-        What it sees is one run of tokens, so that few numbers say which others are gathered with it.
-        """
-        num_pages, first = is_padding.shape[1], tiles.first_page * block_size
-        width, starts = num_pages * block_size, np.arange(len(tiles)) * num_pages * block_size
-        num_before, stop = tiles.low - first, tiles.stop - first
-        begins = np.stack((starts, starts + stop), axis=1)
-        hidden = dead = _join_ranges(begins, np.stack((num_before, width - stop), axis=1))
-        if is_padding.any():
-            own = _join_ranges(begins, np.stack((num_before, tiles.num_pages * block_size - stop), axis=1))
-            # Padding repeats a tile's first page, with its dead tokens.
-            where = np.flatnonzero(is_padding)
-            in_first = np.minimum(stop, block_size)
-            begins = np.stack((where * block_size, where * block_size + in_first[where // num_pages]), axis=1)
-            counts = np.stack((num_before, block_size - in_first), axis=1)[where // num_pages]
-            dead = np.concatenate((own, _join_ranges(begins, counts)))
-        of_hidden = torch.from_numpy(hidden)
-        of_dead = of_hidden if dead is hidden else torch.from_numpy(dead)
-        return (Part(0, is_padding.size, of_dead),), None, of_hidden if len(hidden) else None
-
     def _compared(
         self,
         tiles: Tiles,
         pages: IntArray,
-        is_padding: BoolArray,
+        is_padding: BoolArray | None,
         block_size: int,
         causal: bool,
-        is_prompt: bool,
         num_queries: int,
     ) -> tuple[tuple[Part, ...], torch.Tensor | None]:
         """Return the pages of any tiles, and the position of each gathered token if masks or a bias need them."""
@@ -260,12 +239,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         if causal and self._rules.num_sink_tokens:
             ends = np.minimum(self._rules.num_sink_tokens, tiles.stop)
             is_live |= (positions >= tiles.start[:, None]) & (positions < ends[:, None])
-        is_seen = is_live
-        if is_padding.any():
-            is_seen = is_live & ~is_padding.repeat(block_size, axis=1)
-        needs_positions = self._max_distance is not None or (causal and num_queries > 1) or not is_seen.all()
+        is_seen = is_live if is_padding is None else is_live & ~is_padding.repeat(block_size, axis=1)
         key_positions = None
-        if needs_positions and not is_prompt:
+        if self._max_distance is not None or (causal and num_queries > 1) or not is_seen.all():
             key_positions = torch.from_numpy(np.where(is_seen, positions, HIDDEN).astype(np.int32))
         return self._parts(is_live, block_size, num_tiles * num_queries == 1), key_positions
 
@@ -304,24 +280,50 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         return attrs.evolve(batch, mask=mask[:, None], bias_columns=columns)
 
 
-def _join_ranges(begins: IntArray, counts: IntArray) -> IntArray:
-    """Return the numbers of several ranges one after the other, each given by its first number and its length."""
-    begins, counts = begins.ravel(), counts.ravel()
-    joined: IntArray = np.arange(counts.sum()) + (begins - counts.cumsum() + counts).repeat(counts)
-    return joined
+def _around_runs(
+    tiles: Tiles, num_pages: int, is_padding: BoolArray | None, block_size: int
+) -> tuple[tuple[Part, ...], torch.Tensor | None]:
+    """Return the pages of tiles of one query each, and the gathered tokens around what the query sees.
+
+    What it sees is one run of tokens, so that few numbers say which others are gathered with it.
+    """
+    width, first = num_pages * block_size, tiles.first_page * block_size
+    starts = np.arange(len(tiles)) * width
+    before, stop = tiles.low - first, tiles.stop - first
+    hidden = dead = _ranges((starts, before), (starts + stop, width - stop))
+    if is_padding is not None:
+        own = _ranges((starts, before), (starts + stop, tiles.num_pages * block_size - stop))
+        # Padding repeats a tile's first page, with its dead tokens.
+        where = np.flatnonzero(is_padding)
+        tile, begins, in_first = where // num_pages, where * block_size, np.minimum(stop, block_size)
+        repeated = _ranges((begins, before[tile]), (begins + in_first[tile], block_size - in_first[tile]))
+        dead = np.concatenate((own, repeated))
+    of_hidden = torch.from_numpy(hidden)
+    of_dead = of_hidden if dead is hidden else torch.from_numpy(dead)
+    return (Part(0, len(tiles) * num_pages, of_dead),), of_hidden if len(hidden) else None
 
 
-def _pages(tiles: Tiles) -> tuple[IntArray, BoolArray]:
+def _ranges(*given: tuple[IntArray, IntArray]) -> IntArray:
+    """Return the numbers of many ranges, given as arrays of their first numbers and of their lengths."""
+    begins, counts = (np.concatenate(each) for each in zip(*given, strict=True))
+    ends = counts.cumsum()
+    numbers: IntArray = np.arange(ends[-1]) + (begins - ends + counts).repeat(counts)
+    return numbers
+
+
+def _pages(tiles: Tiles) -> tuple[IntArray, BoolArray | None]:
     """Return the pages that tiles gather, by their place in the request, and which of them are padding.
 
     Sink pages come first. Padding repeats the first page of its tile, which holds tokens of the same request.
 
     Returns:
-        ``[num_tiles, num_pages]`` both.
+        ``[num_tiles, num_pages]`` both; None for no padding.
     """
-    place = np.arange(int(tiles.num_pages.max()))
-    is_padding = place >= tiles.num_pages[:, None]
-    place = np.where(is_padding, 0, place)
+    most, is_padding = int(tiles.num_pages.max()), None
+    place = np.arange(most)[None]
+    if int(tiles.num_pages.min()) < most:
+        is_padding = place >= tiles.num_pages[:, None]
+        place = np.where(is_padding, 0, place)
     pages = place + (tiles.first_page - tiles.num_sinks)[:, None]
     if tiles.num_sinks.any():
         pages = np.where(place < tiles.num_sinks[:, None], place + tiles.first_sink[:, None], pages)

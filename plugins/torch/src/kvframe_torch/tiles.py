@@ -136,10 +136,6 @@ class Tiles:
     def __len__(self) -> int:
         return len(self.request)
 
-    def take(self, index: IntArray) -> Tiles:
-        """Return the tiles at ``index``."""
-        return Tiles(*(getattr(self, name)[index] for name in _COLUMNS))
-
     def batches(self, rules: TileRules, block_size: int) -> Iterator[Tiles]:
         """Yield the tiles in batches, in which padding is less than half of the queries and of the keys, or little.
 
@@ -158,14 +154,18 @@ class Tiles:
         order = np.lexsort((-pages, *kinds))
         pages, kinds = pages[order], kinds[:, order]
         edges = (kinds[:, 1:] != kinds[:, :-1]).any(axis=0).nonzero()[0] + 1
+        cuts = [0]
         for first, stop in itertools.pairwise([0, *edges.tolist(), len(self)]):
             num_queries = int(self.num_queries[order[first:stop]].max())
             max_keys = min(rules.max_keys, MAX_MASK_ELEMENTS // (num_queries * rules.mask_rows))
             while first < stop:
-                num_tiles = max(1, max_keys // (int(pages[first]) * block_size))
-                # Tiles stay in the order of the step, so that their rows follow one another.
-                yield self.take(np.sort(order[first : min(first + num_tiles, stop)]))
-                first += num_tiles
+                first = min(first + max(1, max_keys // (int(pages[first]) * block_size)), stop)
+                cuts.append(first)
+        for first, stop in itertools.pairwise(cuts):
+            order[first:stop].sort()  # tiles stay in the order of the step, so that their rows follow one another
+        columns = [getattr(self, name)[order] for name in _COLUMNS]
+        for first, stop in itertools.pairwise(cuts):
+            yield Tiles(*(column[first:stop] for column in columns))
 
 
 _COLUMNS = tuple(field.name for field in attrs.fields(Tiles))
