@@ -17,10 +17,11 @@ from kvframe.attention.staging import HOST, Staging
 from kvframe.attention.step import PackedSlots
 from kvframe.config.stack import Stack
 from kvframe.contract.backend import KVCache
+from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import split_slots
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract.specs import TOKENS, LayerSpec
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers
 from kvframe.selection.choice import Choice
@@ -61,10 +62,18 @@ class HostedLayers:
             device: Where the host computes.
 
         Raises:
-            BackendError: No backend serves a layer, or the named one cannot, or it could not be set up.
+            BackendError: No backend serves a layer, or the named one cannot, or it could not be set up. Or a layer does
+                not attend to tokens of its own request, so that a host's batch does not say what it computes.
             WrapperError: A wrapper cannot serve a layer, or is at a wrong place in its chain.
             KVFrameError: What else ``select_backends`` raises.
         """
+        for layer in layers:
+            if layer.spec is None or layer.query is None or layer.spec.sequence != TOKENS:
+                raise BackendError(
+                    f"layer {layer.name!r} cannot be hosted: it does not attend to the tokens of its own request; give "
+                    "layers with a cache spec over tokens and a query side"
+                )
+        self._block_sizes = {layer.spec.block_size for layer in layers if layer.spec is not None}
         self.choices: tuple[Choice, ...] = select_backends(layers, stack, registry, device.type)
         grouping = group_layers(layers)
         groups = form_groups(layers, self.choices, grouping, device, scratch=CopyScratch(device))
@@ -88,10 +97,10 @@ class HostedLayers:
             parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device.
 
         Raises:
-            BackendError: The bias that the layer declares is not among them, or has another shape; or the backend
-                fails.
+            BackendError: There is no such layer; the bias that it declares is not among them, or has another shape; or
+                the backend fails.
         """
-        self._layers[layer][1].bind(parameters)
+        self._named(layer)[1].bind(parameters)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -99,13 +108,14 @@ class HostedLayers:
         """Apply the wrapper chains and run the builders.
 
         Args:
-            metadata: The host's batch. It is not written to, and neither it nor its tensors on the host are read after
-                this returns.
+            metadata: The host's batch. It is not written to. Its fields with the suffix ``_cpu`` are not read after
+                this returns; those on the device are, until the layers have run.
 
         Raises:
-            BackendError: A backend or its builder cannot take the step: it is not causal (``mask_bidirectional``), has
-                only upper bounds of lengths (``inexact_lens``), or says for each request whether it is causal
-                (``causal_per_request``). Or a builder raised something (``failed``).
+            BackendError: The batch has blocks of another size than the layers' specs. Or a backend or its builder
+                cannot take the step: it is not causal (``mask_bidirectional``), has only upper bounds of lengths
+                (``inexact_lens``), or says for each request whether it is causal (``causal_per_request``). Or a builder
+                raised something (``failed``).
             WrapperError: A wrapper cannot take the step.
         """
         return HostedStep(self._plan.build(self._staging.to_device(self._prepare(metadata))))
@@ -131,14 +141,20 @@ class HostedLayers:
             metadata: A batch of the same sizes.
 
         Raises:
-            NotReplayableError: Something other than the values of tensors differs from what was captured.
+            NotReplayableError: The step was not captured, or something other than the values of tensors differs.
             BackendError: As for ``begin_step``.
             WrapperError: As for ``begin_step``.
         """
-        assert step.captured is not None
+        if step.captured is None:
+            raise NotReplayableError("the step was not captured: begin it by capture_step")
         step.captured.refresh(self._prepare(metadata), (), self._plan, self._staging)
 
     def _prepare(self, metadata: CommonAttentionMetadata) -> PreparedStep:
+        if self._block_sizes - {metadata.block_size}:
+            raise BackendError(
+                f"the batch has blocks of {metadata.block_size} tokens, and the layers' specs have "
+                f"{', '.join(map(str, sorted(self._block_sizes)))}; give both the host's block size"
+            )
         if self._needs_exact and not metadata.exact_lens and metadata.seq_lens.is_cpu:
             exact = metadata.seq_lens.clone()
             metadata = attrs.evolve(metadata, seq_lens_cpu=exact, max_seq_len=int(exact.max()), exact_lens=True)
@@ -198,13 +214,14 @@ class HostedLayers:
         index, served = self._of(layer)
         return served.attend(query, kv_cache, step.reads[index], sinks, out)
 
+    def _named(self, layer: str) -> tuple[int, ServedLayer]:
+        found = self._layers.get(layer)
+        if found is None:
+            raise BackendError(f"there is no layer {layer!r} here; there are {', '.join(map(repr, self._layers))}")
+        return found
+
     def _of(self, layer: str) -> tuple[int, ServedLayer]:
-        try:
-            index, served = self._layers[layer]
-        except KeyError:
-            raise BackendError(
-                f"there is no layer {layer!r} here; there are {', '.join(map(repr, self._layers))}"
-            ) from None
+        index, served = self._named(layer)
         if served.lacks_parameters:
             raise BackendError(f"layer {layer!r} declares a relative bias and was bound none; call bind() of it first")
         return index, served

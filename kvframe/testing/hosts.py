@@ -98,7 +98,7 @@ class OtherHost(Host):
     """A host that differs from kvframe's engine in all that the contract leaves open.
 
     Its pages have numbers from 0 on and one of the ``LAYOUTS``; rows of queries, keys and values have gaps between
-    them; slots of padded tokens are negative; entries of block tables behind a request's last block are those of other
+    them; slots of padded tokens are negative; entries of block tables after a request's last block are those of other
     pages; lengths on the host are upper bounds if the builder takes these; its copies of the step on the host are
     overwritten when the builder has finished; and it says where it wants the output.
     """
@@ -125,7 +125,7 @@ class OtherHost(Host):
         return Memory(pool, {case.layer.name: views})
 
     def slots(self, flat: torch.Tensor, block_size: int) -> Slots:
-        """Return the slots of its own pages; -1 for tokens in the null page, which nobody reads."""
+        """Return the slots in its own pages; -1 for a token of the null page."""
         page = self._page_of[flat // block_size]
         return Slots(torch.where(page == 0, -1, page * block_size + flat % block_size), block_size)
 

@@ -181,6 +181,30 @@ def test_an_unknown_layer_is_named_with_those_that_exist(registry: Registry) -> 
         hosted.attend(step, "b", torch.zeros(17, 4, 8), memory())
 
 
+def test_an_unknown_layer_is_bound_nothing(registry: Registry) -> None:
+    hosted = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    with pytest.raises(BackendError, match=r"no layer 'b' here"):
+        hosted.bind("b", {})
+
+
+def test_a_step_that_was_not_captured_is_not_replayed(registry: Registry) -> None:
+    hosted = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    with pytest.raises(NotReplayableError, match="was not captured"):
+        hosted.replay_step(hosted.begin_step(batch(PROMPTS)), batch(PROMPTS))
+
+
+def test_a_batch_with_blocks_of_another_size_is_refused(registry: Registry) -> None:
+    hosted = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    with pytest.raises(BackendError, match="blocks of 8 tokens, and the layers' specs have 4"):
+        hosted.begin_step(attrs.evolve(batch(PROMPTS), block_size=8))
+
+
+def test_a_layer_that_does_not_attend_is_refused(registry: Registry) -> None:
+    keeping = LayerSpec(name="state", spec=SPEC, query=None)
+    with pytest.raises(BackendError, match="'state' cannot be hosted"):
+        HostedLayers([layer("a"), keeping], stack({"backend": "torch"}), registry, CPU)
+
+
 def test_a_layer_without_its_bias_is_refused_until_it_is_bound(registry: Registry) -> None:
     bias = RelativeBias(num_buckets=8, max_distance=16, bidirectional=False)
     hosted = HostedLayers([layer("a", relative_bias=bias)], stack({"backend": "torch"}), registry, CPU)

@@ -68,9 +68,9 @@ class Batch:
             packed tokens for a query that is repeated.
         parts: The gathered pages.
         is_prompt: Whether the tiles are whole prompts: query ``i`` sees the gathered tokens ``[0, i]``.
-        query_positions: ``[num_tiles, num_queries], int32, device``: of each query in its request.
         key_positions: ``[num_tiles, num_keys], int32, device``: of each gathered token, or ``HIDDEN``; None if the
             batch needs no mask and no bias, or has ``hidden_keys``.
+        query_positions: ``[num_tiles, num_queries], int32, device``: of each query in its request; None likewise.
         hidden_keys: ``[num_hidden], int64, device``: of single queries without a bias, the gathered tokens that they do
             not see; None if the mask is made of positions.
         mask: ``[num_tiles, 1, num_rows, num_keys], device``: 0 where a query sees a token and -inf elsewhere, for
@@ -89,7 +89,7 @@ class Batch:
     output_rows: torch.Tensor
     parts: tuple[Part, ...]
     is_prompt: bool
-    query_positions: torch.Tensor
+    query_positions: torch.Tensor | None
     key_positions: torch.Tensor | None
     hidden_keys: torch.Tensor | None
     mask: torch.Tensor | None
@@ -205,6 +205,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             parts, hidden = _around_runs(tiles, pages.shape[1], is_padding, block_size)
         else:
             parts, key_positions = self._compared(tiles, pages, is_padding, block_size, causal, num_queries)
+        key_positions = None if is_prompt else key_positions
         return Batch(
             num_tiles=num_tiles,
             num_queries=num_queries,
@@ -214,8 +215,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             output_rows=torch.from_numpy(output_rows.astype(np.int64)),
             parts=parts,
             is_prompt=is_prompt,
-            query_positions=torch.from_numpy(positions.astype(np.int32)),
-            key_positions=None if is_prompt else key_positions,
+            query_positions=None if key_positions is None else torch.from_numpy(positions.astype(np.int32)),
+            key_positions=key_positions,
             hidden_keys=hidden,
             mask=None,
             bias_columns=None,
@@ -262,7 +263,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             mask = torch.zeros(batch.num_tiles * batch.num_keys, dtype=self._dtype, device=batch.hidden_keys.device)
             mask.index_fill_(0, batch.hidden_keys, -math.inf)
             return attrs.evolve(batch, mask=mask.view(batch.num_tiles, 1, 1, batch.num_keys))
-        if batch.key_positions is None:
+        if batch.key_positions is None or batch.query_positions is None:
             return batch
         key, query = batch.key_positions[:, None, :], batch.query_positions[:, :, None]
         if causal and batch.num_queries > 1:
