@@ -178,17 +178,17 @@ class BlockAllocator:
         pages = self._pool.allocate_blocks([need - have] * num_groups)
         if pages is None:
             return False
+        group: int | slice = 0
         if num_groups > 1:
-            pages = pages.reshape(num_groups, need - have)
-        part.ids[:, row, have:need] = pages
-        if part.row_pages is not None:
-            part.row_pages[:, row, have:need] = pages
-        if num_groups > 1:
+            group, pages = slice(None), pages.reshape(num_groups, need - have)
             part.num_blocks[:, row] = need
         else:
             numbers.blocks_of[0, row] = need
+        part.ids[group, row, have:need] = pages
+        if part.row_pages is not None:
+            part.row_pages[group, row, have:need] = pages
         capacity = min(need * part.block_size, self._max_tokens)
-        numbers.capacity_of[row] = self._num_right(capacity)
+        numbers.capacity_of[row] = self._num_right(capacity) if self._kinds.asked else capacity
         return True
 
     def allocate_for_rows(

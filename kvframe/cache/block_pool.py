@@ -209,7 +209,8 @@ class BlockPool:
                 self._cache(block_ids[is_published], places[is_published], of_groups(groups, is_published))
                 block_ids, groups = block_ids[~is_published], of_groups(groups, ~is_published)
         self.free_list.free_held(block_ids, self._stamp)
-        self._end_content(block_ids, groups)
+        if self._policy is not None or self.on_pages_freed is not None:
+            self._end_content(block_ids, groups)
 
     def publish_and_release(
         self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices, groups: int | Groups
@@ -346,7 +347,8 @@ class BlockPool:
         if self.on_removed is not None:
             self.on_removed(block_ids)
         self.free_list.free_cached(block_ids)
-        self._end_content(block_ids, groups)
+        if self._policy is not None or self.on_pages_freed is not None:
+            self._end_content(block_ids, groups)
 
     def _end_content(self, block_ids: BlockIds, groups: int | Groups) -> None:
         """Tell the policy and the listener that the content of blocks ended. A listener that raises is removed."""

@@ -249,6 +249,6 @@ class KVCacheCoordinator:
             num_released = self._publisher.unfollow(row, retires=True) // table.block_size
         ids = table.ids[row, : numbers.blocks_of[0, row]]
         if len(ids) > num_released:
-            self._pool.release_blocks(ids[num_released:][::-1].copy(), 0)
+            self._pool.release_blocks(ids[num_released:][::-1], 0)
         ids.fill(0)
         numbers.blocks_of[0, row] = numbers.computed_of[row] = numbers.capacity_of[row] = 0

@@ -154,7 +154,8 @@ class PriorityOrder:
         assert not isinstance(priorities, int)
         for priority, where in equal_runs(priorities):
             self._num_runs += 1
-            heappush(self._runs, (priority, self._num_runs, stamp, block_ids[where]))
+            # A copy, because the given array may be a part of a block table.
+            heappush(self._runs, (priority, self._num_runs, stamp, block_ids[where].copy()))
         self._num_entries += len(block_ids)
         if self._num_entries > 2 * self._num_kept + MAX_STALE:
             self._remove_stale()

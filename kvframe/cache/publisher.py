@@ -368,7 +368,7 @@ class Publisher:
         leaf.stop, leaf.num_pages = end, end // self._tree.sizes[0]
         leaf.pages = [self.row_pages[0][:, leaf.row, : leaf.num_pages].copy()]
         indices = self._numbers_down[len(self._numbers_down) - leaf.num_pages :]
-        self._tree.pool.publish_and_release(leaf.owner, leaf.pages[0][0, ::-1].copy(), indices, self._tree.groups[0][0])
+        self._tree.pool.publish_and_release(leaf.owner, leaf.pages[0][0, ::-1], indices, self._tree.groups[0][0])
         if self._tree.on_stored is not None:
             self._tree.on_stored(leaf, 0, end)
         return end
