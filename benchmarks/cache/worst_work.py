@@ -16,7 +16,7 @@ from benchmarks.harness.process import timed
 if TYPE_CHECKING:
     from benchmarks.cache.kvframe_core import KVFrame as Core
 
-MAX_ROUNDS = 14
+MAX_ROUNDS = 8
 """Conversations go on in each round, in pools that are made for so many."""
 
 
