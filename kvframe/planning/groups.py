@@ -212,10 +212,9 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
     follows = _find_owners(layers)
     members: dict[tuple[object, int], list[tuple[str, KVCacheSpec]]] = {}
     for layer in layers:
-        if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
-            stored = layer.spec if hybrid else ask(layer.spec, "retain_all()", partial(_retained, layer.spec))
-            key = ask(stored, "group_key", partial(_hashable_key, stored))
-            members.setdefault((key, _num_rollback_states(stored)), []).append((layer.name, stored))
+        stored = stored_state(layer, hybrid=hybrid)
+        if stored is not None:
+            members.setdefault(placement_of(stored), []).append((layer.name, stored))
     groups: list[KVCacheGroup] = []
     for (_, num_rollback_states), alike in members.items():
         group = KVCacheGroup(
@@ -229,6 +228,27 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
             spec = RollbackSpec(block_size=group.spec.block_size, num_states=num_rollback_states)
             groups.append(attrs.evolve(group, index=len(groups), spec=spec, num_parts=num_rollback_states))
     return Grouping(groups=tuple(groups), follows=follows, step_local=tuple(filter(None, map(_step_local, layers))))
+
+
+def stored_state(layer: LayerSpec, *, hybrid: bool = True) -> KVCacheSpec | None:
+    """Return the state that a layer stores; None if it stores none, or reads another layer's.
+
+    Args:
+        layer: The layer.
+        hybrid: As for ``group_layers``.
+    """
+    if layer.shares_with is not None or layer.spec is None or not layer.spec.keeps_past:
+        return None
+    return layer.spec if hybrid else ask(layer.spec, "retain_all()", partial(_retained, layer.spec))
+
+
+def placement_of(stored: KVCacheSpec) -> tuple[object, int]:
+    """Return what decides the group of stored state: layers with equal values share a group.
+
+    Args:
+        stored: What ``stored_state`` returned.
+    """
+    return ask(stored, "group_key", partial(_hashable_key, stored)), _num_rollback_states(stored)
 
 
 def _retained(spec: KVCacheSpec) -> KVCacheSpec:

@@ -1,8 +1,11 @@
-"""Cache plans of a model whose layers are spread over several devices.
+"""Cache plans of a model whose layers, or whose heads, are spread over several devices.
 
 Each rank plans its own layers and its own memory. A group's number, the tokens of its blocks, the pages of a slab and
 the number of slabs are the same on all ranks that keep state. Cache managers on different ranks therefore make the same
 decisions if they get the same calls.
+
+Ranks that compute shares of the same layers are a *tensor-parallel group*: each of them has some of a layer's heads.
+The shares of a layer have one name, and their specs differ in their layout only.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from kvframe.contract.errors import PlanError, SpecError
-from kvframe.contract.specs import LayerSpec
-from kvframe.planning.groups import Grouping, group_layers
+from kvframe.contract.errors import PlanError, SpecError, listed, shown
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.planning.groups import Grouping, group_layers, placement_of, stored_state
 from kvframe.planning.plan import KVCachePlan, plan_cache
+
+Shares = Mapping[int, LayerSpec]
+"""The shares of one layer, by rank."""
 
 
 @attrs.frozen(kw_only=True)
@@ -22,7 +28,7 @@ class RankPlans:
     """The plans of all ranks of a model.
 
     Attributes:
-        whole: The grouping of all layers.
+        whole: The grouping of all layers; of a layer with several shares, the share of the first rank.
         groupings: Per rank, its layers of each group, by the group's number in ``whole``; no groups for a rank whose
             layers keep no state.
         plans: Per rank, its cache plan; an empty plan for a rank whose layers keep no state.
@@ -54,30 +60,43 @@ def plan_ranks(
     max_input_lens: Mapping[str, int] | None = None,
     hybrid: bool = True,
     prefix_caching: bool = True,
+    tensor_parallel_size: int = 1,
 ) -> RankPlans:
-    """Plan the caches of a model whose layers are spread over ranks.
+    """Plan the caches of a model whose layers, or whose heads, are spread over ranks.
+
+    The rank with the least memory for its layers decides the number of slabs of all ranks.
 
     Args:
-        ranks: Each rank's layers, in the order they run.
+        ranks: Each rank's layers, in the order they run. A rank may have no layer of a group, or no layer at all.
         memory_bytes: The most bytes that each rank allocates.
         max_model_len: The longest request, in tokens.
         max_num_batched_tokens: The most tokens that one step computes.
         max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
         hybrid: As for ``group_layers``.
         prefix_caching: Whether prefixes are cached, if all layers allow it.
+        tensor_parallel_size: The number of ranks of a tensor-parallel group. Each group is as many ranks that follow
+            each other. Layers of one name on ranks of one group are shares of one layer.
 
     Raises:
-        SpecError: As for ``group_layers``, or a layer reads the cache of a layer of another rank.
-        PlanError: As for ``plan_cache``; the message names the rank.
+        SpecError: As for ``group_layers``; or the shares of a layer differ in more than their layout; or a layer reads
+            the cache of a layer that its rank does not have.
+        PlanError: As for ``plan_cache``, and the message names the rank; or the ranks cannot be divided into groups of
+            this size.
     """
-    whole = group_layers([layer for layers in ranks for layer in layers], hybrid=hybrid)
-    rank_of = {layer.name: rank for rank, layers in enumerate(ranks) for layer in layers}
+    size = tensor_parallel_size
+    if size < 1 or len(ranks) % size:
+        raise PlanError(f"{len(ranks)} ranks cannot be divided into tensor-parallel groups of {size}")
+    shares = _find_shares(ranks, size)
+    for name, each in shares.items():
+        _check_shares(name, each, hybrid=hybrid)
+    whole = group_layers([each[min(each)] for each in shares.values()], hybrid=hybrid)
     for layer, target in whole.follows.items():
-        if rank_of[layer] != rank_of[target]:
-            raise SpecError(
-                f"layer {layer!r} of rank {rank_of[layer]} shares the cache of {target!r}, which is on rank "
-                f"{rank_of[target]}; put them on one rank"
-            )
+        for rank in shares[layer]:
+            if rank not in shares[target]:
+                raise SpecError(
+                    f"layer {layer!r} of rank {rank} shares the cache of {target!r}, which is on "
+                    f"{_named(shares[target])}; put them on one rank"
+                )
 
     def plan(grouping: Grouping, memory: int, pages_per_slab: Sequence[int] | None) -> KVCachePlan:
         return plan_cache(
@@ -89,8 +108,8 @@ def plan_ranks(
             pages_per_slab=pages_per_slab if grouping.groups else None,
         )
 
-    groupings = tuple(_part_of(whole, {layer.name for layer in layers}) for layers in ranks)
-    used = sum(memory for memory, part in zip(memory_bytes, groupings, strict=True) if part.groups)
+    groupings = tuple(_part_of(whole, layers, hybrid=hybrid) for layers in ranks)
+    used = _bytes_of_whole(groupings, memory_bytes, size)
     pages_per_slab = [group.pages_per_slab for group in plan(whole, used, None).groups]
     plans = []
     for rank, (grouping, memory) in enumerate(zip(groupings, memory_bytes, strict=True)):
@@ -111,18 +130,79 @@ def plan_ranks(
     )
 
 
-def _part_of(whole: Grouping, names: set[str]) -> Grouping:
-    """Return a rank's part of each group; no groups if it has none of their layers."""
-    groups = tuple(
-        attrs.evolve(
-            group,
-            layers=tuple(layer for layer in group.layers if layer in names),
-            stored=tuple(spec for layer, spec in zip(group.layers, group.stored, strict=True) if layer in names),
+def _find_shares(ranks: Sequence[Sequence[LayerSpec]], size: int) -> dict[str, Shares]:
+    """Return the shares of each layer, in the order that the layers run.
+
+    Raises:
+        SpecError: Two layers of one rank, or of two tensor-parallel groups, have one name.
+    """
+    found: dict[str, Shares] = {}
+    for first in range(0, len(ranks), size):
+        shares: dict[str, dict[int, LayerSpec]] = {}
+        order: list[str] = []
+        for rank in range(first, first + size):
+            place = 0
+            for layer in ranks[rank]:
+                if layer.name in shares and rank in shares[layer.name]:
+                    raise SpecError(f"two layers of rank {rank} are named {layer.name!r}")
+                if layer.name not in shares:
+                    # A layer that the ranks before do not have runs after the layer that is before it on its own rank.
+                    shares[layer.name] = {}
+                    order.insert(place, layer.name)
+                shares[layer.name][rank] = layer
+                place = order.index(layer.name) + 1
+        for name in order:
+            if name in found:
+                raise SpecError(
+                    f"two layers are named {name!r}, on {_named(found[name])} and on {_named(shares[name])}; only "
+                    f"ranks of one tensor-parallel group have layers of one name, and a group is {size} ranks here"
+                )
+            found[name] = shares[name]
+    return found
+
+
+def _check_shares(name: str, shares: Shares, *, hybrid: bool) -> None:
+    """Raise for a layer whose ranks would keep different tokens, or would read the caches of different layers."""
+    alike: dict[object, list[int]] = {}
+    for rank, layer in shares.items():
+        stored = stored_state(layer, hybrid=hybrid)
+        placement = None if stored is None else placement_of(stored)
+        alike.setdefault((layer.shares_with, layer.spec is None, placement), []).append(rank)
+    if len(alike) > 1:
+        described = "; ".join(f"{_named(ranks)}: {_described(shares[ranks[0]])}" for ranks in alike.values())
+        raise SpecError(
+            f"layer {name!r} is not the same on the ranks of its tensor-parallel group ({described}); its specs may "
+            "differ in their layout only, such as in their heads"
         )
-        for group in whole.groups
-    )
+
+
+def _described(layer: LayerSpec) -> str:
+    spec = "keeps nothing" if layer.spec is None else shown(layer.spec)
+    return spec if layer.shares_with is None else f"{spec}, with the cache of {layer.shares_with!r}"
+
+
+def _named(ranks: Mapping[int, LayerSpec] | Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(map(str, ranks))}"
+
+
+def _bytes_of_whole(groupings: Sequence[Grouping], memory_bytes: Sequence[int], size: int) -> int:
+    """Return the memory for one share of every layer: of each tensor-parallel group, the least of its ranks."""
+    stages = [
+        [memory_bytes[rank] for rank in range(first, first + size) if groupings[rank].groups]
+        for first in range(0, len(groupings), size)
+    ]
+    return sum(map(min, filter(None, stages)))
+
+
+def _part_of(whole: Grouping, layers: Sequence[LayerSpec], *, hybrid: bool) -> Grouping:
+    """Return a rank's part of each group, as this rank stores it; no groups if it has none of their layers."""
+    stored: dict[str, KVCacheSpec | None] = {layer.name: stored_state(layer, hybrid=hybrid) for layer in layers}
+    groups = []
+    for group in whole.groups:
+        mine = {name: spec for name in group.layers if (spec := stored.get(name)) is not None}
+        groups.append(attrs.evolve(group, layers=tuple(mine), stored=tuple(mine.values())))
     return Grouping(
-        groups=groups if any(group.layers for group in groups) else (),
-        follows={layer: target for layer, target in whole.follows.items() if layer in names},
-        step_local=tuple(layer for layer in whole.step_local if layer in names),
+        groups=tuple(groups) if any(group.layers for group in groups) else (),
+        follows={layer: target for layer, target in whole.follows.items() if layer in stored},
+        step_local=tuple(layer for layer in whole.step_local if layer in stored),
     )
