@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvframe_torch import builder as builder_module
 from kvframe_torch.backend import TorchBackend
-from kvframe_torch.builder import Batch, TorchMetadata
-from kvframe_torch.tiles import NO_LIMIT, TileRules, Tiles
+from kvframe_torch.builder import Batch, TorchMetadata, TorchMetadataBuilder
+from kvframe_torch.tiles import NO_LIMIT, GroupLimits, TileRules, Tiles
 
 from kvframe import load_plugins
 from kvframe.contract.backend import AttentionBackend
@@ -178,6 +179,19 @@ def test_layers_with_equal_reuse_keys_get_equal_metadata(requests: list[Request]
     assert_same(one.build(common), other.build(common))
 
 
+@any_time
+@given(
+    requests=st.lists(rows(), min_size=2, max_size=4), masks=st.lists(st.sampled_from(MASKS), min_size=4, max_size=4)
+)
+def test_groups_that_are_built_together_get_what_each_gets_alone(
+    requests: list[list[Request]], masks: list[Mapping[str, Any]]
+) -> None:
+    builders = [TorchBackend([layer_of(**mask)], CPU).make_builder() for mask in masks]
+    steps = [metadata_of(each, seed, padding=seed, block_size=2 << seed) for seed, each in enumerate(requests)]
+    alone = [builder.build(step) for builder, step in zip(builders, steps, strict=False)]
+    assert_same(tuple(alone), tuple(TorchMetadataBuilder.build_together([*zip(builders, steps, strict=False)])))
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -338,6 +352,17 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
 # --- how tiles become batches -----------------------------------------------------------------------------------------
 
 
+def divided(requests: list[Request], rules: TileRules) -> tuple[Tiles, list[Tiles]]:
+    """Return the tiles of a step with pages of one token, and the same in batches."""
+    steps = [make_metadata(requests, 1)]
+    limits = GroupLimits.of(steps, [rules])
+    tiles = Tiles.of(steps, limits)
+    in_batches, bounds = tiles.batched(limits)
+    columns = [getattr(in_batches, field.name) for field in attrs.fields(Tiles)]
+    pairs = itertools.pairwise(bounds.tolist())
+    return tiles, [Tiles(*(column[first:stop] for column in columns)) for first, stop in pairs]
+
+
 def batched(requests: list[Request], free_padding: int = 0) -> list[list[int]]:
     """Return the requests of each batch of a step, with pages of one token."""
     rules = TileRules(
@@ -350,8 +375,8 @@ def batched(requests: list[Request], free_padding: int = 0) -> list[list[int]]:
         free_padding=free_padding,
         mask_rows=1,
     )
-    tiles = Tiles.of(make_metadata(requests, 1), rules)
-    return [batch.request.tolist() for batch in tiles.batches(rules, 1)]
+    _, found = divided(requests, rules)
+    return [batch.request.tolist() for batch in found]
 
 
 @any_time
@@ -361,9 +386,8 @@ def batched(requests: list[Request], free_padding: int = 0) -> list[list[int]]:
 )
 def test_padding_is_less_than_half_of_a_batch_or_little(requests: list[tuple[int, int]], free_padding: int) -> None:
     rules = TileRules(True, NO_LIMIT, 0, 2, 256, 1 << 16, free_padding, 1)
-    tiles = Tiles.of(make_metadata([Request(*each) for each in requests], 1), rules)
+    tiles, found = divided([Request(*each) for each in requests], rules)
     waste = len(tiles) * tiles.num_pages.max() - tiles.num_pages.sum()
-    found = list(tiles.batches(rules, 1))
     assert sorted(tiles.first_row) == sorted(row for batch in found for row in batch.first_row)
     for batch in found:
         queries, keys = batch.num_queries, batch.num_pages
@@ -389,8 +413,8 @@ def test_whole_prompts_are_not_mixed_with_tiles_that_need_a_mask() -> None:
 
 
 def test_a_step_of_full_pages_needs_no_mask() -> None:
-    (batch,) = batches_of(layer_of(), metadata_of([Request(7, 1), Request(7, 1)], starts=False))
-    assert (None, None) == (batch.mask, batch.key_positions)
+    built = build(TorchBackend([layer_of()], CPU), metadata_of([Request(7, 1), Request(7, 1)], starts=False))
+    assert (None,) == built.masks
 
 
 def test_what_is_built_says_what_depends_on_the_block_table() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -15,7 +15,7 @@ from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
 from kvframe.contract.specs import LayerSpec
-from kvframe_torch.builder import Batch, Part, TorchMetadata, TorchMetadataBuilder
+from kvframe_torch.builder import Batch, Mask, Part, TorchMetadata, TorchMetadataBuilder
 
 MAX_SCRATCH_ELEMENTS = 1 << 23
 """Elements of gathered tokens whose memory is kept for the next call."""
@@ -45,6 +45,20 @@ class Scratch:
             with torch.inference_mode(False):
                 buffer = self._buffer = torch.empty(num_elements, dtype=dtype, device=device)
         return buffer[:num_elements].view(shape)
+
+
+class Reads(NamedTuple):
+    """What a layer reads of a batch.
+
+    Attributes:
+        batch: The batch.
+        pages: The block ids to gather.
+        mask: Its mask; None if all is seen, or for prompts.
+    """
+
+    batch: Batch
+    pages: torch.Tensor
+    mask: Mask | None
 
 
 class TorchBackend(AttentionBackend):
@@ -116,14 +130,15 @@ class TorchBackend(AttentionBackend):
         assert isinstance(metadata, TorchMetadata)
         num_tokens, num_heads, head_size = query.shape
         output = query.new_zeros(1 + num_tokens, num_heads, kv_cache["v"].shape[-1])
-        for batch, pages in zip(metadata.batches, metadata.pages, strict=True):
+        for reads in map(Reads, metadata.batches, metadata.pages, metadata.masks):
+            batch = reads.batch
             first, num_rows = batch.first_row, batch.num_tiles * batch.num_queries
             rows = query.index_select(0, batch.rows) if first is None else query[first : first + num_rows]
             rows = rows.view(batch.num_tiles, batch.num_queries, num_heads, head_size)
             if lse is None:
-                result = self._attend(layer, rows, kv_cache, batch, pages, sinks)
+                result = self._attend(layer, rows, kv_cache, reads, sinks)
             else:
-                result, of_rows = self._attend_with_lse(layer, rows, kv_cache, batch, pages, sinks)
+                result, of_rows = self._attend_with_lse(layer, rows, kv_cache, reads, sinks)
                 lse.index_copy_(0, batch.output_rows, of_rows.reshape(num_rows, num_heads))
             result = result.reshape(num_rows, num_heads, -1)
             if first is None:
@@ -139,26 +154,25 @@ class TorchBackend(AttentionBackend):
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
-        batch: Batch,
-        pages: torch.Tensor,
+        reads: Reads,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return ``[num_tiles, num_queries, num_heads, head_size_v]`` for queries of the same shape but the last."""
         assert layer.query is not None
-        num_queries, num_heads = query.shape[1:3]
+        batch, (num_queries, num_heads) = reads.batch, query.shape[1:3]
         num_kv_heads, scale = kv_cache["k"].shape[2], layer.query.scale
         if batch.is_prompt:
-            key, value = (self._gather(name, kv_cache, batch, pages, batch.parts[0], query.dtype) for name in "kv")
+            key, value = (self._gather(name, kv_cache, reads, batch.parts[0], query.dtype) for name in "kv")
             return scaled_dot_product_attention(
                 query.transpose(1, 2), key, value, is_causal=True, scale=scale, enable_gqa=num_heads > num_kv_heads
             ).transpose(1, 2)
         folded = _folded(query, num_kv_heads)
         if layer.query.soft_cap is None and sinks is None and len(batch.parts) == 1:
-            key, value = (self._gather(name, kv_cache, batch, pages, batch.parts[0], query.dtype) for name in "kv")
-            bias = self._bias(layer, batch, num_kv_heads, query.dtype)
+            key, value = (self._gather(name, kv_cache, reads, batch.parts[0], query.dtype) for name in "kv")
+            bias = self._bias(layer, reads, num_kv_heads, query.dtype)
             result = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
         else:
-            result, _ = self._attend_by_scores(layer, folded, kv_cache, batch, pages, sinks)
+            result, _ = self._attend_by_scores(layer, folded, kv_cache, reads, sinks)
         return _unfolded(result, num_queries)
 
     def _attend_with_lse(
@@ -166,19 +180,19 @@ class TorchBackend(AttentionBackend):
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
-        batch: Batch,
-        pages: torch.Tensor,
+        reads: Reads,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what ``_attend`` returns, and ``[num_tiles, num_queries, num_heads]``, also in five dimensions."""
         num_queries, num_kv_heads = query.shape[1], kv_cache["k"].shape[2]
         # A whole prompt has no mask, and may be long: some of its queries are computed at a time.
-        size = MAX_PROMPT_QUERIES if batch.is_prompt else num_queries
+        is_prompt = reads.batch.is_prompt
+        size = MAX_PROMPT_QUERIES if is_prompt else num_queries
         outputs, lses = [], []
         for start in range(0, num_queries, size):
             some = query[:, start : start + size]
-            folded, first = _folded(some, num_kv_heads), start if batch.is_prompt else None
-            output, lse = self._attend_by_scores(layer, folded, kv_cache, batch, pages, sinks, first)
+            folded, first = _folded(some, num_kv_heads), start if is_prompt else None
+            output, lse = self._attend_by_scores(layer, folded, kv_cache, reads, sinks, first)
             outputs.append(_unfolded(output, some.shape[1]))
             lses.append(_unfolded(lse, some.shape[1]))
         return torch.cat(outputs, dim=1), torch.cat(lses, dim=1)
@@ -188,8 +202,7 @@ class TorchBackend(AttentionBackend):
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
-        batch: Batch,
-        pages: torch.Tensor,
+        reads: Reads,
         sinks: torch.Tensor | None,
         first: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,8 +212,7 @@ class TorchBackend(AttentionBackend):
             layer: The layer.
             query: ``[num_tiles, num_kv_heads, num_rows, head_size]``.
             kv_cache: The layer's state tensors.
-            batch: The batch.
-            pages: Its block ids.
+            reads: The batch.
             sinks: ``[num_heads]`` or None.
             first: Of a batch of whole prompts, the position of the first of these queries; None for other batches.
 
@@ -208,17 +220,17 @@ class TorchBackend(AttentionBackend):
             ``[num_tiles, num_kv_heads, num_rows, head_size_v]``, and its log-sum-exp, with 1 in place of the size.
         """
         assert layer.query is not None
-        dtype, num_kv_heads, num_rows = query.dtype, *query.shape[1:3]
+        batch, dtype, num_kv_heads, num_rows = reads.batch, query.dtype, *query.shape[1:3]
         group_size = layer.query.num_heads // num_kv_heads
         # Also for low precision: some CPUs multiply its matrices twenty times as slowly.
         query = query.to(torch.promote_types(dtype, torch.float32)) * layer.query.scale
         scores = query.new_zeros(*query.shape[:3], batch.num_keys)
         for part, tokens in _parts(batch, kv_cache["k"].shape[1]):
-            key = self._gather("k", kv_cache, batch, pages, part, query.dtype)
+            key = self._gather("k", kv_cache, reads, part, query.dtype)
             _add_products(scores[..., tokens], query, key.transpose(2, 3))
         if layer.query.soft_cap is not None:
             scores.div_(layer.query.soft_cap).tanh_().mul_(layer.query.soft_cap)
-        bias = self._bias(layer, batch, num_kv_heads, query.dtype)
+        bias = self._bias(layer, reads, num_kv_heads, query.dtype)
         if bias is not None:
             scores += bias
         if first is not None:
@@ -235,29 +247,29 @@ class TorchBackend(AttentionBackend):
             lse = torch.logaddexp(lse, logits)
         output = query.new_zeros(*query.shape[:3], kv_cache["v"].shape[-1])
         for part, tokens in _parts(batch, kv_cache["v"].shape[1]):
-            value = self._gather("v", kv_cache, batch, pages, part, query.dtype)
+            value = self._gather("v", kv_cache, reads, part, query.dtype)
             _add_products(output, weights[..., tokens], value)
         return output.to(dtype), lse
 
-    def _gather(
-        self, name: str, kv_cache: KVCache, batch: Batch, pages: torch.Tensor, part: Part, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _gather(self, name: str, kv_cache: KVCache, reads: Reads, part: Part, dtype: torch.dtype) -> torch.Tensor:
         """Return a part of the tiles' keys or values, ``[num_tiles, num_kv_heads, num_keys, size]``, strided."""
-        state, pages = kv_cache[name], pages[part.first_page : part.stop_page]
+        state, pages = kv_cache[name], reads.pages[part.first_page : part.stop_page]
         gathered = self._scratch[name].take((pages.shape[0], *state.shape[1:]), state.dtype, state.device)
         torch.index_select(state, 0, pages, out=gathered)
         tokens = gathered.view(-1, *state.shape[2:]).index_fill_(0, part.dead_slots, 0)
-        return tokens.to(dtype).view(batch.num_tiles, -1, *state.shape[2:]).transpose(1, 2)
+        return tokens.to(dtype).view(reads.batch.num_tiles, -1, *state.shape[2:]).transpose(1, 2)
 
-    def _bias(self, layer: LayerSpec, batch: Batch, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def _bias(self, layer: LayerSpec, reads: Reads, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return what is added to the scores of folded queries, or to all alike; None for nothing."""
-        mask = None if batch.mask is None else batch.mask.to(dtype)
-        if batch.bias_columns is None or mask is None:
-            return mask
+        batch, mask = reads.batch, reads.mask
+        if mask is None:
+            return None
+        if mask.bias_columns is None:
+            return mask.values.to(dtype)
         by_distance = self._bias_by_distance[layer.name]
-        values = by_distance.index_select(1, batch.bias_columns).to(dtype)
+        values = by_distance.index_select(1, mask.bias_columns).to(dtype)
         values = values.view(-1, batch.num_tiles, batch.num_queries, batch.num_keys).transpose(0, 1)
-        return values.reshape(batch.num_tiles, num_kv_heads, -1, batch.num_keys) + mask
+        return values.reshape(batch.num_tiles, num_kv_heads, -1, batch.num_keys) + mask.values.to(dtype)
 
 
 def _parts(batch: Batch, block_size: int) -> list[tuple[Part, slice]]:

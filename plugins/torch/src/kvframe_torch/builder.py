@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Self
 
 import attrs
-import numpy as np
 import torch
 
 from kvframe.contract.backend import AttentionMetadataBuilder
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec
-from kvframe_torch.tiles import NO_LIMIT, BoolArray, IntArray, TileRules, Tiles
+from kvframe_torch.gathers import GatheredBatch, gather
+from kvframe_torch.tiles import NO_LIMIT, GroupLimits, TileRules, Tiles
 
 MAX_MASK_ROWS = 256
 """Rows of the mask of a tile: its queries, once for each query head of a KV head."""
@@ -68,17 +68,11 @@ class Batch:
             packed tokens for a query that is repeated.
         parts: The gathered pages.
         is_prompt: Whether the tiles are whole prompts: query ``i`` sees the gathered tokens ``[0, i]``.
-        key_positions: ``[num_tiles, num_keys], int32, device``: of each gathered token, or ``HIDDEN``; None if the
-            batch needs no mask and no bias, or has ``hidden_keys``.
+        key_positions: ``[num_tiles, num_keys], int32, device``: of each gathered token, or ``HIDDEN``; None unless the
+            mask or a bias is made of positions.
         query_positions: ``[num_tiles, num_queries], int32, device``: of each query in its request; None likewise.
-        hidden_keys: ``[num_hidden], int64, device``: of single queries without a bias, the gathered tokens that they do
-            not see; None if the mask is made of positions.
-        mask: ``[num_tiles, 1, num_rows, num_keys], device``: 0 where a query sees a token and -inf elsewhere, for
-            ``group_size * num_queries`` rows or one for all; None if all is seen, or for prompts.
-        bias_columns: ``[num_tiles * num_queries * num_keys], int32, device``: for each query and gathered token, the
-            column of what ``bias_by_distance`` returns; None without a learned bias.
-        page_rows_cpu: ``[num_pages], int64, host``: the row of the block table that each gathered page is in.
-        page_columns_cpu: ``[num_pages], int64, host``: its column.
+        hidden_keys: ``[num_hidden], int64, device``: the gathered tokens that no query of their tile sees, if each of
+            its queries sees the others; None if there are none, or if the mask is made of positions.
     """
 
     num_tiles: int
@@ -92,10 +86,21 @@ class Batch:
     query_positions: torch.Tensor | None
     key_positions: torch.Tensor | None
     hidden_keys: torch.Tensor | None
-    mask: torch.Tensor | None
+
+
+@attrs.frozen(eq=False)
+class Mask:
+    """What is added to the scores of a batch.
+
+    Attributes:
+        values: ``[num_tiles, 1, num_rows, num_keys], device``: 0 where a query sees a token and -inf elsewhere, for
+            ``group_size * num_queries`` rows or one for all.
+        bias_columns: ``[num_tiles * num_queries * num_keys], int32, device``: for each query and gathered token, the
+            column of what ``bias_by_distance`` returns; None without a learned bias.
+    """
+
+    values: torch.Tensor
     bias_columns: torch.Tensor | None
-    page_rows_cpu: torch.Tensor
-    page_columns_cpu: torch.Tensor
 
 
 @attrs.frozen(eq=False)
@@ -104,13 +109,19 @@ class TorchMetadata:
 
     Attributes:
         batches: The batches; none if no request has a query.
+        masks: For each batch, its mask; None if all is seen, or for prompts. Empty before ``finish``.
         pages: For each batch ``[num_tiles * num_pages], int32, device``: the block ids to gather.
         causal: Whether queries see only their own and earlier positions.
+        places_cpu: For each batch ``[num_tiles * num_pages], int64, host``: their places in the flattened block table.
+        table_width: Its columns.
     """
 
     batches: tuple[Batch, ...]
+    masks: tuple[Mask | None, ...]
     pages: tuple[torch.Tensor, ...]
     causal: bool
+    places_cpu: tuple[torch.Tensor, ...]
+    table_width: int
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder):
@@ -151,8 +162,6 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             mask_rows=self._group_size if bias is None else query.num_heads,
         )
         self._max_distance = None if bias is None else bias.max_distance
-        # A single query sees one run of tokens.
-        self._sees_runs = bias is None and not self._rules.num_sink_tokens
         self._dtype: torch.dtype = getattr(torch, state["k"].dtype)
 
     @property
@@ -162,176 +171,123 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
 
     def build(self, metadata: CommonAttentionMetadata) -> TorchMetadata:
         """Return the step's batches, without what ``finish`` makes of them."""
-        causal = metadata.causal and self._rules.causal
-        tiles = Tiles.of(metadata, self._rules)
-        batches = tuple(
-            self._batch(batch, metadata.block_size, metadata.slot_mapping.shape[0], causal)
-            for batch in tiles.batches(self._rules, metadata.block_size)
+        (built,) = self.build_together([(self, metadata)])
+        return built
+
+    @classmethod
+    def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[TorchMetadata]:
+        """Divide the steps of all groups at once, because each operation costs more than what it computes for one."""
+        steps = [metadata for _, metadata in builds]
+        limits = GroupLimits.of(steps, [builder._rules for builder, _ in builds])
+        tiles, bounds = Tiles.of(steps, limits).batched(limits)
+        if not len(tiles):
+            return [builder._metadata((), (), metadata) for builder, metadata in builds]
+        found: list[list[Batch]] = [[] for _ in builds]
+        places: list[list[torch.Tensor]] = [[] for _ in builds]
+        for gathered in gather(tiles, bounds, limits):
+            builder, metadata = builds[gathered.group]
+            found[gathered.group].append(builder._batch(gathered, metadata))
+            places[gathered.group].append(gathered.places)
+        return [
+            builder._metadata(found[group], places[group], metadata) for group, (builder, metadata) in enumerate(builds)
+        ]
+
+    def _metadata(
+        self, batches: Sequence[Batch], places: Sequence[torch.Tensor], metadata: CommonAttentionMetadata
+    ) -> TorchMetadata:
+        """Return the metadata of a group's batches, given each batch's places in the block table."""
+        width = metadata.block_table.shape[1]
+        return TorchMetadata(
+            batches=tuple(batches),
+            masks=(),
+            pages=_block_ids(places, metadata.block_table, width),
+            causal=metadata.causal and self._rules.causal,
+            places_cpu=tuple(places),
+            table_width=width,
         )
-        return TorchMetadata(batches, _block_ids(batches, metadata.block_table), causal)
+
+    def _batch(self, gathered: GatheredBatch, metadata: CommonAttentionMetadata) -> Batch:
+        """Return a batch, without its mask."""
+        block_size, num_queries, hidden = metadata.block_size, gathered.num_queries, gathered.hidden
+        query_positions = key_positions = hidden_keys = None
+        if self._max_distance is not None or (num_queries > 1 and metadata.causal and self._rules.causal):
+            if not gathered.is_prompt:
+                query_positions = gathered.positions.int().view(gathered.num_tiles, num_queries)
+                columns = (gathered.places % metadata.block_table.shape[1]).int()
+                key_positions = torch.add(columns[:, None] * block_size, torch.arange(block_size, dtype=torch.int32))
+                key_positions = key_positions.view(-1).index_fill_(0, hidden, HIDDEN).view(gathered.num_tiles, -1)
+        elif hidden.shape[0]:
+            hidden_keys = hidden
+        return Batch(
+            num_tiles=gathered.num_tiles,
+            num_queries=num_queries,
+            num_keys=gathered.num_pages * block_size,
+            first_row=None if gathered.first_row < 0 else gathered.first_row,
+            rows=gathered.rows,
+            output_rows=gathered.output_rows,
+            parts=self._parts(gathered, block_size),
+            is_prompt=gathered.is_prompt,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            hidden_keys=hidden_keys,
+        )
+
+    def _parts(self, gathered: GatheredBatch, block_size: int) -> tuple[Part, ...]:
+        """Return a batch's pages as one part; those of a single query in parts of no more keys than are gathered."""
+        num_pages, dead = gathered.num_tiles * gathered.num_pages, gathered.dead
+        pages_each = max(1, self._rules.max_keys // block_size)
+        if gathered.num_tiles * gathered.num_queries > 1 or num_pages <= pages_each:
+            return (Part(0, num_pages, dead),)
+        found = []
+        for first in range(0, num_pages, pages_each):
+            stop = min(first + pages_each, num_pages)
+            begin, end = first * block_size, stop * block_size
+            found.append(Part(first, stop, dead[(dead >= begin) & (dead < end)] - begin))
+        return tuple(found)
 
     def finish(self, built: Any) -> TorchMetadata:
         """Return the same with the masks, and with where each learned bias is looked up."""
-        return TorchMetadata(
-            tuple(self._masked(batch, built.causal) for batch in built.batches), built.pages, built.causal
+        finished: TorchMetadata = attrs.evolve(
+            built, masks=tuple(self._mask(batch, built.causal) for batch in built.batches)
         )
+        return finished
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the block ids of another block table."""
-        return {"pages": _block_ids(built.batches, metadata.block_table)}
+        return {"pages": _block_ids(built.places_cpu, metadata.block_table, built.table_width)}
 
-    def _batch(self, tiles: Tiles, block_size: int, num_tokens: int, causal: bool) -> Batch:
-        """Return tiles as one batch.
-
-        Args:
-            tiles: The tiles.
-            block_size: Tokens per page.
-            num_tokens: Rows of the step's queries.
-            causal: Whether queries see only their own and earlier positions.
-        """
-        num_tiles, num_queries = len(tiles), int(tiles.num_queries.max())
-        pages, is_padding = _pages(tiles)
-        is_prompt = bool(tiles.is_prompt[0])
-        output_rows = rows = tiles.first_row
-        positions = tiles.position[:, None]
-        if num_queries > 1:
-            query = np.arange(num_queries)
-            is_repeated = query >= tiles.num_queries[:, None]
-            query = np.minimum(query, tiles.num_queries[:, None] - 1)
-            rows, positions = (rows[:, None] + query).ravel(), positions + query
-            output_rows = np.where(is_repeated.ravel(), num_tokens, rows)
-        hidden = key_positions = None
-        if num_queries == 1 < num_tiles and not is_prompt and self._sees_runs:
-            parts, hidden = _around_runs(tiles, pages.shape[1], is_padding, block_size)
-        else:
-            parts, key_positions = self._compared(tiles, pages, is_padding, block_size, causal, num_queries)
-        key_positions = None if is_prompt else key_positions
-        return Batch(
-            num_tiles=num_tiles,
-            num_queries=num_queries,
-            num_keys=pages.shape[1] * block_size,
-            first_row=int(rows[0]) if (rows[1:] == rows[:-1] + 1).all() else None,
-            rows=torch.from_numpy(rows.astype(np.int64)),
-            output_rows=torch.from_numpy(output_rows.astype(np.int64)),
-            parts=parts,
-            is_prompt=is_prompt,
-            query_positions=None if key_positions is None else torch.from_numpy(positions.astype(np.int32)),
-            key_positions=key_positions,
-            hidden_keys=hidden,
-            mask=None,
-            bias_columns=None,
-            page_rows_cpu=torch.from_numpy(tiles.request.repeat(pages.shape[1])),
-            page_columns_cpu=torch.from_numpy(pages.ravel()),
-        )
-
-    def _compared(
-        self,
-        tiles: Tiles,
-        pages: IntArray,
-        is_padding: BoolArray | None,
-        block_size: int,
-        causal: bool,
-        num_queries: int,
-    ) -> tuple[tuple[Part, ...], torch.Tensor | None]:
-        """Return the pages of any tiles, and the position of each gathered token if masks or a bias need them."""
-        num_tiles = len(tiles)
-        positions = (pages[:, :, None] * block_size + np.arange(block_size)).reshape(num_tiles, -1)
-        is_live = (positions >= tiles.low[:, None]) & (positions < tiles.stop[:, None])
-        if causal and self._rules.num_sink_tokens:
-            ends = np.minimum(self._rules.num_sink_tokens, tiles.stop)
-            is_live |= (positions >= tiles.start[:, None]) & (positions < ends[:, None])
-        is_seen = is_live if is_padding is None else is_live & ~is_padding.repeat(block_size, axis=1)
-        key_positions = None
-        if self._max_distance is not None or (causal and num_queries > 1) or not is_seen.all():
-            key_positions = torch.from_numpy(np.where(is_seen, positions, HIDDEN).astype(np.int32))
-        return self._parts(is_live, block_size, num_tiles * num_queries == 1), key_positions
-
-    def _parts(self, is_live: BoolArray, block_size: int, is_single: bool) -> tuple[Part, ...]:
-        """Return a batch's pages as one part; those of a single query in parts of no more keys than are gathered."""
-        num_pages = is_live.size // block_size
-        pages_each = max(1, self._rules.max_keys // block_size) if is_single else num_pages
-        live, found = is_live.ravel(), []
-        for first in range(0, num_pages, pages_each):
-            stop = min(first + pages_each, num_pages)
-            dead = np.flatnonzero(~live[first * block_size : stop * block_size])
-            found.append(Part(first, stop, torch.from_numpy(dead)))
-        return tuple(found)
-
-    def _masked(self, batch: Batch, causal: bool) -> Batch:
-        """Return a batch with what is made of positions, on their device."""
+    def _mask(self, batch: Batch, causal: bool) -> Mask | None:
+        """Return a batch's mask, made of positions on their device."""
         if batch.hidden_keys is not None:
-            mask = torch.zeros(batch.num_tiles * batch.num_keys, dtype=self._dtype, device=batch.hidden_keys.device)
-            mask.index_fill_(0, batch.hidden_keys, -math.inf)
-            return attrs.evolve(batch, mask=mask.view(batch.num_tiles, 1, 1, batch.num_keys))
+            values = torch.zeros(batch.num_tiles * batch.num_keys, dtype=self._dtype, device=batch.hidden_keys.device)
+            values.index_fill_(0, batch.hidden_keys, -math.inf)
+            return Mask(values.view(batch.num_tiles, 1, 1, batch.num_keys), None)
         if batch.key_positions is None or batch.query_positions is None:
-            return batch
+            return None
         key, query = batch.key_positions[:, None, :], batch.query_positions[:, :, None]
         if causal and batch.num_queries > 1:
-            is_hidden = key > query
+            is_hidden, num_rows = key > query, batch.num_queries * self._group_size
             if self._rules.window != NO_LIMIT:
-                is_hidden |= (key <= query - self._rules.window) & (key >= self._rules.num_sink_tokens)
+                is_before = key <= query - self._rules.window
+                if self._rules.num_sink_tokens:
+                    is_before &= key >= self._rules.num_sink_tokens
+                is_hidden |= is_before
         else:
-            is_hidden = key == HIDDEN
-        mask = torch.zeros(is_hidden.shape, dtype=self._dtype, device=key.device).masked_fill_(is_hidden, -math.inf)
-        if mask.shape[1] > 1:
-            mask = mask.repeat(1, self._group_size, 1)
+            is_hidden, num_rows = key == HIDDEN, 1
+        hidden, seen = (torch.tensor(value, dtype=self._dtype, device=key.device) for value in (-math.inf, 0.0))
+        values = torch.where(is_hidden, hidden, seen)
+        if num_rows > values.shape[1]:
+            values = values.repeat(1, self._group_size, 1)
         columns = None
         if self._max_distance is not None:
             columns = bias_columns(key - query, self._max_distance).view(-1)
-        return attrs.evolve(batch, mask=mask[:, None], bias_columns=columns)
+        return Mask(values[:, None], columns)
 
 
-def _around_runs(
-    tiles: Tiles, num_pages: int, is_padding: BoolArray | None, block_size: int
-) -> tuple[tuple[Part, ...], torch.Tensor | None]:
-    """Return the pages of tiles of one query each, and the gathered tokens around what the query sees.
-
-    What it sees is one run of tokens, so that few numbers say which others are gathered with it.
-    """
-    width, first = num_pages * block_size, tiles.first_page * block_size
-    starts = np.arange(len(tiles)) * width
-    before, stop = tiles.low - first, tiles.stop - first
-    hidden = dead = _ranges((starts, before), (starts + stop, width - stop))
-    if is_padding is not None:
-        own = _ranges((starts, before), (starts + stop, tiles.num_pages * block_size - stop))
-        # Padding repeats a tile's first page, with its dead tokens.
-        where = np.flatnonzero(is_padding)
-        tile, begins, in_first = where // num_pages, where * block_size, np.minimum(stop, block_size)
-        repeated = _ranges((begins, before[tile]), (begins + in_first[tile], block_size - in_first[tile]))
-        dead = np.concatenate((own, repeated))
-    of_hidden = torch.from_numpy(hidden)
-    of_dead = of_hidden if dead is hidden else torch.from_numpy(dead)
-    return (Part(0, len(tiles) * num_pages, of_dead),), of_hidden if len(hidden) else None
-
-
-def _ranges(*given: tuple[IntArray, IntArray]) -> IntArray:
-    """Return the numbers of many ranges, given as arrays of their first numbers and of their lengths."""
-    begins, counts = (np.concatenate(each) for each in zip(*given, strict=True))
-    ends = counts.cumsum()
-    numbers: IntArray = np.arange(ends[-1]) + (begins - ends + counts).repeat(counts)
-    return numbers
-
-
-def _pages(tiles: Tiles) -> tuple[IntArray, BoolArray | None]:
-    """Return the pages that tiles gather, by their place in the request, and which of them are padding.
-
-    Sink pages come first. Padding repeats the first page of its tile, which holds tokens of the same request.
-
-    Returns:
-        ``[num_tiles, num_pages]`` both; None for no padding.
-    """
-    most, is_padding = int(tiles.num_pages.max()), None
-    place = np.arange(most)[None]
-    if int(tiles.num_pages.min()) < most:
-        is_padding = place >= tiles.num_pages[:, None]
-        place = np.where(is_padding, 0, place)
-    pages = place + (tiles.first_page - tiles.num_sinks)[:, None]
-    if tiles.num_sinks.any():
-        pages = np.where(place < tiles.num_sinks[:, None], place + tiles.first_sink[:, None], pages)
-    return pages, is_padding
-
-
-def _block_ids(batches: tuple[Batch, ...], table: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the block ids of each batch's pages."""
-    ids, width = table.reshape(-1), table.shape[1]
-    return tuple(ids.index_select(0, batch.page_rows_cpu * width + batch.page_columns_cpu) for batch in batches)
+def _block_ids(places: Sequence[torch.Tensor], table: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+    """Return the block ids at places in a flattened block table that had ``width`` columns."""
+    if width != table.shape[1]:
+        more = table.shape[1] - width
+        places = [each + torch.div(each, width, rounding_mode="floor") * more for each in places]
+    ids = table.reshape(-1)
+    return tuple(ids.index_select(0, each) for each in places)
