@@ -10,12 +10,13 @@ JOBS ?= 2
 # Other engines that benchmarks measure against, each in an environment of its own.
 PEERS ?= .cache/peers
 VLLM := $(PEERS)/vllm
+HOSTED := $(PEERS)/kvframe-in-vllm
 # Small tensors: more threads than one only fight over the cores that the test processes use.
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, and each would compile the modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quick test lint docs demo bench peer clean
+.PHONY: help setup quick test lint docs demo bench peer vllm clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -70,6 +71,16 @@ $(VLLM)/.ready: benchmarks/requirements-vllm.txt
 	@$(PYTHON) -m venv --clear $(VLLM)
 	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
 	@$(VLLM)/bin/python -c 'import vllm.v1.core.kv_cache_manager'
+	@touch $@
+
+vllm: $(HOSTED)/.ready ## tests of kvframe inside vLLM, in an environment of their own beside that of `make peer`
+	$(HOSTED)/bin/python -m pytest plugins/vllm
+
+# The peer's packages by a path file, and what kvframe and its tests need besides.
+$(HOSTED)/.ready: $(VLLM)/.ready plugins/vllm/requirements-test.txt
+	@$(PYTHON) -m venv --clear $(HOSTED)
+	@$(VLLM)/bin/python -c 'import os, site; print(os.path.abspath(site.getsitepackages()[0]))' > $$($(HOSTED)/bin/python -c 'import site; print(site.getsitepackages()[0])')/vllm.pth
+	@$(HOSTED)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r plugins/vllm/requirements-test.txt
 	@touch $@
 
 clean: ## remove .venv, caches and the trained demo model

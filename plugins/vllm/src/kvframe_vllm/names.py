@@ -1,0 +1,46 @@
+"""Every name of vLLM that this package uses: what an upgrade of vLLM may break."""
+
+from __future__ import annotations
+
+import importlib
+
+NAMES = (
+    "vllm:__version__",
+    "vllm.platforms:current_platform",
+    "vllm.platforms:current_platform.get_attn_backend_cls",
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+    "vllm.v1.attention.backend:AttentionBackend.forward_includes_kv_cache_update",
+    "vllm.v1.attention.backend:AttentionImpl.forward",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
+    "vllm.v1.attention.backend:AttentionType.DECODER",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.CUSTOM",
+    "vllm.v1.attention.backends.registry:register_backend",
+    "vllm.v1.core.kv_cache_utils:resolve_block_hashes",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.find_longest_cache_hit",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.get_num_skipped_tokens",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.pop_blocks_for_free",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.remove_skipped_blocks",
+    "vllm.v1.kv_cache_interface:AttentionSpec",
+    "vllm.v1.kv_cache_interface:AttentionSpec.is_uniform_with_collection",
+    "vllm.v1.kv_cache_interface:AttentionSpec.max_memory_usage_bytes",
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.check_kv_cache_spec_registry",
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
+    "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
+)
+"""``module:attribute`` of classes, functions and methods that are called, replaced or overridden."""
+
+
+def missing_names() -> list[str]:
+    """Return the names that the installed vLLM does not have."""
+    return [name for name in NAMES if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return False
+    return True

@@ -1,0 +1,31 @@
+"""The manifest: the settings that kvframe's side of vLLM takes from the stack file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvframe.contract import StackError, hookimpl
+
+KINDS: dict[str, str] = {}
+"""The cache specs of layers that are to have another than vLLM gives them: registered names by pattern of layer names.
+
+The first pattern that matches counts. It is the process's, as the hook that fills it is."""
+
+
+@hookimpl
+def kvframe_configure(settings: Mapping[str, Any]) -> None:
+    """Take ``kinds`` from ``[plugin.vllm]``.
+
+    Raises:
+        StackError: There is another key, or ``kinds`` is no table of names.
+    """
+    kinds = settings.get("kinds", {})
+    is_table = isinstance(kinds, Mapping) and all(isinstance(kind, str) for kind in kinds.values())
+    if settings.keys() - {"kinds"} or not is_table:
+        raise StackError(
+            "[plugin.vllm] takes only kinds, a table of cache specs by pattern of layer names, such as "
+            'kinds = { "model.layers.*" = "sliding_window" }'
+        )
+    KINDS.clear()
+    KINDS.update(kinds)

@@ -1,0 +1,109 @@
+"""Runs prompts through vLLM in this process, and prints what came out and who computed it; called by tests.
+
+    python serve_offline.py MODEL SETTINGS
+
+MODEL is a folder; SETTINGS is JSON: ``engine`` for vLLM, ``prompts`` as token ids, ``max_tokens``, ``foreign`` for
+layers that are not to be kvframe's. It prints one line of
+JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+import kvframe
+
+
+def count_calls(owner: type, method: str, note: Any) -> None:
+    """Call ``note`` with the arguments of every call of a method."""
+    original = getattr(owner, method)
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        result = original(self, *args, **options)
+        note(result, *args, **options)
+        return result
+
+    setattr(owner, method, counted)
+
+
+def keep_foreign(prefix: str) -> None:
+    """Make the layers whose names begin so with vLLM's own backend, as a model that names its backend does."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    original = Attention.__init__
+
+    def make(self: Any, *args: Any, **options: Any) -> None:
+        if options["prefix"].startswith(prefix):
+            options["attn_backend"] = CPUAttentionBackend
+        original(self, *args, **options)
+
+    Attention.__init__ = make
+
+
+def main() -> None:
+    model, settings = sys.argv[1], json.loads(sys.argv[2])
+    calls: dict[str, Counter[str]] = {"write": Counter(), "attend": Counter()}
+    copies: Counter[str] = Counter()
+    caches: dict[str, Any] = {}
+
+    def note_write(_: Any, step: Any, name: str, key: Any, value: Any, pages: Any) -> None:
+        calls["write"][name] += 1
+        note_pages(name, pages)
+
+    def note_attend(
+        result: Any, step: Any, name: str, query: Any, pages: Any, sinks: Any = None, out: Any = None
+    ) -> None:
+        calls["attend"][name] += 1
+        note_pages(name, pages)
+        copies["output"] += result is not out
+
+    def note_pages(name: str, pages: Any) -> None:
+        memory = caches[name].untyped_storage().data_ptr()
+        copies["pages"] += any(part.untyped_storage().data_ptr() != memory for part in pages.values())
+
+    count_calls(kvframe.HostedLayers, "write", note_write)
+    count_calls(kvframe.HostedLayers, "attend", note_attend)
+    if "foreign" in settings:
+        keep_foreign(settings["foreign"])
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        disable_log_stats=False,
+        **settings["engine"],
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    context = core.model_executor.driver_worker.worker.vllm_config.compilation_config.static_forward_context
+    caches.update({name: layer.kv_cache for name, layer in context.items()})
+    calls["write"].clear(), calls["attend"].clear()
+    params = SamplingParams(temperature=0.0, max_tokens=settings["max_tokens"], ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in settings["prompts"]]
+    outputs = [
+        output for _ in range(settings.get("rounds", 1)) for output in llm.generate(prompts, params, use_tqdm=False)
+    ]
+    pool = core.scheduler.kv_cache_manager.block_pool
+    found = {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+        "layers": sorted(context),
+        "impls": sorted({type(layer.impl).__name__ for layer in context.values()}),
+        "managers": sorted(
+            {type(each).__name__ for each in core.scheduler.kv_cache_manager.coordinator.single_type_managers}
+        ),
+        "calls": {kind: dict(count) for kind, count in calls.items()},
+        "copies": dict(copies),
+        "held_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "preemptions": sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"),
+    }
+    print("RESULT " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
