@@ -203,10 +203,10 @@ class MetadataPlan:
             for index, reader in zip(prepared.of_groups, self._readers, strict=True)
         ]
 
-    def _run(self, builds: Sequence[Build], due: Sequence[Build]) -> None:
+    def _run(self, builds: Sequence[Build], unbuilt: Sequence[Build]) -> None:
         """Run the builders of some of a step's builds: those of a class together, then those that differ in tables."""
         together: dict[type[AttentionMetadataBuilder], list[Build]] = {}
-        for build in due:
+        for build in unbuilt:
             if build.like is None:
                 together.setdefault(type(self._builders[build.reuse]), []).append(build)
         for builder_class, alike in together.items():
@@ -216,7 +216,7 @@ class MetadataPlan:
                 raise self._failure(alike, "build_together", error) from error
             for build, built in zip(alike, made, strict=True):
                 build.built = built
-        for build in due:
+        for build in unbuilt:
             if build.like is not None:
                 try:
                     build.built = refresh_fields(self._builders[build.reuse], builds[build.like].built, build.take())

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.contract.errors import PluginError
-from kvframe.contract.eviction import MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract.eviction import MOST_USES, EvictionPolicy, ReleasedPages
 from kvframe.contract.foreign import call
 
 Numbers = npt.NDArray[np.int64]
@@ -311,12 +311,12 @@ class PolicyPriorities:
 
     def _ask(self, clock: int, uses: Numbers, num_bytes: Numbers) -> Numbers:
         whose, count = f"eviction policy {self.policy.name!r}", len(uses)
-        released = LetGo(clock, uses, num_bytes, self._capacity, self._reuse.shares())
-        given = call(f"{whose}: due()", self.policy.due, released)
+        released = ReleasedPages(clock, uses, num_bytes, self._capacity, self._reuse.shares())
+        given = call(f"{whose}: priorities()", self.policy.priorities, released)
         if not isinstance(given, np.ndarray) or given.shape != (count,) or given.dtype != np.int64:
             is_array = isinstance(given, np.ndarray)
             what = f"{given.dtype} of shape {given.shape}" if is_array else type(given).__name__
-            raise PluginError(f"{whose}: due() has to return int64 of shape ({count},), not {what}")
+            raise PluginError(f"{whose}: priorities() has to return int64 of shape ({count},), not {what}")
         return given
 
     def priorities_of(self, places: Places) -> Numbers:

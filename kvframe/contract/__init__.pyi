@@ -31,7 +31,7 @@ from .errors import shown as shown
 from .eviction import LRU as LRU
 from .eviction import MOST_USES as MOST_USES
 from .eviction import EvictionPolicy as EvictionPolicy
-from .eviction import LetGo as LetGo
+from .eviction import ReleasedPages as ReleasedPages
 from .formats import ITEM_BYTES as ITEM_BYTES
 from .formats import PLAIN as PLAIN
 from .formats import KVFormat as KVFormat

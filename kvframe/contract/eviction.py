@@ -1,7 +1,7 @@
 """Eviction policies: which cached pages are evicted first when a request needs pages.
 
-When requests release pages that stay cached, the policy gives each page a number, ``due``, once and for all pages of
-the release together. The page with the smallest number is evicted first. This happens in a step, so it must be fast.
+When requests release pages that stay cached, the policy gives each page a number, its priority, once and for all pages of
+the release together. The page with the smallest priority is evicted first. This happens in a step, so it must be fast.
 
 Nothing here imports NumPy or torch.
 """
@@ -23,7 +23,7 @@ MOST_USES = 15
 
 
 @attrs.frozen(eq=False)
-class LetGo:
+class ReleasedPages:
     """Pages that are released together, and what is known of them.
 
     Attributes:
@@ -55,14 +55,14 @@ class EvictionPolicy(ABC):
     """The registered name (``"scan_resistant"``)."""
 
     @abstractmethod
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
-        """Return a number for each page: the page with the smallest number is evicted first.
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
+        """Return a priority for each page: the page with the smallest one is evicted first.
 
-        Among pages with equal numbers, those released earlier are evicted first. Among pages released together, the end
+        Among pages with equal priorities, those released earlier are evicted first. Among pages released together, the end
         of a prefix is evicted before its beginning. For this to hold within every prefix, a policy keeps two laws:
 
-        * of two pages released together, the one with more uses never gets the smaller number;
-        * of two pages with equal uses, the one released later never gets the smaller number while ``reuse`` is the
+        * of two pages released together, the one with more uses never gets the smaller priority;
+        * of two pages with equal uses, the one released later never gets the smaller priority while ``reuse`` is the
           same.
 
         Args:
@@ -79,7 +79,7 @@ class LeastRecentlyUsed(EvictionPolicy):
 
     name: ClassVar[str] = "lru"
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
         """Return the clock for every page."""
         return pages.uses * 0 + pages.clock
 

@@ -14,6 +14,8 @@ from kvframe.contract.errors import PlanError
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
+_SURELY_THERE = 1 << 20
+"""Bytes that a process which runs torch has: the limits of its control groups need not be read."""
 
 
 def physical_bytes() -> int | None:
@@ -80,7 +82,7 @@ def check_host_bytes(num_bytes: int, sentence: str) -> None:
     Raises:
         PlanError: The machine has less memory.
     """
-    physical = physical_bytes()
+    physical = physical_bytes() if num_bytes > _SURELY_THERE else None
     if physical is not None and num_bytes > physical:
         raise PlanError(f"{sentence}; this process may use {physical} bytes of memory")
 

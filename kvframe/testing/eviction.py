@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.contract.errors import PluginError
-from kvframe.contract.eviction import MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract.eviction import MOST_USES, EvictionPolicy, ReleasedPages
 from kvframe.contract.foreign import call
 from kvframe.testing.laws import ConformanceError
 
@@ -28,13 +28,13 @@ _LONG = 10**4
 def check_policy(policy: EvictionPolicy) -> None:
     """Check a policy's answers for pages of any age and number of uses, and pools of several sizes.
 
-    * *form*: ``due`` returns one ``int64`` for each page, for any number of pages; it raises nothing and writes to
+    * *form*: ``priorities`` returns one ``int64`` for each page, for any number of pages; it raises nothing and writes to
       none of its arguments;
-    * *alone*: a page's due time does not depend on the pages that are released with it, nor on earlier calls;
-    * *uses*: of pages that are released together, a page with more uses is not due earlier;
-    * *age*: of two pages with equally many uses and equal shares of reuse, the one released later is not due earlier.
+    * *alone*: a page's priority does not depend on the pages that are released with it, nor on earlier calls;
+    * *uses*: of pages that are released together, a page with more uses is not evicted earlier;
+    * *age*: of two pages with equally many uses and equal shares of reuse, the one released later is not evicted earlier.
       With the law of uses, this means that a prefix's end is never evicted after its beginning;
-    * *forgetting*: no page is kept for ever: a page that is no longer used, with any number of uses, is due before a
+    * *forgetting*: no page is kept for ever: a page that is no longer used, with any number of uses, is evicted before a
       page that was released after the pool had been refilled ten thousand times.
 
     Args:
@@ -58,36 +58,36 @@ class _Asking:
 
     def __call__(self, clock: int, uses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         sizes = np.full(len(uses), PAGE_BYTES)
-        pages = LetGo(clock, uses.copy(), sizes, self.capacity, self.reuse.copy())
+        pages = ReleasedPages(clock, uses.copy(), sizes, self.capacity, self.reuse.copy())
         try:
-            dues = call("form: due()", self.policy.due, pages)
+            priorities = call("form: priorities()", self.policy.priorities, pages)
         except PluginError as error:
             raise ConformanceError(f"{self.policy!r}: {error}") from error.__cause__
         told = ((pages.uses, uses), (pages.num_bytes, np.full(len(uses), PAGE_BYTES)), (pages.reuse, self.reuse))
-        self.require(all(map(np.array_equal, *zip(*told, strict=True))), "form: due() writes to what it is told")
-        is_right = isinstance(dues, np.ndarray) and dues.shape == uses.shape and dues.dtype == np.int64
-        self.require(is_right, f"form: due() has to return int64 of shape {uses.shape}, not {dues!r}")
-        return dues.copy()
+        self.require(all(map(np.array_equal, *zip(*told, strict=True))), "form: priorities() writes to what it is told")
+        is_right = isinstance(priorities, np.ndarray) and priorities.shape == uses.shape and priorities.dtype == np.int64
+        self.require(is_right, f"form: priorities() has to return int64 of shape {uses.shape}, not {priorities!r}")
+        return priorities.copy()
 
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:
             where = f"in a pool of {self.capacity} bytes, with shares of reuse {self.reuse.tolist()}"
             raise ConformanceError(f"{self.policy!r}: {otherwise}, {where}")
 
-    def require_ascending(self, dues: npt.NDArray[np.int64], what: str) -> None:
-        is_ascending = all(one <= next_one for one, next_one in itertools.pairwise(dues.tolist()))
-        self.require(is_ascending, f"{what} {dues.tolist()}")
+    def require_ascending(self, priorities: npt.NDArray[np.int64], what: str) -> None:
+        is_ascending = all(one <= next_one for one, next_one in itertools.pairwise(priorities.tolist()))
+        self.require(is_ascending, f"{what} {priorities.tolist()}")
 
 
 def _check_in_pool(ask: _Asking) -> None:
-    dues = np.stack([ask(clock, USES) for clock in CLOCKS])
-    for clock, row in zip(CLOCKS, dues, strict=True):
+    priorities = np.stack([ask(clock, USES) for clock in CLOCKS])
+    for clock, row in zip(CLOCKS, priorities, strict=True):
         alone = np.concatenate([ask(clock, USES[[place]]) for place in range(len(USES))])
-        ask.require(np.array_equal(alone, row), "alone: dues depend on what else is let go of")
-        ask.require(np.array_equal(ask(clock, USES[::-1])[::-1], row), "alone: dues depend on the order of the pages")
-        ask.require_ascending(row, f"uses: at {clock}, dues of pages used {USES.tolist()} times are")
-    for uses, column in zip(USES.tolist(), dues.T, strict=True):
-        ask.require_ascending(column, f"age: used {uses} times, dues at {list(CLOCKS)} are")
+        ask.require(np.array_equal(alone, row), "alone: priorities depend on what else is let go of")
+        ask.require(np.array_equal(ask(clock, USES[::-1])[::-1], row), "alone: priorities depend on the order of the pages")
+        ask.require_ascending(row, f"uses: at {clock}, priorities of pages used {USES.tolist()} times are")
+    for uses, column in zip(USES.tolist(), priorities.T, strict=True):
+        ask.require_ascending(column, f"age: used {uses} times, priorities at {list(CLOCKS)} are")
     if ask.capacity:
         later = ask(CLOCKS[-2] + _LONG * ask.capacity, USES[:1])
-        ask.require(bool((dues[-2] < later).all()), "forgetting: pages are kept for ever once they are used")
+        ask.require(bool((priorities[-2] < later).all()), "forgetting: pages are kept for ever once they are used")

@@ -18,7 +18,7 @@ from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.free_list import FreeList
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import PluginError
-from kvframe.contract.eviction import LRU, MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract.eviction import LRU, MOST_USES, EvictionPolicy, ReleasedPages
 from kvframe.contract.specs import KVCacheSpec
 from kvframe.testing.eviction import check_policy
 from kvframe.testing.laws import ConformanceError
@@ -35,8 +35,8 @@ class OldestFirst(EvictionPolicy):
 
     name = "oldest_first"
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
-        return LRU.due(pages)
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
+        return LRU.priorities(pages)
 
 
 @attrs.frozen(kw_only=True)
@@ -45,19 +45,19 @@ class OftenUsedLast(EvictionPolicy):
 
     name = "often_used_last"
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
         return pages.uses
 
 
 @attrs.frozen(kw_only=True)
 class Arbitrary(EvictionPolicy):
-    """Answers any numbers; with few different ones, many pages are due at once."""
+    """Answers any numbers; with few different ones, many pages have the same priority."""
 
     name = "arbitrary"
     low: int = BOUND.min
     high: int = BOUND.max
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
         draw = np.random.default_rng(pages.clock)
         return draw.integers(self.low, self.high, size=len(pages.uses), endpoint=True)
 
@@ -72,9 +72,9 @@ class Failing(EvictionPolicy):
     good: EvictionPolicy = OftenUsedLast()
     calls: Iterator[int] = attrs.field(factory=itertools.count)
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
         if next(self.calls) < self.num_good:
-            return self.good.due(pages)
+            return self.good.priorities(pages)
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer  # type: ignore[no-any-return]
@@ -88,10 +88,10 @@ class Overheard(EvictionPolicy):
     policy: EvictionPolicy
     answers: list[list[int]] = attrs.field(factory=list)
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
-        dues = self.policy.due(pages)
-        self.answers.append(dues.tolist())
-        return dues
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
+        priorities = self.policy.priorities(pages)
+        self.answers.append(priorities.tolist())
+        return priorities
 
 
 class Order:
@@ -122,7 +122,7 @@ class Order:
         groups = [group for group, count in enumerate(counts) for _ in range(count)]
         self.held.update(zip(taken.tolist(), groups, strict=True))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release pages of one group."""
         group = self.draw.randrange(len(self.plan.groups))
         pages = [page for page, its in self.held.items() if its == group]
@@ -131,11 +131,11 @@ class Order:
         if not pages:
             return
         self.pool.release_blocks(np.array(pages, dtype=np.int32), group)
-        dues = [0] * len(pages) if self.is_lru else self.policy.answers[-1]
+        priorities = [0] * len(pages) if self.is_lru else self.policy.answers[-1]
         self.num_releases += 1
-        for place, (page, due) in enumerate(zip(pages, dues, strict=True)):
+        for place, (page, priority) in enumerate(zip(pages, priorities, strict=True)):
             del self.held[page]
-            self.cached[page] = (due, self.num_releases, place, group)
+            self.cached[page] = (priority, self.num_releases, place, group)
 
     def find(self) -> None:
         """Hold cached pages again, and count this as a use or not."""
@@ -157,13 +157,13 @@ class Order:
         count, group = self.draw.randint(1, 4), self.draw.randrange(len(self.plan.groups))
         # If any page can serve any group, there is one order for all groups.
         is_any = FreeList.fits(self.plan)
-        due = sorted((key, page) for page, key in self.cached.items() if is_any or key[3] == group)
-        expected = [page for _, page in due[:count]]
+        order = sorted((key, page) for page, key in self.cached.items() if is_any or key[3] == group)
+        expected = [page for _, page in order[:count]]
         if is_any:
             self.pool.evict_first(0, count)
         else:
             # The built-in policy counts time in releases.
-            assert self.pool.first_priority(group) == (due[0][0][self.is_lru] if due else None)
+            assert self.pool.first_priority(group) == (order[0][0][self.is_lru] if order else None)
             self.pool.evict_first(group, count)
         assert expected == self.evicted
         self.evicted.clear()
@@ -184,7 +184,7 @@ def test_pages_are_given_up_in_the_order_that_the_policy_says(policy: EvictionPo
     for seed in range(4):
         order = Order(specs, policy, seed)
         for _ in range(300):
-            order.draw.choice([order.take, order.let_go, order.let_go, order.find, order.give_up])()
+            order.draw.choice([order.take, order.release, order.release, order.find, order.give_up])()
             assert len(order.cached) == order.pool.num_cached
         num_given_up += order.pool.num_evictions
     assert num_given_up > 100
@@ -229,7 +229,7 @@ def test_lru_in_a_policys_way_through_the_pool_is_lru(specs: list[KVCacheSpec]) 
     if FreeList.fits(plan):
         assert managers[0].stats == managers[1].stats
     else:
-        # A slab is due when its last cached page is. The built-in policy uses its last page, even if it is not cached.
+        # A slab is evicted when its last cached page is. The built-in policy uses its last page, even if it is not cached.
         assert by_policy == pytest.approx(built_in, rel=0.15)
 
 
@@ -243,9 +243,9 @@ class Listening(EvictionPolicy):
     name = "listening"
     told: list[tuple[int, list[int], list[int], int]] = attrs.field(factory=list)
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
         self.told.append((pages.clock, pages.uses.tolist(), pages.num_bytes.tolist(), pages.capacity))
-        return LRU.due(pages)
+        return LRU.priorities(pages)
 
 
 def listening_manager(num_slabs: int = 40) -> tuple[KVCacheManager, Listening, int]:
@@ -289,9 +289,9 @@ class Told(EvictionPolicy):
     name = "told"
     reuse: list[list[float]] = attrs.field(factory=list)
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
         self.reuse.append(pages.reuse.tolist())
-        return LRU.due(pages)
+        return LRU.priorities(pages)
 
 
 def test_a_request_that_waits_for_room_uses_nothing() -> None:
@@ -335,7 +335,7 @@ WRONG = [
 def test_a_policy_that_cannot_answer_is_refused_before_anything_runs(answer: Any, reason: str) -> None:
     with pytest.raises(PluginError) as caught:
         KVCacheManager(make_plan(full()), max_num_seqs=1, eviction=Failing(answer))
-    assert f"eviction policy 'failing': due() {reason}" == str(caught.value)
+    assert f"eviction policy 'failing': priorities() {reason}" == str(caught.value)
 
 
 @pytest.mark.parametrize("specs", SPECS_OF_POOLS, ids=["one group", "equal pages", "slabs"])
@@ -357,7 +357,7 @@ def test_a_policy_that_fails_later_is_set_aside_and_the_cache_goes_on_by_lru(
     assert set(lru.published()) == set(failed.published())
     (record,) = caplog.records
     assert record.getMessage() == (
-        "eviction policy 'failing': due() failed: ZeroDivisionError: late; it is set aside, and the least "
+        "eviction policy 'failing': priorities() failed: ZeroDivisionError: late; it is set aside, and the least "
         "recently used blocks are evicted first"
     )
 
@@ -368,8 +368,8 @@ class NewestFirst(EvictionPolicy):
 
     name = "newest_first"
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
-        return -LRU.due(pages)
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
+        return -LRU.priorities(pages)
 
 
 def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,9 +392,9 @@ class Formula(EvictionPolicy):
     """Answers with the result of a given function."""
 
     name = "formula"
-    says: Callable[[LetGo], Any]
+    says: Callable[[ReleasedPages], Any]
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
         return self.says(pages)  # type: ignore[no-any-return]
 
 
@@ -418,6 +418,6 @@ def test_the_kit_passes_policies_that_keep_the_laws() -> None:
         (lambda pages: pages.clock + pages.uses * 2**30, "forgetting"),
     ],
 )
-def test_the_kit_says_which_law_is_broken(says: Callable[[LetGo], Any], law: str) -> None:
+def test_the_kit_says_which_law_is_broken(says: Callable[[ReleasedPages], Any], law: str) -> None:
     with pytest.raises(ConformanceError, match=f": {law}: "):
         check_policy(Formula(says))

@@ -260,7 +260,7 @@ class GoodPolicy(EvictionPolicy):
 
     name: ClassVar[str] = "bad"
 
-    def due(self, pages: Any) -> Any:
+    def priorities(self, pages: Any) -> Any:
         return pages.uses * 0 + pages.clock
 
 
@@ -398,7 +398,7 @@ INTERFACES = (
         {"__init__": use_format, "state_tensors": use_format},
         frozenset({"write", "read"}),
     ),
-    Interface("eviction", EvictionPolicy, GoodPolicy, {"__init__": use_policy, "due": use_policy}),
+    Interface("eviction", EvictionPolicy, GoodPolicy, {"__init__": use_policy, "priorities": use_policy}),
     Interface(
         "model_adapter",
         ModelAdapter,

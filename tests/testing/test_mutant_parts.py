@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvframe.contract.eviction import EvictionPolicy, LetGo
+from kvframe.contract.eviction import EvictionPolicy, ReleasedPages
 from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat, StateTensor
 from kvframe.contract.specs import AttentionMask, AttentionSpec
 from kvframe.testing.eviction import check_policy
@@ -264,29 +264,29 @@ class Says(EvictionPolicy):
     """Answers with the result of a given function."""
 
     name = "says"
-    function: Callable[[LetGo], Any]
+    function: Callable[[ReleasedPages], Any]
 
-    def due(self, pages: LetGo) -> Any:
+    def priorities(self, pages: ReleasedPages) -> Any:
         return self.function(pages)
 
 
-def right(pages: LetGo) -> Any:
+def right(pages: ReleasedPages) -> Any:
     """Delay each page by one filling of the pool for each use, nine at most."""
     return pages.clock + np.minimum(pages.uses, 9) * pages.capacity
 
 
-def write_uses(pages: LetGo) -> Any:
+def write_uses(pages: ReleasedPages) -> Any:
     found = right(pages)
     pages.uses[:] = 0
     return found
 
 
-POLICIES: dict[str, tuple[Callable[[LetGo], Any], str]] = {
-    "some pages have no due": (lambda pages: right(pages)[pages.uses > 0], "form"),
-    "dues are floats": (lambda pages: right(pages).astype(float), "form"),
-    "dues are a list": (lambda pages: right(pages).tolist(), "form"),
-    "there is one due for all": (lambda pages: np.int64(pages.clock), "form"),
-    "it raises for no page": (lambda pages: right(pages) + 0 * pages.uses.max(), "form: due\\(\\) failed: ValueError"),
+POLICIES: dict[str, tuple[Callable[[ReleasedPages], Any], str]] = {
+    "some pages have no priority": (lambda pages: right(pages)[pages.uses > 0], "form"),
+    "priorities are floats": (lambda pages: right(pages).astype(float), "form"),
+    "priorities are a list": (lambda pages: right(pages).tolist(), "form"),
+    "there is one priority for all": (lambda pages: np.int64(pages.clock), "form"),
+    "it raises for no page": (lambda pages: right(pages) + 0 * pages.uses.max(), "form: priorities\\(\\) failed: ValueError"),
     "it changes with time": (lambda pages: right(pages) + next(ASKED), "alone"),
     "it depends on the other pages": (lambda pages: right(pages) - pages.uses.min(initial=9), "alone"),
     "it depends on the order of pages": (lambda pages: right(pages) + np.arange(len(pages.uses)), "alone"),
@@ -294,8 +294,8 @@ POLICIES: dict[str, tuple[Callable[[LetGo], Any], str]] = {
     "what was used more is given up earlier": (lambda pages: pages.clock - np.minimum(pages.uses, 9), "uses"),
     "what was let go of later is given up earlier": (lambda pages: pages.uses - pages.clock, "age"),
     "what was used often is kept for ever": (lambda pages: pages.clock + pages.uses * pages.capacity, "forgetting"),
-    "dues overflow": (lambda pages: pages.clock + pages.uses * 2**62, "uses"),
-    "it writes to what it is told": (write_uses, "form: due\\(\\) writes"),
+    "priorities overflow": (lambda pages: pages.clock + pages.uses * 2**62, "uses"),
+    "it writes to what it is told": (write_uses, "form: priorities\\(\\) writes"),
 }
 
 

@@ -14,40 +14,40 @@ import pytest
 from kvframe_scan_resistant.policy import ScanResistant
 
 from kvframe import FullAttentionSpec, KVCacheManager, group_layers, plan_cache
-from kvframe.contract import LRU, MOST_USES, EvictionPolicy, LayerSpec, LetGo
+from kvframe.contract import LRU, MOST_USES, EvictionPolicy, LayerSpec, ReleasedPages
 from kvframe.testing.eviction import check_policy
 
 POOL_PAGES, BLOCK = 256, 16
 
 
-def dues(policy: ScanResistant, uses: Sequence[int], reuse: dict[int, float], *, rest: float = 0.0) -> list[int]:
-    """Return the due times of pages at clock 1,000 in a pool of 100 bytes."""
+def priorities(policy: ScanResistant, uses: Sequence[int], reuse: dict[int, float], *, rest: float = 0.0) -> list[int]:
+    """Return the priorities of pages at clock 1,000 in a pool of 100 bytes."""
     shares = np.array([reuse.get(kind, rest) for kind in range(MOST_USES + 1)])
-    return policy.due(LetGo(1000, np.array(uses), np.full(len(uses), 16), 100, shares)).tolist()
+    return policy.priorities(ReleasedPages(1000, np.array(uses), np.full(len(uses), 16), 100, shares)).tolist()
 
 
 def test_where_new_pages_are_found_as_often_as_others_it_is_least_recently_used() -> None:
-    assert [1000, 1000, 1000] == dues(ScanResistant(), [0, 1, 99], {}, rest=0.8)
+    assert [1000, 1000, 1000] == priorities(ScanResistant(), [0, 1, 99], {}, rest=0.8)
 
 
 def test_before_anything_is_known_it_is_least_recently_used() -> None:
-    assert [1000, 1000] == dues(ScanResistant(), [0, 99], {}, rest=1.0)
-    assert [1000, 1000] == dues(ScanResistant(), [0, 99], {}, rest=0.0)
+    assert [1000, 1000] == priorities(ScanResistant(), [0, 99], {}, rest=1.0)
+    assert [1000, 1000] == priorities(ScanResistant(), [0, 99], {}, rest=0.0)
 
 
-def test_a_kind_that_is_found_again_is_due_later_by_its_square_advantage() -> None:
+def test_a_kind_that_is_found_again_is_evicted_later_by_its_square_advantage() -> None:
     # Pages used once are hit twice as often as new ones: (1 - 1/2)^2 * 4 * 100.
-    assert [1000, 1100] == dues(ScanResistant(), [0, 1], {0: 0.4}, rest=0.8)
-    assert [1000, 1400] == dues(ScanResistant(), [0, 1], {0: 0.0}, rest=0.8)
-    assert [1000, 1050] == dues(ScanResistant(patience=2), [0, 1], {0: 0.4}, rest=0.8)
+    assert [1000, 1100] == priorities(ScanResistant(), [0, 1], {0: 0.4}, rest=0.8)
+    assert [1000, 1400] == priorities(ScanResistant(), [0, 1], {0: 0.0}, rest=0.8)
+    assert [1000, 1050] == priorities(ScanResistant(patience=2), [0, 1], {0: 0.4}, rest=0.8)
 
 
 def test_a_page_is_worth_what_any_page_is_that_was_used_less() -> None:
-    assert [1000, 1100, 1100] == dues(ScanResistant(), [0, 1, 2], {0: 0.4, 1: 0.8, 2: 0.1})
+    assert [1000, 1100, 1100] == priorities(ScanResistant(), [0, 1, 2], {0: 0.4, 1: 0.8, 2: 0.1})
 
 
 def test_pages_used_fifteen_times_or_more_are_one_kind() -> None:
-    assert [1000, 1400, 1400] == dues(ScanResistant(), [14, 15, 16], {15: 0.9})
+    assert [1000, 1400, 1400] == priorities(ScanResistant(), [14, 15, 16], {15: 0.9})
 
 
 @pytest.mark.parametrize("patience", [0, 0.5, 4.0, 1000])

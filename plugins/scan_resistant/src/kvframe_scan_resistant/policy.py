@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.contract import MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract import MOST_USES, EvictionPolicy, ReleasedPages
 
 MOST_PATIENCE = 1000
 
@@ -23,11 +23,11 @@ def _is_patience(policy: object, attribute: attrs.Attribute[float], value: objec
 class ScanResistant(EvictionPolicy):
     """Pages that were used again are not evicted for one-off prompts.
 
-    A page is due at the clock of its release, plus ``patience * (1 - new / its) ** 2`` times the size of the pool.
+    A page's priority is the clock of its release, plus ``patience * (1 - new / its) ** 2`` times the size of the pool.
     Here, *new* is the recent share of never used pages that were hit again. *Its* is the largest such share of the
     pages that were used at most as often as this page. If new pages are hit as often as others, as in conversations,
     this is least recently used. If they are rarely hit, one-off prompts are evicted first. No page is kept for ever: a
-    page is due later by ``patience`` times the pool at most.
+    priority is larger by ``patience`` times the pool at most.
 
     Attributes:
         patience: The number of times that the pool may be refilled before a page is evicted whose kind is always hit
@@ -38,10 +38,10 @@ class ScanResistant(EvictionPolicy):
 
     patience: float = attrs.field(default=4.0, validator=_is_patience)
 
-    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+    def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
         """Return for each page the clock of its release, plus the delay of its kind."""
         worth = np.maximum.accumulate(pages.reuse)
         better = 1.0 - np.divide(worth[0], worth, out=np.ones_like(worth), where=worth > 0)
         later = (self.patience * better**2 * pages.capacity).astype(np.int64)
-        due: npt.NDArray[np.int64] = pages.clock + later[np.minimum(pages.uses, MOST_USES)]
-        return due
+        found: npt.NDArray[np.int64] = pages.clock + later[np.minimum(pages.uses, MOST_USES)]
+        return found
