@@ -80,6 +80,14 @@ def main() -> None:
         **settings["engine"],
     )
     core = llm.llm_engine.engine_core.engine_core
+    managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    most_blocks = [0]
+
+    def note_blocks(_: Any, request: str, *counts: int) -> None:
+        held = sum(not block.is_null for block in managers[0].req_to_blocks[request])
+        most_blocks[0] = max(most_blocks[0], held)
+
+    count_calls(type(managers[0]), "allocate_new_blocks", note_blocks)
     context = core.model_executor.driver_worker.worker.vllm_config.compilation_config.static_forward_context
     caches.update({name: layer.kv_cache for name, layer in context.items()})
     calls["write"].clear(), calls["attend"].clear()
@@ -94,9 +102,9 @@ def main() -> None:
         "cached": [output.num_cached_tokens for output in outputs],
         "layers": sorted(context),
         "impls": sorted({type(layer.impl).__name__ for layer in context.values()}),
-        "managers": sorted(
-            {type(each).__name__ for each in core.scheduler.kv_cache_manager.coordinator.single_type_managers}
-        ),
+        "managers": [type(manager).__name__ for manager in managers],
+        "most_blocks": most_blocks[0],
+        "peak_blocks": managers[0].max_admission_blocks_per_request,
         "calls": {kind: dict(count) for kind, count in calls.items()},
         "copies": dict(copies),
         "held_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),

@@ -1,0 +1,117 @@
+"""Attention types that vLLM has never heard of, in its engine: tokens equal to those under a dense mask."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvframe.contract import TokenRange
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make vllm"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+WINDOW, NUM_SINKS, STRIDE, NUM_SUMMARY = 48, 4, 16, 4
+EXAMPLES = Path(__file__).parents[3] / "examples"
+Live = Callable[[int], Sequence[TokenRange]]
+
+
+def window(n: int) -> list[TokenRange]:
+    return [(max(0, n - WINDOW + 1), n)]
+
+
+def window_with_sinks(n: int) -> list[TokenRange]:
+    return [(0, min(n, NUM_SINKS)), *window(n)]
+
+
+def fixed_pattern(n: int) -> list[TokenRange]:
+    own = n - n % STRIDE
+    return [*((end - NUM_SUMMARY, end) for end in range(STRIDE, own + 1, STRIDE)), (own, n)]
+
+
+def full(n: int) -> list[TokenRange]:
+    return [(0, n)]
+
+
+def dense_tokens(folder: Path, prompts: list[list[int]], num_new: int, lives: list[Live]) -> list[list[int]]:
+    """Generate greedily by transformers, each layer under a dense mask that is made of what is live at each token."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+    most = max(map(len, prompts)) + num_new
+    masks = []
+    for live in lives:
+        mask = torch.full((most, most), float("-inf")).fill_diagonal_(0.0)
+        for n in range(most):
+            for start, stop in live(n):
+                mask[n, start:stop] = 0.0
+        masks.append(mask)
+
+    def give(mask: torch.Tensor) -> Any:
+        def hook(module: Any, args: Any, options: dict[str, Any]) -> Any:
+            num = options["hidden_states"].shape[1]
+            return args, {**options, "attention_mask": mask[None, None, :num, :num]}
+
+        return hook
+
+    for layer, mask in zip(model.model.layers, masks, strict=True):
+        layer.self_attn.register_forward_pre_hook(give(mask), with_kwargs=True)
+    found = []
+    with torch.no_grad():
+        for prompt in prompts:
+            tokens = list(prompt)
+            for _ in range(num_new):
+                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            found.append(tokens[len(prompt) :])
+    return found
+
+
+def test_a_window_with_sinks_under_preemption_and_eviction(vllm_runs: Any) -> None:
+    model, prompts = vllm_runs.make_model("Mistral"), vllm_runs.make_prompts(24)
+    stack = vllm_runs.stack + f'[[rules]]\nkind = "sliding_window"\nspec = {{ num_sink_tokens = {NUM_SINKS} }}\n'
+    # The cache has pages for few of the requests, so that they are preempted; the second round finds part of the first.
+    limits = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 32, "max_num_seqs": 32}
+    engine = {**vllm_runs.engine, **limits}
+    settings = {"engine": engine, "prompts": prompts, "max_tokens": 40, "rounds": 2}
+    found = vllm_runs.serve(model, settings, stack)
+
+    expected = dense_tokens(model, prompts, 40, [window_with_sinks] * 2)
+    assert expected * 2 == found["tokens"]
+    assert expected != dense_tokens(model, prompts, 40, [window] * 2)  # the control: sinks matter
+    assert found["preemptions"] > 0
+    assert 0 < sum(found["cached"]) < 2 * sum(map(len, prompts))
+    assert 0 == found["held_blocks"]
+    assert {"pages": 0, "output": 0} == found["copies"]
+    # The window, the sinks and the tokens in flight, not the whole request.
+    assert found["most_blocks"] <= found["peak_blocks"] < -(-(max(map(len, prompts)) + 40) // 32)
+
+
+def test_a_pattern_of_the_examples_beside_full_attention(vllm_runs: Any, tmp_path: Path) -> None:
+    model, prompts = vllm_runs.make_model("Llama"), vllm_runs.make_prompts(16)
+    installed = tmp_path / "plugins" / "pattern-1.0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: pattern\nVersion: 1.0\n", encoding="utf-8")
+    (installed / "entry_points.txt").write_text(
+        "[kvframe.v1]\npattern = new_attention_type\n[kvframe.v1.api]\npattern = v1_0\n", encoding="utf-8"
+    )
+    stack = (
+        vllm_runs.stack
+        + '[plugin.vllm]\nkinds = { "model.layers.0.*" = "fixed_pattern" }\n'
+        + '[[rules]]\nkind = "fixed_pattern"\nbackend = "torch_reference"\n'
+        + f"spec = {{ stride = {STRIDE}, num_summary = {NUM_SUMMARY} }}\n"
+    )
+    settings = {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}
+    found = vllm_runs.serve(model, settings, stack, [installed.parent, EXAMPLES])
+
+    assert dense_tokens(model, prompts, 12, [fixed_pattern, full]) == found["tokens"]
+    assert dense_tokens(model, prompts, 12, [full, full]) != found["tokens"]
+    assert ["LiveBlockManager"] * 2 == found["managers"]
+    assert sum(found["cached"]) > 0
+    assert 0 == found["held_blocks"]
