@@ -1,7 +1,8 @@
 """Eviction policies: which cached pages are evicted first when a request needs pages.
 
-When requests release pages that stay cached, the policy gives each page a number, its priority, once and for all pages of
-the release together. The page with the smallest priority is evicted first. This happens in a step, so it must be fast.
+When requests release pages that stay cached, the policy gives each page a number, its priority: once, and for all pages
+of the release together. The page with the smallest priority is evicted first. This happens in a step, so it must be
+fast.
 
 Nothing here imports NumPy or torch.
 """
@@ -58,8 +59,8 @@ class EvictionPolicy(ABC):
     def priorities(self, pages: ReleasedPages) -> npt.NDArray[np.int64]:
         """Return a priority for each page: the page with the smallest one is evicted first.
 
-        Among pages with equal priorities, those released earlier are evicted first. Among pages released together, the end
-        of a prefix is evicted before its beginning. For this to hold within every prefix, a policy keeps two laws:
+        Among pages with equal priorities, those released earlier are evicted first. Among pages released together, the
+        end of a prefix is evicted before its beginning. For this to hold within every prefix, a policy keeps two laws:
 
         * of two pages released together, the one with more uses never gets the smaller priority;
         * of two pages with equal uses, the one released later never gets the smaller priority while ``reuse`` is the

@@ -28,14 +28,14 @@ _LONG = 10**4
 def check_policy(policy: EvictionPolicy) -> None:
     """Check a policy's answers for pages of any age and number of uses, and pools of several sizes.
 
-    * *form*: ``priorities`` returns one ``int64`` for each page, for any number of pages; it raises nothing and writes to
-      none of its arguments;
+    * *form*: ``priorities`` returns one ``int64`` for each page, for any number of pages; it raises nothing and
+      writes to none of its arguments;
     * *alone*: a page's priority does not depend on the pages that are released with it, nor on earlier calls;
     * *uses*: of pages that are released together, a page with more uses is not evicted earlier;
-    * *age*: of two pages with equally many uses and equal shares of reuse, the one released later is not evicted earlier.
-      With the law of uses, this means that a prefix's end is never evicted after its beginning;
-    * *forgetting*: no page is kept for ever: a page that is no longer used, with any number of uses, is evicted before a
-      page that was released after the pool had been refilled ten thousand times.
+    * *age*: of two pages with equally many uses and equal shares of reuse, the one released later is not evicted
+      earlier. With the law of uses, this means that a prefix's end is never evicted after its beginning;
+    * *forgetting*: no page is kept for ever: a page that is no longer used, with any number of uses, is evicted before
+      a page that was released after the pool had been refilled ten thousand times.
 
     Args:
         policy: The policy.
@@ -65,7 +65,9 @@ class _Asking:
             raise ConformanceError(f"{self.policy!r}: {error}") from error.__cause__
         told = ((pages.uses, uses), (pages.num_bytes, np.full(len(uses), PAGE_BYTES)), (pages.reuse, self.reuse))
         self.require(all(map(np.array_equal, *zip(*told, strict=True))), "form: priorities() writes to what it is told")
-        is_right = isinstance(priorities, np.ndarray) and priorities.shape == uses.shape and priorities.dtype == np.int64
+        is_right = (
+            isinstance(priorities, np.ndarray) and priorities.shape == uses.shape and priorities.dtype == np.int64
+        )
         self.require(is_right, f"form: priorities() has to return int64 of shape {uses.shape}, not {priorities!r}")
         return priorities.copy()
 
@@ -84,7 +86,9 @@ def _check_in_pool(ask: _Asking) -> None:
     for clock, row in zip(CLOCKS, priorities, strict=True):
         alone = np.concatenate([ask(clock, USES[[place]]) for place in range(len(USES))])
         ask.require(np.array_equal(alone, row), "alone: priorities depend on what else is let go of")
-        ask.require(np.array_equal(ask(clock, USES[::-1])[::-1], row), "alone: priorities depend on the order of the pages")
+        ask.require(
+            np.array_equal(ask(clock, USES[::-1])[::-1], row), "alone: priorities depend on the order of the pages"
+        )
         ask.require_ascending(row, f"uses: at {clock}, priorities of pages used {USES.tolist()} times are")
     for uses, column in zip(USES.tolist(), priorities.T, strict=True):
         ask.require_ascending(column, f"age: used {uses} times, priorities at {list(CLOCKS)} are")

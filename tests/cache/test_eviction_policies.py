@@ -229,7 +229,7 @@ def test_lru_in_a_policys_way_through_the_pool_is_lru(specs: list[KVCacheSpec]) 
     if FreeList.fits(plan):
         assert managers[0].stats == managers[1].stats
     else:
-        # A slab is evicted when its last cached page is. The built-in policy uses its last page, even if it is not cached.
+        # A slab is evicted when its last cached page is. The built-in policy uses its last page, cached or not.
         assert by_policy == pytest.approx(built_in, rel=0.15)
 
 

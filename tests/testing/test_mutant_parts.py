@@ -286,7 +286,10 @@ POLICIES: dict[str, tuple[Callable[[ReleasedPages], Any], str]] = {
     "priorities are floats": (lambda pages: right(pages).astype(float), "form"),
     "priorities are a list": (lambda pages: right(pages).tolist(), "form"),
     "there is one priority for all": (lambda pages: np.int64(pages.clock), "form"),
-    "it raises for no page": (lambda pages: right(pages) + 0 * pages.uses.max(), "form: priorities\\(\\) failed: ValueError"),
+    "it raises for no page": (
+        lambda pages: right(pages) + 0 * pages.uses.max(),
+        "form: priorities\\(\\) failed: ValueError",
+    ),
     "it changes with time": (lambda pages: right(pages) + next(ASKED), "alone"),
     "it depends on the other pages": (lambda pages: right(pages) - pages.uses.min(initial=9), "alone"),
     "it depends on the order of pages": (lambda pages: right(pages) + np.arange(len(pages.uses)), "alone"),
