@@ -17,6 +17,7 @@ class KVCacheStorage:
     """Owns the pool.
 
     Attributes:
+        plan: What is allocated.
         pool: ``[total_bytes], uint8, device``.
         views: Per layer, its state tensors by name, each ``[num_block_ids, *StateTensor.shape], device``, with the
             stride of one block id: views of neighbouring ids overlap, and only ids in a block table are pages, or
@@ -34,7 +35,7 @@ class KVCacheStorage:
         Raises:
             PlanError: The device does not have that much memory.
         """
-        self._plan = plan
+        self.plan = plan
         self.pool = self._allocate(plan, device)
         self.views: dict[str, Mapping[str, torch.Tensor]] = {}
         for planned, group in zip(plan.groups, grouping.groups, strict=True):
@@ -55,17 +56,17 @@ class KVCacheStorage:
 
     def _view(self, shape: Sequence[int], dtype: torch.dtype, offset: int, part_bytes: int) -> torch.Tensor:
         item = dtype.itemsize
-        num_ids = (self.pool.numel() - part_bytes) // self._plan.block_id_bytes + 1
+        num_ids = (self.pool.numel() - part_bytes) // self.plan.block_id_bytes + 1
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         whole = self.pool[: self.pool.numel() // item * item].view(dtype)
         return whole.as_strided(
-            (num_ids, *shape), (self._plan.block_id_bytes // item, *strides), storage_offset=offset // item
+            (num_ids, *shape), (self.plan.block_id_bytes // item, *strides), storage_offset=offset // item
         )
 
     @property
     def num_slabs(self) -> int:
         """The number of slabs in the pool."""
-        return self._plan.num_slabs
+        return self.plan.num_slabs
 
     def reserve(self, plan: KVCachePlan) -> torch.Tensor:
         """Return ``[plan.total_bytes], uint8, device``, zeroed: memory to ``move`` to.
@@ -89,10 +90,10 @@ class KVCacheStorage:
             plan: The new plan; only the number of slabs differs.
             pool: The memory that was reserved for it.
         """
-        kept = min(plan.total_bytes, self._plan.total_bytes)
+        kept = min(plan.total_bytes, self.plan.total_bytes)
         pool[:kept] = self.pool[:kept]
         memory = pool.untyped_storage()
-        self._plan = plan
+        self.plan = plan
         self.pool.set_(memory, 0, (plan.total_bytes,), (1,))
         for group in plan.groups:
             num_ids = (plan.total_bytes - group.part_bytes) // plan.block_id_bytes + 1
@@ -108,8 +109,8 @@ class KVCacheStorage:
             block_ids: The pages.
             value: The value. NaN shows that a dead page is read; in a tensor of whole numbers it sets all bits.
         """
-        planned = self._plan.groups[group]
-        ids_per_part = planned.part_bytes // self._plan.block_id_bytes
+        planned = self.plan.groups[group]
+        ids_per_part = planned.part_bytes // self.plan.block_id_bytes
         parts = [page + part * ids_per_part for page in block_ids for part in range(planned.num_parts)]
         for layer in planned.layers:
             for tensor in self.views[layer].values():
@@ -123,13 +124,13 @@ class KVCacheStorage:
             block_ids: The pages to copy.
             others: As many pages to copy them to.
         """
-        num_bytes, unit = self._plan.groups[group].page_bytes, self._plan.block_id_bytes
+        num_bytes, unit = self.plan.groups[group].page_bytes, self.plan.block_id_bytes
         for page, other in zip(block_ids, others, strict=True):
             self.pool.narrow(0, other * unit, num_bytes).copy_(self.pool.narrow(0, page * unit, num_bytes))
 
     def poison(self) -> None:
         """Fill all pages but the null page with NaN, in every dtype of floats."""
-        self.pool[self._plan.null_bytes :] = 255
+        self.pool[self.plan.null_bytes :] = 255
 
 
 STAGING_BYTES = 16 << 20

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kvframe.config.files import as_text, parse_json, read_bytes, read_stream, reason_of
 from kvframe.contract.errors import FileError, RequestError, shorten
+from kvframe.engine.ranks.place import find_place
 
 _MAX_BYTES = 256 << 20
 """The most bytes that are read from a file of prompts."""
@@ -86,6 +87,8 @@ def _read(path: Path) -> str:
 def _read_standard_input() -> bytes:
     if sys.stdin is None:
         raise FileError("cannot be read: standard input is closed")
+    if find_place() is not None:
+        raise FileError("cannot be read by several ranks, which share one standard input: give prompts in a file")
     try:
         return read_stream(sys.stdin.buffer, _MAX_BYTES)
     except OSError as error:

@@ -152,14 +152,14 @@ class RequestError(KVFrameError):
 
 
 class EngineError(KVFrameError):
-    """An engine cannot serve a call: it is closed, or another call of it is running."""
+    """An engine cannot serve a call: it is closed, another call of it is running, or its ranks cannot be joined."""
 
     def __init__(self, message: str, code: str) -> None:
         """Keep a stable code beside the sentence.
 
         Args:
             message: The sentence for a person.
-            code: The ``snake_case`` code for a program: ``closed`` or ``busy``.
+            code: The ``snake_case`` code for a program: ``closed``, ``busy``, or ``ranks`` if ranks cannot be joined.
         """
         super().__init__(message)
         self.code = code
@@ -174,7 +174,7 @@ class PrefixFileError(KVFrameError):
         Args:
             message: The sentence for a person.
             code: The ``snake_case`` code for a program: ``unwritable``, ``unreadable``, ``damaged``, ``version``,
-                ``other_model``, ``other_cache``, ``no_key``, ``other_key``.
+                ``other_model``, ``other_cache``, ``no_key``, ``other_key``, ``several_ranks``.
         """
         super().__init__(message)
         self.code = code

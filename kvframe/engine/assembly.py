@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,9 @@ from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
+from kvframe.engine.ranks.agreement import agree
+from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
@@ -64,7 +68,13 @@ class Assembly:
     layers: AttentionLayers
 
 
-def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> Assembly:
+def assemble(
+    model: LoadedModel,
+    layers: Sequence[LayerSpec],
+    stack: Stack,
+    registry: Registry,
+    ranks: Leader | Follower | None = None,
+) -> Assembly:
     """Plan and allocate the cache, and choose a wrapper chain and a backend for every layer. The model is unchanged.
 
     Args:
@@ -72,6 +82,7 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
         layers: Its layer specs, as ``make_layer_specs`` returns them.
         stack: Memory, limits and rules.
         registry: Where backends and wrappers are looked up.
+        ranks: The ranks that have the other shares of the layers; None for none.
 
     Raises:
         StackError: The stack asks for longer requests than the model takes, asks for prefill skipping of a model that
@@ -86,8 +97,12 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     skipped, choices = _choose(model, layers, stack, registry)
     copied = layers_on_copies(layers, choices)
-    plan = plan_for_stack(grouping, stack, max_model_len, model.description.max_input_lens, copied)
-    return _assemble(model, layers, stack, grouping, plan, choices, skipped, num_host_slabs(plan, stack))
+    num_local_ranks = 1 if ranks is None else ranks.num_local_ranks
+    plan = plan_for_stack(grouping, stack, max_model_len, model.description.max_input_lens, copied, num_local_ranks)
+    if ranks is not None:
+        plan = agree(ranks, layers, plan, choices, stack)
+    leader = ranks if isinstance(ranks, Leader) else None
+    return _assemble(model, layers, stack, grouping, plan, choices, skipped, num_host_slabs(plan, stack), leader)
 
 
 def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> Assembly:
@@ -150,10 +165,15 @@ def _assemble(
     choices: tuple[Choice, ...],
     skipped: tuple[str, ...],
     host_slabs: int = 0,
+    leader: Leader | None = None,
 ) -> Assembly:
     device = torch.device(stack.engine.device)
     _check_memory(plan, stack, device, host_slabs)
-    storage = KVCacheStorage(plan, grouping, device)
+    make_storage: Callable[..., KVCacheStorage] = KVCacheStorage
+    make_host: Callable[..., HostStorage] = HostStorage
+    if leader is not None:
+        make_storage, make_host = partial(LeadingStorage, leader), partial(LeadingHostStorage, leader)
+    storage = make_storage(plan, grouping, device)
     local = LocalCaches(
         layers, device, max_tokens=stack.engine.max_num_batched_tokens, max_reqs=stack.engine.max_num_seqs
     )
@@ -166,7 +186,7 @@ def _assemble(
         plan=plan,
         choices=choices,
         storage=storage,
-        host=HostStorage(plan, storage.pool, host_slabs, copy_pages=find_page_copier(choices)) if host_slabs else None,
+        host=make_host(plan, storage.pool, host_slabs, copy_pages=find_page_copier(choices)) if host_slabs else None,
         layers=AttentionLayers(
             layers,
             choices,

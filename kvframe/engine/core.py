@@ -6,9 +6,10 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Generic, Protocol, Self
+from typing import Any, Generic, Protocol, Self
 
 from kvframe.cache.keys import read_secret
 from kvframe.cache.manager import KVCacheManager
@@ -20,14 +21,18 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model
 from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
 from kvframe.engine.diagnosis import check_model
+from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.ranks.joining import ranks_of
+from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.requests.admission import Admission
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.requests.request_table import RequestTable
 from kvframe.engine.resizing import resize
-from kvframe.engine.running.runner import SkipPolicy
+from kvframe.engine.running.runner import ModelRunner, SkipPolicy
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.scheduling.stats import EngineStats
 from kvframe.engine.scheduling.step import ScheduledStep
+from kvframe.engine.self_check import run_packed
 from kvframe.engine.turns import Turns, verb, verb_when_closed
 from kvframe.loading.checks import parse_bytes
 from kvframe.loading.registry import Registry
@@ -78,6 +83,7 @@ class EngineCore(ABC, Generic[RequestT]):
         stack: Stack | None = None,
         poison_freed: bool = False,
         skip_policy: SkipPolicy | None = None,
+        ranks: Leader | Follower | None = None,
     ) -> None:
         """Plan and allocate the cache, choose backends, and attach the model.
 
@@ -89,6 +95,7 @@ class EngineCore(ABC, Generic[RequestT]):
             poison_freed: Fill pages with NaN when they are allocated and when they are freed, so that a read of missing
                 state shows. For tests.
             skip_policy: Decides in each step whether layers that can skip tokens do so; they always do unless given.
+            ranks: The ranks that have the other shares of the model, as ``from_pretrained`` joins them; None for none.
 
         Raises:
             StackError: The stack asks for longer requests than the model takes, asks for prefill skipping of a model
@@ -106,7 +113,8 @@ class EngineCore(ABC, Generic[RequestT]):
         self.stack = stack = Stack() if stack is None else stack
         self._turns = Turns()
         self._secret = read_secret(stack.cache.key, stack.source)
-        assembly = assemble(model, layers, stack, registry)
+        self._ranks = ranks
+        assembly = assemble(model, layers, stack, registry, ranks)
         self.grouping: Grouping = assembly.grouping
         self._check_model()
         if self.grouping.note is not None:
@@ -124,6 +132,11 @@ class EngineCore(ABC, Generic[RequestT]):
         self._runner = self._make_runner(assembly, skip_policy)
         self._requests: RequestTable[RequestT] = RequestTable()
         self._attach_model(assembly, layers, registry)
+        self._host = assembly.host
+        if isinstance(ranks, Leader):
+            assert isinstance(self._runner, ModelRunner)
+            ranks.lead(self._runner, self._manager.tables)
+            ranks.on_failed_step = partial(setattr, self._turns, "is_closed", True)
 
     def _make_admission(self) -> Admission:
         options = self.stack.engine
@@ -169,8 +182,11 @@ class EngineCore(ABC, Generic[RequestT]):
         try:
             if options.compile:
                 self.model.compile()
-            if options.self_check:
+            if options.self_check and self._ranks is None:
                 check_model(checked, layers, registry)
+            elif options.self_check:
+                # No search for the wrong part: the ranks might disagree on what to try, and wait for each other.
+                self.model.self_check(partial(run_packed, checked))
             if checked is not assembly:
                 self.model.detach()
                 self.model.attach(assembly.layers)
@@ -198,6 +214,9 @@ class EngineCore(ABC, Generic[RequestT]):
     ) -> Self:
         """Load a model from disk and make an engine for it: the whole flow.
 
+        If torchrun started several processes, each of them calls this, and each loads its share of the model. Rank 0
+        returns the engine. The other ranks compute what it asks for, and end with ``SystemExit`` when it is closed.
+
         Args:
             path: A model's folder, of a kind that an installed plugin recognises.
             stack: What to use; the defaults unless given.
@@ -208,9 +227,21 @@ class EngineCore(ABC, Generic[RequestT]):
         Raises:
             KVFrameError: The stack, a plugin that it names, the model or the memory is wrong.
         """
-        stack = Stack() if stack is None else stack
-        model, layers, registry = load_model(Path(path), stack, plugins)
-        return cls(model, layers, registry=registry, stack=stack, poison_freed=poison_freed, skip_policy=skip_policy)
+        return cls._set_up(path, stack, plugins, poison_freed=poison_freed, skip_policy=skip_policy)
+
+    @classmethod
+    def _set_up(cls, path: str | Path, stack: Stack | None, plugins: Sequence[ModuleType], **options: Any) -> Self:
+        """Load a model and make an engine with ``options`` for it, on every rank; only rank 0 returns it."""
+        with ranks_of(Stack() if stack is None else stack) as (ranks, stack):
+            model, layers, registry = load_model(Path(path), stack, plugins)
+            engine = cls(model, layers, registry=registry, stack=stack, ranks=ranks, **options)
+            if isinstance(ranks, Follower):
+                assert isinstance(engine._runner, ModelRunner)
+                ranks.follow(engine._runner, engine._manager.tables, engine._storage, engine._host)
+        if isinstance(ranks, Follower):
+            engine.close()
+            raise SystemExit(0)
+        return engine
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -301,6 +332,8 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         self._turns.is_closed = True
         self._forget(list(self._requests.values()))
+        if self._ranks is not None:
+            self._ranks.close()
         self.model.detach()
 
     @verb

@@ -12,8 +12,10 @@ from kvframe.contract.description import Pooling, PoolingMode
 from kvframe.contract.errors import KVFrameError, RequestError
 from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
-from kvframe.engine.assembly import Assembly, load_model
+from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
+from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.requests.prompt import prompts_of
 from kvframe.engine.requests.salts import check_salt, salt_of_each
 from kvframe.engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
@@ -51,6 +53,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         normalize: bool | None = None,
         poison_freed: bool = False,
         skip_policy: SkipPolicy | None = None,
+        ranks: Leader | Follower | None = None,
     ) -> None:
         """Plan and allocate the cache, choose backends, and attach the model.
 
@@ -65,6 +68,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
                 not say, no.
             poison_freed: As for ``Engine``.
             skip_policy: As for ``Engine``.
+            ranks: As for ``Engine``.
 
         Raises:
             ModelError: The model gives no hidden states, its checkpoint pools them in a way that kvframe does not know,
@@ -89,6 +93,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             stack=stack,
             poison_freed=poison_freed,
             skip_policy=skip_policy,
+            ranks=ranks,
         )
 
     @classmethod
@@ -103,7 +108,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         poison_freed: bool = False,
         skip_policy: SkipPolicy | None = None,
     ) -> Self:
-        """Load a model from disk and make an embedder for it: the whole flow.
+        """Load a model from disk and make an embedder for it: the whole flow. With several ranks, as for ``Engine``.
 
         Args:
             path: A model's folder, of a kind that an installed plugin recognises.
@@ -117,13 +122,10 @@ class Embedder(EngineCore[EmbeddingRequest]):
         Raises:
             KVFrameError: The stack, a plugin that it names, the model or the memory is wrong.
         """
-        stack = Stack() if stack is None else stack
-        model, layers, registry = load_model(Path(path), stack, plugins)
-        return cls(
-            model,
-            layers,
-            registry=registry,
-            stack=stack,
+        return cls._set_up(
+            path,
+            stack,
+            plugins,
             pooling=pooling,
             normalize=normalize,
             poison_freed=poison_freed,

@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 
 from kvframe.cache.pins import Pin
-from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
+from kvframe.contract.errors import KVFrameError, ModelError, PrefixFileError, RequestError, shown
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
 from kvframe.engine.graphs.step_graphs import StepGraphs
@@ -379,6 +379,12 @@ class Engine(EngineCore[Request]):
 
     @cached_property
     def _saved_prefixes(self) -> SavedPrefixes:
+        if self._ranks is not None:
+            raise PrefixFileError(
+                f"each of the {self._ranks.num_ranks} ranks has a share of the heads, and a file of saved prefixes "
+                "holds all of them: save and load prefixes in one process, or keep them cached with pin_prefix",
+                "several_ranks",
+            )
         return SavedPrefixes(
             self._manager,
             self._prefixes,

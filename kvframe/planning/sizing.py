@@ -43,6 +43,7 @@ def plan_for_stack(
     max_model_len: int,
     max_input_lens: Mapping[str, int] | None = None,
     copied: Sequence[LayerSpec] = (),
+    num_local_ranks: int = 1,
 ) -> KVCachePlan:
     """Return the cache plan of a stack's memory, device and limits.
 
@@ -54,6 +55,7 @@ def plan_for_stack(
         max_model_len: The most tokens of a request.
         max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
         copied: The layers whose backends get copies of their pages.
+        num_local_ranks: The number of ranks of this machine. Those that run on the CPU share its free memory.
 
     Raises:
         PlanError: The memory is too small, it is ``"auto"`` and the free memory is unknown, or a group keeps state of a
@@ -73,7 +75,8 @@ def plan_for_stack(
         return plan(0)
     if stack.cache.memory != "auto":
         return plan(stack.cache.memory)
-    available = int(_available_bytes(stack.engine.device) * SHARE_OF_AVAILABLE_MEMORY)
+    num_sharing = num_local_ranks if stack.engine.device == "cpu" else 1
+    available = int(_available_bytes(stack.engine.device) * SHARE_OF_AVAILABLE_MEMORY) // num_sharing
     largest = plan(available)
     if copied:
         copies = copied_bytes(largest, grouping, copied)

@@ -46,6 +46,7 @@ FLOW = (
     ("engine.scheduling",),
     ("engine.graphs",),
     ("engine.running",),
+    ("engine.ranks",),
     ("engine.prefixes",),
     ("engine",),
     ("cli", "__main__"),

@@ -30,6 +30,9 @@ SkipPolicy = Callable[[StepBatch], bool]
 """Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
 
 
+Compute = Callable[[StepBatch, IntArray, Mapping[str, Mapping[int, ModelInput]]], torch.Tensor]
+"""Computes a batch, and returns the logits of the packed tokens whose indices are given."""
+
 NO_NEW_INPUTS: Mapping[str, Mapping[int, ModelInput]] = MappingProxyType({})
 
 
@@ -44,6 +47,8 @@ class ModelRunner:
             the request that has the row; 0 for none.
         device: Where the model runs.
         graphs: The graphs that steps are replayed from if possible; None for none.
+        compute: Computes a batch: ``compute(batch, logits_indices, new_inputs)``. On rank 0 of several ranks, it first
+            tells the others.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class ModelRunner:
         self.device = device
         self._skip_policy = skip_policy
         self.graphs = graphs
+        self.compute: Compute = self._compute
 
     @property
     def has_graphs(self) -> bool:
@@ -136,10 +142,16 @@ class ModelRunner:
         if self.input_lens:
             inputs = {name: self._input_batch(name, batch.rows, new_inputs) for name in self.input_lens}
             batch = attrs.evolve(batch, inputs=inputs)
-        rows, logits_indices = batch.rows, batch.generating_indices
+        logits_indices, num_tokens = batch.generating_indices, len(batch.token_positions[1])
+        if self._layers.skipped and len(logits_indices) < num_tokens and not self._may_skip(batch):
+            batch = attrs.evolve(batch, generating_indices=np.arange(num_tokens))
+        return self.compute(batch, logits_indices, new_inputs)
+
+    def _compute(
+        self, batch: StepBatch, logits_indices: IntArray, new_inputs: Mapping[str, Mapping[int, ModelInput]]
+    ) -> torch.Tensor:
+        rows = batch.rows
         requests, positions = batch.token_positions
-        if self._layers.skipped and len(logits_indices) < len(positions) and not self._may_skip(batch):
-            batch = attrs.evolve(batch, generating_indices=np.arange(len(positions)))
         metadata = self._build_metadata(batch)
         tensors = (self.tokens[rows[requests], positions], positions, logits_indices)
         sizes = None if self.graphs is None else self.graphs.sizes_for(batch, len(logits_indices))

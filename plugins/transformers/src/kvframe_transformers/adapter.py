@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from kvframe_transformers.discovery import discover_layers
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions
 from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank
 
 UNLIMITED = 1 << 20
 """The most tokens of a request for a model without positions: a state has no length, but tables need a limit."""
@@ -65,14 +67,21 @@ class TransformersAdapter(ModelAdapter):
         )
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
-        """Load the weights and the tokenizer of a folder; raise ``ModelError`` if the checkpoint is incomplete."""
+        """Load the weights and the tokenizer of a folder; raise ``ModelError`` if the checkpoint is incomplete.
+
+        If torchrun started several processes, each loads its share of the weights, by the model's own plan.
+        """
         if not path.is_dir():
             raise ModelError(f"{path} is a config without weights; to run a model, give the folder of its checkpoint")
         if dtype not in _DTYPES:
             raise UnknownNameError("model dtype", dtype, _DTYPES)
         description = self.describe(path)
         config = read_config(path)
-        model, tokenizer = load_weights(path, config, device, _DTYPES[dtype]), load_tokenizer(path)
+        size, options = num_ranks(), {}
+        if size > 1:
+            planned: Any = build_without_weights(config, description.name)
+            description, options = share_of_rank(description, planned, size), options_of_ranks(planned, device)
+        model, tokenizer = load_weights(path, config, device, _DTYPES[dtype], **options), load_tokenizer(path)
         if config.is_encoder_decoder:
             build = partial(build_without_weights, config, description.name)
             return EncoderDecoderModel(model, tokenizer, description, build)

@@ -130,8 +130,16 @@ def build_without_weights(config: Any, name: str) -> PreTrainedModel:
     return model
 
 
-def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of a folder with its weights; raise ``ModelError`` if any are missing or do not fit."""
+def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Return the model of a folder with its weights; raise ``ModelError`` if any are missing or do not fit.
+
+    Args:
+        path: The folder.
+        config: Its config.
+        device: The device of the model.
+        dtype: The dtype of the weights.
+        options: Further options of ``from_pretrained``.
+    """
     if (path / "adapter_config.json").is_file():
         raise ModelError(
             f"{path} holds an adapter of another model's weights (adapter_config.json); merge it into its model, and "
@@ -147,6 +155,7 @@ def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype) -> Pr
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # reported, and raised below with the weight's name
                 output_loading_info=True,
+                **options,
             )
     except Exception as error:  # a corrupt file raises an error of safetensors, pickle, json, torch or transformers
         raise ModelError(f"the weights of {path} cannot be loaded: {one_sentence(error)}") from error

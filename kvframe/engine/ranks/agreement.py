@@ -1,0 +1,85 @@
+"""The agreement of all ranks before they serve: one plan with as many slabs everywhere, and one choice of backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import BackendError, PlanError
+from kvframe.contract.specs import LayerSpec
+from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.ranks.leader import Leader
+from kvframe.planning.plan import KVCachePlan
+from kvframe.planning.ranks import plan_ranks
+from kvframe.selection.choice import Choice
+from kvframe.selection.identity import Identity
+
+
+@attrs.frozen(kw_only=True)
+class Offer:
+    """The set-up of one rank, as it tells the others.
+
+    Attributes:
+        layers: Its layers, with its share of their heads.
+        memory_bytes: The most bytes that it can allocate.
+        chosen: For each layer, its backend's name, and what identifies its wrappers and its backend.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    memory_bytes: int
+    chosen: tuple[tuple[str, str, tuple[Identity, ...]], ...]
+
+
+def agree(
+    ranks: Leader | Follower, layers: Sequence[LayerSpec], plan: KVCachePlan, choices: Sequence[Choice], stack: Stack
+) -> KVCachePlan:
+    """Return this rank's plan, with the slabs of the rank that has the least memory; every rank calls this.
+
+    Args:
+        ranks: The ranks: one tensor-parallel group.
+        layers: This rank's layers.
+        plan: The plan that this rank would have alone.
+        choices: The choices for its layers.
+        stack: What to use.
+
+    Raises:
+        SpecError: The ranks keep different tokens of a layer.
+        PlanError: A rank has too little memory, or the ranks store a different number of heads.
+        BackendError: Two ranks chose different wrappers or backends for a layer.
+    """
+    chosen = tuple((choice.layer, choice.backend, (*choice.wrapper_ids, choice.backend_id)) for choice in choices)
+    offers: list[Offer] = ranks.exchange(Offer(layers=tuple(layers), memory_bytes=plan.memory_bytes, chosen=chosen))
+    _check_chosen(offers)
+    plans = plan_ranks(
+        [offer.layers for offer in offers],
+        memory_bytes=[offer.memory_bytes for offer in offers],
+        max_model_len=plan.max_model_len,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_input_lens=plan.max_input_lens,
+        hybrid=stack.cache.hybrid,
+        tensor_parallel_size=ranks.num_ranks,
+    ).plans
+    for rank, each in enumerate(plans):
+        # Rank 0's block ids are used on every rank.
+        if [group.page_bytes for group in each.groups] != [group.page_bytes for group in plans[0].groups]:
+            raise PlanError(
+                f"rank {rank} stores other bytes of a block than rank 0, and all ranks use rank 0's block tables: give "
+                "each rank as many heads of a layer"
+            )
+    return plans[ranks.rank]
+
+
+def _check_chosen(offers: Sequence[Offer]) -> None:
+    first = {layer: (backend, ids) for layer, backend, ids in offers[0].chosen}
+    for rank, offer in enumerate(offers):
+        for layer, backend, ids in offer.chosen:
+            other = first.get(layer, (backend, ids))
+            if other[1] != ids:
+                raise BackendError(
+                    f"layer {layer!r} has backend {other[0]!r} on rank 0 and {backend!r} on rank {rank}, or other "
+                    "wrappers or options of them; name them in a rule of the stack, or install the same plugins and "
+                    "tables of `kvframe tune` on all machines",
+                    "ranks_differ",
+                )

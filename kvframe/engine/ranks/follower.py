@@ -1,0 +1,154 @@
+"""The ranks after rank 0: each sets up the same engine, and runs what rank 0 tells it until the engine is closed."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import attrs
+
+from kvframe.attention.storage import HostStorage, KVCacheStorage
+from kvframe.cache.block_table import BlockTables
+from kvframe.contract.errors import KVFrameError, PlanError, shorten
+from kvframe.engine.ranks.links import RANK_FAILED_EXIT_CODE, Failure, Link, end_process, packed
+from kvframe.engine.ranks.messages import END, ToldStep
+from kvframe.engine.running.runner import ModelRunner
+from kvframe.planning.plan import KVCachePlan
+
+PATIENCE_SECONDS = 5.0
+"""How long a rank that failed waits for rank 0 to say so."""
+
+_MOMENT_SECONDS = 1.0
+"""How long the main thread has to end after rank 0 has ended."""
+
+_MAX_SENTENCE = 2_000
+
+
+class Follower:
+    """The connection of another rank to rank 0.
+
+    Attributes:
+        rank: Its number.
+        num_ranks: The number of ranks.
+        num_local_ranks: The number of ranks of this machine.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        num_local_ranks: int,
+        connection: socket.socket,
+        end: Callable[[str | None], None] = end_process,
+    ) -> None:
+        """Take a connected socket.
+
+        Args:
+            rank: Its number.
+            num_ranks: The number of ranks.
+            num_local_ranks: The number of ranks of this machine.
+            connection: The connection to rank 0.
+            end: Ends this process, with a sentence.
+        """
+        self.rank, self.num_ranks, self.num_local_ranks = rank, num_ranks, num_local_ranks
+        self._end = end
+        self._is_over, self._is_lost = threading.Event(), threading.Event()
+        self._link = Link(connection, on_failure=lambda _: None, on_lost=self._lost)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank; every rank calls this with its own."""
+        self._link.send(packed(value))
+        values = self._link.values.get()
+        if values == END:
+            raise SystemExit(RANK_FAILED_EXIT_CODE)
+        found: list[Any] = values
+        return found
+
+    def follow(
+        self, runner: ModelRunner, tables: BlockTables, storage: KVCacheStorage, host: HostStorage | None
+    ) -> None:
+        """Run what rank 0 tells, until its engine is closed.
+
+        Args:
+            runner: Computes the steps, with this rank's layers.
+            tables: The block tables that the runner reads; rank 0's entries are written here.
+            storage: This rank's pool.
+            host: Its host store, if requests are swapped.
+        """
+        # Ctrl-C in a terminal reaches all processes; rank 0 decides what it means.
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        commands: dict[str, Callable[..., None]] = {
+            "step": lambda step: _run(step, runner, tables),
+            "copy_pages": storage.copy_pages,
+            "fill": storage.fill,
+            "resize": lambda *size: _resize(storage, *size),
+            "can_reserve": lambda *size: self._link.send(packed(_why_too_large(storage, *size))),
+        }
+        if host is not None:
+            commands |= {"copy_out": host.copy_out, "copy_in": host.copy_in}
+        while True:
+            command, arguments = self._link.values.get()
+            if command == END[0]:
+                break
+            commands[command](*arguments)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection. Safe to call twice."""
+        self._is_over.set()
+        self._link.close()
+
+    def report(self, error: BaseException) -> None:
+        """Tell rank 0 that this rank failed, wait until rank 0 has ended or let this rank end, and close."""
+        with suppress(OSError):
+            self._link.send(packed(Failure(sentence_of(error))))
+        self._is_lost.wait(PATIENCE_SECONDS)
+        self.close()
+
+    def _lost(self) -> None:
+        self._is_lost.set()
+        # The main thread may wait in a collective operation for rank 0, which has left it.
+        if not self._is_over.wait(_MOMENT_SECONDS):
+            self._end(None)
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return an error as one line for people."""
+    text = str(error) if isinstance(error, KVFrameError) else f"{type(error).__name__}: {error}"
+    return shorten(" ".join(text.split()), _MAX_SENTENCE)
+
+
+def _run(step: ToldStep, runner: ModelRunner, tables: BlockTables) -> None:
+    """Compute this rank's share of a step."""
+    for stack, (at, ids) in zip(tables.stacks, step.entries, strict=True):
+        stack.flat[at] = ids
+    batch = step.batch()
+    requests, positions = batch.token_positions
+    runner.tokens[batch.rows[requests], positions] = step.tokens
+    for name, inputs in step.inputs.items():
+        runner.input_lens[name][batch.rows] = inputs.lens
+    wanted = batch.generating_indices if step.logits_indices is None else step.logits_indices
+    runner.compute(batch, wanted, step.new_inputs)
+
+
+def _resized(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -> KVCachePlan:
+    return attrs.evolve(storage.plan, num_slabs=num_slabs, memory_bytes=memory_bytes, num_rest_pages=0)
+
+
+def _why_too_large(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -> str | None:
+    """Return why a pool of this size cannot be allocated; None if it can."""
+    try:
+        storage.reserve(_resized(storage, num_slabs, memory_bytes))
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def _resize(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -> None:
+    plan = _resized(storage, num_slabs, memory_bytes)
+    storage.move(plan, storage.reserve(plan))

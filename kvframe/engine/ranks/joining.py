@@ -1,0 +1,85 @@
+"""Joins the processes that torchrun started: collective operations, and a connection of rank 0 to every other rank."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from kvframe.config.stack import Stack
+from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.ranks.leader import Leader
+from kvframe.engine.ranks.links import RANK_FAILED_EXIT_CODE, connect, listen
+from kvframe.engine.ranks.place import Place, find_place, stack_of_rank
+
+_LOADING_TIME = timedelta(hours=2)
+"""The time limit of a collective operation: a rank may load its weights for long. A rank that ends is found at once."""
+
+_numbers = itertools.count()
+"""Numbers the engines of this process; all ranks make the same engines in the same order."""
+
+
+@contextmanager
+def ranks_of(stack: Stack) -> Iterator[tuple[Leader | Follower | None, Stack]]:
+    """Join the other ranks, and end all ranks if the set-up inside the block fails on one.
+
+    Args:
+        stack: What to use.
+
+    Yields:
+        This rank; None if this process is alone. And the stack with the device of this rank.
+
+    Raises:
+        StackError: The stack names the device of one rank for all.
+    """
+    place = find_place()
+    if place is None:
+        yield None, stack
+        return
+    stack = stack_of_rank(stack, place)
+    ranks = _join(place, stack)
+    try:
+        yield ranks, stack
+    except BaseException as error:
+        if isinstance(ranks, Leader):
+            ranks.close()
+            raise
+        ranks.report(error)
+        raise SystemExit(RANK_FAILED_EXIT_CODE) from error
+
+
+def _join(place: Place, stack: Stack) -> Leader | Follower:
+    import torch.distributed as dist  # a process that is alone need not load it
+
+    if not dist.is_initialized():
+        device = torch.device(stack.engine.device)
+        if device.type == "cpu":
+            dist.init_process_group("gloo", timeout=_LOADING_TIME)
+        else:
+            torch.accelerator.set_device_index(device.index)
+            dist.init_process_group(timeout=_LOADING_TIME, device_id=device)
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = f"kvframe/{next(_numbers)}"
+    host = "127.0.0.1" if place.is_one_machine else os.environ.get("MASTER_ADDR", socket.gethostname())
+    if place.rank == 0:
+        secret = secrets.token_bytes(16)
+        connections = listen(
+            place.num_ranks,
+            host if place.is_one_machine else "",
+            secret,
+            lambda port: store.set(key, f"{host} {port} {secret.hex()}"),
+        )
+        return Leader(connections, place.num_local_ranks)
+    host, port, told = store.get(key).decode().split()
+    # Rank 0 says the same: all ranks set up one engine.
+    logging.getLogger("kvframe").setLevel(logging.WARNING)
+    connection = connect(place.rank, host, int(port), bytes.fromhex(told))
+    return Follower(place.rank, place.num_ranks, place.num_local_ranks, connection)

@@ -1,0 +1,198 @@
+"""Rank 0: it schedules, samples and owns all tables, and tells the other ranks what to compute and which bytes to move.
+
+Only rank 0 has requests. An abort, a pin, a prefix hit or a reset changes its tables alone. The other ranks get the
+batch of each step with the entries of block tables that have changed, and every copy, swap and move of pages.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvframe.attention.step import StepBatch
+from kvframe.attention.storage import HostStorage, KVCacheStorage
+from kvframe.cache.block_table import BlockTables
+from kvframe.contract.errors import PlanError
+from kvframe.contract.model import ModelInput
+from kvframe.contract.order import IntArray
+from kvframe.engine.ranks.links import Link, end_process, packed
+from kvframe.engine.ranks.messages import END, TableEntries, ToldStep
+from kvframe.engine.running.runner import ModelRunner
+from kvframe.planning.plan import KVCachePlan
+
+GRACE_SECONDS = 2.0
+"""How long the main thread has to report an error of its own after another rank has reported one."""
+
+_MOMENT_SECONDS = 0.5
+"""How long the end of another process may take to be noticed after a collective operation has failed."""
+
+NewInputs = Mapping[str, Mapping[int, ModelInput]]
+
+
+class Leader:
+    """Rank 0's connections to the other ranks.
+
+    Attributes:
+        rank: 0.
+        num_ranks: The number of ranks.
+        num_local_ranks: The number of ranks of this machine.
+        is_over: Whether the other ranks are told nothing more: the engine was closed, or a step failed.
+        on_failed_step: Called when a step has failed, so that the ranks can compute no other one.
+    """
+
+    rank = 0
+
+    def __init__(
+        self,
+        connections: Mapping[int, socket.socket],
+        num_local_ranks: int,
+        end: Callable[[str | None], None] = end_process,
+    ) -> None:
+        """Take connected sockets.
+
+        Args:
+            connections: By rank.
+            num_local_ranks: The number of ranks of this machine.
+            end: Ends this process, with a sentence.
+        """
+        self.num_ranks, self.num_local_ranks = 1 + len(connections), num_local_ranks
+        self.is_over = False
+        self.on_failed_step: Callable[[], None] | None = None
+        self._end = end
+        self._has_ended = threading.Lock()
+        self._links = {
+            rank: Link(connection, on_failure=partial(self._failed, rank), on_lost=partial(self._lost, rank))
+            for rank, connection in connections.items()
+        }
+
+    # --- what is told -------------------------------------------------------------------------------------------------
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank; every rank calls this with its own."""
+        values = [value, *(link.values.get() for link in self._links.values())]
+        self._send(values)
+        return values
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        """Let every other rank run a command."""
+        if not self.is_over:
+            self._send((command, arguments))
+
+    def ask(self, command: str, *arguments: Any) -> dict[int, Any]:
+        """Let every other rank run a command, and return their results by rank."""
+        self._send((command, arguments))
+        return {rank: link.values.get() for rank, link in self._links.items()}
+
+    def lead(self, runner: ModelRunner, tables: BlockTables) -> None:
+        """Let every other rank compute the batches of a runner too.
+
+        Args:
+            runner: The engine's runner.
+            tables: The block tables of the engine.
+        """
+        entries, compute = TableEntries(tables), runner.compute
+
+        def compute_everywhere(batch: StepBatch, logits_indices: IntArray, new_inputs: NewInputs) -> torch.Tensor:
+            try:
+                self.tell("step", ToldStep.of(batch, logits_indices, new_inputs, runner.tokens, entries))
+                return compute(batch, logits_indices, new_inputs)
+            except BaseException as error:
+                self._give_up(isinstance(error, Exception))
+                raise
+
+        runner.compute = compute_everywhere
+
+    def close(self) -> None:
+        """Let the other ranks end. Safe to call twice."""
+        if not self.is_over:
+            self.is_over = True
+            with suppress(OSError):
+                self._send(END)
+            for link in self._links.values():
+                link.close()
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _give_up(self, may_be_lost: bool) -> None:
+        """End the other ranks: they wait in the middle of a step that this rank has left."""
+        if may_be_lost:
+            # If the step failed because another rank was lost, the thread of its link ends this process.
+            time.sleep(_MOMENT_SECONDS)
+        self.close()
+        if self.on_failed_step is not None:
+            self.on_failed_step()
+
+    def _send(self, value: Any) -> None:
+        message = packed(value)
+        for link in self._links.values():
+            link.send(message)
+
+    def _failed(self, rank: int, sentence: str) -> None:
+        # The same mistake often fails on all ranks, and this rank then reports it to its caller.
+        time.sleep(GRACE_SECONDS)
+        self._end_all(f"rank {rank}: {sentence}")
+
+    def _lost(self, rank: int) -> None:
+        self._end_all(f"rank {rank} ended: its process was killed or its machine was lost, so all ranks end")
+
+    def _end_all(self, sentence: str) -> None:
+        if not self.is_over and self._has_ended.acquire(blocking=False):
+            self._end(sentence)
+
+
+class LeadingStorage(KVCacheStorage):
+    """Rank 0's pool; what is copied, filled or moved in it is copied, filled or moved on every rank."""
+
+    def __init__(self, leader: Leader, *arguments: Any) -> None:
+        """Take the arguments of ``KVCacheStorage``."""
+        super().__init__(*arguments)
+        self._leader = leader
+
+    def copy_pages(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
+        """Copy pages of a group within the pool of every rank."""
+        self._leader.tell("copy_pages", group, [*block_ids], [*others])
+        super().copy_pages(group, block_ids, others)
+
+    def fill(self, group: int, block_ids: Sequence[int], value: float) -> None:
+        """Fill pages with one value on every rank."""
+        self._leader.tell("fill", group, [*block_ids], value)
+        super().fill(group, block_ids, value)
+
+    def reserve(self, plan: KVCachePlan) -> torch.Tensor:
+        """Return memory to ``move`` to; raise ``PlanError`` if a rank does not have as much."""
+        pool = super().reserve(plan)
+        for rank, refusal in self._leader.ask("can_reserve", plan.num_slabs, plan.memory_bytes).items():
+            if refusal is not None:
+                raise PlanError(f"rank {rank}: {refusal}")
+        return pool
+
+    def move(self, plan: KVCachePlan, pool: torch.Tensor) -> None:
+        """Grow or shrink the pool of every rank at its end."""
+        self._leader.tell("resize", plan.num_slabs, plan.memory_bytes)
+        super().move(plan, pool)
+
+
+class LeadingHostStorage(HostStorage):
+    """Rank 0's host store; pages are swapped on every rank."""
+
+    def __init__(self, leader: Leader, *arguments: Any, **named: Any) -> None:
+        """Take the arguments of ``HostStorage``."""
+        super().__init__(*arguments, **named)
+        self._leader = leader
+
+    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        """Copy pages of a group from the pool to the host store, on every rank."""
+        self._leader.tell("copy_out", group, [*block_ids], [*host_ids])
+        super().copy_out(group, block_ids, host_ids)
+
+    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy pages of a group from the host store to the pool, on every rank."""
+        self._leader.tell("copy_in", group, [*host_ids], [*block_ids])
+        super().copy_in(group, host_ids, block_ids)

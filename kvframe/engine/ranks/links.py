@@ -1,0 +1,188 @@
+"""The connections between rank 0 and each other rank: values in both directions, and the end of a rank within moments.
+
+The operating system closes a process's connections when the process ends, even if it was killed. A thread for each
+connection waits for what comes, so a rank that ends is found at once, also while the main thread waits for that
+rank in a collective operation.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import pickle
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import attrs
+
+from kvframe.contract.errors import EngineError, listed
+
+RANK_FAILED_EXIT_CODE = 71
+"""Exit code of a process that ends because another rank failed; ``EX_OSERR`` of sysexits.h."""
+
+_LENGTH = struct.Struct("!Q")
+_KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5))
+_SECRET_BYTES = 16
+_CONNECTING_SECONDS = 60
+
+
+@attrs.frozen
+class Failure:
+    """A rank's message that it failed.
+
+    Attributes:
+        sentence: Why, for people.
+    """
+
+    sentence: str
+
+
+class Link:
+    """One connection. Any thread may send; one thread of the link receives.
+
+    Attributes:
+        values: The values that came and were not taken yet, in order.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        on_failure: Callable[[str], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Start to receive.
+
+        Args:
+            connection: A connected socket.
+            on_failure: Called by the link's thread with the sentence of a rank that failed.
+            on_lost: Called by the link's thread when the other process has ended or closed the connection.
+        """
+        self.values: SimpleQueue[Any] = SimpleQueue()
+        self._connection = connection
+        self._on_failure, self._on_lost = on_failure, on_lost
+        self._sending = threading.Lock()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # If a machine is lost, no one closes its connections.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        threading.Thread(target=self._receive, name="kvframe-link", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        """Send what ``packed`` returned; raise ``OSError`` if the other process has ended."""
+        with self._sending:
+            self._connection.sendall(message)
+
+    def close(self) -> None:
+        """Close the connection. What was sent still arrives."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                value = pickle.loads(_read(self._connection, _LENGTH.unpack(_read(self._connection, _LENGTH.size))[0]))
+                if isinstance(value, Failure):
+                    self._on_failure(value.sentence)
+                else:
+                    self.values.put(value)
+        except OSError:
+            self._on_lost()
+
+
+def packed(value: Any) -> bytes:
+    """Return a value as it is sent."""
+    content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(content)) + content
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return the next bytes; raise ``OSError`` if the connection ends before them."""
+    content = bytearray()
+    while len(content) < num_bytes:
+        part = connection.recv(min(num_bytes - len(content), 1 << 20))
+        if not part:
+            raise ConnectionError("the other process closed the connection")
+        content += part
+    return bytes(content)
+
+
+def end_process(sentence: str | None) -> None:
+    """End this process at once, from any thread: the main thread may wait for a rank that is gone.
+
+    Args:
+        sentence: What people read on stderr; None if another rank says it.
+    """
+    if sentence is not None:
+        with suppress(OSError, ValueError):
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"kvframe: error: {sentence}\n".encode())
+    os._exit(RANK_FAILED_EXIT_CODE)
+
+
+# --- who connects to whom ---------------------------------------------------------------------------------------------
+
+
+def listen(num_ranks: int, host: str, secret: bytes, publish: Callable[[int], None]) -> dict[int, socket.socket]:
+    """Return a connection to each of the other ranks; for rank 0.
+
+    Pickled values are read from these connections, so each has to begin with the secret.
+
+    Args:
+        num_ranks: The number of ranks.
+        host: The address to listen at; empty for all addresses.
+        secret: ``[16]`` bytes that only the ranks know.
+        publish: Called with the port when it is open.
+
+    Raises:
+        EngineError: A rank does not connect (``ranks``).
+    """
+    found: dict[int, socket.socket] = {}
+    with socket.create_server((host, 0), backlog=num_ranks) as server:
+        publish(server.getsockname()[1])
+        server.settimeout(_CONNECTING_SECONDS)
+        while len(found) < num_ranks - 1:
+            try:
+                connection, _ = server.accept()
+            except TimeoutError as error:
+                missing = [rank for rank in range(1, num_ranks) if rank not in found]
+                raise EngineError(
+                    f"of {num_ranks} ranks, {listed(map(str, missing))} did not connect to rank 0 within "
+                    f"{_CONNECTING_SECONDS} seconds; start all ranks with the same command, and let their machines "
+                    "reach rank 0's",
+                    code="ranks",
+                ) from error
+            connection.settimeout(10)
+            try:
+                told, rank = _read(connection, _SECRET_BYTES), _LENGTH.unpack(_read(connection, _LENGTH.size))[0]
+            except OSError:
+                connection.close()
+                continue
+            if not hmac.compare_digest(told, secret) or not 0 < rank < num_ranks:
+                connection.close()
+                continue
+            connection.settimeout(None)
+            found[rank] = connection
+    return dict(sorted(found.items()))
+
+
+def connect(rank: int, host: str, port: int, secret: bytes) -> socket.socket:
+    """Return a connection to rank 0; for the other ranks.
+
+    Args:
+        rank: This process's.
+        host: The address of rank 0.
+        port: Its port.
+        secret: As for ``listen``.
+    """
+    connection = socket.create_connection((host, port))
+    connection.sendall(secret + _LENGTH.pack(rank))
+    return connection

@@ -1,0 +1,118 @@
+"""What rank 0 tells the other ranks about a step: the batch, its tokens, and the changed entries of block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.attention.step import InputBatch, StepBatch
+from kvframe.cache.block_table import BlockTables
+from kvframe.contract.model import ModelInput
+from kvframe.contract.order import IntArray
+from kvframe.contract.specs import TOKENS
+
+END = ("end", ())
+"""The command after which there is none."""
+
+Entries = tuple[IntArray, npt.NDArray[np.int32]]
+"""Places in a stack's ``flat``, and the block ids there."""
+
+
+class TableEntries:
+    """Finds the entries of block tables that the other ranks do not have yet.
+
+    Invariant: ``_told`` holds what the other ranks have in their tables.
+    """
+
+    def __init__(self, tables: BlockTables) -> None:
+        """Start with empty tables on the other ranks.
+
+        Args:
+            tables: The tables of rank 0.
+        """
+        self._stacks = tables.stacks
+        self._told = [np.zeros_like(stack.ids) for stack in tables.stacks]
+
+    def take(self, batch: StepBatch) -> list[Entries]:
+        """Return for each stack the changed entries that a batch reads; they count as told."""
+        longest = int((batch.num_computed + batch.query_lens).max())
+        found: list[Entries] = []
+        for stack, told in zip(self._stacks, self._told, strict=True):
+            width = -(-longest // stack.block_size) if stack.sequence == TOKENS else stack.ids.shape[2]
+            ids = stack.ids[:, batch.rows, :width]
+            groups, requests, blocks = np.nonzero(ids != told[:, batch.rows, :width])
+            at = stack.at(groups, batch.rows[requests], blocks)
+            told.reshape(-1)[at] = stack.flat[at]
+            found.append((at, stack.flat[at]))
+        return found
+
+
+@attrs.frozen(kw_only=True)
+class ToldStep:
+    """A step as the other ranks get it.
+
+    Attributes:
+        rows: As in ``StepBatch``.
+        num_computed: Likewise.
+        query_lens: Likewise.
+        generating_indices: Likewise.
+        logits_indices: The packed tokens whose logits are wanted; None if they are the generating ones.
+        tokens: ``[num_tokens], int64``: the packed tokens.
+        inputs: By sequence, the requests' inputs.
+        new_inputs: By sequence and row, the inputs that the step computes.
+        entries: For each stack of block tables, what changed.
+    """
+
+    rows: IntArray
+    num_computed: IntArray
+    query_lens: IntArray
+    generating_indices: IntArray
+    logits_indices: IntArray | None
+    tokens: IntArray
+    inputs: Mapping[str, InputBatch]
+    new_inputs: Mapping[str, Mapping[int, ModelInput]]
+    entries: Sequence[Entries]
+
+    @classmethod
+    def of(
+        cls,
+        batch: StepBatch,
+        logits_indices: IntArray,
+        new_inputs: Mapping[str, Mapping[int, ModelInput]],
+        tokens: IntArray,
+        entries: TableEntries,
+    ) -> ToldStep:
+        """Return what to tell of a batch.
+
+        Args:
+            batch: The batch.
+            logits_indices: The packed tokens whose logits are wanted.
+            new_inputs: By sequence and row, the inputs that the step computes.
+            tokens: ``[max_num_seqs, max_model_len], int64``: the tokens of each row.
+            entries: The changes of block tables.
+        """
+        requests, positions = batch.token_positions
+        return cls(
+            rows=batch.rows,
+            num_computed=batch.num_computed,
+            query_lens=batch.query_lens,
+            generating_indices=batch.generating_indices,
+            logits_indices=None if logits_indices is batch.generating_indices else logits_indices,
+            tokens=tokens[batch.rows[requests], positions],
+            inputs=dict(batch.inputs),
+            new_inputs={name: dict(each) for name, each in new_inputs.items()},
+            entries=entries.take(batch),
+        )
+
+    def batch(self) -> StepBatch:
+        """Return the batch."""
+        return StepBatch(
+            rows=self.rows,
+            num_computed=self.num_computed,
+            query_lens=self.query_lens,
+            generating_indices=self.generating_indices,
+            inputs=self.inputs,
+        )

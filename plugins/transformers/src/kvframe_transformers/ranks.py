@@ -1,0 +1,108 @@
+"""A model over several ranks, by its own transformers plan (``tp_plan``): each rank has some of the heads."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from importlib.util import find_spec
+from typing import Any
+
+import attrs
+import torch
+
+from kvframe.contract import LayerDescription, ModelDescription, ModelError
+from kvframe_transformers.latents import KIND as LATENT_KIND
+
+_DIVIDES_OUTPUT = ("colwise", "packed_colwise")
+"""The styles of a plan that leave each rank with a part of a projection's output. Others gather the output again."""
+
+
+def num_ranks() -> int:
+    """Return the number of processes that torchrun started; 1 if it started none."""
+    try:
+        return max(1, int(os.environ["WORLD_SIZE"]))
+    except (KeyError, ValueError):
+        return 1
+
+
+def options_of_ranks(model: Any, device: str) -> dict[str, Any]:
+    """Return the options of ``from_pretrained`` by which transformers divides a model over all ranks.
+
+    Args:
+        model: The model on the meta device.
+        device: The device of the model, as the stack says it.
+
+    Returns:
+        No options for a model that transformers has no plan for: each rank has all of it.
+
+    Raises:
+        ModelError: transformers would put the model on another device, or needs a package that is not installed.
+    """
+    if not model.tp_plan:
+        return {}
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cpu" if accelerator is None else accelerator.type
+    if torch.device(device).type != kind:
+        raise ModelError(
+            f"transformers divides a model over this machine's devices of type {kind!r}, and the stack asks for "
+            f"{device!r}; set [engine] device to {kind!r}"
+        )
+    if find_spec("accelerate") is None:
+        raise ModelError(
+            "transformers needs the package accelerate to divide a model over several ranks; "
+            "pip install kvframe-transformers[ranks]"
+        )
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
+
+
+def share_of_rank(description: ModelDescription, model: Any, size: int) -> ModelDescription:
+    """Return a model's description with the heads of one rank.
+
+    Args:
+        description: The whole model.
+        model: The model on the meta device.
+        size: The number of ranks.
+
+    Raises:
+        ModelError: A divided layer has a number of heads that the ranks do not divide, or keeps what cannot be divided
+            by heads.
+    """
+    divided = _divided_modules(model)
+    layers = tuple(
+        _share_of(layer, description.name, size) if _is_divided(layer, divided) else layer
+        for layer in description.layers
+    )
+    return attrs.evolve(description, layers=layers)
+
+
+def _divided_modules(model: Any) -> tuple[str, ...]:
+    """Return the paths of the modules that leave each rank with a part of their output."""
+    plan = model.tp_plan or {}
+    return tuple(path for path, _ in model.named_modules() if plan.get(re.sub(r"\d+", "*", path)) in _DIVIDES_OUTPUT)
+
+
+def _is_divided(layer: LayerDescription, divided: Collection[str]) -> bool:
+    return any(path.startswith(f"{layer.name}.") for path in divided)
+
+
+def _share_of(layer: LayerDescription, name: str, size: int) -> LayerDescription:
+    """Return a layer with the heads of one rank; transformers gives each rank as many heads that follow each other."""
+    if not layer.query or layer.kind == LATENT_KIND or "relative_bias" in layer.query:
+        raise ModelError(
+            f"{name} cannot run over {size} ranks: its tp_plan divides the layer {layer.name!r}, and kvframe divides "
+            f"keys and values by heads only, which {layer.kind} with this layer's options is not; run one process"
+        )
+    heads, kv_heads = layer.query["num_heads"], layer.options["num_kv_heads"]
+    if heads % size or kv_heads % size:
+        raise ModelError(
+            f"{name} cannot be divided over {size} ranks: its layer {layer.name!r} has {heads} heads and {kv_heads} "
+            f"key-value heads; start a number of processes that divides both"
+        )
+    return attrs.evolve(
+        layer,
+        options={**layer.options, "num_kv_heads": kv_heads // size},
+        query={**layer.query, "num_heads": heads // size},
+    )

@@ -1,0 +1,368 @@
+"""A program that runs engines over two ranks, as two processes, and prints what came of them; ``test_ranks`` reads it.
+
+The processes are forked after everything is imported, so that a pair of them costs little.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvframe_transformers import adapter  # noqa: F401  # imported before the processes are forked
+
+from kvframe import Embedder, Engine, SamplingParams, Stack
+from kvframe.contract.errors import EngineError, KVFrameError
+from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.requests.request import RequestOutput
+from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
+
+Result = dict[str, Any]
+
+MOST_SECONDS = 10
+"""How long a rank may stay after the other has ended."""
+
+
+def engine_of(path: Path, **options: Any) -> Engine:
+    return Engine.from_pretrained(path, stack=make_stack(**{"block_size": 4, **options}), poison_freed=True)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.token_ids) for output in outputs]
+
+
+# --- what is compared with one process --------------------------------------------------------------------------------
+
+
+def serve_llama(folder: Path) -> Result:
+    """Chunked prompts with prefix hits, then samples that fork, and a prompt's likelihoods."""
+    with engine_of(folder / "llama", max_num_batched_tokens=24, self_check=True) as engine:
+        first = tokens_of(engine.generate(PROMPTS, GREEDY))
+        again = tokens_of(engine.generate(PROMPTS, GREEDY))
+        cached = engine.stats().cached_prompt_tokens
+        drawn = SamplingParams(n=3, temperature=1.5, seed=5, max_new_tokens=6)
+        samples = tokens_of(engine.generate(PROMPTS[3:4], drawn))
+        likely = engine.generate(PROMPTS[1:2], SamplingParams(prompt_logprobs=True, max_new_tokens=1))[
+            0
+        ].prompt_logprobs
+        assert likely is not None
+        return {
+            "first": first,
+            "again": again,
+            "cached": cached,
+            "samples": samples,
+            "likely": [round(each, 3) for each in likely[1:] if each is not None],
+            "held": held_pages(engine),
+        }
+
+
+def serve_gemma(folder: Path, **options: Any) -> Result:
+    """Windows beside full attention; requests are preempted and recomputed."""
+    memory = 18432 if "WORLD_SIZE" in os.environ else 36864  # of each rank, which has half of the heads
+    with engine_of(folder / "gemma3_text", memory=memory, max_model_len=96, **options) as engine:
+        tokens = tokens_of(engine.generate(PROMPTS, GREEDY))
+        stats = engine.stats()
+        return {"tokens": tokens, "preemptions": stats.preemptions, "swapped": stats.swaps}
+
+
+def swap_gemma(folder: Path) -> Result:
+    """Likewise, preempted and swapped to host memory."""
+    return serve_gemma(folder, preemption="swap", swap_memory="1MiB")
+
+
+def serve_mixtral(folder: Path) -> Result:
+    """Experts."""
+    with engine_of(folder / "mixtral", max_num_batched_tokens=48) as engine:
+        return {"tokens": tokens_of(engine.generate(PROMPTS, GREEDY))}
+
+
+def embed_bert(folder: Path, family: str = "bert") -> Result:
+    """Layers that keep nothing."""
+    with Embedder.from_pretrained(folder / family, stack=make_stack(), pooling="mean") as embedder:
+        outputs = embedder.embed(PROMPTS[:4])
+        assert all(output.embedding is not None for output in outputs)
+        return {
+            "groups": len(embedder.grouping.groups),
+            "embeddings": [[round(value, 3) for value in output.embedding or ()] for output in outputs],
+        }
+
+
+def embed_eurobert(folder: Path) -> Result:
+    """Likewise, with heads that are divided."""
+    return embed_bert(folder, "eurobert")
+
+
+def use_verbs(folder: Path) -> Result:
+    """Abort, pin, reset and resize, between steps and with requests that continue."""
+    found: Result = {}
+    with engine_of(folder / "llama", memory="256KiB", max_num_batched_tokens=16, max_model_len=96) as engine:
+        pin = engine.pin_prefix(PROMPTS[7])
+        found["pinned"] = pin.num_tokens
+        for number, prompt in enumerate(PROMPTS):
+            engine.add_request(prompt, GREEDY, str(number))
+        ended: dict[str, list[int]] = {}
+
+        def run(num_steps: int) -> None:
+            for _ in range(num_steps):
+                for output in engine.step():
+                    if output.finish_reason is not None:
+                        ended[output.request_id] = list(output.token_ids)
+
+        run(3)
+        engine.abort("3")
+        run(2)
+        engine.resize_cache("512KiB")
+        run(2)
+        engine.reset_prefix_cache()
+        run(1)
+        engine.resize_cache("256KiB")
+        engine.unpin(pin)
+        while engine.has_unfinished:
+            run(1)
+        found["ended"] = {key: ended[key] for key in sorted(ended) if key != "3"}
+        found["held"] = held_pages(engine)
+        try:
+            engine.resize_cache("1KiB")
+        except KVFrameError as error:
+            found["refused"] = type(error).__name__
+    return found
+
+
+CASES: Mapping[str, Callable[[Path], Result]] = {
+    each.__name__: each
+    for each in (serve_llama, serve_gemma, swap_gemma, serve_mixtral, embed_bert, embed_eurobert, use_verbs)
+}
+
+
+@contextmanager
+def followed(code: int = 0) -> Iterator[None]:
+    """Go on after an engine that this rank has followed to its end: ``from_pretrained`` ends with that code."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code != code:
+            raise
+
+
+def run_cases(folder: Path) -> Result:
+    """Run all cases, one engine after the other."""
+    found = {}
+    for name, case in CASES.items():
+        with followed():
+            found[name] = case(folder)
+    return found
+
+
+def run_refused(folder: Path) -> Result:
+    """Set-ups that fail alike on both ranks; further engines can be made after them."""
+    said = {}
+    for family in ("one_kv_head", "deepseek_v2"):
+        with followed(71):
+            try:
+                engine_of(folder / family)
+            except KVFrameError as error:
+                said[family] = str(error)
+    try:
+        Engine.from_pretrained(folder / "llama", stack=Stack.from_mapping({"engine": {"device": "cpu:0"}}))
+    except KVFrameError as error:
+        said["device"] = str(error)
+    with followed(), engine_of(folder / "llama") as engine:
+        try:
+            engine.save_prefixes(folder / "prefixes", PROMPTS[:1])
+        except KVFrameError as error:
+            said["prefixes"] = str(error)
+    return said
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def serve_long(folder: Path, on_step: Callable[[Engine, int], None] = lambda engine, number: None) -> Result:
+    """Serve until something ends this process."""
+    with engine_of(folder / "llama") as engine:
+        for number in range(10**6):
+            if not engine.has_unfinished:
+                for prompt in PROMPTS:
+                    engine.add_request(prompt, GREEDY)
+            on_step(engine, number)
+            engine.step()
+    return {}
+
+
+def when_following(rank: int, act: Callable[[], None]) -> None:
+    """Call ``act`` in a rank after its set-up, before it computes what rank 0 tells it."""
+    if int(os.environ["RANK"]) == rank:
+        follow = Follower.follow
+
+        def act_first(self: Follower, *arguments: Any) -> None:
+            act()
+            follow(self, *arguments)
+
+        Follower.follow = act_first  # type: ignore[method-assign]
+
+
+def kill_1(folder: Path) -> Result:
+    """Kill rank 1 while both serve."""
+    when_following(1, lambda: threading.Timer(0.3, _die).start())
+    return serve_long(folder)
+
+
+def kill_1_idle(folder: Path) -> Result:
+    """Kill rank 1 while rank 0 waits for requests."""
+    when_following(1, lambda: threading.Timer(0.3, _die).start())
+    with engine_of(folder / "llama"):
+        threading.Event().wait(60)
+    return {}
+
+
+def kill_0(folder: Path) -> Result:
+    """Kill rank 0 between two steps."""
+    return serve_long(folder, lambda engine, number: _die() if number == 5 else None)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_on_1(folder: Path) -> Result:
+    """Let the attention of rank 1 raise in the middle of a step, while rank 0 waits for it."""
+    when_following(1, _break_attention)
+    return serve_long(folder)
+
+
+def raise_in_set_up(folder: Path) -> Result:
+    """Let rank 1 alone fail in its set-up, while rank 0 waits for it."""
+    if os.environ["RANK"] == "1":
+        _break_attention()
+    engine_of(folder / "llama", self_check=True)
+    return {}
+
+
+def _break_attention() -> None:
+    from kvframe.attention.layer import AttentionLayer
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("attention is broken")
+
+    AttentionLayer.__call__ = fail  # type: ignore[method-assign]
+
+
+def interrupt(folder: Path) -> Result:
+    """Raise in rank 0 between two calls of the engine, and leave it."""
+
+    def stop(engine: Engine, number: int) -> None:
+        if number == 5:
+            raise KeyboardInterrupt
+
+    try:
+        return serve_long(folder, stop)
+    except KeyboardInterrupt:
+        return {"left": True}
+
+
+def fail_on_rank_0(folder: Path) -> Result:
+    """Let rank 0 fail in a step, and ask its engine for more."""
+    made: list[Engine] = []
+
+    def fail(engine: Engine, number: int) -> None:
+        made.append(engine)
+        if number == 5:
+            _break_attention()
+
+    try:
+        serve_long(folder, fail)
+    except RuntimeError as error:
+        said = str(error)
+        try:
+            made[0].step()
+        except EngineError as after:
+            return {"raised": said, "after": after.code}
+    return {}
+
+
+RUNS: Mapping[str, Callable[[Path], Result]] = {
+    each.__name__: each
+    for each in (
+        run_cases,
+        run_refused,
+        kill_0,
+        kill_1,
+        kill_1_idle,
+        raise_on_1,
+        raise_in_set_up,
+        fail_on_rank_0,
+        interrupt,
+    )
+}
+
+
+# --- pairs of processes -----------------------------------------------------------------------------------------------
+
+
+def run_pair(run: Callable[[Path], Result], folder: Path) -> Result:
+    """Run a function in two ranks; return rank 0's result, the exit codes and stderr."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as scratch:
+        out, said = Path(scratch, "out"), [Path(scratch, f"said{rank}") for rank in range(2)]
+        children = [_fork(rank, port, run, folder, out, said[rank]) for rank in range(2)]
+        codes = {}
+        for _ in children:
+            child, status = os.wait()
+            codes[children.index(child)] = os.waitstatus_to_exitcode(status)
+            # A rank that stays longer than this after the other has ended is killed, which its exit code shows.
+            left = [each for number, each in enumerate(children) if number not in codes]
+            signal.signal(signal.SIGALRM, partial(_kill, left))
+            signal.alarm(MOST_SECONDS if left else 0)
+        return {
+            "result": json.loads(out.read_text()) if out.exists() else None,
+            "codes": [codes[0], codes[1]],
+            "said": [each.read_text(errors="replace") for each in said],
+        }
+
+
+def _kill(processes: Sequence[int], *_: Any) -> None:
+    for process in processes:
+        os.kill(process, signal.SIGQUIT)
+
+
+def _fork(rank: int, port: int, run: Callable[[Path], Result], folder: Path, out: Path, said: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with said.open("w") as errors:
+            os.dup2(errors.fileno(), 2)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(90)  # a deadlock ends here, and the test says so
+        result = run(folder)
+        if rank == 0:
+            out.write_text(json.dumps(result))
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asked = sys.argv[2:] or list(RUNS)
+    print(json.dumps({name: run_pair(RUNS[name], Path(sys.argv[1])) for name in asked}))

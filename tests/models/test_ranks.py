@@ -1,0 +1,123 @@
+"""Models over two ranks give what one process gives, and a rank that fails ends both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvframe_transformers.testing import save_tiny
+
+from tests.models import on_ranks
+from tests.models.serving import PROMPTS, TinyModel
+
+FAMILIES = ("llama", "gemma3_text", "mixtral", "bert", "eurobert", "deepseek_v2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ranks")
+    for family in FAMILIES:
+        save_tiny(made / family, family)
+    save_tiny(made / "one_kv_head", "llama", num_key_value_heads=1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def pairs(folder: Path) -> Mapping[str, Any]:
+    """What pairs of processes did, by name."""
+    program = [sys.executable, "-W", "ignore", "-m", "tests.models.on_ranks", str(folder)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
+    assert 0 == done.returncode, done.stderr
+    found: Mapping[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", on_ranks.CASES)
+def test_two_ranks_give_what_one_process_gives(pairs: Mapping[str, Any], folder: Path, case: str) -> None:
+    assert [0, 0] == pairs["run_cases"]["codes"], pairs["run_cases"]["said"]
+    expected = json.loads(json.dumps(on_ranks.CASES[case](folder)))
+    assert expected == pairs["run_cases"]["result"][case]
+
+
+def test_the_cases_reach_what_they_are_for(pairs: Mapping[str, Any], folder: Path) -> None:
+    found = pairs["run_cases"]["result"]
+    assert found["serve_llama"]["cached"] > sum(map(len, PROMPTS))
+    assert found["serve_gemma"]["preemptions"] > 0 == found["serve_gemma"]["swapped"]
+    assert found["swap_gemma"]["swapped"] > 0
+    assert 0 == found["embed_bert"]["groups"] == found["embed_eurobert"]["groups"]
+    assert 7 == len(found["use_verbs"]["ended"])
+
+
+def test_tokens_are_those_of_transformers(pairs: Mapping[str, Any], folder: Path, references: Any) -> None:
+    expected = [list(tokens) for tokens in references("llama")]
+    assert expected == pairs["run_cases"]["result"]["serve_llama"]["first"]
+
+
+def test_a_model_that_cannot_be_divided_is_refused_in_one_sentence(pairs: Mapping[str, Any]) -> None:
+    said = pairs["run_refused"]["result"]
+    assert [0, 0] == pairs["run_refused"]["codes"], pairs["run_refused"]["said"]
+    assert "'model.layers.0.self_attn' has 4 heads and 1 key-value heads; start a number" in said["one_kv_head"]
+    assert "its tp_plan divides the layer 'model.layers.0.self_attn'" in said["deepseek_v2"]
+    assert "engine.device 'cpu:0' is one device, and there are 2 ranks" in said["device"]
+    assert "a file of saved prefixes holds all of them" in said["prefixes"]
+
+
+@pytest.mark.parametrize("run", ["kill_1", "kill_1_idle"])
+def test_a_rank_that_is_killed_ends_all_with_one_sentence(pairs: Mapping[str, Any], run: str) -> None:
+    found = pairs[run]
+    assert [71, -9] == found["codes"]
+    expected = "kvframe: error: rank 1 ended: its process was killed or its machine was lost, so all ranks end\n"
+    assert [expected, ""] == found["said"]
+
+
+def test_no_rank_stays_when_rank_0_is_killed(pairs: Mapping[str, Any]) -> None:
+    assert [-9, 71] == pairs["kill_0"]["codes"]
+
+
+@pytest.mark.parametrize("run", ["raise_on_1", "raise_in_set_up"])
+def test_a_rank_that_raises_ends_all_with_its_sentence(pairs: Mapping[str, Any], run: str) -> None:
+    found = pairs[run]
+    assert [71, 71] == found["codes"]
+    assert ["kvframe: error: rank 1: RuntimeError: attention is broken\n", ""] == found["said"]
+
+
+def test_an_error_of_rank_0_is_raised_there_and_closes_the_engine(pairs: Mapping[str, Any]) -> None:
+    found = pairs["fail_on_rank_0"]
+    assert {"raised": "attention is broken", "after": "closed"} == found["result"]
+    assert [0, 71] == found["codes"]
+
+
+def test_leaving_the_engine_on_rank_0_lets_the_others_end(pairs: Mapping[str, Any]) -> None:
+    assert ({"left": True}, [0, 0]) == (pairs["interrupt"]["result"], pairs["interrupt"]["codes"])
+
+
+def test_the_command_line_runs_under_torchrun(folder: Path, tmp_path: Path, references: Any) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(PROMPTS))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kvframe", "generate"]
+    asked = [str(folder / "llama"), "--prompt-token-ids", str(prompts), "--max-new-tokens", "10", "--json"]
+    done = subprocess.run(
+        [sys.executable, *command, *asked, "--memory", "2MiB"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert 0 == done.returncode, done.stderr
+    outputs = json.loads(done.stdout)["outputs"]
+    assert [list(tokens) for tokens in references("llama")] == [output["token_ids"] for output in outputs]
+
+
+def test_a_process_that_is_alone_has_no_ranks(folder: Path) -> None:
+    model = TinyModel.save(folder / "alone", "llama")
+    with model.engine() as engine:
+        assert engine._ranks is None
+        assert type(engine._storage).__name__ == "KVCacheStorage"
+        assert engine._runner.compute == engine._runner._compute  # type: ignore[attr-defined]
