@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -254,6 +254,20 @@ class LoadedModel(ABC):
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """Return the text of ``token_ids``; None if the model has no tokenizer."""
+        return None
+
+    def decode_stream(self, token_ids: Sequence[int]) -> Callable[[Sequence[int]], str] | None:
+        """Return a function that decodes the tokens of one request as they come; None if there is none.
+
+        None is the default: then each new token is decoded by ``decode`` together with a few before it. Called when the
+        first tokens of a request are read. Every call of the function gets the tokens after those of the last call, and
+        returns the text that they add: nothing as long as it ends within a character, whose text a later call returns.
+        All of this text together is the one that ``decode`` returns for these tokens after ``token_ids``. If a call
+        raises, ``decode`` is used from there on.
+
+        Args:
+            token_ids: The last tokens before the first one: they decide about a space at the start of the text.
+        """
         return None
 
     def _no_tokenizer(self) -> Exception:

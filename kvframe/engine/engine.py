@@ -313,7 +313,9 @@ class Engine(EngineCore[Request]):
                 each,
                 eos_token_ids=self.model.description.eos_token_ids,
                 max_model_len=self._max_model_len,
-                text_stream=TextStream(self._decode, token_ids, stops) if self._admission.has_text else None,
+                text_stream=TextStream(self._decode, token_ids, stops, self.model.decode_stream)
+                if self._admission.has_text
+                else None,
                 inputs=inputs,
                 cache_salt=cache_salt,
                 asked_id=request_id,

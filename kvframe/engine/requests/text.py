@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 
@@ -22,7 +23,11 @@ class TextStream:
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int], stop: StopStrings = NO_STOPS
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt_token_ids: Sequence[int],
+        stop: StopStrings = NO_STOPS,
+        decode_stream: Callable[[Sequence[int]], Callable[[Sequence[int]], str] | None] | None = None,
     ) -> None:
         """Start after the prompt.
 
@@ -30,6 +35,7 @@ class TextStream:
             decode: Turns token ids into text.
             prompt_token_ids: The prompt; its last tokens are the context of the first generated ones.
             stop: Strings that end the text; the text is cut before the first of them.
+            decode_stream: ``LoadedModel.decode_stream``; None to decode each token with a few before it.
         """
         self.text = ""
         self.stopped = False
@@ -41,6 +47,10 @@ class TextStream:
         self._context = max(0, self._read - NUM_CONTEXT_TOKENS)
         # The text of the tokens from the context to the last one read; None if it is to be decoded.
         self._before: str | None = None
+        self._decode_stream = decode_stream
+        # Decodes the tokens after those that it was given, ``_given`` of all; None if there is no such function.
+        self._decode_next: Callable[[Sequence[int]], str] | None = None
+        self._given = self._read
 
     def feed(self, token_ids: Sequence[int], *, final: bool) -> None:
         """Read the new tokens. Safe to call again with the same tokens.
@@ -68,6 +78,24 @@ class TextStream:
         """Return the text of the unread tokens; empty while it ends within a character."""
         if self._read == len(token_ids):
             return ""
+        if self._decode_stream is not None:
+            context, start = token_ids[self._context : self._read], self._decode_stream
+            self._decode_stream = None
+            # A prompt that ends within a character would come out with its end.
+            if not self._decode(context).endswith(_INCOMPLETE):
+                self._decode_next = start(context)
+        if self._decode_next is not None:
+            new = ""
+            with suppress(Exception):
+                new = self._decode_next(token_ids[self._given :])
+                self._given = len(token_ids)
+            if new:
+                self._read = self._given
+                return new
+            if not final and len(token_ids) == self._given <= self._read + MAX_WINDOW_TOKENS:
+                return ""
+            # The stream failed, or the end of a character does not come: the tokens are decoded as they are.
+            self._decode_next, self._context = None, max(0, self._read - NUM_CONTEXT_TOKENS)
         # The tokens before them are decoded too, because a token's text may depend on its neighbours.
         if self._before is None:
             self._before = self._decode(token_ids[self._context : self._read]).rstrip(_INCOMPLETE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 
 import attrs
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TokenizersBackend
 
 from kvframe.contract import (
     AttachedLayers,
@@ -253,6 +254,17 @@ class TransformersModel(LoadedModel):
             return None
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def decode_stream(self, token_ids: Sequence[int]) -> Callable[[Sequence[int]], str] | None:
+        """Return the tokenizer's own stream; None if its text depends on more than the tokenizers library."""
+        kind = type(self.tokenizer)
+        if not isinstance(self.tokenizer, TokenizersBackend) or self.tokenizer.clean_up_tokenization_spaces:
+            return None
+        if (kind.decode, kind._decode) != (TokenizersBackend.decode, TokenizersBackend._decode):
+            return None
+        tokenizer = self.tokenizer.backend_tokenizer
+        stream = DecodeStream(ids=list(token_ids), skip_special_tokens=True)
+        return lambda new: stream.step(tokenizer, list(new)) or ""
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
         if self._takes_positions:
