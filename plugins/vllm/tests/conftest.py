@@ -66,15 +66,16 @@ def make_prompts(num: int) -> list[list[int]]:
 
 
 def start(
-    model: Path, settings: dict[str, Any], stack: str | None, plugins: list[Path] | None = None
+    model: Path, settings: dict[str, Any], stack: str | None, plugins: list[Path] | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script on a model, with a stack or on vLLM's own backend, and with further folders of modules."""
+    """Run the script on a model, with a stack or on vLLM's own backend, with further modules and variables."""
     environment = {
         **{key: value for key, value in os.environ.items() if key != "KVFRAME_STACK"},
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     if plugins is not None:
         environment["PYTHONPATH"] = os.pathsep.join(map(str, plugins))
@@ -87,10 +88,10 @@ def start(
 
 
 def serve(
-    model: Path, settings: dict[str, Any], stack: str | None, plugins: list[Path] | None = None
+    model: Path, settings: dict[str, Any], stack: str | None, plugins: list[Path] | None = None, **variables: str
 ) -> dict[str, Any]:
     """Return what the script reports."""
-    done = start(model, settings, stack, plugins)
+    done = start(model, settings, stack, plugins, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
@@ -110,10 +111,10 @@ class Vllm:
         self.folder = folder
 
     def make_model(self, family: str) -> Path:
-        return make_model(family, self.folder / "model")
+        return make_model(family, self.folder / family)
 
 
-@pytest.fixture
-def vllm_runs(tmp_path: Path) -> Vllm:
-    """Return what starts vLLM in a folder of the test's own."""
-    return Vllm(tmp_path)
+@pytest.fixture(scope="session")
+def vllm_runs(tmp_path_factory: pytest.TempPathFactory) -> Vllm:
+    """Return what starts vLLM, with a folder for models."""
+    return Vllm(tmp_path_factory.mktemp("vllm"))

@@ -10,6 +10,7 @@ JSON.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from typing import Any
@@ -29,6 +30,18 @@ def count_calls(owner: type, method: str, note: Any) -> None:
         return result
 
     setattr(owner, method, counted)
+
+
+def generate(llm: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens of all prompts, and how many of each prompt were cached."""
+    params = SamplingParams(temperature=0.0, max_tokens=settings["max_tokens"], ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in settings["prompts"]]
+    rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(settings.get("rounds", 1))]
+    outputs = [output for each in rounds for output in each]
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+    }
 
 
 def keep_foreign(prefix: str) -> None:
@@ -74,11 +87,13 @@ def main() -> None:
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
-        enforce_eager=True,
         dtype="float32",
         disable_log_stats=False,
-        **settings["engine"],
+        **{"enforce_eager": True, **settings["engine"]},
     )
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":  # what it runs on is in other processes
+        print("RESULT " + json.dumps(generate(llm, settings)))
+        return
     core = llm.llm_engine.engine_core.engine_core
     managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
     most_blocks = [0]
@@ -91,15 +106,9 @@ def main() -> None:
     context = core.model_executor.driver_worker.worker.vllm_config.compilation_config.static_forward_context
     caches.update({name: layer.kv_cache for name, layer in context.items()})
     calls["write"].clear(), calls["attend"].clear()
-    params = SamplingParams(temperature=0.0, max_tokens=settings["max_tokens"], ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in settings["prompts"]]
-    outputs = [
-        output for _ in range(settings.get("rounds", 1)) for output in llm.generate(prompts, params, use_tqdm=False)
-    ]
+    found = generate(llm, settings)
     pool = core.scheduler.kv_cache_manager.block_pool
-    found = {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "cached": [output.num_cached_tokens for output in outputs],
+    found |= {
         "layers": sorted(context),
         "impls": sorted({type(layer.impl).__name__ for layer in context.values()}),
         "managers": [type(manager).__name__ for manager in managers],
