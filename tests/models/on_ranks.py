@@ -41,6 +41,17 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(output.token_ids) for output in outputs]
 
 
+def share_of(memory: int) -> int:
+    """Return a rank's share of the memory: it has half of the heads."""
+    return memory // 2 if "WORLD_SIZE" in os.environ else memory
+
+
+def counts_of(engine: Engine) -> Result:
+    """Return an engine's counters, except bytes; a request that reads a wrong page is computed again, which counts."""
+    assert 0 == held_pages(engine)
+    return {key: value for key, value in engine.stats().to_dict().items() if "bytes" not in key}
+
+
 # --- what is compared with one process --------------------------------------------------------------------------------
 
 
@@ -51,7 +62,7 @@ def serve_llama(folder: Path) -> Result:
         again = tokens_of(engine.generate(PROMPTS, GREEDY))
         cached = engine.stats().cached_prompt_tokens
         drawn = SamplingParams(n=3, temperature=1.5, seed=5, max_new_tokens=6)
-        samples = tokens_of(engine.generate(PROMPTS[3:4], drawn))
+        samples = tokens_of(engine.generate([[*PROMPTS[3][:50], 1, 2, 3, 4, 5]], drawn))
         likely = engine.generate(PROMPTS[1:2], SamplingParams(prompt_logprobs=True, max_new_tokens=1))[
             0
         ].prompt_logprobs
@@ -62,17 +73,15 @@ def serve_llama(folder: Path) -> Result:
             "cached": cached,
             "samples": samples,
             "likely": [round(each, 3) for each in likely[1:] if each is not None],
-            "held": held_pages(engine),
+            "counts": counts_of(engine),
         }
 
 
 def serve_gemma(folder: Path, **options: Any) -> Result:
     """Windows beside full attention; requests are preempted and recomputed."""
-    memory = 18432 if "WORLD_SIZE" in os.environ else 36864  # of each rank, which has half of the heads
-    with engine_of(folder / "gemma3_text", memory=memory, max_model_len=96, **options) as engine:
+    with engine_of(folder / "gemma3_text", memory=share_of(36864), max_model_len=96, **options) as engine:
         tokens = tokens_of(engine.generate(PROMPTS, GREEDY))
-        stats = engine.stats()
-        return {"tokens": tokens, "preemptions": stats.preemptions, "swapped": stats.swaps}
+        return {"tokens": tokens, "counts": counts_of(engine)}
 
 
 def swap_gemma(folder: Path) -> Result:
@@ -83,7 +92,7 @@ def swap_gemma(folder: Path) -> Result:
 def serve_mixtral(folder: Path) -> Result:
     """Experts."""
     with engine_of(folder / "mixtral", max_num_batched_tokens=48) as engine:
-        return {"tokens": tokens_of(engine.generate(PROMPTS, GREEDY))}
+        return {"tokens": tokens_of(engine.generate(PROMPTS, GREEDY)), "counts": counts_of(engine)}
 
 
 def embed_bert(folder: Path, family: str = "bert") -> Result:
@@ -105,7 +114,7 @@ def embed_eurobert(folder: Path) -> Result:
 def use_verbs(folder: Path) -> Result:
     """Abort, pin, reset and resize, between steps and with requests that continue."""
     found: Result = {}
-    with engine_of(folder / "llama", memory="256KiB", max_num_batched_tokens=16, max_model_len=96) as engine:
+    with engine_of(folder / "llama", memory=share_of(110592), max_num_batched_tokens=16, max_model_len=96) as engine:
         pin = engine.pin_prefix(PROMPTS[7])
         found["pinned"] = pin.num_tokens
         for number, prompt in enumerate(PROMPTS):
@@ -121,16 +130,16 @@ def use_verbs(folder: Path) -> Result:
         run(3)
         engine.abort("3")
         run(2)
-        engine.resize_cache("512KiB")
-        run(2)
+        engine.resize_cache(share_of(221184))
+        run(8)
         engine.reset_prefix_cache()
         run(1)
-        engine.resize_cache("256KiB")
+        engine.resize_cache(share_of(110592))
         engine.unpin(pin)
         while engine.has_unfinished:
             run(1)
         found["ended"] = {key: ended[key] for key in sorted(ended) if key != "3"}
-        found["held"] = held_pages(engine)
+        found["counts"] = counts_of(engine)
         try:
             engine.resize_cache("1KiB")
         except KVFrameError as error:

@@ -11,7 +11,7 @@ from kvframe_transformers.testing import FAMILIES, ROUNDINGS, STATE_FAMILIES, ex
 from tests.models.serving import PROMPTS
 
 
-@pytest.mark.parametrize("family", FAMILIES + STATE_FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *STATE_FAMILIES, "mixtral"])
 def test_the_two_largest_logits_are_further_apart_than_rounding_explains(
     models: Any, references: Any, family: str
 ) -> None:

@@ -61,7 +61,8 @@ class Follower:
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank; every rank calls this with its own."""
-        self._link.send(packed(value))
+        with suppress(OSError):  # rank 0 has ended: either it said so, or the thread of the link ends this process
+            self._link.send(packed(value))
         values = self._link.values.get()
         if values == END:
             raise SystemExit(RANK_FAILED_EXIT_CODE)

@@ -96,6 +96,7 @@ class Link:
                 else:
                     self.values.put(value)
         except OSError:
+            self._connection.close()
             self._on_lost()
 
 

@@ -1,0 +1,244 @@
+"""The parts of an engine over several ranks, each without another process: places, agreement, tables, connections."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframe import Stack
+from kvframe.attention.step import StepBatch
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.cache.block_table import BlockTables
+from kvframe.cli.prompts import read_prompts
+from kvframe.contract.errors import BackendError, EngineError, PlanError, RequestError, SpecError, StackError
+from kvframe.contract.specs import ENCODER, TOKENS, LayerSpec
+from kvframe.engine.ranks import links
+from kvframe.engine.ranks.agreement import Offer, agree
+from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.ranks.leader import Leader
+from kvframe.engine.ranks.links import Failure, Link, connect, listen, packed
+from kvframe.engine.ranks.messages import END, TableEntries
+from kvframe.engine.ranks.place import Place, find_place, stack_of_rank
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import KVCachePlan, plan_cache
+from kvframe.selection.identity import Identity
+
+SECRET = b"0123456789abcdef"
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_process_knows_its_place_from_the_environment_of_torchrun(
+    second_of_two: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Place(1, 2, 1, 2) == find_place()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert find_place() is None
+    monkeypatch.delenv("LOCAL_RANK")
+    assert find_place() is None
+
+
+def test_each_rank_of_a_machine_takes_the_gpu_of_its_number() -> None:
+    place = Place(rank=5, num_ranks=8, local_rank=1, num_local_ranks=4)
+    assert "cuda:1" == stack_of_rank(Stack.from_mapping({"engine": {"device": "cuda"}}), place).engine.device
+    assert "cpu" == stack_of_rank(Stack(), place).engine.device
+    with pytest.raises(StackError, match="'cuda:0' is one device, and there are 8 ranks; set it to 'cuda'"):
+        stack_of_rank(Stack.from_mapping({"engine": {"device": "cuda:0"}}), place)
+
+
+def test_several_ranks_read_no_prompts_from_standard_input(second_of_two: None) -> None:
+    with pytest.raises(RequestError, match="several ranks, which share one standard input: give prompts in a file"):
+        read_prompts(Path("-"))
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Together:
+    """A rank whose partners' offers are known."""
+
+    rank: int
+    offers: list[Offer]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.offers)
+
+    def exchange(self, own: Offer) -> list[Offer]:
+        return self.offers
+
+
+def offer(*, heads: int = 1, memory: int = 2**16, backend: str = "torch", block_size: int = 4) -> Offer:
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=4)
+    chosen = (("0", backend, (Identity(backend, "module:Class"),)),)
+    return Offer(layers=(LayerSpec(name="0", spec=spec),), memory_bytes=memory, chosen=chosen)
+
+
+def agreed(*offers: Offer, rank: int = 0) -> KVCachePlan:
+    grouping = group_layers(offers[rank].layers)
+    plan = plan_cache(grouping, memory_bytes=offers[rank].memory_bytes, max_model_len=64, max_num_batched_tokens=16)
+    ranks: Any = Together(rank, list(offers))
+    return agree(ranks, offers[rank].layers, plan, (), Stack())
+
+
+def test_the_rank_with_the_least_memory_decides_for_all() -> None:
+    offers = (offer(), offer(memory=2**14))
+    found = [agreed(*offers, rank=rank) for rank in (0, 1)]
+    assert found[0].num_slabs == found[1].num_slabs < agreed(offer(), offer()).num_slabs
+
+
+def test_ranks_that_chose_different_backends_are_refused() -> None:
+    with pytest.raises(BackendError, match="layer '0' has backend 'torch' on rank 0 and 'cpu' on rank 1"):
+        agreed(offer(), offer(backend="cpu"))
+
+
+def test_ranks_that_plan_a_layer_differently_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"'0' is not the same .*rank 0: .*block_size=4.*; rank 1: .*block_size=8"):
+        agreed(offer(), offer(block_size=8))
+    with pytest.raises(PlanError, match="rank 1 stores other bytes of a block than rank 0"):
+        agreed(offer(), offer(heads=2))
+
+
+# --- block tables -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sets(st.integers(0, 4), min_size=1), st.integers(0, 2**16)), min_size=1, max_size=8))
+def test_a_rank_that_gets_the_changes_has_the_entries_that_each_batch_reads(steps: list[tuple[set[int], int]]) -> None:
+    shape: Any = (5, 40, (4, 8, 4), (TOKENS, TOKENS, ENCODER), {ENCODER: 12})
+    tables, other = BlockTables(*shape), BlockTables(*shape)
+    entries = TableEntries(tables)
+    for rows, seed in steps:
+        random = np.random.default_rng(seed)
+        for stack in tables.stacks:  # rows outside of the batch change too
+            changed = random.random(stack.ids.shape) < 0.3
+            stack.ids[changed] = random.integers(0, 100, changed.sum())
+        lens = random.integers(1, 40, len(rows))
+        batch = StepBatch(
+            rows=np.array(sorted(rows)),
+            num_computed=lens - 1,
+            query_lens=np.ones(len(rows), dtype=np.int64),
+            generating_indices=np.arange(len(rows)),
+        )
+        told = entries.take(batch)
+        for stack, (at, ids) in zip(other.stacks, told, strict=True):
+            stack.flat[at] = ids
+        for table, copy in zip(tables, other, strict=True):
+            for row, num_tokens in zip(batch.rows, lens, strict=True):
+                width = -(-int(num_tokens) // table.block_size)
+                assert table.ids[row, :width].tolist() == copy.ids[row, :width].tolist()
+    assert [0] * len(told) == [len(at) for at, _ in entries.take(batch)]
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+def joined(num_ranks: int, join: Callable[[int], None]) -> dict[int, socket.socket]:
+    """Return rank 0's connections; ``join(port)`` lets the others connect."""
+    return listen(num_ranks, "127.0.0.1", SECRET, lambda port: threading.Thread(target=join, args=(port,)).start())
+
+
+def test_rank_0_takes_only_connections_that_begin_with_the_secret() -> None:
+    def join(port: int) -> None:
+        kept.append(connect(2, "127.0.0.1", port, b"another secret!!"))
+        kept.append(connect(9, "127.0.0.1", port, SECRET))
+        kept.extend(connect(rank, "127.0.0.1", port, SECRET) for rank in (2, 1))
+
+    kept: list[socket.socket] = []
+    found = joined(3, join)
+    assert [1, 2] == list(found)
+    for each in (*found.values(), *kept):
+        each.close()
+
+
+def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_CONNECTING_SECONDS", 0.1)
+    with pytest.raises(EngineError, match="of 3 ranks, 1, 2 did not connect to rank 0"):
+        listen(3, "127.0.0.1", SECRET, lambda port: None)
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = socket.create_connection(server.getsockname())
+        return server.accept()[0], other
+
+
+def pair() -> tuple[Leader, socket.socket, SimpleQueue[str | None]]:
+    """Return rank 0, the other end of its connection to rank 1, and the sentences with which rank 0 would end."""
+    mine, other = tcp_pair()
+    ended: SimpleQueue[str | None] = SimpleQueue()
+    return Leader({1: mine}, 2, ended.put), other, ended
+
+
+def test_every_rank_gets_the_values_of_all() -> None:
+    leader, other, _ = pair()
+    follower = Follower(1, 2, 2, other, lambda sentence: None)
+    threading.Thread(target=leader.exchange, args=({"rank": 0},)).start()
+    assert [{"rank": 0}, {"rank": 1}] == follower.exchange({"rank": 1})
+    leader.close()
+    follower.close()
+
+
+def test_the_end_of_a_rank_is_said_once_and_not_after_the_engine_was_closed() -> None:
+    leader, other, ended = pair()
+    other.close()
+    assert "rank 1 ended: its process was killed or its machine was lost, so all ranks end" == ended.get(timeout=10)
+    leader.close()
+    leader, other, ended = pair()
+    leader.close()
+    other.close()
+    assert ended.empty()
+
+
+def test_rank_0_may_report_an_error_of_its_own_before_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.engine.ranks.leader.GRACE_SECONDS", 0.2)
+    leader, other, ended = pair()
+    other.sendall(packed(Failure("the same mistake")))
+    leader.close()
+    other.close()
+    with pytest.raises(Empty):
+        ended.get(timeout=0.5)
+    leader, other, ended = pair()
+    other.sendall(packed(Failure("another mistake")))
+    assert "rank 1: another mistake" == ended.get(timeout=10)
+    leader.close()
+    other.close()
+
+
+def test_a_rank_that_waits_in_its_set_up_ends_with_rank_0() -> None:
+    leader, other, _ = pair()
+    follower = Follower(1, 2, 2, other, lambda sentence: None)
+    leader.close()
+    with pytest.raises(SystemExit, match="71"):
+        follower.exchange(None)
+    follower.close()
+
+
+def test_values_of_any_size_arrive_in_order() -> None:
+    mine, other = tcp_pair()
+    found = Link(other, on_failure=lambda sentence: None, on_lost=lambda: None)
+    link = Link(mine, on_failure=lambda sentence: None, on_lost=lambda: None)
+    values = [END, b"x" * 3_000_000, {"small": 1}]
+    for value in values:
+        link.send(packed(value))
+    assert values == [found.values.get(timeout=10) for _ in values]
+    link.close()
+    found.close()
