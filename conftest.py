@@ -22,8 +22,9 @@ if not HAS_GPU:
 with suppress(ImportError):  # a machine with a GPU runs its tests without
     from hypothesis import settings
 
-    settings.register_profile("kvframe", deadline=None)
-    settings.load_profile("kvframe")
+    settings.register_profile("usual", deadline=None, max_examples=40)
+    settings.register_profile("whole", deadline=None, max_examples=200)
+    settings.load_profile("usual")
 os.environ["KVFRAME_TIMES"] = str(Path(__file__).parent / ".cache" / "no_times.json")
 
 
