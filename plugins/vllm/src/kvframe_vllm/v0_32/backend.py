@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 import attrs
@@ -11,6 +12,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from kvframe import HostedLayers, HostedStep
 from kvframe.contract import CommonAttentionMetadata, LayerSpec
 from kvframe_vllm.attach import Choices
+
+LOGGER = logging.getLogger("vllm.kvframe")  # vLLM shows what its own loggers say
 
 
 class HostedBackend(AttentionBackend):
@@ -157,6 +160,8 @@ class HostedBuilder(AttentionMetadataBuilder):
         self._block_size = kv_cache_spec.block_size
         layers = [_in_blocks(context[name].impl.layer, self._block_size, layer_names) for name in layer_names]
         self._hosted = HostedLayers(layers, self.choices.stack, self.choices.registry, device)
+        backends = ", ".join(sorted({choice.backend for choice in self._hosted.choices}))
+        LOGGER.info("kvframe serves %d layers in blocks of %d tokens by %s", len(layers), self._block_size, backends)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> HostedMetadata:
         """Make a step's metadata.
