@@ -65,6 +65,14 @@ def test_what_kvframe_refuses_ends_the_start_in_its_words(stack: str, message: s
     assert message in done.stderr
 
 
+def test_a_setting_that_divides_what_a_layer_computes_is_refused(vllm_runs: Any) -> None:
+    engine = {**vllm_runs.engine, "kv_sharing_fast_prefill": True}
+    settings = {"engine": engine, "prompts": [[1, 2, 3]], "max_tokens": 1}
+    done = vllm_runs.start(vllm_runs.make_model("Llama"), settings, vllm_runs.stack)
+    assert done.returncode != 0
+    assert "kvframe-vllm does not serve kv_sharing_fast_prefill" in done.stderr
+
+
 def test_the_installed_vllm_has_every_name() -> None:
     from kvframe_vllm.names import missing_names
 

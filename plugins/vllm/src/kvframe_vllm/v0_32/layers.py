@@ -35,6 +35,9 @@ def describe_layers(config: Any, reported: Mapping[str, Any], stack: Stack, regi
     """
     context = config.compilation_config.static_forward_context
     modules = {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
+    _check_settings(config)
+    if not modules:
+        return {}
     if config.parallel_config.pipeline_parallel_size > 1:  # another stage may have the layers of a rule
         stack = attrs.evolve(stack, rules=tuple(attrs.evolve(rule, optional=True) for rule in stack.rules))
     for name, module in modules.items():
@@ -55,6 +58,18 @@ def describe_layers(config: Any, reported: Mapping[str, Any], stack: Stack, regi
         spec_of(layer)
         modules[layer.name].impl.layer = layer
     return {layer.name: layer for layer in layers}
+
+
+def _check_settings(config: Any) -> None:
+    """Raise if vLLM is set to something under which it would not hand kvframe what it computes."""
+    parallel = config.parallel_config
+    found = {
+        "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size > 1,
+    }
+    if chosen := ", ".join(name for name, is_set in found.items() if is_set):
+        raise BackendError(f"kvframe-vllm does not serve {chosen}: unset it, or unset KVFRAME_STACK")
 
 
 def _check(name: str, module: Any) -> None:
