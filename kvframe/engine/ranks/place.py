@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.config.stack import Stack
 from kvframe.contract.errors import StackError
+
+if TYPE_CHECKING:
+    from kvframe.config.stack import Stack
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
