@@ -167,12 +167,16 @@ class ServedLayer:
 
 
 class AttentionLayer(ServedLayer):
-    """One attention layer, which the model calls. It holds its cache, and its group's step."""
+    """One attention layer, which the model calls. It holds its cache, and its group's step.
+
+    Attributes:
+        step: What its group holds while a step runs.
+    """
 
     def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:
         super().__init__(spec, step.group)
         self._kv_cache = kv_cache
-        self._step = step
+        self.step = step
 
     def __call__(
         self,
@@ -197,7 +201,7 @@ class AttentionLayer(ServedLayer):
         Raises:
             BackendError: As ``write`` and ``attend`` raise it.
         """
-        read = self._step.read
+        read = self.step.read
         self.write(key, value, self._kv_cache, read)
         return self.attend(query, self._kv_cache, read, sinks)
 

@@ -20,7 +20,7 @@ from kvframe.testing.hosts import KVFRAME, Host
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, dense_lse, relative_bias, visible_tokens
-from kvframe.testing.step import run_step
+from kvframe.testing.step import WITHOUT_SINKS, run_step
 
 _SCORES_AT_A_TIME = 1 << 19
 
@@ -35,7 +35,8 @@ def check_backend(
     """Check that a backend's output is within ``attention_error_bound``, and that it writes to no other memory.
 
     If it declares ``returns_lse``, ``forward_with_lse`` is called too. Its output is held to the same bound, and its
-    log-sum-exp to ``lse_error_bound``.
+    log-sum-exp to ``lse_error_bound``. For a layer with learned sinks it is called once more without them, as for a
+    part of the keys to which they do not belong.
 
     Its metadata is built as the framework builds it, from requests in the order that the builder asks for. If the
     builder declares which fields depend on block tables, it is also built for other tables and then refreshed.
@@ -66,10 +67,14 @@ def check_backend(
         problem = find_error(case, expected, values, output.rows)
         if problem:
             raise _failure(backend_class, case, made + problem)
-    if output.lse is not None:
-        problem = find_error(case, _make_lse_reference(case, inputs, learned), output.lse, output.rows)
+    for made, found in output.with_lse.items():
+        given = learned
+        if made == WITHOUT_SINKS:
+            given = learned.without_sinks()
+            expected = make_reference(case, inputs, given)
+        problem = find_lse_error(case, inputs, given, expected, found, output.rows)
         if problem:
-            raise _failure(backend_class, case, f"the log-sum-exp: {problem}")
+            raise _failure(backend_class, case, made + problem)
 
 
 def find_error(
@@ -102,6 +107,32 @@ def find_error(
         f"{len(wrong)} of {len(errors)} queries are wrong, the first at position {position} of request {index} "
         f"({case.requests[index]}), by {error:.3g} where {bound:.3g} is allowed{hint}"
     )
+
+
+def find_lse_error(
+    case: Case,
+    inputs: Sequence[Inputs],
+    learned: Learned,
+    expected: tuple[torch.Tensor, torch.Tensor],
+    found: tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+) -> str:
+    """Return a text about wrong results of ``forward_with_lse``; empty if none is wrong.
+
+    Args:
+        case: The case.
+        inputs: Each request's tensors.
+        learned: The learned tensors that the backend was given.
+        expected: What ``make_reference`` returned for these.
+        found: What the backend returned, the output and the log-sum-exp, with padding after them.
+        rows: Which of the packed queries these are.
+    """
+    output, lse = found
+    problem = find_error(case, expected, output, rows)
+    if problem:
+        return problem
+    problem = find_error(case, _make_lse_reference(case, inputs, learned), lse, rows)
+    return problem and f"the log-sum-exp: {problem}"
 
 
 def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,6 +60,10 @@ class Learned:
             parameters[RELATIVE_BIAS] = draw(query.relative_bias.num_buckets, query.num_heads)
         return cls(sinks=sinks, parameters=parameters)
 
+    def without_sinks(self) -> Learned:
+        """Return the tensors that a part of the keys is attended to with if another part has the sinks."""
+        return Learned(sinks=None, parameters=self.parameters)
+
     def to(self, target: torch.device | torch.dtype) -> Learned:
         """Return the tensors on another device or in another dtype."""
         return Learned(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvframe.attention.layer import AttentionLayer
+from kvframe.contract.backend import KVCache
 from kvframe.contract.merging import lse_dtype
 from kvframe.testing.case import Case
 from kvframe.testing.laws import ConformanceError
@@ -45,6 +47,29 @@ def check_outputs(values: object, case: Case, query: torch.Tensor) -> tuple[torc
         _checked("the output", name, output, of_output, query.dtype, query.device),
         _checked("the log-sum-exp", name, lse, shape, dtype, query.device),
     )
+
+
+def attend_with_lse(
+    layer: AttentionLayer, kv_cache: KVCache, query: torch.Tensor, sinks: torch.Tensor | None, case: Case
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the log-sum-exp of a layer without wrappers, in the step that its group has begun.
+
+    Args:
+        layer: The layer; its keys and values of the step are written.
+        kv_cache: The state tensors that it reads.
+        query: ``[num_tokens, num_heads, head_size], device``.
+        sinks: ``[num_heads], device``, or None.
+        case: The case.
+
+    Raises:
+        ConformanceError: As ``check_outputs`` raises it.
+        KVFrameError: What the backend raises.
+    """
+    backend, read = layer.step.group.backend, layer.step.read
+    order = read.permutation
+    rows = query if order is None else query.index_select(0, order.tokens)
+    output, lse = check_outputs(backend.forward_with_lse(layer.spec, rows, kv_cache, read.metadata, sinks), case, rows)
+    return (output, lse) if order is None else (output[order.inverse], lse[order.inverse])
 
 
 def _checked(

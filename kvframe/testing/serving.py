@@ -26,14 +26,14 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import find_error, make_reference
+from kvframe.testing.conformance import find_error, find_lse_error, make_reference
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.output import check_output
+from kvframe.testing.output import attend_with_lse, check_output
 from kvframe.testing.pages import changed_beside, fill, slots_of, write, written_tokens
 from kvframe.testing.runs import Run
 from kvframe.testing.staging import choose
-from kvframe.testing.step import WriteGuard, tensors_of
+from kvframe.testing.step import WITH_LSE, WriteGuard, tensors_of
 from kvframe.testing.step_metadata import make_step_metadata
 
 _BYSTANDER = "leaves"
@@ -48,6 +48,8 @@ def check_run(
     backend_class: type[AttentionBackend], run: Run, device: str = "cpu", poisons: Sequence[float] = POISONS
 ) -> None:
     """Check that a backend's output is within the error bound of the dtype, and that it writes to no other memory.
+
+    If it declares ``returns_lse``, the results of ``forward_with_lse`` are compared too.
 
     Args:
         backend_class: The backend.
@@ -250,9 +252,13 @@ class _Served:
         sinks = learned.sinks
         guard = WriteGuard([query, key, value, *([] if sinks is None else [sinks])])
         before = self._storage.pool.clone()
-        values = self._attention[case.layer.name](query, key, value, sinks)
+        layer, with_lse = self._attention[case.layer.name], None
+        values = layer(query, key, value, sinks)
         try:
             check_output(values, case, query)
+            if self._class.capabilities.returns_lse:
+                kv_cache = self._storage.views[case.layer.name]
+                with_lse = attend_with_lse(layer, kv_cache, query, sinks, case)
         except ConformanceError as error:
             raise self._failure(case, str(error)) from error
         slots = Slots(metadata.slot_mapping.to(self._device), metadata.block_size)
@@ -261,7 +267,11 @@ class _Served:
         if not guard.holds():
             raise self._failure(case, "it wrote to the query, the keys, the values or the sinks")
         rows = torch.arange(metadata.num_actual_tokens)
-        problem = find_error(case, make_reference(case, inputs, content.learned), values, rows)
+        expected = make_reference(case, inputs, content.learned)
+        problem = find_error(case, expected, values, rows)
+        if not problem and with_lse is not None:
+            problem = find_lse_error(case, inputs, content.learned, expected, with_lse, rows)
+            problem = problem and WITH_LSE + problem
         if problem:
             raise self._failure(case, problem)
         # A backend must not use these tensors in a later layer or step.

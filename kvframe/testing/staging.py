@@ -21,7 +21,7 @@ from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import PLAIN, KVFormat
@@ -35,7 +35,7 @@ from kvframe.testing.case import Case
 from kvframe.testing.grid import formats_of, in_format, make_layer, make_masks, usual_head_size
 from kvframe.testing.inputs import Learned
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.output import check_output
+from kvframe.testing.output import attend_with_lse, check_output
 from kvframe.testing.state import RELATIVE_BIAS, SOFT_CAP, StateForm, form_of
 
 META = torch.device("meta")
@@ -89,8 +89,9 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
 
     Layers of each mask and feature that the backend serves compute decodes and a mixed batch, and also the decodes of a
     graph if these can be captured. A few layers do so in every format that the backend reads, and in one format whose
-    pages are copied for it. Functions outside of torch do not work on such a device: replace them by functions that
-    return tensors of the right shape. Copies inside a library are not counted.
+    pages are copied for it. If the backend declares ``returns_lse``, each layer is also computed with the log-sum-exp.
+    Functions outside of torch do not work on such a device: replace them by functions that return tensors of the right
+    shape. Copies inside a library are not counted.
 
     A builder that builds on the host is also given metadata whose undeclared fields lie on the device only, as another
     host may have them.
@@ -157,6 +158,7 @@ def _copies_of_a_step(
 
     The result is None if the step is to be replayed but cannot be captured.
     """
+    with_lse = backend_class.capabilities.returns_lse
     grouping = group_layers(layers)
     memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)
     plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_LEN)
@@ -193,7 +195,7 @@ def _copies_of_a_step(
         else:
             attention.replay_step(captured, metadata, ())
         for name, case in cases.items():
-            _attend(attention[name], case, learned[name], num_tokens)
+            _attend(attention[name], views[name], case, learned[name], num_tokens, with_lse=with_lse)
     found: list[str] = copies.found
     return found
 
@@ -219,7 +221,9 @@ def _check_host_fields(builder: AttentionMetadataBuilder, common: CommonAttentio
         raise ConformanceError(f"{undeclared}: {mixed.found[0]} mixes tensors of host and device")
 
 
-def _attend(layer: AttentionLayer, case: Case, learned: Learned, num_tokens: int) -> None:
+def _attend(
+    layer: AttentionLayer, kv_cache: KVCache, case: Case, learned: Learned, num_tokens: int, *, with_lse: bool
+) -> None:
     def draw(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=case.query_dtype, device=META)
 
@@ -227,6 +231,8 @@ def _attend(layer: AttentionLayer, case: Case, learned: Learned, num_tokens: int
     try:
         output = layer(query, *case.form.draw(case.spec, num_tokens, draw), learned.sinks)
         check_output(output, case, query)
+        if with_lse:
+            attend_with_lse(layer, kv_cache, query, learned.sinks, case)
     except (BackendError, ConformanceError) as error:
         if _is_of_torch(error):
             raise

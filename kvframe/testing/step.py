@@ -39,8 +39,9 @@ BUILT = ""
 REFRESHED = "with refreshed metadata, "
 """Metadata that was built for other tables and then refreshed."""
 WITH_LSE = "from forward_with_lse, "
-"""Metadata that was built for the step, and ``forward_with_lse`` instead of ``forward``. All three begin error
-sentences."""
+"""Metadata that was built for the step, and ``forward_with_lse`` instead of ``forward``."""
+WITHOUT_SINKS = "from forward_with_lse without the layer's sinks, "
+"""Likewise, for a part of the keys to which the sinks do not belong. All of these begin error sentences."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -48,15 +49,16 @@ class Output:
     """A backend's output in a step.
 
     Attributes:
-        values: ``[num_tokens, num_heads, head_size_v], device``: its output for the tokens that its chain keeps, by how
-            its metadata was made: ``BUILT`` always, ``REFRESHED`` if its builder declares ``table_fields``,
-            ``WITH_LSE`` if the backend returns the log-sum-exp.
-        lse: ``[num_tokens, num_heads], device``: the log-sum-exp; None if the backend returns none.
+        values: ``[num_tokens, num_heads, head_size_v], device``: what ``forward`` returned for the tokens that the
+            chain keeps, by how its metadata was made: ``BUILT`` always, ``REFRESHED`` if its builder declares
+            ``table_fields``.
+        with_lse: What ``forward_with_lse`` returned, the same and ``[num_tokens, num_heads], device``: ``WITH_LSE`` if
+            the backend returns the log-sum-exp, and ``WITHOUT_SINKS`` if the layer has learned sinks too.
         rows: ``[num_actual_tokens], int64, host``: the packed tokens that the chain keeps, without padding.
     """
 
     values: Mapping[str, torch.Tensor]
-    lse: torch.Tensor | None
+    with_lse: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     rows: torch.Tensor
 
 
@@ -143,24 +145,25 @@ def run_step(
             raise ConformanceError(f"{made}{error}") from error
         return values if back is None else values.index_select(0, back)
 
-    def attend_with_lse(built: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend_with_lse(built: Any, made: str, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         try:
-            found = backend.forward_with_lse(seen, query, kv_cache, built, learned.sinks)
-            output, lse = check_outputs(found, case, query)
+            output, lse = check_outputs(backend.forward_with_lse(seen, query, kv_cache, built, sinks), case, query)
         except (ConformanceError, BackendError) as error:
-            raise ConformanceError(f"{WITH_LSE}{error}") from error
+            raise ConformanceError(f"{made}{error}") from error
         return (output, lse) if back is None else (output.index_select(0, back), lse.index_select(0, back))
 
     lent, take_back = host.lend(common)
-    built, lse = _build(builder, lent), None
+    built = _build(builder, lent)
     take_back()
-    values = {BUILT: attend(built, BUILT)}
+    values, with_lse = {BUILT: attend(built, BUILT)}, {}
     if backend_class.capabilities.returns_lse:
-        values[WITH_LSE], lse = attend_with_lse(built)
+        with_lse[WITH_LSE] = attend_with_lse(built, WITH_LSE, learned.sinks)
+        if learned.sinks is not None:
+            with_lse[WITHOUT_SINKS] = attend_with_lse(built, WITHOUT_SINKS, None)
     if builder.table_fields is not None:
         values[REFRESHED] = attend(_build_and_refresh(builder, common), REFRESHED)
     guard.check("it wrote to the cache, the query or the batch metadata")
-    return Output(values=values, lse=lse, rows=kept[: wrapped.num_actual_tokens])
+    return Output(values=values, with_lse=with_lse, rows=kept[: wrapped.num_actual_tokens])
 
 
 def _build(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:

@@ -267,6 +267,8 @@ class IsTooShort(TorchBackend):
 class CountsSteps(OnHost):
     """Has a number in its metadata that differs between steps, which a graph cannot read."""
 
+    capabilities = attrs.evolve(OnHost.capabilities, returns_lse=False)
+
     def make_builder(self) -> AttentionMetadataBuilder:
         @attrs.frozen(eq=False)
         class Counted:

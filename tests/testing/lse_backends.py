@@ -60,7 +60,7 @@ class LseBackend(PlainBackend):
 
 
 MISTAKES: dict[str, tuple[type[LseBackend], str, str]] = {}
-"""For each bug: the backend, the case of the kit that finds it, and a part of the kit's error."""
+"""For each bug: the backend, the case or run of the kit that finds it, and a part of the kit's error."""
 
 WRONG = "the log-sum-exp: .*wrong, the first at"
 
@@ -211,3 +211,56 @@ class OtherOutput(LseBackend):
 class Undefined(LseBackend):
     def forward_with_lse(self, *arguments: Any) -> Any:
         return PlainBackend.forward_with_lse(self, *arguments)
+
+
+@shown_by("heads of a group are exchanged", "full-block=1-decode")
+class ExchangedHeads(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse.unflatten(1, (-1, 2)).flip(2).flatten(1)
+
+
+@shown_by("KV heads are exchanged", "full-block=1-decode")
+class ExchangedGroups(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse.roll(lse.shape[1] // 2, 1)
+
+
+@shown_by(
+    "the sinks of the call before are added to a part without sinks",
+    "full-learned_sinks-decode",
+    "from forward_with_lse without the layer's sinks, .* queries are wrong",
+)
+class KeepsSinks(LseBackend):
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.kept = getattr(self, "kept", None) if sinks is None else sinks
+        return super().forward_with_lse(layer, query, kv_cache, metadata, self.kept)
+
+
+@shown_by("queries that see a sink only have -inf", "bidirectional-learned_sinks-cross_without_keys")
+class WithoutKeysWithoutSinks(LseBackend):
+    def reduced(self, logits: torch.Tensor) -> torch.Tensor:
+        found = super().reduced(logits)
+        return found if logits.shape[-1] > 1 else found.fill_(-math.inf)
+
+
+@shown_by("the second layer has that of the first", "head_size=64-num_kv_heads=8-full-decodes")
+class OfTheFirstLayer(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        if layer.name.endswith("0"):
+            self.first = lse
+        return getattr(self, "first", lse)
+
+
+@shown_by("it is written to memory of the step before, too late", "head_size=64-num_kv_heads=8-full-decodes")
+class OfTheFirstStep(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        steps = vars(self).setdefault("steps", {})
+        return steps.setdefault((layer.name, lse.shape), lse)
+
+
+@shown_by("it is computed for the first sixteen heads", "head_size=64-num_kv_heads=8-full-decodes")
+class FewHeads(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return torch.cat([lse[:, :16], lse[:, 16:].zero_()], dim=1)

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from kvframe_torch.backend import TorchBackend
 
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.runs import make_runs
 from kvframe.testing.sample import sample
+from kvframe.testing.serving import check_run
+from kvframe.testing.staging import check_staging
 from tests.testing.lse_backends import MISTAKES, LseBackend
 
 CASES = {case.name: case for case in make_cases(LseBackend.capabilities)}
+RUNS = {run.name: run for run in make_runs(LseBackend.capabilities)}
 SAMPLED = sample([*CASES.values()])
 
+LOOP: dict[str, Callable[..., None]] = {
+    **{name: partial(check_backend, case=case) for name, case in CASES.items()},
+    **{name: partial(check_run, run=run) for name, run in RUNS.items()},
+}
+FIRST = {mistake: next(name for name in LOOP if where in name) for mistake, (_, where, _) in MISTAKES.items()}
+"""The first check that finds a bug: it runs first, so that the others need not run."""
 
-def first(where: str) -> str:
-    """Return the first case that finds a bug: it runs first, so that the others need not run."""
-    return next(name for name in CASES if where in name)
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def check_sample(backend: type[LseBackend]) -> None:
@@ -26,22 +42,58 @@ def check_sample(backend: type[LseBackend]) -> None:
         check_backend(backend, case)
 
 
+def test_the_list_is_long() -> None:
+    assert 25 <= len(MISTAKES)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_kit_finds_a_mistake(mistake: str) -> None:
-    wrong, where, message = MISTAKES[mistake]
+    wrong, _, message = MISTAKES[mistake]
     with pytest.raises(ConformanceError, match=message):
-        check_backend(wrong, CASES[first(where)])
+        LOOP[FIRST[mistake]](wrong)
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*(first(where) for _, where, _ in MISTAKES.values()), *itertools.islice(CASES, 0, None, 50)})
-)
+@pytest.mark.parametrize("name", sorted({*FIRST.values(), *itertools.islice(CASES, 0, None, 50)}))
 def test_the_kit_finds_nothing_in_the_backend_without_a_mistake(name: str) -> None:
-    check_backend(LseBackend, CASES[name])
+    LOOP[name](LseBackend)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [mistake for mistake, name in FIRST.items() if name in CASES])
 def test_a_sample_of_the_cases_finds_a_mistake_too(mistake: str) -> None:
     wrong, _, message = MISTAKES[mistake]
     with pytest.raises(ConformanceError, match=message):
         check_sample(wrong)
+
+
+# --- a device that must not be waited for -----------------------------------------------------------------------------
+
+
+class Waits(TorchBackend):
+    def forward_with_lse(self, *given: Any) -> Any:
+        output, lse = super().forward_with_lse(*given)
+        return output, lse if lse.isfinite().all() else lse.nan_to_num()
+
+
+class CopiesItself(TorchBackend):
+    def forward_with_lse(self, *given: Any) -> Any:
+        output, lse = super().forward_with_lse(*given)
+        return output, lse + torch.zeros(1).to(lse.device)
+
+
+class WithoutTheLastHead(TorchBackend):
+    def forward_with_lse(self, *given: Any) -> Any:
+        output, lse = super().forward_with_lse(*given)
+        return output, lse[:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Waits, "Waits on decodes, stored as plain, asks the device for a value"),
+        (CopiesItself, r"CopiesItself on decodes, stored as plain, makes [0-9]+ copies to the device"),
+        (WithoutTheLastHead, r"layers.0: the log-sum-exp is \(3, 3\), torch.float32, meta, not \(3, 4\)"),
+    ],
+)
+def test_a_step_with_the_log_sum_exp_is_staged_as_one_without(wrong: type[TorchBackend], message: str) -> None:
+    with pytest.raises(ConformanceError, match=message):
+        check_staging(wrong)
