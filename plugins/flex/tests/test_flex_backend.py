@@ -119,8 +119,27 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
-def test_what_torch_traces_computes_cases_of_every_mask_and_feature(case: Case) -> None:
+def test_what_torch_traces_computes_cases_of_every_mask_and_feature(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU, where the kernel returns the log-sum-exp too.
+    monkeypatch.setattr(kernel, "WITHOUT_LSE", frozenset())
     check_backend(Compiled, case)
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_where_the_compiled_kernel_returns_no_log_sum_exp_it_is_computed_one_head_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heads, dense = [], kernel.dense_flex_attention
+
+    def spy(query: torch.Tensor, *rest: Any) -> Any:
+        heads.append((query.shape[1], rest[-1]))
+        return dense(query, *rest)
+
+    monkeypatch.setattr(kernel, "dense_flex_attention", spy)
+    check_backend(Compiled, CASES["full-relative_bias-soft_cap-learned_sinks-mixed"])
+    assert {(2, 0), (2, 2)} == set(heads)
 
 
 @pytest.mark.gpu

@@ -214,11 +214,11 @@ class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         sizes = [leaf.untyped_storage().nbytes() // 4 for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.num_elements = max(self.num_elements, *sizes)
+        self.num_elements = max([self.num_elements, *sizes])
         return result
 
 
-def largest(request: Request, num_heads: int) -> Iterator[int]:
+def largest(request: Request, num_heads: int, method: str = "forward") -> Iterator[int]:
     """Yield the largest number of elements of a tensor in a step of one request."""
     served = MLABackend([layer(num_heads)], torch.device("cpu"))
     served.bind(layer(num_heads), {"kv_up": torch.ones(num_heads, 16, 16)})
@@ -227,7 +227,7 @@ def largest(request: Request, num_heads: int) -> Iterator[int]:
     query = torch.ones(request.num_new, num_heads, 12)
     built = served.make_builder().build(metadata)
     with _Largest() as mode:
-        served.forward(layer(num_heads), query, {"latent": cache.expand(-1, 4, 20)}, built, None)
+        getattr(served, method)(layer(num_heads), query, {"latent": cache.expand(-1, 4, 20)}, built, None)
     yield mode.num_elements
 
 
@@ -247,9 +247,10 @@ def test_expanded_keys_exist_for_a_few_heads_at_a_time(monkeypatch: pytest.Monke
     assert max(1000 * 64 * 12, 4000 * 4 * 16) == bounded
 
 
-def test_a_mask_exists_for_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["forward", "forward_with_lse"])
+def test_a_mask_and_scores_exist_for_a_few_queries_at_a_time(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "MAX_MASK", 100 * 4000)
-    (bounded,) = largest(Request(2000, 2000), num_heads=1)
+    (bounded,) = largest(Request(2000, 2000), 1, method)
     assert bounded < 2000 * 4000 / 4
 
 

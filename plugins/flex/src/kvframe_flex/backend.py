@@ -53,6 +53,7 @@ class FlexBackend(AttentionBackend):
         relative_bias=True,
         separate_value_size=True,
         takes_copies=True,
+        returns_lse=True,
         preference=-5,
     )
     options_class = FlexOptions
@@ -95,12 +96,39 @@ class FlexBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gather each dense batch's pages, and compute its attention."""
+        return self._forward(layer, query, kv_cache, metadata, sinks, out, None)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention with the kernel's log-sum-exp; densely on a CPU, whose compiled kernels return none."""
+        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        if sinks is not None:
+            # Requests without keys are in no dense batch.
+            lse.copy_(sinks.expand_as(lse))
+        return self._forward(layer, query, kv_cache, metadata, sinks, None, lse), lse
+
+    def _forward(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
         size_v = kv_cache["v"].shape[-1]
         bias = self._bias_by_distance.get(layer.name)
         if sinks is not None:
             sinks = sinks.float()
             keep_static(sinks)
-        output = None
+        output = out
+        if output is None:
+            output = query.new_empty(query.shape[0], query.shape[1], size_v)
+        if not any(dense.output_rows is None for dense in metadata.dense_batches):
+            output.zero_()
         for dense, pages in zip(metadata.dense_batches, metadata.pages, strict=True):
             rows = query if dense.query_rows is None else query.index_select(0, dense.query_rows)
             rows = rows.view(dense.num_tiles, dense.num_queries, *query.shape[1:]).transpose(1, 2)
@@ -108,14 +136,12 @@ class FlexBackend(AttentionBackend):
             value = self._gather("v", dense, pages, kv_cache["v"], query.dtype)
             if self.device.type == "cuda":
                 rows, key, value = (_lengthened(each) for each in (rows, key, value))
-            result = self._kernel(rows, key, value, dense.places, dense.causal, bias, sinks)[..., :size_v]
-            result = result.transpose(1, 2).reshape(-1, query.shape[1], size_v)
-            if dense.output_rows is None:
-                return result
-            if output is None:
-                output = query.new_zeros(query.shape[0], query.shape[1], size_v)
-            output.index_copy_(0, dense.output_rows, result if dense.outputs is None else result[dense.outputs])
-        return query.new_zeros(query.shape[0], query.shape[1], size_v) if output is None else output
+            result, log_sums = self._kernel(rows, key, value, dense.places, dense.causal, bias, sinks, lse is not None)
+            _store(dense, result[..., :size_v].transpose(1, 2), output)
+            if lse is not None:
+                assert log_sums is not None
+                _store(dense, log_sums.transpose(1, 2), lse)
+        return output
 
     def _gather(
         self, name: str, dense: DenseBatch, pages: torch.Tensor, state: torch.Tensor, dtype: torch.dtype
@@ -141,3 +167,12 @@ class FlexBackend(AttentionBackend):
 def _lengthened(vectors: torch.Tensor) -> torch.Tensor:
     missing = MIN_CUDA_SIZE - vectors.shape[-1]
     return pad(vectors, (0, missing)) if missing > 0 else vectors
+
+
+def _store(dense: DenseBatch, result: torch.Tensor, output: torch.Tensor) -> None:
+    """Write ``[num_tiles, num_queries, …]`` of a dense batch to its rows of ``[num_tokens, …]``."""
+    if dense.output_rows is None:
+        output.view(result.shape).copy_(result)
+        return
+    rows = result.flatten(0, 1)
+    output.index_copy_(0, dense.output_rows, rows if dense.outputs is None else rows[dense.outputs])

@@ -21,8 +21,9 @@ def dense_flex_attention(
     full_blocks: torch.Tensor,
     block_size: int,
     scale: float,
-) -> torch.Tensor:
-    """Return ``[num_tiles, num_heads, num_queries, head_size_v]``; zeros for queries that see no key.
+    first_head: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the log-sum-exp of some heads: zeros and -inf for queries that see no key.
 
     Args:
         query: ``[num_tiles, num_heads, num_queries, head_size], device``.
@@ -34,6 +35,10 @@ def dense_flex_attention(
         full_blocks: The same shape: blocks in which every query sees every key.
         block_size: Queries, and keys, of a block.
         scale: Factor on the products.
+        first_head: The first query head of ``query`` among all heads, as ``score`` and ``is_seen`` count them.
+
+    Returns:
+        ``[num_tiles, num_heads, num_queries, head_size_v]``; and ``[num_tiles, num_heads, num_queries], float32``.
     """
     num_tiles, num_heads, num_queries, head_size = query.shape
     num_kv_heads, num_keys = key.shape[1:3]
@@ -42,6 +47,7 @@ def dense_flex_attention(
         torch.arange(size, device=device).view([size if axis == place else 1 for axis in range(4)])
         for place, size in enumerate((num_tiles, num_heads, num_queries, num_keys))
     )
+    head = head + first_head
     folded = query.reshape(num_tiles, num_kv_heads, -1, head_size)
     # Products are computed in a wider dtype and rounded once, so the order of a matrix library's sums does not matter.
     wide = torch.float64 if query.dtype == torch.float32 else torch.float32
@@ -54,4 +60,5 @@ def dense_flex_attention(
     seen = full | (asked & is_seen(tile, head, query_index, key_index))
     scores = scores.masked_fill(~seen, float("-inf"))
     weights = torch.softmax(scores, dim=-1).masked_fill(~seen.any(-1, keepdim=True), 0).to(query.dtype)
-    return (weights.reshape(*folded.shape[:3], num_keys) @ value).view(num_tiles, num_heads, num_queries, -1)
+    output = (weights.reshape(*folded.shape[:3], num_keys) @ value).view(num_tiles, num_heads, num_queries, -1)
+    return output, scores.logsumexp(-1)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from kvframe.contract import BackendError, MaskFunction, QuerySpec, bias_columns
 from kvframe_flex.dense import dense_flex_attention
@@ -27,8 +28,15 @@ BLOCK = 128
 COMPILER = "inductor"
 """The torch backend that compiles a kernel."""
 
+WITHOUT_LSE = frozenset({"cpu"})
+"""Device types whose compiled kernels return no log-sum-exp: if it is wanted, scores are computed densely."""
+
 MIN_BLOCKS = 2
 """The fewest blocks of a block mask: with a size of one, torch would compile a separate kernel."""
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+"""``[num_tiles, num_heads, num_queries, head_size_v]``; and the log-sum-exp, ``[num_tiles, num_heads, num_queries],
+float32``, if it was wanted."""
 
 _log = logging.getLogger("kvframe")
 
@@ -111,7 +119,8 @@ class Kernel:
             _say_uncompiled(missing)
         self._may_fail = compile_mode == "auto"
         self._is_compiled = compile_mode != "never" and not missing
-        self._compiled: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
+        self._compiles_lse = device.type not in WITHOUT_LSE
+        self._compiled: dict[tuple[Any, ...], Callable[..., Result]] = {}
 
     @property
     def is_compiled(self) -> bool:
@@ -127,8 +136,9 @@ class Kernel:
         causal: bool,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return attention of a dense batch, ``[num_tiles, num_heads, num_queries, head_size_v]``.
+        with_lse: bool,
+    ) -> Result:
+        """Return attention of a dense batch.
 
         Args:
             query: ``[num_tiles, num_heads, num_queries, head_size], device``.
@@ -138,14 +148,16 @@ class Kernel:
             causal: Whether the mask function applies; if not, queries see all tokens that are not hidden.
             bias: ``[num_heads, 2 * max_distance + 1], device``: the learned bias by distance; None for none.
             sinks: ``[num_heads], device``: the learned sink logits; None for none.
+            with_lse: Whether the log-sum-exp is wanted.
 
         Raises:
             BackendError: The mode is ``always``, and the compilation failed.
         """
-        arguments = query, key, value, places, causal, bias, sinks
-        if self._is_compiled:
+        arguments = query, key, value, places, causal, bias, sinks, with_lse
+        if self._is_compiled and (self._compiles_lse or not with_lse):
             # torch compiles a separate kernel for each of these.
-            kind = len(query) == 1, query.shape[2] == 1, causal, query.dtype, len(places.positions)
+            numbers = len(query) == 1, query.shape[2] == 1, len(places.positions)
+            kind = *numbers, causal, query.dtype, sinks is None, with_lse
             try:
                 return self._run_compiled(kind, arguments)
             except Exception as error:
@@ -155,12 +167,36 @@ class Kernel:
                     raise BackendError(f"compiling FlexAttention failed: {reason}") from error
                 _say_uncompiled(reason)
                 self._is_compiled = False
-        score, is_seen = self._functions(places, causal, bias, sinks)
-        asked = _chosen(places.num_blocks, places.blocks)
-        full = _chosen(places.num_full_blocks, places.full_blocks)
-        return dense_flex_attention(query, key, value, score, is_seen, asked, full, BLOCK, self._scores.scale)
+        return self._run_densely(*arguments)
 
-    def _run_compiled(self, kind: tuple[Any, ...], arguments: tuple[Any, ...]) -> torch.Tensor:
+    def _run_densely(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        places: Places,
+        causal: bool,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        with_lse: bool,
+    ) -> Result:
+        functions = self._functions(places, causal, bias, sinks)
+        blocks = _chosen(places.num_blocks, places.blocks), _chosen(places.num_full_blocks, places.full_blocks)
+        # Dense batches for compiled kernels have as many pairs as the scores of one KV head may be.
+        group = query.shape[1] // key.shape[1]
+        heads_at_once = 1 if self._is_compiled else key.shape[1]
+        outputs, lses = [], []
+        for first in range(0, key.shape[1], heads_at_once):
+            part = slice(first, first + heads_at_once)
+            some = query[:, first * group : (first + heads_at_once) * group], key[:, part], value[:, part]
+            output, lse = dense_flex_attention(*some, *functions, *blocks, BLOCK, self._scores.scale, first * group)
+            outputs.append(output)
+            lses.append(lse)
+        if len(outputs) == 1:
+            return outputs[0], lses[0] if with_lse else None
+        return torch.cat(outputs, dim=1), torch.cat(lses, dim=1) if with_lse else None
+
+    def _run_compiled(self, kind: tuple[Any, ...], arguments: tuple[Any, ...]) -> Result:
         from torch._dynamo.exc import TorchDynamoException
 
         compiled = self._compiled.get(kind)
@@ -175,10 +211,10 @@ class Kernel:
         self._compiled[kind] = compiled
         return result
 
-    def _compile(self) -> Callable[..., torch.Tensor]:
+    def _compile(self) -> Callable[..., Result]:
         """Return the kernel for one more kind of dense batch; it is compiled when it is first called."""
 
-        def attend(*arguments: Any) -> torch.Tensor:
+        def attend(*arguments: Any) -> Result:
             return self._attend(*arguments)
 
         # torch keeps compiled code with the code object, which would be shared by all functions made here.
@@ -195,7 +231,8 @@ class Kernel:
         causal: bool,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        with_lse: bool,
+    ) -> Result:
         score, is_seen = self._functions(places, causal, bias, sinks)
         block_mask = BlockMask.from_kv_blocks(
             places.num_blocks,
@@ -215,9 +252,12 @@ class Kernel:
             block_mask=block_mask,
             scale=self._scores.scale,
             enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=AuxRequest(lse=True) if with_lse else None,
         )
-        assert isinstance(result, torch.Tensor)
-        return result
+        if isinstance(result, torch.Tensor):
+            return result, None
+        output, further = result
+        return output, further.lse
 
     def _functions(
         self, places: Places, causal: bool, bias: torch.Tensor | None, sinks: torch.Tensor | None
@@ -245,7 +285,11 @@ class Kernel:
             if bias is not None and scores.max_distance is not None:
                 distance = position - position_of_query(tile, query_index)
                 value = value + bias[head, bias_columns(distance, scores.max_distance)]
-            return value if sinks is None else torch.where(position == SINK, sinks[head], value)
+            if scores.has_sinks:
+                # Another part of the keys may have the sinks. Then the slot of the sink is hidden in every block.
+                logit = -math.inf if sinks is None else sinks[head]
+                value = torch.where(position == SINK, logit, value)
+            return value
 
         return score if scores.change_scores else None, is_seen
 

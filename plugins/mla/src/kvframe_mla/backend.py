@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvframe.contract import SEQ_STARTS, AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec, Slots
+from kvframe.contract import (
+    SEQ_STARTS,
+    AttentionBackend,
+    BackendError,
+    Capabilities,
+    KVCache,
+    LayerSpec,
+    Slots,
+    lse_dtype,
+)
 from kvframe_mla.builder import DenseBatch, MLAMetadataBuilder
 from kvframe_mla.cost import Cost
 from kvframe_mla.dense_batches import ABSORBED, SQUARE
@@ -21,7 +31,7 @@ MAX_EXPANDED = 1 << 25
 """The most elements of expanded keys and values at once, unless a single head has more."""
 
 MAX_MASK = 1 << 24
-"""The most elements of a mask at once, unless a single query has more."""
+"""The most elements of a mask, or of scores for the log-sum-exp, at once, unless a single query has more."""
 
 
 class MLABackend(AttentionBackend):
@@ -37,6 +47,7 @@ class MLABackend(AttentionBackend):
         extensions=frozenset({SEQ_STARTS}),
         state=frozenset({"latent"}),
         separate_value_size=True,
+        returns_lse=True,
     )
     conformance_form = "kvframe_mla.testing:Latents"
 
@@ -91,30 +102,58 @@ class MLABackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gather each dense batch's latents, and compute attention in the dense batch's form."""
+        return self._forward(layer, query, kv_cache, metadata, out, None)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the scores of the expanded form once more, because torch's attention returns no log-sum-exp."""
+        lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
+        return self._forward(layer, query, kv_cache, metadata, None, lse), lse
+
+    def _forward(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
         if layer.name not in self.parameters:
             raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
         kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
-        output = query.new_zeros(query.shape[0], self._num_heads, self._head_size_v)
+        shape = query.shape[0], self._num_heads, self._head_size_v
+        output = query.new_zeros(shape) if out is None else out.zero_()
         for dense in metadata:
             tokens = _gather(dense, kv_cache["latent"], query.dtype)
             rows = query.index_select(0, dense.query_rows)
             attend = self._absorbed if dense.form == ABSORBED else self._expanded
-            result = attend(dense, rows, tokens, kv_up)
+            result, log_sums = attend(dense, rows, tokens, kv_up, lse is not None)
             if dense.outputs is not None:
                 result = result.index_select(0, dense.outputs)
+                log_sums = None if log_sums is None else log_sums.index_select(0, dense.outputs)
             output.index_copy_(0, dense.output_rows, result)
+            if lse is not None:
+                lse.index_copy_(0, dense.output_rows, log_sums)
         return output
 
     def _absorbed(
-        self, dense: DenseBatch, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor
-    ) -> torch.Tensor:
-        """Return attention in the space of latents, ``[num_tiles * num_queries, num_heads, head_size_v]``.
+        self, dense: DenseBatch, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute attention in the space of latents.
 
         Args:
             dense: The tiles.
             rows: ``[num_tiles * num_queries, num_heads, head_size], device``: their queries.
             tokens: ``[num_tiles, num_tokens, latent_size + rope_size], device``.
             kv_up: The layer's parameter.
+            with_lse: Whether the log-sum-exp is wanted.
+
+        Returns:
+            The output, ``[num_tiles * num_queries, num_heads, head_size_v]``; and the log-sum-exp, ``[num_tiles *
+            num_queries, num_heads]``, or None.
         """
         key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
         nope, rope = rows.split_with_sizes([self._nope_size, self._rope_size], dim=-1)
@@ -131,26 +170,30 @@ class MLABackend(AttentionBackend):
         weights = torch.softmax(scores, dim=-1).to(rows.dtype)
         latents = torch.bmm(weights, tokens[..., : self._latent_size])
         latents = latents.view(-1, self._num_heads, self._latent_size)
-        return torch.bmm(latents.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
+        output = torch.bmm(latents.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
+        return output, scores.logsumexp(-1).view(-1, self._num_heads) if with_lse else None
 
     def _expanded(
-        self, dense: DenseBatch, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor
-    ) -> torch.Tensor:
-        """Return attention with keys and values; arguments and result as for ``_absorbed``.
+        self, dense: DenseBatch, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute attention with keys and values; arguments and results as for ``_absorbed``.
 
         Heads are expanded a few at a time, so that a long context's keys and values are never in memory for all heads.
         """
         query = rows.view(dense.num_tiles, dense.num_queries, self._num_heads, -1).transpose(1, 2)
         size = max(query.shape[-1], self._head_size_v)
         heads_at_once = max(1, MAX_EXPANDED // (2 * size * dense.num_tiles * dense.num_tokens))
-        parts = []
+        parts, log_sums = [], []
         for first in range(0, self._num_heads, heads_at_once):
             part = slice(first, first + heads_at_once)
             key, value = self._expand(tokens, kv_up[part], size)
             wanted = pad(query[:, part], (0, size - query.shape[-1]))
             parts.append(self._attend(dense, wanted, key, value)[..., : self._head_size_v])
+            if with_lse:
+                log_sums.append(self._lse(dense, wanted, key))
         result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return result.transpose(1, 2).reshape(len(rows), self._num_heads, self._head_size_v)
+        output = result.transpose(1, 2).reshape(len(rows), self._num_heads, self._head_size_v)
+        return output, torch.cat(log_sums, dim=1).transpose(1, 2).reshape(len(rows), -1) if with_lse else None
 
     def _expand(self, tokens: torch.Tensor, kv_up: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return some heads' keys and values, both ``[num_tiles, num_heads, num_tokens, size]``.
@@ -175,6 +218,20 @@ class MLABackend(AttentionBackend):
             )
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _lse(self, dense: DenseBatch, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return the log-sum-exp of some heads' queries, ``[num_tiles, num_heads, num_queries]``."""
+        dtype = lse_dtype(query.dtype)
+        keys = key.to(dtype).transpose(2, 3)
+        queries_at_once = max(1, MAX_MASK // (dense.num_tiles * dense.num_tokens * query.shape[1]))
+        parts = []
+        for some, last_seen in zip(
+            query.split(queries_at_once, dim=2), dense.last_seen.split(queries_at_once, dim=1), strict=True
+        ):
+            scores = (some.to(dtype) @ keys).mul_(self._scale)
+            scores.masked_fill_(~_seen(dense, last_seen)[:, None], -math.inf)
+            parts.append(scores.logsumexp(-1))
+        return torch.cat(parts, dim=2)
 
 
 def _gather(dense: DenseBatch, latent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
