@@ -69,6 +69,7 @@ def run(
     numbers = work.tensor.to(DEVICE)
     table = table.to(DEVICE)
     output = torch.full((num_tokens, num_heads, latent_size), float("nan"), dtype=dtype, device=DEVICE)
+    lse = torch.full((num_tokens, num_heads), float("nan"), device=DEVICE)
     for launch in attention.launches(
         absorbed,
         rotated,
@@ -79,12 +80,14 @@ def run(
         output,
         causal=batch.causal,
         has_starts=hidden is not None,
+        lse=lse,
     ):
         launch.run()
-    expected = attend_latents_reference(absorbed, rotated, latent, table, batch, 0.3)
+    expected, expected_lse = attend_latents_reference(absorbed, rotated, latent, table, batch, 0.3)
     # Eight times the largest difference that was measured.
     tolerance = 5e-6 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
     return sum(each.num_slots for each in work.programs)
 
 

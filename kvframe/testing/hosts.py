@@ -83,8 +83,8 @@ class Host:
         """Return where it wants the output, in the query's dtype; None for a new tensor."""
         return None
 
-    def check_output(self) -> None:
-        """Raise ``ConformanceError`` if the backend wrote beside the last output."""
+    def take_output(self, values: torch.Tensor) -> None:
+        """Take what the backend returned; raise ``ConformanceError`` if it wrote beside the last output."""
 
     def lend(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Callable[[], None]]:
         """Return metadata for a builder, and what the host does when the builder has finished."""
@@ -101,6 +101,10 @@ class OtherHost(Host):
     them; slots of padded tokens are negative; entries of block tables after a request's last block are those of other
     pages; lengths on the host are upper bounds if the builder takes these; its copies of the step on the host are
     overwritten when the builder has finished; and it says where it wants the output.
+
+    Attributes:
+        num_outputs: The outputs that it asked for.
+        num_copies: Those of them that it had to copy, because the backend returned another tensor.
     """
 
     skips_slots = True
@@ -108,7 +112,8 @@ class OtherHost(Host):
     def __init__(self, layout: str) -> None:
         """Take the name of one of the ``LAYOUTS``."""
         self._layout = LAYOUTS[layout]
-        self._output = torch.empty(0)
+        self._around = self._output = torch.empty(0)
+        self.num_outputs = self.num_copies = 0
 
     def begin(
         self, case: Case, plan: KVCachePlan, grouping: Grouping, manager: KVCacheManager, device: torch.device
@@ -162,12 +167,15 @@ class OtherHost(Host):
 
     def make_output(self, shape: Sequence[int], query: torch.Tensor) -> torch.Tensor:
         """Return memory for the output, between two more rows."""
-        self._output = query.new_full((shape[0] + 2, *shape[1:]), 7)
-        return self._output[1:-1]
+        self._around = query.new_full((shape[0] + 2, *shape[1:]), 7)
+        self._output = self._around[1:-1]
+        return self._output
 
-    def check_output(self) -> None:
-        """Raise ``ConformanceError`` if one of these rows was written to."""
-        if bool((self._output[[0, -1]] != 7).any()):
+    def take_output(self, values: torch.Tensor) -> None:
+        """Count the output, and its copy; raise ``ConformanceError`` if one of these rows was written to."""
+        self.num_outputs += 1
+        self.num_copies += values is not self._output
+        if bool((self._around[[0, -1]] != 7).any()):
             raise ConformanceError("it wrote beside the output that the host asked for")
 
     def lend(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Callable[[], None]]:

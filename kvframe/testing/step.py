@@ -140,7 +140,7 @@ def run_step(
         out = host.make_output((len(query), case.query.num_heads, case.form.head_size_v(case.spec)), query)
         try:
             values = check_output(backend.forward(seen, query, kv_cache, built, learned.sinks, out), case, query)
-            host.check_output()
+            host.take_output(values)
         except ConformanceError as error:
             raise ConformanceError(f"{made}{error}") from error
         return values if back is None else values.index_select(0, back)

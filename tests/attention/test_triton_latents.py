@@ -47,7 +47,9 @@ def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
 @interpreted
 @pytest.mark.parametrize("layout", ["apart", "interleaved"])
 def test_it_serves_another_host_under_the_interpreter(layout: str) -> None:
-    check_backend(TritonMLABackend, FEW[0] if layout == "apart" else FEW[-1], host=OtherHost(layout))
+    host = OtherHost(layout)
+    check_backend(TritonMLABackend, FEW[0] if layout == "apart" else FEW[-1], host=host)
+    assert (0, True) == (host.num_copies, host.num_outputs > 0)
 
 
 @interpreted

@@ -76,6 +76,7 @@ def test_finite_values_where_nothing_is_live_change_nothing(batch: str) -> None:
 def test_it_serves_another_host() -> None:
     for case, host in in_other_hosts(CASES):
         check_backend(CpuBackend, case, host=host)
+        assert (0, True) == (host.num_copies, host.num_outputs > 0)
 
 
 def test_threads_change_nothing() -> None:

@@ -270,8 +270,14 @@ def test_it_computes_the_grid(name: str, at_least: int, stand_ins: dict[str, Any
 @pytest.mark.parametrize("name", CLASSES)
 def test_it_serves_another_host(name: str, stand_ins: dict[str, Any]) -> None:
     backend_class = load(name)
+    copies, outputs = 0, 0
     for case, host in in_other_hosts(cases(backend_class)):
         check_backend(backend_class, case, host=host)
+        copies, outputs = copies + host.num_copies, outputs + host.num_outputs
+        if case.query.has_sinks:
+            assert (0, True) == (host.num_copies, host.num_outputs > 0)
+    # The libraries' public functions take no memory for the output: only what is computed after them is written there.
+    assert 0 < copies < outputs
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -103,6 +103,15 @@ class Wrapper:
         return output * v_scale, (lse / math.log(2)).T
 
 
+def written(output: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return the output, in ``out`` if it is given, which the library checks."""
+    if out is None:
+        return output
+    assert (output.shape, output.dtype, output.device) == (out.shape, out.dtype, out.device)
+    assert out.is_contiguous()
+    return out.copy_(output)
+
+
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     made: ClassVar[list[Wrapper]] = []
 
@@ -146,9 +155,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         paged_kv_cache: Any,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
         output, lse = self.attend(q, paged_kv_cache, k_scale or 1.0, v_scale or 1.0)
+        output = written(output, out)
         return (output, lse) if return_lse else output
 
 
@@ -193,11 +204,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         paged_kv_cache: Any,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
         output, lse = self.attend(q, paged_kv_cache, k_scale or 1.0, v_scale or 1.0)
         if not q.is_meta:
             output[self.seq_lens == 0] = float("nan")  # it divides by a denominator of zero
+        output = written(output, out)
         return (output, lse) if return_lse else output
 
 
@@ -254,6 +267,7 @@ def test_it_serves_another_host(library: ModuleType) -> None:
     backend_class = load()
     for case, host in in_other_hosts(cases(backend_class)):
         check_backend(backend_class, case, host=host)
+        assert (0, True) == (host.num_copies, host.num_outputs > 0)
 
 
 def test_it_serves_two_layers_and_steps_at_real_sizes(library: ModuleType) -> None:

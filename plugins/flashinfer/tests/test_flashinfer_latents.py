@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -74,7 +75,9 @@ class BatchMLAPagedAttentionWrapper:
         ckv_cache: torch.Tensor,
         kpe_cache: torch.Tensor,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
         assert out is not None
         assert (512, 64) == (ckv_cache.shape[-1], kpe_cache.shape[-1])
         assert (q_nope.shape[1], ckv_cache.shape[1]) == self.sizes
@@ -84,8 +87,8 @@ class BatchMLAPagedAttentionWrapper:
             assert not any(stride * each.itemsize % 16 for stride in each.stride()[:-1])
         assert len(q_nope) == self.query_starts[-1]
         if out.is_meta:
-            return out
-        found, _ = paged_attention(
+            return (out, out.new_empty(q_nope.shape[:2], dtype=torch.float32)) if return_lse else out
+        found, normaliser = paged_attention(
             torch.cat([q_nope, q_pe], dim=-1),
             torch.cat([ckv_cache, kpe_cache], dim=-1).unsqueeze(2),
             ckv_cache.unsqueeze(2),
@@ -95,7 +98,8 @@ class BatchMLAPagedAttentionWrapper:
             scale=self.scale,
             causal=self.causal,
         )
-        return out.copy_(found)
+        out.copy_(found)
+        return (out, (normaliser / math.log(2)).T.contiguous()) if return_lse else out
 
 
 @pytest.fixture
@@ -141,6 +145,7 @@ def test_it_computes_the_whole_grid(backend_class: type[AttentionBackend]) -> No
 def test_it_serves_another_host(backend_class: type[AttentionBackend]) -> None:
     for case, host in in_other_hosts(cases(backend_class)):
         check_backend(backend_class, case, host=host)
+        assert (0, True) == (host.num_copies, host.num_outputs > 0)
 
 
 def test_it_serves_two_layers_and_steps_at_real_sizes(backend_class: type[AttentionBackend]) -> None:

@@ -59,6 +59,7 @@ def test_it_computes_the_whole_grid(poison: float) -> None:
 def test_it_serves_another_host() -> None:
     for case, host in in_other_hosts(CASES):
         check_backend(MLABackend, case, host=host)
+        assert (0, True) == (host.num_copies, host.num_outputs > 0)
 
 
 @pytest.mark.parametrize("run", sample_runs(RUNS, ["kind", "head_size"]), ids=lambda run: run.name)

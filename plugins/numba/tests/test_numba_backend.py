@@ -50,6 +50,7 @@ def test_split_over_threads_and_tokens_it_computes_the_same(case: Case, monkeypa
 def test_it_serves_another_host() -> None:
     for case, host in in_other_hosts(CASES):
         check_backend(NumbaBackend, case, host=host)
+        assert (0, True) == (host.num_copies, host.num_outputs > 0)
 
 
 @pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)

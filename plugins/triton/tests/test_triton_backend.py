@@ -76,7 +76,9 @@ def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
 def test_it_serves_another_host_under_the_interpreter(layout: str) -> None:
     names = "full-block=16-uneven", "window=5-block=16-decode", "full-everything-mixed", "full-bfloat16-extend"
     (case,) = (case for case in CASES if case.name == dict(zip(LAYOUTS, names, strict=True))[layout])
-    check_backend(TritonBackend, case, host=OtherHost(layout))
+    host = OtherHost(layout)
+    check_backend(TritonBackend, case, host=host)
+    assert (0, True) == (host.num_copies, host.num_outputs > 0)
 
 
 @pytest.mark.gpu

@@ -42,6 +42,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention over pages in place.
 
@@ -59,6 +60,7 @@ def paged_attention(
             ``i - max_distance`` after the query; None for none.
         lse: ``[num_tokens, num_heads], float32, CPU``, contiguous: written: the natural logarithm of each softmax's
             denominator, -inf for a query that sees nothing; None if it is not wanted.
+        out: Where to write the result, contiguous; None for a new tensor.
 
     Returns:
         ``[num_tokens, num_heads, head_size_v]``, in the query's dtype.
@@ -66,8 +68,12 @@ def paged_attention(
     num_tokens, num_heads, head_size = query.shape
     work = batch.work
     num_parts = int(work.first_part[-1])
-    # Rows without a work item stay zero.
-    outputs = torch.zeros(num_tokens + num_parts, num_heads, value.shape[-1])
+    # Rows without a work item stay zero. The loops write float32.
+    if out is None or out.dtype != torch.float32:
+        outputs = torch.zeros(num_tokens, num_heads, value.shape[-1])
+    else:
+        outputs = out.zero_()
+    part_outputs = np.empty((num_parts, num_heads, value.shape[-1]), np.float32)
     sums = np.empty((num_parts, num_heads, 2), np.float32)
     key_memory, key_strides = _memory(key)
     value_memory, value_strides = _memory(value)
@@ -106,23 +112,26 @@ def paged_attention(
         "bias": biases.numpy(),
         "sinks": logits.numpy(),
         "outputs": outputs.numpy(),
+        "part_outputs": part_outputs,
         "sums": sums,
         "lse": np.empty((0, num_heads), np.float32) if lse is None else lse.fill_(-math.inf).numpy(),
     }
     run(key_memory.dtype, sizes, arrays, soft_cap or 0.0, work.num_threads)
     if num_parts:
-        _join_parts(outputs.numpy(), sums, work.first_part, arrays["sinks"], arrays["lse"])
+        _join_parts(outputs.numpy(), part_outputs, sums, work.first_part, arrays["sinks"], arrays["lse"])
     if lse is not None and sinks is not None:
         torch.logaddexp(lse, logits, out=lse)
-    return outputs[:num_tokens].to(query.dtype)
+    if out is None:
+        return outputs.to(query.dtype)
+    return out if outputs is out else out.copy_(outputs)
 
 
-def _join_parts(outputs: Any, sums: Any, first_part: Any, sinks: Any, lse: Any) -> None:
+def _join_parts(outputs: Any, part_outputs: Any, sums: Any, first_part: Any, sinks: Any, lse: Any) -> None:
     """Merge the parts of split queries, by the formula of the online softmax.
 
     Args:
-        outputs: ``[num_tokens + num_parts, num_heads, head_size_v], float32``: the outputs of ``loops.attend``; the
-            rows of split queries are written.
+        outputs: ``[num_tokens, num_heads, head_size_v], float32``: the rows of split queries are written.
+        part_outputs: ``[num_parts, num_heads, head_size_v], float32``: as ``loops.attend`` writes it.
         sums: ``[num_parts, num_heads, 2], float32``: likewise, of its ``sums``.
         first_part: ``[num_tokens + 1], int64``: the first part of each query; a query that is not split has no parts.
         sinks: ``[num_heads], float32``: learned sink logits, or ``[0]`` for none.
@@ -139,7 +148,7 @@ def _join_parts(outputs: Any, sums: Any, first_part: Any, sinks: Any, lse: Any) 
         lse[split] = np.where(weight == 0, -np.inf, most + np.log(np.where(weight == 0, 1, weight)))
     if len(sinks):
         weight += np.exp(np.minimum(sinks - most, 80))
-    totals = np.add.reduceat(share[..., None] * outputs[len(counts) :], starts)
+    totals = np.add.reduceat(share[..., None] * part_outputs, starts)
     outputs[split] = totals / np.where(weight == 0, 1, weight)[..., None]
 
 

@@ -181,10 +181,19 @@ def _shrink(totals: Any, shares: Any) -> None:
 
 @njit(error_model="numpy")
 def _write(
-    outputs: Any, sums: Any, lse: Any, first_row: int, rows: Any, totals: Any, largest: Any, weights: Any, sinks: Any
+    outputs: Any,
+    part_outputs: Any,
+    sums: Any,
+    lse: Any,
+    first_row: int,
+    rows: Any,
+    totals: Any,
+    largest: Any,
+    weights: Any,
+    sinks: Any,
 ) -> None:
     """Write the result of the rows: an output for a whole query, sums to merge for a part of one."""
-    num_tokens, width = len(outputs) - len(sums), len(totals) // rows.total
+    num_tokens, width = len(outputs), len(totals) // rows.total
     for head in range(rows.num_kv_heads):
         for used in range(rows.used):
             place, query_head = first_row + used // rows.group, _query_head(rows, head, used)
@@ -193,14 +202,17 @@ def _write(
             if place >= num_tokens:
                 sums[place - num_tokens, query_head, 0] = largest[row]
                 sums[place - num_tokens, query_head, 1] = weight
-            elif weight != 0:
-                if len(lse):
-                    lse[place, query_head] = largest[row] + math.log(weight)
-                if len(sinks):
-                    # The sink is one more logit in the denominator (GPT-OSS, arXiv 2508.10925).
-                    weight += math.exp(min(sinks[query_head] - largest[row], np.float32(80)))
-                factor /= weight
-            output, total = outputs[place, query_head], totals[row * width : (row + 1) * width]
+                output = part_outputs[place - num_tokens, query_head]
+            else:
+                output = outputs[place, query_head]
+                if weight != 0:
+                    if len(lse):
+                        lse[place, query_head] = largest[row] + math.log(weight)
+                    if len(sinks):
+                        # The sink is one more logit in the denominator (GPT-OSS, arXiv 2508.10925).
+                        weight += math.exp(min(sinks[query_head] - largest[row], np.float32(80)))
+                    factor /= weight
+            total = totals[row * width : (row + 1) * width]
             for d in range(len(output)):
                 output[d] = total[d] * factor
 
@@ -225,6 +237,7 @@ def attend(
     bias: Any,
     sinks: Any,
     outputs: Any,
+    part_outputs: Any,
     sums: Any,
     lse: Any,
 ) -> None:
@@ -249,8 +262,9 @@ def attend(
         soft_cap: The soft cap of scores; 0 for none.
         bias: ``[num_heads, 2 * max_distance + 1], float32``: added by distance; ``[num_heads, 0]`` for none.
         sinks: ``[num_heads], float32``: learned sink logits; ``[0]`` for none.
-        outputs: ``[num_tokens + num_parts, num_heads, value_size], float32``: written: first each query's output, zeros
-            if it sees no token; then each part's sum of weighted values.
+        outputs: ``[num_tokens, num_heads, value_size], float32``: written: the output of each query that is not split,
+            zeros if it sees no token.
+        part_outputs: ``[num_parts, num_heads, value_size], float32``: written: each part's sum of weighted values.
         sums: ``[num_parts, num_heads, 2], float32``: written: each part's largest score, and its sum of weights.
         lse: ``[num_tokens, num_heads], float32``: written: the logarithm of each query's sum, without sinks, if it is
             not split and sees a token; ``[0, num_heads]`` if it is not wanted.
@@ -302,4 +316,4 @@ def attend(
                         place = t * rows.total + row
                         add_values(totals, row, scores, place, rows.total, value, value_starts, t, shift, value_size)
             token += count
-    _write(outputs, sums, lse, first_row, rows, totals, largest, weights, sinks)
+    _write(outputs, part_outputs, sums, lse, first_row, rows, totals, largest, weights, sinks)

@@ -52,6 +52,7 @@ ARRAYS = (
     "bias",
     "sinks",
     "outputs",
+    "part_outputs",
     "sums",
     "lse",
 )
@@ -73,8 +74,8 @@ def _attend_to_items(call: Any, key: Any, value: Any, counter: Any) -> None:
     table = carray(memory_at(call.table), (call.num_reqs, call.max_blocks), np.int32)
     bias = carray(memory_at(call.bias), (call.num_heads, call.num_biases), np.float32)
     sinks = carray(memory_at(call.sinks), (call.num_sinks,), np.float32)
-    num_rows = call.num_tokens + call.num_parts
-    outputs = carray(memory_at(call.outputs), (num_rows, call.num_heads, call.value_size), np.float32)
+    outputs = carray(memory_at(call.outputs), (call.num_tokens, call.num_heads, call.value_size), np.float32)
+    part_outputs = carray(memory_at(call.part_outputs), (call.num_parts, call.num_heads, call.value_size), np.float32)
     sums = carray(memory_at(call.sums), (call.num_parts, call.num_heads, 2), np.float32)
     lse = carray(memory_at(call.lse), (call.num_lse, call.num_heads), np.float32)
     item = take_next(counter)
@@ -98,6 +99,7 @@ def _attend_to_items(call: Any, key: Any, value: Any, counter: Any) -> None:
             bias,
             sinks,
             outputs,
+            part_outputs,
             sums,
             lse,
         )

@@ -6,6 +6,7 @@ values. Its ``launches`` are the one to four kernel calls that compute the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +86,7 @@ class LatentAttention:
         *,
         causal: bool = True,
         has_starts: bool = False,
+        lse: torch.Tensor | None = None,
     ) -> Iterator[Launch]:
         """Yield the kernel calls that write a step's ``output``, in their order.
 
@@ -100,6 +102,8 @@ class LatentAttention:
                 multiplies it by the matrix that makes values of latents.
             causal: The batch's.
             has_starts: Whether the batch has hidden tokens.
+            lse: ``[num_tokens, num_heads], float32, device``, contiguous: every row is written: the natural logarithm
+                of the softmax's denominator; -inf for a query that sees nothing. None if it is not wanted.
         """
         heads = self.heads_for(absorbed.dtype)
         num_head_programs = self.num_heads // heads
@@ -114,6 +118,7 @@ class LatentAttention:
             "rotated": rotated,
             "latent": latent,
             "output": output,
+            "lse": lse,
             "block_table": block_table,
             "score_scale": self.scale * LOG2_E,
             "table_stride": block_table.stride(0),
@@ -129,6 +134,7 @@ class LatentAttention:
             "BLOCK_SIZE": self.block_size,
             "CAUSAL": causal,
             "HAS_STARTS": has_starts,
+            "HAS_LSE": lse is not None,
             "DOT_DTYPE": dot_dtype(absorbed.dtype),
             **sizes,
         }
@@ -153,7 +159,7 @@ class LatentAttention:
                 tiling.num_stages,
             )
             if each.num_splits:
-                yield join_launch(each, numbers, output, part_output, part_weight, sizes)
+                yield join_launch(each, numbers, output, part_output, part_weight, sizes, lse)
 
 
 def suitable_tilings(latent_size: int, item_bytes: int, block_size: int) -> tuple[Tiling, ...]:
@@ -185,10 +191,15 @@ def attend_latents_reference(
     block_table: torch.Tensor,
     batch: Batch,
     scale: float,
-) -> torch.Tensor:
-    """Compute ``LatentAttention`` in plain torch; arguments as for its ``launches`` and ``plan``."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``LatentAttention`` in plain torch; arguments as for its ``launches`` and ``plan``.
+
+    Returns:
+        The output, and the log-sum-exp, ``[num_tokens, num_heads], float32``.
+    """
     latent_size = absorbed.shape[-1]
     output = torch.zeros_like(absorbed, memory_format=torch.contiguous_format)
+    lse = torch.full(absorbed.shape[:2], -math.inf, device=absorbed.device)
     starts = [0] * len(batch.seq_lens) if batch.seq_starts is None else batch.seq_starts.tolist()
     for index, (seq_len, hidden) in enumerate(zip(batch.seq_lens.tolist(), starts, strict=True)):
         rows = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
@@ -200,6 +211,7 @@ def attend_latents_reference(
         if batch.causal:
             positions = torch.arange(seq_len - len(query), seq_len, device=latent.device)
             scores = scores.masked_fill(tokens > positions[:, None], float("-inf"))
+        lse[rows] = scores.logsumexp(-1).T
         shares = scores.softmax(-1).nan_to_num(0)
         output[rows] = torch.einsum("hqt,tl->qhl", shares, vectors[:, :latent_size]).to(output.dtype)
-    return output
+    return output, lse

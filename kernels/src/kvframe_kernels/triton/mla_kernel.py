@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS, part_of
+from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS, log_of, part_of
 from kvframe_kernels.triton.attention_loop import load_blocks
 
 
@@ -22,6 +22,7 @@ def attend_latents(
     rotated,
     latent,
     output,
+    lse,
     part_output,
     part_weight,
     numbers,
@@ -47,6 +48,7 @@ def attend_latents(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     """Compute one work item for the first, second, … ``HEADS`` query heads; each such share of them is a "KV head"."""
@@ -122,8 +124,10 @@ def attend_latents(
     if part_blocks == 0:
         out_rows = output + (packed * (NUM_KV_HEADS * GROUP) + heads) * HEAD_SIZE_V
         tl.store(out_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=is_stored)
+        if HAS_LSE:
+            log_sum = log_of(weight, maximum) * 0.6931471805599453
+            tl.store(lse + packed * (NUM_KV_HEADS * GROUP) + heads, log_sum, mask=is_row)
     else:
         part_rows = (slot * NUM_KV_HEADS + head_program).to(tl.int64) * BLOCK_M + rows
         tl.store((part_output + part_rows * HEAD_SIZE_V)[:, None] + columns[None, :], acc, mask=is_stored)
-        log_weight = tl.where(weight == 0.0, float("-inf"), maximum + tl.log2(tl.where(weight == 0.0, 1.0, weight)))
-        tl.store(part_weight + part_rows, log_weight, mask=is_row)
+        tl.store(part_weight + part_rows, log_of(weight, maximum), mask=is_row)

@@ -19,7 +19,7 @@ from kvframe.contract import (
     KVCache,
     LayerSpec,
 )
-from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, log_sum_exp, sees, unusable_reason, with_sinks
+from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, log_sum_exp, placed, sees, unusable_reason, with_sinks
 
 
 @attrs.frozen(eq=False)
@@ -108,13 +108,13 @@ class FlashAttnBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
-        return self._attend(layer, query, kv_cache, metadata, sinks, sinks is not None)[0]
+        return self._attend(layer, query, kv_cache, metadata, sinks, out, with_lse=sinks is not None)[0]
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention over the pages in place, with the library's log-sum-exp."""
-        output, normaliser = self._attend(layer, query, kv_cache, metadata, sinks, with_lse=True)
+        output, normaliser = self._attend(layer, query, kv_cache, metadata, sinks, None, with_lse=True)
         assert normaliser is not None
         lse = query.new_full((len(query), query.shape[1]), -math.inf, dtype=torch.float32)
         lse[: normaliser.shape[1]] = log_sum_exp(normaliser, sinks)
@@ -127,6 +127,8 @@ class FlashAttnBackend(AttentionBackend):
         kv_cache: KVCache,
         metadata: Any,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None,
+        *,
         with_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output, and the logarithm of the denominator without sinks, ``[num_heads, num_rows]``."""
@@ -149,10 +151,7 @@ class FlashAttnBackend(AttentionBackend):
         if sinks is not None:
             assert normaliser is not None
             output = with_sinks(output, normaliser, sinks)
-        output = output.to(query.dtype)
-        if len(output) == len(query):
-            return output, normaliser
-        return torch.cat([output, output.new_zeros(len(query) - len(output), *output.shape[1:])]), normaliser
+        return placed(output, query, out), normaliser
 
     @staticmethod
     def _uniform(

@@ -18,7 +18,7 @@ from kvframe.contract import (
     KVCache,
     LayerSpec,
 )
-from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, log_sum_exp, sees, unusable_reason, with_sinks
+from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, log_sum_exp, placed, sees, unusable_reason, with_sinks
 
 
 @attrs.frozen(eq=False)
@@ -106,27 +106,28 @@ class FlashAttn3Backend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
-        output, normaliser = self._attend(layer, query, kv_cache, metadata, with_lse=sinks is not None)
-        if sinks is not None:
-            assert normaliser is not None
-            output = with_sinks(output, normaliser, sinks)
-        return output.to(query.dtype)
+        return self._attend(layer, query, kv_cache, metadata, sinks, out, with_lse=sinks is not None)[0]
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention over the pages in place, with the library's log-sum-exp."""
-        output, normaliser = self._attend(layer, query, kv_cache, metadata, with_lse=True)
+        output, normaliser = self._attend(layer, query, kv_cache, metadata, sinks, None, with_lse=True)
         assert normaliser is not None
-        if sinks is not None:
-            output = with_sinks(output, normaliser, sinks)
-        return output.to(query.dtype), log_sum_exp(normaliser, sinks)
+        return output, log_sum_exp(normaliser, sinks)
 
     @staticmethod
     def _attend(
-        layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, with_lse: bool
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None,
+        *,
+        with_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return attention without sinks, and the logarithm of the denominator, ``[num_heads, num_tokens]``."""
+        """Return the output, and the logarithm of the denominator without sinks, ``[num_heads, num_tokens]``."""
         assert isinstance(metadata, FlashAttn3Metadata)
         assert layer.query is not None
         common, keys = metadata.common, kv_cache["k"]
@@ -145,7 +146,8 @@ class FlashAttn3Backend(AttentionBackend):
             softcap=layer.query.soft_cap or 0.0,
             return_softmax_lse=with_lse,
         )
-        if not with_lse:
-            return result, None
-        output, normaliser, *_ = result
-        return output, normaliser
+        output, normaliser, *_ = result if with_lse else (result, None)
+        if sinks is not None:
+            assert normaliser is not None
+            output = with_sinks(output, normaliser, sinks)
+        return placed(output, query, out), normaliser

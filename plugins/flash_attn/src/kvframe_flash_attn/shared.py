@@ -1,4 +1,4 @@
-"""Shared by both backends: the device check, the mask, learned sinks, and the log-sum-exp."""
+"""Shared by both backends: the device check, the mask, learned sinks, the log-sum-exp, and where the output goes."""
 
 from __future__ import annotations
 
@@ -69,3 +69,22 @@ def log_sum_exp(normaliser: torch.Tensor, sinks: torch.Tensor | None) -> torch.T
     lse = normaliser.float().T
     lse = lse.masked_fill(lse == math.inf, -math.inf)
     return lse if sinks is None else torch.logaddexp(lse, sinks.float())
+
+
+def placed(output: torch.Tensor, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return the output of a library in the query's dtype, with zeros for padding after it.
+
+    The libraries' public functions take no memory to write to. So what they return is handed on if nothing is left to
+    do, and the host copies it; otherwise the last operation writes to ``out``.
+
+    Args:
+        output: ``[num_rows, num_heads, head_size], device``.
+        query: ``[num_tokens, num_heads, head_size], device``.
+        out: ``[num_tokens, num_heads, head_size], device``: where the host wants the result; None for a new tensor.
+    """
+    if len(output) == len(query) and output.dtype == query.dtype:
+        return output
+    result = query.new_empty(len(query), *output.shape[1:]) if out is None else out
+    result[: len(output)] = output
+    result[len(output) :] = 0
+    return result

@@ -81,13 +81,13 @@ class FlashInferBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention by the step's plans."""
-        return self._attend(layer, query, kv_cache, metadata, sinks, with_lse=sinks is not None)[0]
+        return self._attend(layer, query, kv_cache, metadata, sinks, out, with_lse=sinks is not None)[0]
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention by the step's plans, with the library's log-sum-exp."""
-        output, lse = self._attend(layer, query, kv_cache, metadata, sinks, with_lse=True)
+        output, lse = self._attend(layer, query, kv_cache, metadata, sinks, None, with_lse=True)
         if metadata.keyless_rows is not None:
             # FlashInfer's stand-in for minus infinity is a finite number.
             lse.index_fill_(0, metadata.keyless_rows, -math.inf)
@@ -100,33 +100,39 @@ class FlashInferBackend(AttentionBackend):
         kv_cache: KVCache,
         metadata: Any,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None,
+        *,
         with_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output, and the log-sum-exp without sinks, which is -inf everywhere unless it is asked for."""
+        """Return the output, in ``out`` if it is given; and the log-sum-exp without sinks, -inf if it is not wanted."""
         assert isinstance(metadata, FlashInferMetadata)
         pages = kv_cache["k"], kv_cache["v"]
         scales = {"k_scale": self._problem.key_scale, "v_scale": self._problem.value_scale}
         rows = query.to(self._problem.query_dtype)
-        output = None
+        output = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        stop = 0
         for part in metadata.parts:
-            result: torch.Tensor
+            wanted = output[part.rows]
+            # The library writes in the dtype that it computes in.
+            given = wanted if wanted.dtype == rows.dtype else None
             if not with_lse:
-                result = part.wrapper.run(rows[part.rows], pages, **scales)
+                result = part.wrapper.run(rows[part.rows], pages, out=given, **scales)
             else:
-                result, normaliser = part.wrapper.run(rows[part.rows], pages, return_lse=True, **scales)
+                result, normaliser = part.wrapper.run(rows[part.rows], pages, out=given, return_lse=True, **scales)
                 # The logarithms have base 2.
                 normaliser = normaliser * math.log(2)
                 lse[part.rows] = normaliser
                 if sinks is not None:
                     # One more logit in the denominator scales every weight by the softmax's share against it.
-                    result = result * torch.sigmoid(normaliser - sinks.float())[..., None]
-            if len(result) == len(query):
-                return result.to(query.dtype), lse
-            if output is None:
-                output = query.new_zeros(*query.shape[:2], result.shape[-1])
-            output[part.rows] = result
-        return torch.zeros_like(query) if output is None else output, lse
+                    share = torch.sigmoid(normaliser - sinks.float())[..., None]
+                    result = torch.mul(result, share, out=wanted)
+            if result is not wanted:
+                wanted.copy_(result)
+            stop = part.rows.stop
+        # Padding after the requests.
+        output[stop:].zero_()
+        return output, lse
 
 
 def _has_compiler() -> bool:

@@ -5,6 +5,7 @@ Its kernels follow FlashMLA (https://github.com/deepseek-ai/FlashMLA) and DeepSe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ class FlashInferMLABackend(AttentionBackend):
         masks=frozenset({"causal"}),
         state=frozenset({"latent"}),
         separate_value_size=True,
+        returns_lse=True,
         spec_sizes={"latent_size": frozenset({512}), "rope_size": frozenset({64})},
         preference=5,
     )
@@ -102,11 +104,30 @@ class FlashInferMLABackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention by the step's plan; the up-projection is applied to queries before, to outputs after."""
+        return self._attend(layer, query, kv_cache, metadata, out, None)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention by the step's plan, with the library's log-sum-exp."""
+        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        return self._attend(layer, query, kv_cache, metadata, None, lse), lse
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
         assert isinstance(metadata, LatentMetadata)
         if layer.name not in self.parameters:
             raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
         problem, num_tokens = self._problem, metadata.num_tokens
-        output = query.new_empty(*query.shape[:2], self._head_size_v)
+        output = query.new_empty(*query.shape[:2], self._head_size_v) if out is None else out
         output[num_tokens:] = 0
         if metadata.wrapper is None:
             return output
@@ -117,6 +138,16 @@ class FlashInferMLABackend(AttentionBackend):
         latents, rotated_keys = kv_cache["latent"].split_with_sizes([problem.latent_size, problem.rope_size], dim=-1)
         found = absorbed.new_empty(absorbed.shape)
         # The kernel reads 16 bytes at a time, and the rotated part of a row may begin at any element.
-        metadata.wrapper.run(absorbed, rotated.contiguous(), latents, rotated_keys, out=found)
-        output[:num_tokens] = torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
+        arguments = absorbed, rotated.contiguous(), latents, rotated_keys
+        if lse is None:
+            metadata.wrapper.run(*arguments, out=found)
+        else:
+            _, normaliser = metadata.wrapper.run(*arguments, out=found, return_lse=True)
+            # The logarithms have base 2.
+            torch.mul(normaliser, math.log(2), out=lse[:num_tokens])
+        wanted = output[:num_tokens].transpose(0, 1)
+        if wanted.dtype == problem.dtype:
+            torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2), out=wanted)
+        else:
+            wanted.copy_(torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2)))
         return output

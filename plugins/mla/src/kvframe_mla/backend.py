@@ -131,12 +131,9 @@ class MLABackend(AttentionBackend):
             rows = query.index_select(0, dense.query_rows)
             attend = self._absorbed if dense.form == ABSORBED else self._expanded
             result, log_sums = attend(dense, rows, tokens, kv_up, lse is not None)
-            if dense.outputs is not None:
-                result = result.index_select(0, dense.outputs)
-                log_sums = None if log_sums is None else log_sums.index_select(0, dense.outputs)
-            output.index_copy_(0, dense.output_rows, result)
-            if lse is not None:
-                lse.index_copy_(0, dense.output_rows, log_sums)
+            _store(dense, result, output)
+            if lse is not None and log_sums is not None:
+                _store(dense, log_sums, lse)
         return output
 
     def _absorbed(
@@ -239,6 +236,12 @@ def _gather(dense: DenseBatch, latent: torch.Tensor, dtype: torch.dtype) -> torc
     tokens = latent.index_select(0, dense.pages).flatten(0, 1)
     tokens.index_fill_(0, dense.hidden, 0)
     return tokens.to(dtype).view(dense.num_tiles, dense.num_tokens, -1)
+
+
+def _store(dense: DenseBatch, result: torch.Tensor, output: torch.Tensor) -> None:
+    """Write ``[num_tiles * num_queries, …]`` of a dense batch to its rows of ``[num_tokens, …]``."""
+    result = result if dense.outputs is None else result.index_select(0, dense.outputs)
+    output.index_copy_(0, dense.output_rows, result)
 
 
 def _seen(dense: DenseBatch, last_seen: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ class NumbaBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
-        return self._attend(layer, query, kv_cache, metadata, sinks)
+        return self._attend(layer, query, kv_cache, metadata, sinks, out=out)
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
@@ -134,6 +134,7 @@ class NumbaBackend(AttentionBackend):
         metadata: Any,
         sinks: torch.Tensor | None,
         lse: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(metadata, Batch)
         assert layer.query is not None
@@ -147,4 +148,5 @@ class NumbaBackend(AttentionBackend):
             sinks=sinks,
             bias=self._bias_by_distance.get(layer.name),
             lse=lse,
+            out=out,
         )

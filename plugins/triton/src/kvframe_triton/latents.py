@@ -42,6 +42,7 @@ class TritonMLABackend(AttentionBackend):
         extensions=frozenset({SEQ_STARTS}),
         state=frozenset({"latent"}),
         separate_value_size=True,
+        returns_lse=True,
         preference=10,
     )
     conformance_form = "kvframe_mla.testing:Latents"
@@ -118,23 +119,51 @@ class TritonMLABackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the first tokens in the absorbed form, and the others in the expanded one."""
+        return self._attend(layer, query, kv_cache, metadata, out=out)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the same by kernels that also write the log-sum-exp."""
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        return self._attend(layer, query, kv_cache, metadata, lse=lse), lse
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        lse: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
         assert isinstance(metadata, LatentMetadata)
         if layer.name not in self.parameters:
             raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
         kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
         query = query if query.stride(-1) == 1 else query.contiguous()
-        num_absorbed, expanded = metadata.num_absorbed, metadata.expanded
-        if expanded is None:
-            return self._absorbed(query, kv_cache["latent"], kv_up, metadata)
-        output = query.new_empty(*query.shape[:2], self._head_size_v)
-        if num_absorbed:
-            output[:num_absorbed] = self._absorbed(query[:num_absorbed], kv_cache["latent"], kv_up, metadata)
-        self._expanded(query[num_absorbed:], kv_cache["latent"], kv_up, expanded, output[num_absorbed:])
+        output = out
+        if output is None:
+            output = query.new_empty(*query.shape[:2], self._head_size_v)
+        latent, size = kv_cache["latent"], metadata.num_absorbed
+        if size:
+            lse_part = None if lse is None else lse[:size]
+            self._absorbed(query[:size], latent, kv_up, metadata, output[:size], lse_part)
+        if metadata.expanded is not None:
+            lse_part = None if lse is None else lse[size:]
+            self._expanded(query[size:], latent, kv_up, metadata.expanded, output[size:], lse_part)
         return output
 
     def _absorbed(
-        self, query: torch.Tensor, latent: torch.Tensor, kv_up: torch.Tensor, metadata: LatentMetadata
-    ) -> torch.Tensor:
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        kv_up: torch.Tensor,
+        metadata: LatentMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
         """Attend to latents; queries are first multiplied by the up-projection, outputs afterwards."""
         attention, step = self._forms.latents, metadata.absorbed
         key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
@@ -151,9 +180,10 @@ class TritonMLABackend(AttentionBackend):
             found,
             causal=step.causal,
             has_starts=step.has_starts,
+            lse=lse,
         ):
             launch.run()
-        return torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
+        torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2), out=output.transpose(0, 1))
 
     def _expanded(
         self,
@@ -162,6 +192,7 @@ class TritonMLABackend(AttentionBackend):
         kv_up: torch.Tensor,
         expanded: ExpandedMetadata,
         output: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
         """Expand the latents to keys and values for a few heads at a time, and attend to these."""
         attention, step = expanded.attention, expanded.metadata
@@ -176,7 +207,12 @@ class TritonMLABackend(AttentionBackend):
             key = made.new_empty(*made.shape[:3], attention.head_size)
             key[..., :nope_size] = made[..., :nope_size]
             key[..., nope_size:] = rotated.unsqueeze(2)
-            found = query.new_empty(query.shape[0], attention.num_heads, self._head_size_v)
+            # The kernels write to contiguous memory: to the output itself if they compute all heads at once.
+            is_whole = attention.num_heads == query.shape[1]
+            found = output if is_whole else query.new_empty(query.shape[0], attention.num_heads, self._head_size_v)
+            found_lse = lse
+            if lse is not None and not is_whole:
+                found_lse = lse.new_empty(query.shape[0], attention.num_heads)
             for launch in attention.launches(
                 query[:, heads],
                 {"k": key, "v": made[..., nope_size:]},
@@ -186,6 +222,10 @@ class TritonMLABackend(AttentionBackend):
                 found,
                 causal=step.causal,
                 has_starts=step.has_starts,
+                lse=found_lse,
             ):
                 launch.run()
-            output[:, heads] = found
+            if not is_whole:
+                output[:, heads] = found
+                if lse is not None and found_lse is not None:
+                    lse[:, heads] = found_lse
