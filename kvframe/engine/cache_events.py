@@ -16,7 +16,11 @@ CacheListener = Callable[[Sequence[CacheEvent]], None]
 
 
 class CacheEventDelivery:
-    """Delivers a cache's events to a listener. A listener that raises is removed; the engine continues."""
+    """Delivers a cache's events to a listener. A listener that raises is removed; the engine continues.
+
+    Attributes:
+        listener: The listener; None if there is none.
+    """
 
     def __init__(
         self, manager: KVCacheManager, secret: bytes, let_through: Callable[[], AbstractContextManager[None]]
@@ -32,17 +36,12 @@ class CacheEventDelivery:
         self._manager = manager
         self._secret = secret
         self._events: EventLog | None = None
-        self._listener: CacheListener | None = None
+        self.listener: CacheListener | None = None
         self._must_resend = False
 
-    @property
-    def listener(self) -> CacheListener | None:
-        """The listener; None if there is none."""
-        return self._listener
-
-    @listener.setter
-    def listener(self, listener: CacheListener | None) -> None:
-        self._listener = listener
+    def listen(self, listener: CacheListener | None) -> None:
+        """Let a listener replace the one before, and deliver all that is cached to it; None for no listener."""
+        self.listener = listener
         if listener is None:
             self._events = None
             self._manager.stop_events()
@@ -55,7 +54,7 @@ class CacheEventDelivery:
 
         A listener that was interrupted, for example by Ctrl-C, may have taken some of the events.
         """
-        if self._listener is None:
+        if self.listener is None:
             return
         if self._must_resend or self._events is None:
             self._events = self._manager.record_events(self._secret)
@@ -63,8 +62,8 @@ class CacheEventDelivery:
         if events := self._events.take():
             try:
                 with self._let_through():
-                    self._listener(events)
+                    self.listener(events)
             except Exception:
                 _log.exception("the listener to cache events raised; it was removed")
-                self.listener = None
+                self.listen(None)
         self._must_resend = False

@@ -264,7 +264,7 @@ class EngineCore(ABC, Generic[RequestT]):
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has something to compute or to report; False after ``close``."""
-        return self._scheduler.has_work or bool(self._requests.with_news)
+        return self._scheduler.has_work or bool(self._requests.unreported)
 
     def stats(self) -> EngineStats:
         """Return the engine's counters. It can be called at any time: during a verb, and after ``close``."""
@@ -354,7 +354,7 @@ class EngineCore(ABC, Generic[RequestT]):
     def _set_listener(self, listener: CacheListener | None) -> None:
         if listener is not None and not callable(listener):
             raise RequestError(f"on_cache_events must be a callable or None, not {shown(listener)}", code="bad_params")
-        self._cache_events.listener = listener
+        self._cache_events.listen(listener)
 
     def _new_id(self, request_id: str | None) -> str:
         """Return ``request_id``, or a fresh id for None; raise ``RequestError`` if it is in use or not an id."""
@@ -417,10 +417,11 @@ class EngineCore(ABC, Generic[RequestT]):
 
     def _advance(self) -> None:
         """Compute one batch and record the requests that have something to report."""
+        scheduler, unreported = self._scheduler, self._requests.unreported
         try:
-            step = self._scheduler.schedule()
+            step = scheduler.schedule()
         finally:
-            self._requests.note(self._scheduler.take_failed())
+            self._note_failed()
         if step is None:
             return
         try:
@@ -428,13 +429,19 @@ class EngineCore(ABC, Generic[RequestT]):
                 outcomes = self._runner.run(step)
         except BaseException:
             self._turns.hold()
-            self._requests.note(self._scheduler.fail(step, STEP_FAILED))
+            self._requests.note(scheduler.fail(step, STEP_FAILED))
             raise
         try:
-            self._requests.note(self._scheduler.complete(step, outcomes))
+            unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
         finally:
+            self._note_failed()
+        if self._cache_events.listener is not None:
+            self._cache_events.deliver()
+
+    def _note_failed(self) -> None:
+        """Record the requests that the scheduler ended with an error."""
+        if self._scheduler.failed:
             self._requests.note(self._scheduler.take_failed())
-        self._cache_events.deliver()
 
     def _forget(self, requests: Iterable[RequestT]) -> None:
         """End requests without a report to their owner."""

@@ -161,9 +161,9 @@ class Embedder(EngineCore[EmbeddingRequest]):
         reported: list[EmbeddingRequest] = []
         self._turns.if_lost(lambda: self._take_back(reported))
         self._advance()
-        for request_id in self._requests.with_news:
-            reported.append(self._requests[request_id])
-            self._requests.take(request_id)
+        for request in list(self._requests.unreported.values()):
+            reported.append(request)
+            self._requests.mark_reported(request)
         return [request.report() for request in reported]
 
     @verb

@@ -21,7 +21,7 @@ from kvframe.engine.requests.params import SamplingParams
 from kvframe.engine.requests.prompt import AnyPrompt, prompts_of
 from kvframe.engine.requests.request import Request, RequestOutput
 from kvframe.engine.requests.salts import check_salt, salt_of_each
-from kvframe.engine.requests.stops import StopStrings
+from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 from kvframe.engine.requests.text import TextStream
 from kvframe.engine.running.runner import SkipPolicy, TokenRunner
 from kvframe.engine.streaming import RequestStream
@@ -98,8 +98,13 @@ class Engine(EngineCore[Request]):
         reported: list[tuple[Request, RequestOutput]] = []
         self._turns.if_lost(lambda: self._take_back(reported))
         self._advance()
-        for request_id in self._requests.with_news:
-            self._report_to(reported, self._requests[request_id])
+        unreported = self._requests.unreported
+        for request in unreported.values():
+            reported.append((request, self._report(request)))
+        unreported.clear()
+        for request, output in reported:
+            if output.finish_reason is not None:
+                self._requests.remove(request.request_id)
         return [output for _, output in reported]
 
     @verb
@@ -304,7 +309,7 @@ class Engine(EngineCore[Request]):
         # Reading a prompt may take long, and changes no state.
         with self._turns.let_through():
             token_ids, inputs = self._admission.admit(prompt, params)
-            stops = StopStrings(params.stop)
+            stops = StopStrings(params.stop) if params.stop else NO_STOPS
         ids = [self._new_id(each) for each in sample_ids(request_id, params.n)]
         requests = [
             Request.create(
@@ -336,17 +341,13 @@ class Engine(EngineCore[Request]):
         reported: list[tuple[Request, RequestOutput]] = []
         self._turns.if_lost(lambda: self._take_back(reported))
         while any(map(self._requests.holds, requests)):
-            request = self._requests.first_with_news(requests)
+            request = self._requests.first_unreported(requests)
             if request is not None:
-                self._report_to(reported, request)
+                reported.append((request, self._report(request)))
+                self._requests.mark_reported(request)
                 return reported[0][1]
             self._advance()
         return None
-
-    def _report_to(self, reported: list[tuple[Request, RequestOutput]], request: Request) -> None:
-        """Report a request, and record the report so that it can be undone if it does not reach the owner."""
-        reported.append((request, self._report(request)))
-        self._requests.take(request.request_id)
 
     def _take_back(self, reported: Sequence[tuple[Request, RequestOutput]]) -> None:
         """Mark outputs as unreported that did not reach the requests' owners."""
@@ -356,7 +357,7 @@ class Engine(EngineCore[Request]):
 
     def _report(self, request: Request) -> RequestOutput:
         """Return a request's new output; a request whose tokens cannot be turned into text ends here."""
-        if not request.read_text():
+        if request.text_stream is not None and not request.read_text():
             self._scheduler.end(request, "error")
             request.finish_reason = "error"
         return request.report()

@@ -1,4 +1,4 @@
-"""The requests in an engine: how long they stay, and which are reported."""
+"""The table of an engine's requests: how long they stay, and which are reported."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ def test_a_fresh_id_is_one_that_no_request_has() -> None:
     assert ["req-1", "req-3"] == [table.fresh_id(), table.fresh_id()]
 
 
-def test_who_has_had_news_for_longest_is_reported_first() -> None:
+def test_the_request_that_has_been_unreported_for_longest_is_the_first() -> None:
     table = table_of("a", "b")
     table.note([table["b"], table["a"]])
     table.note([table["b"]])
-    assert ["b", "a"] == table.with_news
+    assert ["b", "a"] == list(table.unreported)
 
 
 def test_a_request_stays_until_its_end_is_reported() -> None:
     table = table_of("a")
-    table["a"].take(5)
-    assert (5,) == table.take("a").report().new_token_ids
-    assert ["a"] == list(table)
+    table.note([table["a"]])
+    table.mark_reported(table["a"])
+    assert (["a"], {}) == (list(table), table.unreported)
     table["a"].finish_reason = "aborted"
-    assert "aborted" == table.take("a").report().finish_reason
+    table.mark_reported(table["a"])
     assert [] == list(table)
 
 
-def test_a_request_that_was_given_up_is_not_reported() -> None:
+def test_a_request_that_was_removed_is_not_reported() -> None:
     table = table_of("a")
     table.note([table["a"]])
     assert table.remove("a") is not None
-    assert [] == table.with_news
+    assert {} == table.unreported
     assert table.remove("a") is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "end", "report", "remove"]))))
-def test_all_with_news_are_in_the_table(actions: list[tuple[str, str]]) -> None:
+def test_all_unreported_requests_are_in_the_table(actions: list[tuple[str, str]]) -> None:
     table = RequestTable()
     for request_id, action in actions:
         if action == "remove":
@@ -59,8 +59,8 @@ def test_all_with_news_are_in_the_table(actions: list[tuple[str, str]]) -> None:
         elif request_id not in table:
             table.add(request(request_id))
         elif action == "report":
-            table.take(request_id)
+            table.mark_reported(table[request_id])
         else:
             table[request_id].finish_reason = "stop" if action == "end" else None
             table.note([table[request_id]])
-        assert set(table.with_news) <= set(table)
+        assert table.unreported.items() <= table.items()

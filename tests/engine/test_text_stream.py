@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvframe.engine.requests.stops import StopStrings
 from kvframe.engine.requests.text import TextStream
@@ -69,3 +69,60 @@ def test_characters_of_several_tokens_come_out_whole_at_every_window() -> None:
         stream.feed(list(text.encode()[:count]), final=False)
         parts.append(stream.text[len(before) :])
     assert list(text) == [part for part in parts if part]
+
+
+class Streams:
+    """Streams over UTF-8 bytes, and how many tokens they decoded."""
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def start(self, context: Sequence[int]) -> Callable[[Sequence[int]], str]:
+        pending: list[int] = []
+
+        def decode_next(token_ids: Sequence[int]) -> str:
+            self.num_decoded += len(token_ids)
+            pending.extend(token_ids)
+            text = decode_bytes(pending)
+            if text.endswith("\N{REPLACEMENT CHARACTER}"):
+                return ""
+            pending.clear()
+            return text
+
+        return decode_next
+
+
+def text_of(prompt: Sequence[int], rest: Sequence[int], streams: Streams) -> str:
+    """Return the text of tokens that come one by one."""
+    stream = TextStream(decode_bytes, prompt, decode_stream=streams.start)
+    for count in range(1, len(rest) + 1):
+        stream.feed([*prompt, *rest[:count]], final=count == len(rest))
+    return stream.text
+
+
+def test_a_stream_decodes_whatever_follows_a_prompt_that_ends_within_a_character() -> None:
+    prompt, rest, streams = "né".encode()[:-1], "née, pas élevée".encode()[2:], Streams()
+    assert "ée, pas élevée" == text_of(prompt, rest, streams)
+    assert len(rest) - 1 == streams.num_decoded
+
+
+def test_a_stream_that_finds_no_character_is_given_up() -> None:
+    broken, streams = b"\xe6" * 20, Streams()
+    assert "a" + "\N{REPLACEMENT CHARACTER}" * 20 + "bcd" == text_of(b"", b"a" + broken + b"bcd", streams)
+    assert 1 + 17 == streams.num_decoded
+
+
+def test_a_stream_that_raises_is_not_opened_again() -> None:
+    opened: list[int] = []
+
+    def fail(token_ids: Sequence[int]) -> str:
+        raise ValueError
+
+    def start(context: Sequence[int]) -> Callable[[Sequence[int]], str]:
+        opened.append(len(context))
+        return fail
+
+    stream = TextStream(decode_bytes, [], decode_stream=start)
+    for count in range(1, 4):
+        stream.feed(b"abc"[:count], final=False)
+    assert ("abc", [0]) == (stream.text, opened)

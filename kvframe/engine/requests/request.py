@@ -15,7 +15,7 @@ from kvframe.engine.requests.progress import NO_INPUTS, FinishReason, RequestPro
 from kvframe.engine.requests.text import TextStream
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)  # one is made for each request in each step; with slots it takes longer
 class RequestOutput:
     """What a request has produced, and which part of it is new since the last report.
 
@@ -56,7 +56,7 @@ class Request(RequestProgress):
 
     Attributes:
         params: How to sample and when to stop.
-        eos_token_ids: The model's ids that end it, beside those of the params; none if they are ignored.
+        end_token_ids: The ids that end it: the model's, unless the params ignore them, and those of the params.
         max_tokens: The most tokens it may have, prompt included.
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
@@ -71,7 +71,7 @@ class Request(RequestProgress):
     """
 
     params: SamplingParams
-    eos_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]
     max_tokens: int
     text_stream: TextStream | None = None
     random: random.Random = attrs.field(init=False)
@@ -119,7 +119,7 @@ class Request(RequestProgress):
             token_ids=array("I", prompt_token_ids),
             num_prompt_tokens=len(prompt_token_ids),
             params=params,
-            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+            end_token_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else eos_token_ids),
             max_tokens=min(len(prompt_token_ids) + params.max_new_tokens, max_model_len),
             text_stream=text_stream,
             inputs=inputs,
@@ -162,7 +162,7 @@ class Request(RequestProgress):
         """Take the next generated token; set ``finish_reason`` if it is the last."""
         self.token_ids.append(outcome)
         self.generated.append(outcome)
-        if outcome in self.eos_token_ids or outcome in self.params.stop_token_ids:
+        if outcome in self.end_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_tokens:
             self.finish_reason = "length"
@@ -174,13 +174,14 @@ class Request(RequestProgress):
 
     def read_text(self) -> bool:
         """Turn new tokens into text; return False, with an ``error``, if the tokenizer raises."""
-        if self.text_stream is not None and not self.is_unreadable:
-            try:
-                self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
-            except BaseException as error:  # interrupts are delayed here, so the tokenizer raised it
-                self.is_unreadable = True
-                self.error = f"its tokens could not be turned into text: {safe_text(error)}"
-                return False
+        if self.text_stream is None or self.is_unreadable:
+            return True
+        try:
+            self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
+        except BaseException as error:  # interrupts are delayed here, so the tokenizer raised it
+            self.is_unreadable = True
+            self.error = f"its tokens could not be turned into text: {safe_text(error)}"
+            return False
         return True
 
     def report(self) -> RequestOutput:

@@ -1,9 +1,8 @@
-"""Turns tokens into text part by part: whole characters only, and cut before a stop string."""
+"""Turns the tokens of one request into text as they come: whole characters only, and cut before a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 
@@ -47,8 +46,9 @@ class TextStream:
         self._context = max(0, self._read - NUM_CONTEXT_TOKENS)
         # The text of the tokens from the context to the last one read; None if it is to be decoded.
         self._before: str | None = None
-        self._decode_stream = decode_stream
-        # Decodes the tokens after those that it was given, ``_given`` of all; None if there is no such function.
+        # Opens a stream; None if there is none, or if one was given up.
+        self._start_stream = decode_stream
+        # The stream: decodes the tokens after those that it was given, ``_given`` of all; None while none is open.
         self._decode_next: Callable[[Sequence[int]], str] | None = None
         self._given = self._read
 
@@ -62,6 +62,9 @@ class TextStream:
         if self.stopped:
             return
         new = self._decode_new(token_ids, final)
+        if self._stop is NO_STOPS:
+            self.text += new
+            return
         pending = self._held + new
         reading = self._stop.read(self._state, new)
         if reading.found_at is not None:
@@ -78,32 +81,44 @@ class TextStream:
         """Return the text of the unread tokens; empty while it ends within a character."""
         if self._read == len(token_ids):
             return ""
-        if self._decode_stream is not None:
-            context, start = token_ids[self._context : self._read], self._decode_stream
-            self._decode_stream = None
-            # A prompt that ends within a character would come out with its end.
-            if not self._decode(context).endswith(_INCOMPLETE):
-                self._decode_next = start(context)
+        if self._decode_next is None and self._start_stream is not None:
+            self._open_stream(token_ids)
         if self._decode_next is not None:
-            new = ""
-            with suppress(Exception):
+            try:
                 new = self._decode_next(token_ids[self._given :])
                 self._given = len(token_ids)
+            except Exception:
+                new = ""
             if new:
                 self._read = self._given
                 return new
             if not final and len(token_ids) == self._given <= self._read + MAX_WINDOW_TOKENS:
                 return ""
             # The stream failed, or the end of a character does not come: the tokens are decoded as they are.
-            self._decode_next, self._context = None, max(0, self._read - NUM_CONTEXT_TOKENS)
+            self._decode_next = self._start_stream = self._before = None
+            self._context = max(0, self._read - NUM_CONTEXT_TOKENS)
         # The tokens before them are decoded too, because a token's text may depend on its neighbours.
-        if self._before is None:
-            self._before = self._decode(token_ids[self._context : self._read]).rstrip(_INCOMPLETE)
+        before = self._decode_context(token_ids).rstrip(_INCOMPLETE)
         after = self._decode(token_ids[self._context :])
         if after.endswith(_INCOMPLETE) and not final:
             return ""
-        new, self._before = after[len(self._before) :], after
+        new, self._before = after[len(before) :], after
         if len(token_ids) - self._context > MAX_WINDOW_TOKENS:
             self._context, self._before = self._read, None
         self._read = len(token_ids)
         return new
+
+    def _open_stream(self, token_ids: Sequence[int]) -> None:
+        """Open a stream after the tokens read, unless they end within a character, which would come out incomplete."""
+        assert self._start_stream is not None
+        if self._decode_context(token_ids).endswith(_INCOMPLETE):
+            return
+        self._decode_next, self._given = self._start_stream(token_ids[self._context : self._read]), self._read
+        if self._decode_next is None:
+            self._start_stream = None
+
+    def _decode_context(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the tokens from the context to the last one read."""
+        if self._before is None:
+            self._before = self._decode(token_ids[self._context : self._read])
+        return self._before

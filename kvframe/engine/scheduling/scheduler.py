@@ -35,6 +35,12 @@ class Scheduler(Generic[RequestT]):
 
     Invariant: a request of the scheduler either waits (no row, and no blocks except swapped ones), or runs (with a row
     and blocks).
+
+    Attributes:
+        waiting: The queue.
+        running: The running requests, in the order of their admission.
+        stats: The counters.
+        failed: The requests that ended with an error in ``schedule``, or in a ``complete`` that raised, each once.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class Scheduler(Generic[RequestT]):
             cache, self.stats, max_num_batched_tokens=max_num_batched_tokens, reserve_prompts=reserve_prompts
         )
         self._pausing: list[RequestT] = []
-        self._failed: list[RequestT] = []
+        self.failed: list[RequestT] = []
 
     @property
     def has_work(self) -> bool:
@@ -101,8 +107,8 @@ class Scheduler(Generic[RequestT]):
             raise
 
     def take_failed(self) -> list[RequestT]:
-        """Return the requests that ended with an error in ``schedule``, or in a ``complete`` that raised, each once."""
-        failed, self._failed = self._failed, []
+        """Return ``failed``, and empty it."""
+        failed, self.failed = self.failed, []
         return failed
 
     def _schedule(self) -> ScheduledStep[RequestT] | None:
@@ -224,7 +230,7 @@ class Scheduler(Generic[RequestT]):
         why = str(error) if isinstance(error, KVFrameError) else safe_text(error)
         request.error = f"no further token of it can be computed: {why}"
         self.end(request, "error")
-        self._failed.append(request)
+        self.failed.append(request)
 
     def _end_all(self, requests: Sequence[RequestT]) -> None:
         """End all requests of a failed step, because the faulty one is unknown. The caller raises the exception."""
@@ -235,7 +241,7 @@ class Scheduler(Generic[RequestT]):
                     self.end(request, "error")
                 except Exception as error:
                     _log.error("the blocks of request %r could not be freed: %s", request.request_id, safe_text(error))
-                self._failed.append(request)
+                self.failed.append(request)
 
     def note_pin(self) -> None:
         """Record that a prefix was pinned.

@@ -264,7 +264,8 @@ class TransformersModel(LoadedModel):
             return None
         tokenizer = self.tokenizer.backend_tokenizer
         stream = DecodeStream(ids=list(token_ids), skip_special_tokens=True)
-        return lambda new: stream.step(tokenizer, list(new)) or ""
+        # A single id is read in half the time of a list of one.
+        return lambda new: stream.step(tokenizer, new[0] if len(new) == 1 else list(new)) or ""
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
         if self._takes_positions:
