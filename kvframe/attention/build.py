@@ -1,4 +1,4 @@
-"""Builds a step's metadata: each wrapper chain and builder runs once for all attention groups that can share it."""
+"""Builds what the layers read in a step: each wrapper chain and builder runs once for all groups that can share it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.request_order import Permutation, is_ordered, permute
 from kvframe.attention.returned import build_all, refresh_fields, replace_fields
-from kvframe.attention.step import PackedSlots, unpack_slots
 from kvframe.attention.step_failures import step_failure
 from kvframe.attention.wrapping import WrapperCall
 from kvframe.contract.backend import AttentionMetadataBuilder
@@ -59,14 +58,14 @@ class PreparedStep:
     Attributes:
         builds: What builders made on the host, or are to make on the device.
         of_groups: For each attention group, the index of its build.
-        slots: Where the cache groups store what the step computes.
+        slots: For each cache group that stores something, where it stores what the step computes.
         states: What the state layers compute; empty if there are none.
         kept_rows: ``[num_kept], int64``: the rows of the packed batch that the skipped layers compute; None for all.
     """
 
     builds: list[Build]
     of_groups: tuple[int, ...]
-    slots: tuple[PackedSlots, ...] = ()
+    slots: Mapping[int, Slots] = MappingProxyType({})
     states: Sequence[StateStep] = ()
     kept_rows: torch.Tensor | None = None
 
@@ -107,6 +106,35 @@ class _Reader:
     not_causal: Refusal | None
 
 
+@attrs.frozen(eq=False)
+class _Builder:
+    """A builder, and which of its optional methods are its own: the default ones are not called.
+
+    Attributes:
+        builder: The builder.
+        is_on_host: Whether it builds before the copy to the device.
+        builds_together: Whether its class builds for all its builders together.
+        finishes: Whether it finishes on the device what it built.
+    """
+
+    builder: AttentionMetadataBuilder
+    is_on_host: bool
+    builds_together: bool
+    finishes: bool
+
+    @classmethod
+    def of(cls, builder: AttentionMetadataBuilder) -> _Builder:
+        """Return the builder with what its class implements."""
+        is_on_host = builder.on_host is not None
+        return cls(builder, is_on_host, _overrides(builder, "build_together"), _overrides(builder, "finish"))
+
+
+def _overrides(builder: AttentionMetadataBuilder, method: str) -> bool:
+    """Return whether a builder's class does not have the default method."""
+    owner = next(base for base in type(builder).__mro__ if method in vars(base))
+    return owner is not AttentionMetadataBuilder
+
+
 class MetadataPlan:
     """What has to be worked out in a step, found once at set-up.
 
@@ -136,7 +164,7 @@ class MetadataPlan:
         # cache group.
         self._calls: list[tuple[int, WrapperCall]] = []
         self._readers: list[_Reader] = []
-        self._builders: dict[int, AttentionMetadataBuilder] = {}
+        self._builders: dict[int, _Builder] = {}
         self._audited = audited
         places: dict[tuple[int, tuple[Identity, ...]], int] = {}
         layers_after: dict[int, list[str]] = {}
@@ -155,7 +183,7 @@ class MetadataPlan:
             reuse = numbers.setdefault(group.reuse_key, len(numbers))
             chain = numbers.setdefault((group.sequence, group.wrapper_ids), len(numbers))
             self._readers.append(_Reader(group, place, reuse, chain, group.not_causal))
-            self._builders.setdefault(reuse, group.builder)
+            self._builders.setdefault(reuse, _Builder.of(group.builder))
 
     def prepare(self, metadata: Sequence[CommonAttentionMetadata]) -> PreparedStep:
         """Apply every chain, put requests into the order that a builder asks for, and run the builders of the host.
@@ -181,7 +209,7 @@ class MetadataPlan:
             wrapped.append(call.audit(wrapped[place]) if self._audited else call(wrapped[place]))
         sharing = _Sharing()
         of_groups = tuple(sharing.build_of(reader, wrapped[reader.place]) for reader in self._readers)
-        self._run(sharing.builds, [each for each in sharing.builds if self._builders[each.reuse].on_host is not None])
+        self._run(sharing.builds, [each for each in sharing.builds if self._builders[each.reuse].is_on_host])
         return PreparedStep(sharing.builds, of_groups)
 
     def build(self, prepared: PreparedStep) -> list[GroupMetadata]:
@@ -193,7 +221,7 @@ class MetadataPlan:
         Raises:
             BackendError: A builder raised something (``failed``).
         """
-        builds, slots = prepared.builds, unpack_slots(prepared.slots)
+        builds, slots = prepared.builds, prepared.slots
         self._run(builds, [each for each in builds if each.common is not None])
         finished = self._finish(builds)
         return [
@@ -207,19 +235,28 @@ class MetadataPlan:
         """Run the builders of some of a step's builds: those of a class together, then those that differ in tables."""
         together: dict[type[AttentionMetadataBuilder], list[Build]] = {}
         for build in unbuilt:
-            if build.like is None:
-                together.setdefault(type(self._builders[build.reuse]), []).append(build)
+            if build.like is not None:
+                continue
+            builder = self._builders[build.reuse]
+            if builder.builds_together:
+                together.setdefault(type(builder.builder), []).append(build)
+                continue
+            try:
+                build.built = builder.builder.build(build.take())
+            except Exception as error:
+                raise self._failure([build], "build", error) from error
         for builder_class, alike in together.items():
             try:
-                made = build_all(builder_class, [(self._builders[each.reuse], each.take()) for each in alike])
+                made = build_all(builder_class, [(self._builders[each.reuse].builder, each.take()) for each in alike])
             except Exception as error:
                 raise self._failure(alike, "build_together", error) from error
             for build, built in zip(alike, made, strict=True):
                 build.built = built
         for build in unbuilt:
             if build.like is not None:
+                builder, built = self._builders[build.reuse], builds[build.like].built
                 try:
-                    build.built = refresh_fields(self._builders[build.reuse], builds[build.like].built, build.take())
+                    build.built = refresh_fields(builder.builder, built, build.take())
                 except Exception as error:
                     raise self._failure([build], "refreshed_fields", error) from error
 
@@ -228,16 +265,16 @@ class MetadataPlan:
         finished: list[Any] = []
         for build in builds:
             builder = self._builders[build.reuse]
-            if build.like is None:
+            if not builder.finishes:
+                finished.append(build.built)
+            elif build.like is None:
                 try:
-                    finished.append(builder.finish(build.built))
+                    finished.append(builder.builder.finish(build.built))
                 except Exception as error:
                     raise self._failure([build], "finish", error) from error
-            elif finished[build.like] is builds[build.like].built:
-                finished.append(build.built)
             else:
-                fields = {name: getattr(build.built, name) for name in builder.table_fields or ()}
-                finished.append(replace_fields(builder, finished[build.like], fields))
+                fields = {name: getattr(build.built, name) for name in builder.builder.table_fields or ()}
+                finished.append(replace_fields(builder.builder, finished[build.like], fields))
         return finished
 
     def _failure(self, builds: Iterable[Build], method: str, error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""Captured steps: metadata tensors at fixed addresses, which a graph reads and each step overwrites."""
+"""The tensors that a captured graph reads: they stay where they are, and each replayed step writes its values there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.build import GroupMetadata, MetadataPlan, PreparedStep
+from kvframe.attention.build import GroupMetadata
 from kvframe.attention.nested import field_names, replace_tensors
-from kvframe.attention.staging import StagedMemory, Staging
+from kvframe.attention.staging import StagedMemory
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.metadata import CommonAttentionMetadata
 
@@ -37,36 +37,34 @@ class CapturedStep:
 
     @classmethod
     def of(
-        cls, prepared: PreparedStep, inputs: tuple[torch.Tensor, ...], plan: MetadataPlan, staging: Staging
+        cls,
+        memory: StagedMemory,
+        groups: Sequence[GroupMetadata],
+        kept_rows: torch.Tensor | None,
+        inputs: tuple[torch.Tensor, ...],
     ) -> CapturedStep:
-        """Lay a step out in memory of its own.
+        """Return a step whose tensors stay where they are: in the memory, or in copies of their own.
 
         Args:
-            prepared: The step, on the host.
-            inputs: Its further tensors, on the host.
-            plan: Builds what is built on the device.
-            staging: Copies to the device.
+            memory: The memory that the step was staged into.
+            groups: What was built of the step.
+            kept_rows: The rows that the skipped layers compute; None for all.
+            inputs: The step's further tensors, in the memory.
         """
-        memory = StagedMemory.of((prepared, inputs), staging.device)
-        prepared, inputs = staging.to_device((prepared, inputs), memory)
-        read = plan.build(prepared), prepared.kept_rows
-        groups, kept_rows = replace_tensors(read, lambda tensor: _keep(tensor, memory))
+        groups, kept_rows = replace_tensors((groups, kept_rows), lambda tensor: _keep(tensor, memory))
         return cls(memory, groups, kept_rows, inputs)
 
-    def refresh(
-        self, prepared: PreparedStep, inputs: tuple[torch.Tensor, ...], plan: MetadataPlan, staging: Staging
-    ) -> None:
-        """Write another step's values into the tensors of this one; the arguments are those of ``of``.
+    def refresh(self, groups: Sequence[GroupMetadata], kept_rows: torch.Tensor | None) -> None:
+        """Write another step's values, which was staged into the same memory, into the tensors of this one.
+
+        Args:
+            groups: What was built of the other step.
+            kept_rows: The rows that the skipped layers compute in it; None for all.
 
         Raises:
             NotReplayableError: Something other than the values of tensors differs.
         """
-        try:
-            prepared, inputs = staging.to_device((prepared, inputs), self.memory)
-        except ValueError as error:
-            raise NotReplayableError(str(error)) from error
-        fresh = plan.build(prepared), prepared.kept_rows
-        refresh((self.groups, self.kept_rows), fresh, self.memory.memory, "the step")
+        refresh((self.groups, self.kept_rows), (groups, kept_rows), self.memory.memory, "the step")
 
 
 def _keep(tensor: torch.Tensor, memory: StagedMemory) -> torch.Tensor:

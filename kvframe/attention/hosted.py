@@ -13,14 +13,13 @@ from kvframe.attention.copies import CopyScratch
 from kvframe.attention.group import form_groups
 from kvframe.attention.layer import ServedLayer
 from kvframe.attention.nested import replace_tensors
-from kvframe.attention.staging import HOST, Staging
-from kvframe.attention.step import PackedSlots
+from kvframe.attention.staging import HOST, StagedMemory, Staging
 from kvframe.config.stack import Stack
 from kvframe.contract.backend import KVCache
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.slots import split_slots
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import TOKENS, LayerSpec
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers
@@ -130,7 +129,10 @@ class HostedLayers:
             BackendError: As for ``begin_step``.
             WrapperError: As for ``begin_step``.
         """
-        captured = CapturedStep.of(self._prepare(metadata), (), self._plan, self._staging)
+        prepared = self._prepare(metadata)
+        memory = StagedMemory.of(prepared, self._staging.device)
+        groups = self._plan.build(self._staging.to_device(prepared, memory))
+        captured = CapturedStep.of(memory, groups, None, ())
         return HostedStep(captured.groups, captured)
 
     def replay_step(self, step: HostedStep, metadata: CommonAttentionMetadata) -> None:
@@ -147,7 +149,8 @@ class HostedLayers:
         """
         if step.captured is None:
             raise NotReplayableError("the step was not captured: begin it by capture_step")
-        step.captured.refresh(self._prepare(metadata), (), self._plan, self._staging)
+        prepared = self._staging.to_device(self._prepare(metadata), step.captured.memory)
+        step.captured.refresh(self._plan.build(prepared), None)
 
     def _prepare(self, metadata: CommonAttentionMetadata) -> PreparedStep:
         if self._block_sizes - {metadata.block_size}:
@@ -162,9 +165,9 @@ class HostedLayers:
             metadata = replace_tensors(metadata, lambda tensor: tensor.to(HOST))
         prepared = self._plan.prepare([metadata] * self._num_cache_groups)
         if self._written:
-            flat = metadata.slot_mapping.expand(len(self._written), -1)
-            places = split_slots(flat.clamp(min=0), metadata.block_size)
-            prepared.slots = (PackedSlots(tuple(self._written), metadata.block_size, flat, *places),)
+            # The host pads with negative slots. All groups store the same tokens in the same slots.
+            slots = Slots(metadata.slot_mapping, metadata.block_size)
+            prepared.slots = dict.fromkeys(self._written, slots)
         return prepared
 
     # --- a layer ------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from kvframe.attention.group import form_groups
 from kvframe.attention.layer import AttentionLayer, GroupStep
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.request_order import find_order
-from kvframe.attention.staging import Staging
+from kvframe.attention.staging import StagedMemory, Staging
 from kvframe.attention.state import StateLayers
-from kvframe.attention.step import StepBatch, input_slots, pack_slots
+from kvframe.attention.step import StepBatch, input_slots, split_mapping
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import KVCache
 from kvframe.contract.capture import GraphCapture
@@ -101,9 +101,9 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         }
         num_cache_groups = len(grouping.groups) + self.local.num_places
         self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
-        self._written = {group.cache_group for group in self.groups if group.writes}
+        stores = {group.cache_group for group in self.groups if group.writes}
         of_inputs = {group.index for group in grouping.groups if group.spec.sequence != TOKENS}
-        self._of_inputs = self._written & of_inputs
+        self._stores_tokens, self._stores_inputs = sorted(stores - of_inputs), bool(stores & of_inputs)
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
         orders = [group.builder.batch_order for group in by_size]
         self._orders = tuple(dict.fromkeys(order for order in orders if order is not None))
@@ -170,7 +170,9 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         """
         if self._unchecked:
             self._check_bound()
-        prepared, inputs = self._staging.to_device((self._prepare(metadata, batch, tables), inputs))
+        prepared = self._prepare(metadata, batch, tables)
+        if self._staging.is_needed:
+            prepared, inputs = self._staging.to_device((prepared, inputs))
         if prepared.states:
             self.states.select(prepared.states)
         self._read(self._plan.build(prepared), prepared.kept_rows)
@@ -189,7 +191,10 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         Raises:
             WrapperError: A wrapper cannot take the step.
         """
-        captured = CapturedStep.of(self._prepare(metadata, None, None), inputs, self._plan, self._staging)
+        prepared = self._prepare(metadata, None, None)
+        memory = StagedMemory.of((prepared, inputs), self._staging.device)
+        prepared, inputs = self._staging.to_device((prepared, inputs), memory)
+        captured = CapturedStep.of(memory, self._plan.build(prepared), prepared.kept_rows, inputs)
         self._read(captured.groups, captured.kept_rows)
         return captured
 
@@ -207,7 +212,9 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             NotReplayableError: Something other than the values of tensors differs from what was captured.
             WrapperError: A wrapper cannot take the step.
         """
-        captured.refresh(self._prepare(metadata, None, None), inputs, self._plan, self._staging)
+        prepared = self._prepare(metadata, None, None)
+        prepared, _ = self._staging.to_device((prepared, inputs), captured.memory)
+        captured.refresh(self._plan.build(prepared), prepared.kept_rows)
         self._read(captured.groups, captured.kept_rows)
 
     def _read(self, groups: Sequence[GroupMetadata], kept_rows: torch.Tensor | None) -> None:
@@ -231,14 +238,15 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         batch: StepBatch | None,
         tables: BlockTables | None,
     ) -> PreparedStep:
-        of_tokens = {index: metadata[index].slot_mapping for index in self._written - self._of_inputs}
-        of_inputs: Mapping[int, torch.Tensor] = {}
-        if self._of_inputs:
+        prepared = self._plan.prepare(metadata)
+        mappings = {index: metadata[index].slot_mapping for index in self._stores_tokens}
+        if self._stores_inputs:
             assert batch is not None
             assert tables is not None
-            of_inputs = input_slots(batch, tables, metadata[0].slot_mapping.device)
-        prepared = self._plan.prepare(metadata)
-        prepared.slots = pack_slots(metadata, {**of_tokens, **of_inputs})
+            mappings |= input_slots(batch, tables, metadata[0].slot_mapping.device)
+        prepared.slots = {
+            index: split_mapping(mapping, metadata[index].block_size) for index, mapping in mappings.items()
+        }
         if self._keeps_states:
             prepared.states = self.states.steps(batch, tables)
         if self.skipped and not metadata[0].all_generate:

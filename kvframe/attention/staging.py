@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from kvframe.attention.nested import host_tensors, replace_tensors
+from kvframe.contract.capture import NotReplayableError
 
 HOST = torch.device("cpu")
 
@@ -34,11 +35,13 @@ class Staging:
 
     Attributes:
         device: The device.
+        is_needed: Whether the device is another than the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Take the device; if it is the host, nothing is copied."""
         self.device = device
+        self.is_needed = device.type != HOST.type
         # While the device still reads one buffer, a step may write to the other.
         self._buffers = (_HostBuffer(device), _HostBuffer(device))
         self._turn = 0
@@ -52,9 +55,9 @@ class Staging:
             into: Memory for the tensors; new memory unless given.
 
         Raises:
-            ValueError: The tensors have other shapes or dtypes than those that ``into`` was made for.
+            NotReplayableError: The tensors have other shapes or dtypes than those that ``into`` was made for.
         """
-        if self.device.type == HOST.type and into is None:
+        if not self.is_needed and into is None:
             return value
         tensors = host_tensors(value)
         places, num_bytes = layout_of(tensors)
@@ -64,7 +67,7 @@ class Staging:
             views: Sequence[torch.Tensor] = views_of(host.to(self.device, non_blocking=True), places)
         else:
             if into.places != places:
-                raise ValueError("the tensors of this step are not those that the memory was laid out for")
+                raise NotReplayableError("the tensors of this step are not those that the memory was laid out for")
             into.memory.copy_(host, non_blocking=True)
             views = into.views
         self._buffers[self._turn].note_copy()

@@ -1,8 +1,8 @@
-"""Turns a step's batch into its metadata, for all cache groups at once."""
+"""Turns the batch of a step into its metadata, one value per cache group, and finds where its tokens are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.contract.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
 from kvframe.contract.order import IntArray
-from kvframe.contract.slots import Slots, split_slots
+from kvframe.contract.slots import Slots
 from kvframe.contract.specs import TOKENS
 
 
@@ -181,57 +181,17 @@ def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> 
     return found
 
 
-@attrs.frozen(eq=False)
-class PackedSlots:
-    """The slots of several cache groups with blocks of one size, which store equally many tokens.
-
-    Attributes:
-        groups: The groups.
-        block_size: Tokens per block.
-        flat: ``[num_groups, num_tokens], int64, device``: slots as one number each.
-        blocks: Their block ids, likewise.
-        offsets: Their offsets, likewise.
-    """
-
-    groups: tuple[int, ...]
-    block_size: int
-    flat: torch.Tensor
-    blocks: torch.Tensor
-    offsets: torch.Tensor
-
-
-def pack_slots(
-    metadata: Sequence[CommonAttentionMetadata], mappings: Mapping[int, torch.Tensor]
-) -> tuple[PackedSlots, ...]:
-    """Return where cache groups store the step's tokens, those of one block size together.
+def split_mapping(mapping: torch.Tensor, block_size: int) -> Slots:
+    """Return the slots of a step's tokens, with their block ids and offsets.
 
     Args:
-        metadata: The step, one value per cache group.
-        mappings: For each group that stores something, ``[num_stored], int64, device``: the slot of each row that its
-            layers are given.
+        mapping: ``[num_stored], int64, device``: the slot of each row that a layer is given.
+        block_size: Tokens per block.
     """
-    alike: dict[tuple[int, int], list[int]] = {}
-    for index, mapping in mappings.items():
-        alike.setdefault((metadata[index].block_size, mapping.shape[0]), []).append(index)
-    packed = []
-    for (block_size, _), indices in alike.items():
-        together = torch.stack([mappings[index] for index in indices])
-        packed.append(PackedSlots(tuple(indices), block_size, together, *split_slots(together, block_size)))
-    return tuple(packed)
-
-
-def unpack_slots(packed: Iterable[PackedSlots]) -> dict[int, Slots]:
-    """Return the slots of each cache group that stores something."""
-    return {
-        group: Slots(flat, each.block_size, places)
-        for each in packed
-        for group, flat, places in zip(
-            each.groups,
-            each.flat.unbind(),
-            zip(each.blocks.unbind(), each.offsets.unbind(), strict=True),
-            strict=True,
-        )
-    }
+    if not mapping.is_cpu:
+        return Slots(mapping, block_size)
+    blocks, offsets = np.divmod(mapping.numpy(), block_size)
+    return Slots(mapping, block_size, (torch.from_numpy(blocks), torch.from_numpy(offsets)))
 
 
 def _slots(stack: TableStack, rows: IntArray, requests: IntArray, positions: IntArray) -> IntArray:

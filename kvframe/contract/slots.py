@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import attrs
 import torch
 
 
-@attrs.frozen(eq=False, slots=False)
+@attrs.frozen(eq=False)
 class Slots:
     """Where tokens are stored. A host gives it as one number for each token; blocks and offsets follow from these.
 
@@ -18,13 +16,15 @@ class Slots:
     Attributes:
         flat: ``[num_tokens], int64, device``: ``block_id * block_size + offset`` of each token, or a negative number.
         block_size: Tokens per block.
-        given: Block ids and offsets, if the host made them; otherwise they are made once, when they are first read. A
-            host that captures a graph gives them, or makes a new value for the capture.
+        places: Block ids and offsets, ``[num_tokens], int64, device`` both, as ``index_put_`` takes them. If the host
+            does not give them, they are made of ``flat``.
     """
 
     flat: torch.Tensor
     block_size: int
-    given: tuple[torch.Tensor, torch.Tensor] | None = None
+    places: tuple[torch.Tensor, torch.Tensor] = attrs.field(
+        default=attrs.Factory(lambda self: split_slots(self.flat.clamp(min=0), self.block_size), takes_self=True)
+    )
 
     @classmethod
     def at(cls, blocks: torch.Tensor, offsets: torch.Tensor, block_size: int) -> Slots:
@@ -36,11 +36,6 @@ class Slots:
             block_size: Tokens per block.
         """
         return cls(blocks * block_size + offsets, block_size, (blocks, offsets))
-
-    @cached_property
-    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block ids and offsets, ``[num_tokens], int64, device`` both: an index for ``index_put_``."""
-        return split_slots(self.flat.clamp(min=0), self.block_size) if self.given is None else self.given
 
     @property
     def blocks(self) -> torch.Tensor:

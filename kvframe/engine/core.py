@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Generic, Protocol, Self
 
 from kvframe.cache.keys import read_secret
-from kvframe.cache.manager import KVCacheManager
-from kvframe.config.eviction_choice import make_policy
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import KVFrameError, ModelError, PlanError, RequestError, shown
 from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
-from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model
+from kvframe.engine.assembly import Assembly, assemble, load_model
 from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
-from kvframe.engine.diagnosis import check_model
+from kvframe.engine.parts import attach_model, make_admission, make_manager, make_scheduler
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.joining import ranks_of
 from kvframe.engine.ranks.leader import Leader
-from kvframe.engine.requests.admission import Admission
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.requests.request_table import RequestTable
 from kvframe.engine.resizing import resize
@@ -32,7 +27,6 @@ from kvframe.engine.running.runner import ModelRunner, SkipPolicy
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.scheduling.stats import EngineStats
 from kvframe.engine.scheduling.step import ScheduledStep
-from kvframe.engine.self_check import run_packed
 from kvframe.engine.turns import Turns, verb, verb_when_closed
 from kvframe.loading.checks import parse_bytes
 from kvframe.loading.registry import Registry
@@ -109,91 +103,29 @@ class EngineCore(ABC, Generic[RequestT]):
             ModelError: The model cannot be attached or compiled, or attached it computes something else than
                 unattached.
         """
-        self.model = model
-        self.stack = stack = Stack() if stack is None else stack
-        self._turns = Turns()
+        stack = Stack() if stack is None else stack
         self._secret = read_secret(stack.cache.key, stack.source)
-        self._ranks = ranks
         assembly = assemble(model, layers, stack, registry, ranks)
+        self.model, self.stack = model, stack
         self.grouping: Grouping = assembly.grouping
+        self.plan: KVCachePlan = assembly.plan
+        self.choices: tuple[Choice, ...] = assembly.choices
+        self._max_model_len = assembly.max_model_len
+        self._storage, self._host, self._ranks = assembly.storage, assembly.host, ranks
         self._check_model()
         if self.grouping.note is not None:
             _log.info("%s: %s", model.description.name, self.grouping.note)
-        self.plan: KVCachePlan = assembly.plan
-        self.choices: tuple[Choice, ...] = assembly.choices
-        self._storage = assembly.storage
-        self._max_model_len = assembly.max_model_len
-        self._admission = self._make_admission()
-        self._manager = self._make_manager(assembly, registry)
-        self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
-        if poison_freed:
-            self._poison_freed(assembly)
-        self._scheduler = self._make_scheduler()
-        self._runner = self._make_runner(assembly, skip_policy)
+        self._turns = Turns()
         self._requests: RequestTable[RequestT] = RequestTable()
-        self._attach_model(assembly, layers, registry)
-        self._host = assembly.host
+        self._admission = make_admission(assembly, self._secret)
+        self._manager = make_manager(assembly, registry, poison_freed=poison_freed)
+        self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
+        self._scheduler: Scheduler[RequestT] = make_scheduler(assembly, self._manager)
+        self._runner = self._make_runner(assembly, skip_policy)
+        attach_model(assembly, layers, registry, self._runner.warm_up, has_ranks=ranks is not None)
         if isinstance(ranks, Leader):
             assert isinstance(self._runner, ModelRunner)
-            ranks.lead(self._runner, self._manager.tables)
-            ranks.on_failed_step = partial(setattr, self._turns, "is_closed", True)
-
-    def _make_admission(self) -> Admission:
-        options = self.stack.engine
-        max_prompt_len = options.max_num_batched_tokens if self.grouping.whole_prompts else None
-        return Admission(
-            self.model, self.plan, self._max_model_len, self._secret, options, max_prompt_len=max_prompt_len
-        )
-
-    def _make_manager(self, assembly: Assembly, registry: Registry) -> KVCacheManager:
-        cache = self.stack.cache
-        return KVCacheManager(
-            self.plan,
-            max_num_seqs=self.stack.engine.max_num_seqs,
-            prefix_caching=cache.prefix_caching and not self.grouping.whole_prompts,
-            host_pages=assembly.host,
-            copier=self._storage.copy_pages,
-            audited=cache.audit,
-            eviction=make_policy(self.stack, registry),
-        )
-
-    def _poison_freed(self, assembly: Assembly) -> None:
-        """Fill all pages with NaN, now and when they are freed."""
-        self._storage.poison()
-        assembly.layers.local.is_poisoned = True
-        self._manager.on_pages_freed = lambda group, block_ids: self._storage.fill(group, block_ids, math.nan)
-
-    def _make_scheduler(self) -> Scheduler[RequestT]:
-        options = self.stack.engine
-        return Scheduler(
-            self._manager,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            shared_block_size=self.plan.alignment if self._manager.prefix_caching else 0,
-            whole_prompts=self.grouping.whole_prompts,
-            reserve_prompts=options.reserve_prompts,
-        )
-
-    def _attach_model(self, assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
-        """Attach the model, compile it, compare it with its own forward, and warm up, as the stack asks."""
-        options = self.stack.engine
-        checked = assemble_plain(assembly, layers, registry) if options.self_check else assembly
-        self.model.attach(checked.layers)
-        try:
-            if options.compile:
-                self.model.compile()
-            if options.self_check and self._ranks is None:
-                check_model(checked, layers, registry)
-            elif options.self_check:
-                # No search for the wrong part: the ranks might disagree on what to try, and wait for each other.
-                self.model.self_check(partial(run_packed, checked))
-            if checked is not assembly:
-                self.model.detach()
-                self.model.attach(assembly.layers)
-            self._runner.warm_up()
-        except BaseException:
-            self.model.detach()
-            raise
+            ranks.lead(self._runner, self._manager.tables, on_failed_step=self._turns.close)
 
     def _check_model(self) -> None:
         """Raise a ``ModelError`` for a model that this kind of engine cannot serve."""
@@ -330,7 +262,7 @@ class EngineCore(ABC, Generic[RequestT]):
 
         After it, every verb but ``close`` raises ``EngineError`` (``closed``); ``stats`` still answers.
         """
-        self._turns.is_closed = True
+        self._turns.close()
         self._forget(list(self._requests.values()))
         if self._ranks is not None:
             self._ranks.close()

@@ -100,6 +100,10 @@ class Turns:
         self._turn: Turn | None = None
         self._deferred: deque[Callable[[], None]] = deque()
 
+    def close(self) -> None:
+        """Refuse all later verbs but those that a closed engine accepts."""
+        self.is_closed = True
+
     def begin(self, turn: Turn) -> None:
         """Start a turn.
 

@@ -29,7 +29,7 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.stack import Stack
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
-from kvframe.contract.capture import GraphCapture
+from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
@@ -414,7 +414,7 @@ def test_memory_that_is_kept_holds_each_steps_values_in_the_same_place() -> None
         assert torch.equal(expected[place], second[place])
         assert 0 == second[place].data_ptr() % ALIGNMENT - memory.memory.data_ptr() % ALIGNMENT
     assert torch.equal(expected[2].there, second[2].there)
-    with pytest.raises(ValueError, match="laid out"):
+    with pytest.raises(NotReplayableError, match="laid out"):
         staging.to_device((torch.arange(3),), memory)
 
 

@@ -17,10 +17,9 @@ def test_blocks_and_offsets_follow_from_flat_slots(block_size: int) -> None:
     assert [0, 1, block_size - 1, 0, 3] == slots.offsets.tolist()
 
 
-def test_places_are_made_once_and_only_when_they_are_read() -> None:
+def test_places_are_made_unless_they_are_given() -> None:
     slots = Slots(torch.tensor([3]), 2)
-    assert [slots.flat] == host_tensors(slots)
-    assert slots.places is slots.places
+    assert [slots.flat, *slots.places] == host_tensors(slots)
     given = torch.tensor([1]), torch.tensor([1])
     assert given == Slots(torch.tensor([3]), 2, given).places
 

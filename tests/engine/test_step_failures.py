@@ -47,6 +47,11 @@ class Writes(TorchReferenceBackend):
 
 
 class Builds(Refreshing):
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        return explode()
+
+
+class BuildsTogether(Refreshing):
     @classmethod
     def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[Any]:
         found: list[Any] = explode()
@@ -67,7 +72,8 @@ class Finishes(Refreshing):
 FAILING = {
     "forward": (Forward, "'layer 0': forward"),
     "write_kv": (Writes, "'layer 0': write_kv"),
-    "build_together": (on(Builds), "'layer 0' and 1 others: its builder's build_together"),
+    "build": (on(Builds), "'layer 0' and 1 others: its builder's build"),
+    "build_together": (on(BuildsTogether), "'layer 0' and 1 others: its builder's build_together"),
     "refreshed_fields": (on(Refreshes), "'layer 0' and 1 others: its builder's refreshed_fields"),
     "finish": (on(Finishes), "'layer 0' and 1 others: its builder's finish"),
 }
@@ -103,7 +109,12 @@ def test_what_builders_of_several_layers_raise_names_one_and_the_number_of_the_o
 
     class OfAll(AttentionMetadataBuilder):
         def build(self, metadata: CommonAttentionMetadata) -> Any:
-            explode()
+            raise AssertionError("the class builds for all")
+
+        @classmethod
+        def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[Any]:
+            found: list[Any] = explode()
+            return found
 
     with pytest.raises(BackendError, match="backend 'mine:mine', of layer 'layer 0' and 2 others: its builder's"):
         bench_of(on(OfAll), num_layers=3).run(MIXED)

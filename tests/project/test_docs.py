@@ -336,8 +336,8 @@ def test_the_reference_has_every_name_of_the_contract() -> None:
     assert {name: module for module, name in exported} | {"HookSpecs": "hookspecs"} == found
 
 
-def files_of_a_step(model: Path) -> list[str]:
-    """Return the files of the core in which one decode step of four requests runs code, in the order of first use."""
+def run_in_a_step(model: Path) -> tuple[list[str], set[str]]:
+    """Return what one decode step of four requests runs: the core's files, by first use, and the values it makes."""
     stack = Stack.from_mapping({"cache": {"memory": "16MiB"}, "engine": {"self_check": False}})
     found: dict[str, None] = {}
 
@@ -354,13 +354,28 @@ def files_of_a_step(model: Path) -> list[str]:
         engine.step()
         sys.setprofile(None)
     core = ROOT / "kvframe"
-    return [Path(name).relative_to(core).as_posix() for name in found if name.startswith(f"{core}/")]
+    files = [Path(name).relative_to(core).as_posix() for name in found if name.startswith(f"{core}/")]
+    # What attrs generates for a class is no file of the core.
+    generated = [re.fullmatch(r"<attrs generated methods kvframe\..*\.(\w+)>", name) for name in found]
+    return files, {match[1] for match in generated if match is not None}
 
 
-def test_the_files_of_a_step_are_those_that_run(tmp_path: Path) -> None:
+def test_the_files_and_the_values_of_a_step_are_those_that_run(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    files = re.findall(r"^\| `([a-z_/]+\.py)` \|", read("docs/a_step.md"), flags=re.MULTILINE)
-    assert files == files_of_a_step(tmp_path)
+    _, always, at_times = read("docs/a_step.md").split("\n## ")[0].split("| file in `kvframe/` |")
+    values = {quoted(row[0])[0] for row in table("docs/a_step.md", "The values of a step")}
+    assert ([*re.findall(r"^\| `([^`]+)`", always, re.MULTILINE)], values) == run_in_a_step(tmp_path)
+    others = [name for row in at_times.splitlines() for name in quoted(row.split("|")[1] if "|" in row else "")]
+    assert [] == [name for name in others if name in always or not (ROOT / "kvframe" / name).exists()]
+
+
+def test_the_files_that_build_metadata_use_only_later_ones() -> None:
+    files = [quoted(row[0])[0] for row in table("docs/a_step.md", "How a layer's metadata is built")]
+    for index, file in enumerate(files):
+        used = re.findall(
+            r"^from kvframe\.attention\.(\w+) import", read(f"kvframe/attention/{file}"), flags=re.MULTILINE
+        )
+        assert not {f"{module}.py" for module in used} & set(files[: index + 1]), file
 
 
 def test_the_site_has_every_page() -> None:

@@ -64,7 +64,7 @@ class Leader:
         """
         self.num_ranks, self.num_local_ranks = 1 + len(connections), num_local_ranks
         self.is_over = False
-        self.on_failed_step: Callable[[], None] | None = None
+        self._on_failed_step: Callable[[], None] | None = None
         self._end = end
         self._has_ended = threading.Lock()
         self._links = {
@@ -90,13 +90,15 @@ class Leader:
         self._send((command, arguments))
         return {rank: link.values.get() for rank, link in self._links.items()}
 
-    def lead(self, runner: ModelRunner, tables: BlockTables) -> None:
+    def lead(self, runner: ModelRunner, tables: BlockTables, *, on_failed_step: Callable[[], None]) -> None:
         """Let every other rank compute the batches of a runner too.
 
         Args:
             runner: The engine's runner.
             tables: The block tables of the engine.
+            on_failed_step: Called when a step has failed and the other ranks were told to end.
         """
+        self._on_failed_step = on_failed_step
         entries, compute = TableEntries(tables), runner.compute
 
         def compute_everywhere(batch: StepBatch, logits_indices: IntArray, new_inputs: NewInputs) -> torch.Tensor:
@@ -126,8 +128,8 @@ class Leader:
             # If the step failed because another rank was lost, the thread of its link ends this process.
             time.sleep(_MOMENT_SECONDS)
         self.close()
-        if self.on_failed_step is not None:
-            self.on_failed_step()
+        if self._on_failed_step is not None:
+            self._on_failed_step()
 
     def _send(self, value: Any) -> None:
         message = packed(value)

@@ -1,0 +1,112 @@
+"""Makes the parts of an engine that serve requests over an assembly, and attaches the model to its layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvframe.cache.manager import KVCacheManager
+from kvframe.config.eviction_choice import make_policy
+from kvframe.contract.specs import LayerSpec
+from kvframe.engine.assembly import Assembly, assemble_plain
+from kvframe.engine.diagnosis import check_model
+from kvframe.engine.requests.admission import Admission
+from kvframe.engine.requests.progress import RequestT
+from kvframe.engine.scheduling.scheduler import Scheduler
+from kvframe.engine.self_check import run_packed
+from kvframe.loading.registry import Registry
+
+
+def make_admission(assembly: Assembly, secret: bytes) -> Admission:
+    """Return what checks prompts against the limits of the model and its cache.
+
+    Args:
+        assembly: The set-up.
+        secret: 32 bytes, for the keys of inputs.
+    """
+    options = assembly.stack.engine
+    max_prompt_len = options.max_num_batched_tokens if assembly.grouping.whole_prompts else None
+    return Admission(
+        assembly.model, assembly.plan, assembly.max_model_len, secret, options, max_prompt_len=max_prompt_len
+    )
+
+
+def make_manager(assembly: Assembly, registry: Registry, *, poison_freed: bool) -> KVCacheManager:
+    """Return the cache manager.
+
+    Args:
+        assembly: The set-up.
+        registry: Where the eviction policy is looked up.
+        poison_freed: Whether all pages are filled with NaN, now and when they are freed.
+    """
+    cache, storage = assembly.stack.cache, assembly.storage
+    manager = KVCacheManager(
+        assembly.plan,
+        max_num_seqs=assembly.stack.engine.max_num_seqs,
+        prefix_caching=cache.prefix_caching and not assembly.grouping.whole_prompts,
+        host_pages=assembly.host,
+        copier=storage.copy_pages,
+        audited=cache.audit,
+        eviction=make_policy(assembly.stack, registry),
+    )
+    if poison_freed:
+        storage.poison()
+        assembly.layers.local.is_poisoned = True
+        manager.on_pages_freed = lambda group, block_ids: storage.fill(group, block_ids, math.nan)
+    return manager
+
+
+def make_scheduler(assembly: Assembly, manager: KVCacheManager) -> Scheduler[RequestT]:
+    """Return the scheduler, which gets blocks from the cache manager."""
+    options = assembly.stack.engine
+    return Scheduler(
+        manager,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        shared_block_size=assembly.plan.alignment if manager.prefix_caching else 0,
+        whole_prompts=assembly.grouping.whole_prompts,
+        reserve_prompts=options.reserve_prompts,
+    )
+
+
+def attach_model(
+    assembly: Assembly,
+    layers: Sequence[LayerSpec],
+    registry: Registry,
+    warm_up: Callable[[], None],
+    *,
+    has_ranks: bool,
+) -> None:
+    """Attach the model, compile it, compare it with its own forward, and warm up, as the stack asks.
+
+    Args:
+        assembly: The set-up.
+        layers: The layer specs that it was made of.
+        registry: Where backends and wrappers are looked up.
+        warm_up: Does the slow work of a first step.
+        has_ranks: Whether other ranks have shares of the layers.
+
+    Raises:
+        ModelError: The model cannot be attached or compiled, or attached it computes something else than unattached.
+        BackendError: No backend serves a layer in the plain format, or a backend computes a layer wrongly.
+        WrapperError: A wrapper changes what a layer computes.
+    """
+    model, options = assembly.model, assembly.stack.engine
+    checked = assemble_plain(assembly, layers, registry) if options.self_check else assembly
+    model.attach(checked.layers)
+    try:
+        if options.compile:
+            model.compile()
+        if options.self_check and not has_ranks:
+            check_model(checked, layers, registry)
+        elif options.self_check:
+            # No search for the wrong part: the ranks might disagree on what to try, and wait for each other.
+            model.self_check(partial(run_packed, checked))
+        if checked is not assembly:
+            model.detach()
+            model.attach(assembly.layers)
+        warm_up()
+    except BaseException:
+        model.detach()
+        raise
