@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
+from numbers import Number
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +31,51 @@ def make_faster(interpreter: ModuleType) -> None:
         builder.options = replace(builder.options, sanitize_overflow=False)
     vars(interpreter)["_get_np_dtype"] = _remembered(interpreter._get_np_dtype)
     vars(interpreter)["_patch_lang"] = _PatchOnce(interpreter)
+    if hasattr(interpreter, "TritonSemantic"):
+        _know_shapes(interpreter.tl.core)
+        _pass_equal_types(interpreter.TritonSemantic)
+
+
+def _know_shapes(core: Any) -> None:
+    """Make the constants of a shape once, and not for each tensor and each type that has the shape."""
+    make_type = core.block_type.__init__
+    constants: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    values: dict[tuple[int, ...], tuple[Any, int]] = {}
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in constants:
+            constants[key] = core.tuple([core.constexpr(size) for size in key]), core.constexpr(prod(key))
+        self.shape, self.numel = constants[key]
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(getattr(size, "value", size) for size in shape)
+        if key not in values:
+            make_type(self, element_ty, shape)  # checks the shape
+            values[key] = self.shape, self.numel
+        self.element_ty = element_ty
+        self.shape, self.numel = values[key]
+        self.name = f"<{self.shape}, {element_ty}>"
+
+    core.tensor.__init__ = init_tensor
+    core.block_type.__init__ = init_type
+
+
+def _pass_equal_types(semantic: Any) -> None:
+    """Return two tensors of one type of numbers as they are, for which no common type has to be found."""
+    check = semantic.binary_op_type_checking_impl
+
+    def check_unless_equal(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> tuple[Any, Any]:
+        # A division may compute in a larger type than its operands', and pointers have rules of their own.
+        divides = named.get("div_or_mod", len(flags) > 3)
+        has_number = isinstance(lhs, Number) or isinstance(rhs, Number)
+        if not divides and not has_number and lhs.type.name == rhs.type.name and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        found: tuple[Any, Any] = check(self, lhs, rhs, *flags, **named)
+        return found
+
+    semantic.binary_op_type_checking_impl = check_unless_equal
 
 
 def _remembered(find: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -69,6 +69,38 @@ def test_the_installed_interpreter_is_one_that_is_made_faster() -> None:
     ]
 
 
+def test_shapes_are_those_of_the_type_and_are_checked() -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    make_faster(interpreter)
+    tl = interpreter.tl
+    for element in (tl.float32, tl.int8):
+        block = tl.block_type(element, [4, tl.constexpr(8)])
+        assert ((4, 8), 32, f"<['4', '8'], {element}>") == (tuple(block.shape), block.numel, block.name)
+        tensor = tl.tensor(None, block)
+        assert ([4, 8], 32, element) == ([each.value for each in tensor.shape], tensor.numel.value, tensor.dtype)
+        assert ([], 1) == ([*tl.tensor(None, element).shape], tl.tensor(None, element).numel.value)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.float32, [4, 3])
+
+
+def test_operands_of_one_type_stay_as_they_are_unless_the_operation_needs_another() -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    make_faster(interpreter)
+    tl, semantic = interpreter.tl, interpreter.interpreter_semantic
+    half, other = (semantic.scalar_constant(value, tl.float16) for value in (1.0, 2.0))
+    check = semantic.binary_op_type_checking_impl
+    assert (half, other) == check(half, other)
+    for arguments, named in (((False, False, True, True), {}), ((), {"div_or_mod": True})):
+        assert ["fp32", "fp32"] == [each.dtype.name for each in check(half, other, *arguments, **named)]
+    byte, word = semantic.scalar_constant(1, tl.int8), semantic.scalar_constant(1, tl.int32)
+    assert ["int32", "int32"] == [each.dtype.name for each in check(byte, word)]
+    assert ["int8", "int8"] == [each.dtype.name for each in check(byte, 3)]
+    pointer = tl.tensor(None, tl.pointer_type(tl.int8))
+    with pytest.raises(Exception, match="invalid operands of type pointer"):
+        check(pointer, pointer)
+
+
 def test_a_launch_patches_once_and_restores_at_its_end() -> None:
     module = fake()
     make_faster(module)
