@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,20 +76,22 @@ class TinyModel:
         """Return the bytes for one request of ``num_tokens`` tokens and inputs of that length, and hardly more."""
         stack = make_stack(**options)
         grouping = group_layers(make_layer_specs(self.loaded.description, self.registry, stack, "float32"))
-        for memory_bytes in range(4096, 2**22, 4096):
+
+        def is_enough(num_pages: int) -> bool:
             try:
                 plan = plan_cache(
                     grouping,
-                    memory_bytes=memory_bytes,
+                    memory_bytes=4096 * num_pages,
                     max_model_len=stack.engine.max_model_len or self.loaded.description.max_model_len,
                     max_num_batched_tokens=stack.engine.max_num_batched_tokens,
                     max_input_lens=self.loaded.description.max_input_lens,
                 )
             except PlanError:
-                continue
-            if plan.fits(num_tokens, input_lens):
-                return memory_bytes
-        raise AssertionError("no memory is enough")
+                return False
+            return plan.fits(num_tokens, input_lens)
+
+        assert is_enough(1024)
+        return 4096 * bisect_left(range(1024), True, key=is_enough)
 
     def reference(self, prompt: Sequence[int], num_new_tokens: int = NUM_NEW_TOKENS) -> tuple[int, ...]:
         """Return the tokens that transformers generates after a prompt; the model must not be attached."""
