@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -14,8 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def call(module: str, *options: str, timeout: int = 280) -> subprocess.CompletedProcess[str]:
     """Run ``python -m benchmarks.…`` from the root."""
-    command = [sys.executable, "-m", f"benchmarks.{module}", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout)
+    return run_program("-m", f"benchmarks.{module}", *options, timeout=timeout)
 
 
 def measured(folder: Path, module: str, *options: str, timeout: int = 280) -> Path:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvframe.cli import main
+from tests.programs import run_program
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "a", "mat"]
 
@@ -186,6 +185,5 @@ def test_plan_and_explain_say_that_nothing_is_kept(here: Path) -> None:
 
 
 def test_it_is_quiet_in_a_pipe(here: Path) -> None:
-    command = [sys.executable, "-m", "kvframe", "embed", "encoder", "--texts", "texts.txt", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program("-m", "kvframe", "embed", "encoder", "--texts", "texts.txt", "--json", cwd=here)
     assert (0, "", 2) == (done.returncode, done.stderr, len(done.stdout.splitlines()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract.errors import ModelError
 from tests.covering import cover_pairs
 from tests.models.serving import ids
+from tests.programs import run_program
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "yoco"
 NUM_NEW_TOKENS = 8
@@ -286,8 +286,7 @@ def test_a_policy_can_leave_skipping_off(yoco: Example) -> None:
 
 
 def test_the_example_runs_and_shows_what_is_skipped() -> None:
-    command = [sys.executable, str(FOLDER / "run_yoco.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = run_program(str(FOLDER / "run_yoco.py"))
     assert done.returncode == 0, done.stderr
     assert [
         "prefill skipping off: 555 rows in a layer of the self-decoder, 555 in one of the cross-decoder",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,13 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.testing.laws import check_spec
+from tests.programs import run_program
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(name: str, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = run_program(str(EXAMPLES / name), *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -72,8 +71,7 @@ def test_texts_are_embedded_as_transformers_does(run_here: Callable[[str], str])
 
 
 def test_a_missing_model_is_one_sentence() -> None:
-    command = [sys.executable, str(EXAMPLES / "run_a_model.py"), "nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = run_program(str(EXAMPLES / "run_a_model.py"), "nowhere")
     assert (1, "error: there is no file or folder nowhere\n") == (done.returncode, done.stderr)
 
 
