@@ -26,8 +26,8 @@ from kvframe.engine.ranks import links
 from kvframe.engine.ranks.agreement import Offer, agree
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
-from kvframe.engine.ranks.links import Failure, Link, connect, listen, packed
-from kvframe.engine.ranks.messages import END, TableEntries
+from kvframe.engine.ranks.links import END, Failure, Link, connect, listen, packed
+from kvframe.engine.ranks.messages import TableEntries
 from kvframe.engine.ranks.place import Place, find_place, stack_of_rank
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
@@ -86,23 +86,40 @@ class Together:
         return self.offers
 
 
-def offer(*, heads: int = 1, memory: int = 2**16, backend: str = "torch", block_size: int = 4) -> Offer:
+def offer(
+    *, heads: int = 1, memory: int = 2**16, backend: str = "torch", block_size: int = 4, stack: Any = None
+) -> Offer:
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=4)
     chosen = (("0", backend, (Identity(backend, "module:Class"),)),)
-    return Offer(layers=(LayerSpec(name="0", spec=spec),), memory_bytes=memory, chosen=chosen)
+    layers = (LayerSpec(name="0", spec=spec),)
+    return Offer(layers=layers, memory_bytes=memory, stack=Stack.from_mapping(stack or {}), chosen=chosen)
 
 
 def agreed(*offers: Offer, rank: int = 0) -> KVCachePlan:
     grouping = group_layers(offers[rank].layers)
     plan = plan_cache(grouping, memory_bytes=offers[rank].memory_bytes, max_model_len=64, max_num_batched_tokens=16)
     ranks: Any = Together(rank, list(offers))
-    return agree(ranks, offers[rank].layers, plan, (), Stack())
+    return agree(ranks, offers[rank].layers, plan, (), offers[rank].stack)
 
 
 def test_the_rank_with_the_least_memory_decides_for_all() -> None:
     offers = (offer(), offer(memory=2**14))
     found = [agreed(*offers, rank=rank) for rank in (0, 1)]
     assert found[0].num_slabs == found[1].num_slabs < agreed(offer(), offer()).num_slabs
+
+
+def test_ranks_with_different_stacks_are_refused() -> None:
+    other = {"cache": {"hybrid": False}, "engine": {"max_num_seqs": 3}, "rules": [{"layers": "0", "backend": "cpu"}]}
+    with pytest.raises(
+        StackError,
+        match=r"rank 1 has another stack than rank 0: \[cache\] hybrid, \[engine\] max_num_seqs, \[\[rules\]\] differ",
+    ):
+        agreed(offer(), offer(stack=other))
+
+
+def test_ranks_may_have_memory_and_devices_of_their_own() -> None:
+    own = {"cache": {"memory": "3MiB", "key": "ab" * 32}, "engine": {"device": "cuda:1", "measured_times": False}}
+    assert agreed(offer(), offer(stack=own)) == agreed(offer(), offer())
 
 
 def test_ranks_that_chose_different_backends_are_refused() -> None:
@@ -188,9 +205,15 @@ def pair() -> tuple[Leader, socket.socket, SimpleQueue[str | None]]:
     return Leader({1: mine}, 2, ended.put), other, ended
 
 
+def following(
+    connection: socket.socket, end: Callable[[str | None], None] = lambda sentence: None, *, rank: int = 1
+) -> Follower:
+    return Follower(rank, 3, 3, connection, end)
+
+
 def test_every_rank_gets_the_values_of_all() -> None:
     leader, other, _ = pair()
-    follower = Follower(1, 2, 2, other, lambda sentence: None)
+    follower = following(other)
     threading.Thread(target=leader.exchange, args=({"rank": 0},)).start()
     assert [{"rank": 0}, {"rank": 1}] == follower.exchange({"rank": 1})
     leader.close()
@@ -200,12 +223,72 @@ def test_every_rank_gets_the_values_of_all() -> None:
 def test_the_end_of_a_rank_is_said_once_and_not_after_the_engine_was_closed() -> None:
     leader, other, ended = pair()
     other.close()
-    assert "rank 1 ended: its process was killed or its machine was lost, so all ranks end" == ended.get(timeout=10)
+    assert "rank 1 is lost: its process was killed or its machine was lost; all ranks end" == ended.get(timeout=10)
     leader.close()
     leader, other, ended = pair()
     leader.close()
     other.close()
     assert ended.empty()
+
+
+def test_a_rank_that_sends_no_beat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "BEAT_SECONDS", 0.05)
+    leader, other, ended = pair()
+    expected = "rank 1 is lost: nothing was heard from it for 1 seconds, so its process is stopped or its machine hangs"
+    assert f"{expected}; all ranks end" == ended.get(timeout=10)
+    leader.close()
+    other.close()
+
+
+def test_a_rank_that_is_idle_sends_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "BEAT_SECONDS", 0.05)
+    leader, other, ended = pair()
+    follower = following(other, ended.put)
+    with pytest.raises(Empty):
+        ended.get(timeout=2.5)  # three times as long as a silent rank is waited for
+    leader.close()
+    follower.close()
+
+
+def test_a_message_that_cannot_be_read_ends_all() -> None:
+    leader, other, ended = pair()
+    message = b"cno_such_module\nvalue\n."  # pickled by a process with other packages
+    other.sendall(links._LENGTH.pack(len(message)) + message)
+    sentence = ended.get(timeout=10)
+    assert sentence is not None
+    assert "its message cannot be read (No module named 'no_such_module'); install the same packages" in sentence
+    leader.close()
+    other.close()
+
+
+@pytest.mark.parametrize(("rank", "says"), [(1, True), (2, False)])
+def test_rank_1_says_that_rank_0_was_killed(rank: int, says: bool) -> None:
+    mine, other = tcp_pair()
+    ended: SimpleQueue[str | None] = SimpleQueue()
+    follower = following(other, ended.put, rank=rank)
+    mine.close()
+    expected = "rank 0 is lost: its process was killed or its machine was lost; all ranks end" if says else None
+    assert expected == ended.get(timeout=10)
+    follower.close()
+
+
+def test_a_rank_that_rank_0_told_why_all_end_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.engine.ranks.follower._MOMENT_SECONDS", 0.05)
+    mine, other = tcp_pair()
+    lost, lost_too = tcp_pair()
+    ended: SimpleQueue[str | None] = SimpleQueue()
+    said: SimpleQueue[str | None] = SimpleQueue()
+
+    def end(sentence: str | None) -> None:
+        said.put(sentence)
+        mine.close()
+
+    Leader({1: mine, 2: lost}, 3, end)
+    follower = following(other, ended.put)
+    lost_too.close()
+    assert "rank 2 is lost" in str(said.get(timeout=10))
+    assert ended.get(timeout=10) is None
+    follower.close()
 
 
 def test_rank_0_may_report_an_error_of_its_own_before_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +308,7 @@ def test_rank_0_may_report_an_error_of_its_own_before_that_of_another(monkeypatc
 
 def test_a_rank_that_waits_in_its_set_up_ends_with_rank_0() -> None:
     leader, other, _ = pair()
-    follower = Follower(1, 2, 2, other, lambda sentence: None)
+    follower = following(other)
     leader.close()
     with pytest.raises(SystemExit, match="71"):
         follower.exchange(None)
@@ -234,8 +317,8 @@ def test_a_rank_that_waits_in_its_set_up_ends_with_rank_0() -> None:
 
 def test_values_of_any_size_arrive_in_order() -> None:
     mine, other = tcp_pair()
-    found = Link(other, on_failure=lambda sentence: None, on_lost=lambda: None)
-    link = Link(mine, on_failure=lambda sentence: None, on_lost=lambda: None)
+    found = Link(other, on_failure=lambda sentence: None, on_lost=lambda reason: None)
+    link = Link(mine, on_failure=lambda sentence: None, on_lost=lambda reason: None)
     values = [END, b"x" * 3_000_000, {"small": 1}]
     for value in values:
         link.send(packed(value))

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from kvframe_transformers import adapter  # noqa: F401  # imported before the pr
 
 from kvframe import Embedder, Engine, SamplingParams, Stack
 from kvframe.contract.errors import EngineError, KVFrameError
+from kvframe.engine.ranks import links
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.requests.request import RequestOutput
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
@@ -234,6 +236,18 @@ def kill_1_idle(folder: Path) -> Result:
     return {}
 
 
+def stop_1(folder: Path) -> Result:
+    """Stop rank 1 while both serve, so that it sends no beats, and let it go on after rank 0 has ended."""
+    links.BEAT_SECONDS = 0.1
+
+    def stop() -> None:
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    when_following(1, lambda: threading.Timer(0.3, stop).start())
+    return serve_long(folder)
+
+
 def kill_0(folder: Path) -> Result:
     """Kill rank 0 between two steps."""
     return serve_long(folder, lambda engine, number: _die() if number == 5 else None)
@@ -307,6 +321,7 @@ RUNS: Mapping[str, Callable[[Path], Result]] = {
         kill_0,
         kill_1,
         kill_1_idle,
+        stop_1,
         raise_on_1,
         raise_in_set_up,
         fail_on_rank_0,

@@ -19,6 +19,8 @@ from tests.models.serving import PROMPTS, TinyModel
 
 FAMILIES = ("llama", "gemma3_text", "mixtral", "bert", "eurobert", "deepseek_v2")
 
+KILLED = "its process was killed or its machine was lost"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -68,7 +70,8 @@ def test_tokens_are_those_of_transformers(pairs: Mapping[str, Any], folder: Path
 def test_a_model_that_cannot_be_divided_is_refused_in_one_sentence(pairs: Mapping[str, Any]) -> None:
     said = pairs["run_refused"]["result"]
     assert [0, 0] == pairs["run_refused"]["codes"], pairs["run_refused"]["said"]
-    assert "'model.layers.0.self_attn' has 4 heads and 1 key-value heads; start a number" in said["one_kv_head"]
+    expected = "'model.layers.0.self_attn' has 4 heads and 1 key-value heads; start as many processes as divide both: 1"
+    assert expected in said["one_kv_head"]
     assert "its tp_plan divides the layer 'model.layers.0.self_attn'" in said["deepseek_v2"]
     assert "engine.device 'cpu:0' is one device, and there are 2 ranks" in said["device"]
     assert "a file of saved prefixes holds all of them" in said["prefixes"]
@@ -78,12 +81,19 @@ def test_a_model_that_cannot_be_divided_is_refused_in_one_sentence(pairs: Mappin
 def test_a_rank_that_is_killed_ends_all_with_one_sentence(pairs: Mapping[str, Any], run: str) -> None:
     found = pairs[run]
     assert [71, -9] == found["codes"]
-    expected = "kvframe: error: rank 1 ended: its process was killed or its machine was lost, so all ranks end\n"
-    assert [expected, ""] == found["said"]
+    assert [f"kvframe: error: rank 1 is lost: {KILLED}; all ranks end\n", ""] == found["said"]
 
 
 def test_no_rank_stays_when_rank_0_is_killed(pairs: Mapping[str, Any]) -> None:
     assert [-9, 71] == pairs["kill_0"]["codes"]
+    assert ["", f"kvframe: error: rank 0 is lost: {KILLED}; all ranks end\n"] == pairs["kill_0"]["said"]
+
+
+def test_a_rank_that_is_stopped_ends_all(pairs: Mapping[str, Any]) -> None:
+    found = pairs["stop_1"]
+    assert [71, 71] == found["codes"]
+    assert "rank 1 is lost: nothing was heard from it for 2 seconds, so its process is stopped" in found["said"][0]
+    assert "" == found["said"][1]
 
 
 @pytest.mark.parametrize("run", ["raise_on_1", "raise_in_set_up"])

@@ -1,4 +1,4 @@
-"""The agreement of all ranks before they serve: one plan with as many slabs everywhere, and one choice of backends."""
+"""The agreement of all ranks before they serve: one stack, one choice of backends, and plans with as many slabs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 from kvframe.config.stack import Stack
-from kvframe.contract.errors import BackendError, PlanError
+from kvframe.contract.errors import BackendError, PlanError, StackError, listed
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
@@ -15,6 +15,10 @@ from kvframe.planning.plan import KVCachePlan
 from kvframe.planning.ranks import plan_ranks
 from kvframe.selection.choice import Choice
 from kvframe.selection.identity import Identity
+
+OWN_KEYS = ("memory", "device", "key", "measured_times")
+"""Keys of ``[cache]`` and ``[engine]`` that may differ between ranks: the least memory counts, only rank 0 uses the
+key, and the backends that were chosen by measured times are compared."""
 
 
 @attrs.frozen(kw_only=True)
@@ -24,11 +28,13 @@ class Offer:
     Attributes:
         layers: Its layers, with its share of their heads.
         memory_bytes: The most bytes that it can allocate.
+        stack: Its stack.
         chosen: For each layer, its backend's name, and what identifies its wrappers and its backend.
     """
 
     layers: tuple[LayerSpec, ...]
     memory_bytes: int
+    stack: Stack
     chosen: tuple[tuple[str, str, tuple[Identity, ...]], ...]
 
 
@@ -45,12 +51,15 @@ def agree(
         stack: What to use.
 
     Raises:
+        StackError: The ranks have different stacks.
         SpecError: The ranks keep different tokens of a layer.
         PlanError: A rank has too little memory, or the ranks store a different number of heads.
         BackendError: Two ranks chose different wrappers or backends for a layer.
     """
     chosen = tuple((choice.layer, choice.backend, (*choice.wrapper_ids, choice.backend_id)) for choice in choices)
-    offers: list[Offer] = ranks.exchange(Offer(layers=tuple(layers), memory_bytes=plan.memory_bytes, chosen=chosen))
+    offer = Offer(layers=tuple(layers), memory_bytes=plan.memory_bytes, stack=stack, chosen=chosen)
+    offers: list[Offer] = ranks.exchange(offer)
+    _check_stacks(offers)
     _check_chosen(offers)
     plans = plan_ranks(
         [offer.layers for offer in offers],
@@ -69,6 +78,24 @@ def agree(
                 "each rank as many heads of a layer"
             )
     return plans[ranks.rank]
+
+
+def _check_stacks(offers: Sequence[Offer]) -> None:
+    first = offers[0].stack
+    for rank, offer in enumerate(offers):
+        different = [
+            f"[{table}] {field.name}"
+            for table in ("cache", "engine")
+            for field in attrs.fields(type(getattr(first, table)))
+            if field.name not in OWN_KEYS
+            and getattr(getattr(first, table), field.name) != getattr(getattr(offer.stack, table), field.name)
+        ]
+        different += ["[[rules]]"] if first.rules != offer.stack.rules else []
+        if different:
+            raise StackError(
+                f"rank {rank} has another stack than rank 0: {listed(different)} differ; start all ranks with the same "
+                "stack"
+            )
 
 
 def _check_chosen(offers: Sequence[Offer]) -> None:

@@ -14,8 +14,8 @@ import attrs
 from kvframe.attention.storage import HostStorage, KVCacheStorage
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import KVFrameError, PlanError, shorten
-from kvframe.engine.ranks.links import RANK_FAILED_EXIT_CODE, Failure, Link, end_process, packed
-from kvframe.engine.ranks.messages import END, ToldStep
+from kvframe.engine.ranks.links import END, RANK_FAILED_EXIT_CODE, Failure, Link, end_process, packed
+from kvframe.engine.ranks.messages import ToldStep
 from kvframe.engine.running.runner import ModelRunner
 from kvframe.planning.plan import KVCachePlan
 
@@ -111,7 +111,10 @@ class Follower:
         self._is_lost.wait(PATIENCE_SECONDS)
         self.close()
 
-    def _lost(self) -> None:
+    def _lost(self, reason: str | None) -> None:
+        if reason is not None and not self._is_over.is_set():
+            # Rank 0 cannot say why all ranks end, so rank 1 does.
+            self._end(f"rank 0 is lost: {reason}; all ranks end" if self.rank == 1 else None)
         self._is_lost.set()
         # The main thread may wait in a collective operation for rank 0, which has left it.
         if not self._is_over.wait(_MOMENT_SECONDS):

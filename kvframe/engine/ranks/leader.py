@@ -22,8 +22,8 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
-from kvframe.engine.ranks.links import Link, end_process, packed
-from kvframe.engine.ranks.messages import END, TableEntries, ToldStep
+from kvframe.engine.ranks.links import END, Failure, Link, end_process, packed
+from kvframe.engine.ranks.messages import TableEntries, ToldStep
 from kvframe.engine.running.runner import ModelRunner
 from kvframe.planning.plan import KVCachePlan
 
@@ -141,11 +141,14 @@ class Leader:
         time.sleep(GRACE_SECONDS)
         self._end_all(f"rank {rank}: {sentence}")
 
-    def _lost(self, rank: int) -> None:
-        self._end_all(f"rank {rank} ended: its process was killed or its machine was lost, so all ranks end")
+    def _lost(self, rank: int, reason: str | None) -> None:
+        if reason is not None:  # otherwise the rank has said itself why it failed
+            self._end_all(f"rank {rank} is lost: {reason}; all ranks end")
 
     def _end_all(self, sentence: str) -> None:
         if not self.is_over and self._has_ended.acquire(blocking=False):
+            for link in self._links.values():
+                link.try_send(packed(Failure(sentence)))
             self._end(sentence)
 
 

@@ -1,8 +1,9 @@
-"""The connections between rank 0 and each other rank: values in both directions, and the end of a rank within moments.
+"""The connections between rank 0 and every other rank, which carry values and show when a rank ends or stops.
 
-The operating system closes a process's connections when the process ends, even if it was killed. A thread for each
-connection waits for what comes, so a rank that ends is found at once, also while the main thread waits for that
-rank in a collective operation.
+The operating system closes a process's connections when the process ends, even if it was killed. One thread per
+connection receives, so it finds at once that a rank has ended, also while the main thread waits for that rank in a
+collective operation. A process that is stopped keeps its connections open. Each end therefore sends a beat every
+``BEAT_SECONDS``, and counts as lost if the other end receives nothing for ``MAX_SILENT_BEATS`` beats.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hmac
 import os
 import pickle
+import selectors
 import socket
 import struct
 import sys
@@ -22,11 +24,23 @@ from typing import Any
 import attrs
 
 from kvframe.contract.errors import EngineError, listed
+from kvframe.contract.foreign import safe_reason
 
 RANK_FAILED_EXIT_CODE = 71
 """Exit code of a process that ends because another rank failed; ``EX_OSERR`` of sysexits.h."""
 
+END = ("end", ())
+"""Rank 0's last command: the engine was closed."""
+
+BEAT_SECONDS = 2.0
+"""The time between two beats of a connection."""
+
+MAX_SILENT_BEATS = 15
+"""The beats without any message after which the other process counts as lost. They are counted one by one: if all
+processes are stopped together and continue later, none has missed more than one."""
+
 _LENGTH = struct.Struct("!Q")
+_BEAT = _LENGTH.pack(0)
 _KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5))
 _SECRET_BYTES = 16
 _CONNECTING_SECONDS = 60
@@ -43,11 +57,15 @@ class Failure:
     sentence: str
 
 
+class _LostError(Exception):
+    """The other process is there, but no value can be read from it; the message is the reason."""
+
+
 class Link:
-    """One connection. Any thread may send; one thread of the link receives.
+    """One connection. Any thread may send; a thread of the link receives, and another sends the beats.
 
     Attributes:
-        values: The values that came and were not taken yet, in order.
+        values: The values that were received and not taken yet, in order.
     """
 
     def __init__(
@@ -55,19 +73,22 @@ class Link:
         connection: socket.socket,
         *,
         on_failure: Callable[[str], None],
-        on_lost: Callable[[], None],
+        on_lost: Callable[[str | None], None],
     ) -> None:
         """Start to receive.
 
         Args:
             connection: A connected socket.
             on_failure: Called by the link's thread with the sentence of a rank that failed.
-            on_lost: Called by the link's thread when the other process has ended or closed the connection.
+            on_lost: Called by the link's thread when nothing more can be received. It is called with the reason: the
+                other process was killed, was silent for too long, or sent a message that cannot be read; or with None
+                if the other process said that it ends.
         """
         self.values: SimpleQueue[Any] = SimpleQueue()
         self._connection = connection
         self._on_failure, self._on_lost = on_failure, on_lost
-        self._sending = threading.Lock()
+        self._said_end = False
+        self._sending, self._is_closed = threading.Lock(), threading.Event()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # If a machine is lost, no one closes its connections.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -75,29 +96,61 @@ class Link:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         threading.Thread(target=self._receive, name="kvframe-link", daemon=True).start()
+        threading.Thread(target=self._beat, name="kvframe-beat", daemon=True).start()
 
     def send(self, message: bytes) -> None:
         """Send what ``packed`` returned; raise ``OSError`` if the other process has ended."""
         with self._sending:
             self._connection.sendall(message)
 
+    def try_send(self, message: bytes) -> None:
+        """Send a short message if that is possible without waiting; for a process that ends at once."""
+        if self._sending.acquire(blocking=False):
+            with suppress(OSError):
+                self._connection.send(message, socket.MSG_DONTWAIT)
+            self._sending.release()
+
     def close(self) -> None:
         """Close the connection. What was sent still arrives."""
+        self._is_closed.set()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _receive(self) -> None:
         try:
-            while True:
-                value = pickle.loads(_read(self._connection, _LENGTH.unpack(_read(self._connection, _LENGTH.size))[0]))
-                if isinstance(value, Failure):
-                    self._on_failure(value.sentence)
-                else:
-                    self.values.put(value)
-        except OSError:
-            self._connection.close()
-            self._on_lost()
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                while True:
+                    (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, selector))
+                    if length:
+                        self._take(_read(self._connection, length, selector))
+        except _LostError as error:
+            self._lose(str(error))
+        except (OSError, ValueError):  # ValueError: this process has closed the connection
+            self._lose("its process was killed or its machine was lost")
+
+    def _lose(self, reason: str) -> None:
+        self._on_lost(None if self._said_end else reason)
+        self._connection.close()
+
+    def _take(self, message: bytes) -> None:
+        try:
+            value = pickle.loads(message)
+        except Exception as error:
+            raise _LostError(
+                f"its message cannot be read ({safe_reason(error)}); install the same packages on all machines"
+            ) from error
+        self._said_end = isinstance(value, Failure) or value == END
+        if isinstance(value, Failure):
+            self._on_failure(value.sentence)
+        else:
+            self.values.put(value)
+
+    def _beat(self) -> None:
+        with suppress(OSError):
+            while not self._is_closed.wait(BEAT_SECONDS):
+                self.send(_BEAT)
 
 
 def packed(value: Any) -> bytes:
@@ -106,10 +159,25 @@ def packed(value: Any) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return the next bytes; raise ``OSError`` if the connection ends before them."""
+def _read(connection: socket.socket, num_bytes: int, selector: selectors.BaseSelector | None = None) -> bytes:
+    """Return the next bytes of a connection.
+
+    Args:
+        connection: The connection.
+        num_bytes: How many.
+        selector: Waits for the connection; without it, the connection's own timeout holds.
+
+    Raises:
+        OSError: The connection ends before them.
+        _LostError: Nothing comes for too long.
+    """
     content = bytearray()
     while len(content) < num_bytes:
+        if selector is not None and not any(selector.select(BEAT_SECONDS) for _ in range(MAX_SILENT_BEATS)):
+            raise _LostError(
+                f"nothing was heard from it for {BEAT_SECONDS * MAX_SILENT_BEATS:.0f} seconds, so its process is "
+                "stopped or its machine hangs"
+            )
         part = connection.recv(min(num_bytes - len(content), 1 << 20))
         if not part:
             raise ConnectionError("the other process closed the connection")

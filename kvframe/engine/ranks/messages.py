@@ -14,9 +14,6 @@ from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TOKENS
 
-END = ("end", ())
-"""The command after which there is none."""
-
 Entries = tuple[IntArray, npt.NDArray[np.int32]]
 """Places in a stack's ``flat``, and the block ids there."""
 

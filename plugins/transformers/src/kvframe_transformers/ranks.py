@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection
 from importlib.util import find_spec
+from math import gcd
 from typing import Any
 
 import attrs
@@ -96,10 +97,12 @@ def _share_of(layer: LayerDescription, name: str, size: int) -> LayerDescription
             f"keys and values by heads only, which {layer.kind} with this layer's options is not; run one process"
         )
     heads, kv_heads = layer.query["num_heads"], layer.options["num_kv_heads"]
-    if heads % size or kv_heads % size:
+    common = gcd(heads, kv_heads)
+    if common % size:
+        fitting = [str(number) for number in range(1, common + 1) if common % number == 0]
         raise ModelError(
             f"{name} cannot be divided over {size} ranks: its layer {layer.name!r} has {heads} heads and {kv_heads} "
-            f"key-value heads; start a number of processes that divides both"
+            f"key-value heads; start as many processes as divide both: {' or '.join(fitting)}"
         )
     return attrs.evolve(
         layer,
