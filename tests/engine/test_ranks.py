@@ -23,7 +23,7 @@ from kvframe.cli.prompts import read_prompts
 from kvframe.contract.errors import BackendError, EngineError, PlanError, RequestError, SpecError, StackError
 from kvframe.contract.specs import ENCODER, TOKENS, LayerSpec
 from kvframe.engine.ranks import links
-from kvframe.engine.ranks.agreement import Offer, agree
+from kvframe.engine.ranks.agreement import RankSetup, agree
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.ranks.links import END, Failure, Link, connect, listen, packed
@@ -73,39 +73,39 @@ def test_several_ranks_read_no_prompts_from_standard_input(second_of_two: None) 
 
 @attrs.frozen
 class Together:
-    """A rank whose partners' offers are known."""
+    """A rank whose partners' setups are known."""
 
     rank: int
-    offers: list[Offer]
+    setups: list[RankSetup]
 
     @property
     def num_ranks(self) -> int:
-        return len(self.offers)
+        return len(self.setups)
 
-    def exchange(self, own: Offer) -> list[Offer]:
-        return self.offers
+    def exchange(self, own: RankSetup) -> list[RankSetup]:
+        return self.setups
 
 
-def offer(
+def setup(
     *, heads: int = 1, memory: int = 2**16, backend: str = "torch", block_size: int = 4, stack: Any = None
-) -> Offer:
+) -> RankSetup:
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=4)
     chosen = (("0", backend, (Identity(backend, "module:Class"),)),)
     layers = (LayerSpec(name="0", spec=spec),)
-    return Offer(layers=layers, memory_bytes=memory, stack=Stack.from_mapping(stack or {}), chosen=chosen)
+    return RankSetup(layers=layers, memory_bytes=memory, stack=Stack.from_mapping(stack or {}), chosen=chosen)
 
 
-def agreed(*offers: Offer, rank: int = 0) -> KVCachePlan:
-    grouping = group_layers(offers[rank].layers)
-    plan = plan_cache(grouping, memory_bytes=offers[rank].memory_bytes, max_model_len=64, max_num_batched_tokens=16)
-    ranks: Any = Together(rank, list(offers))
-    return agree(ranks, offers[rank].layers, plan, (), offers[rank].stack)
+def agreed(*setups: RankSetup, rank: int = 0) -> KVCachePlan:
+    grouping = group_layers(setups[rank].layers)
+    plan = plan_cache(grouping, memory_bytes=setups[rank].memory_bytes, max_model_len=64, max_num_batched_tokens=16)
+    ranks: Any = Together(rank, list(setups))
+    return agree(ranks, setups[rank].layers, plan, (), setups[rank].stack)
 
 
 def test_the_rank_with_the_least_memory_decides_for_all() -> None:
-    offers = (offer(), offer(memory=2**14))
-    found = [agreed(*offers, rank=rank) for rank in (0, 1)]
-    assert found[0].num_slabs == found[1].num_slabs < agreed(offer(), offer()).num_slabs
+    setups = (setup(), setup(memory=2**14))
+    found = [agreed(*setups, rank=rank) for rank in (0, 1)]
+    assert found[0].num_slabs == found[1].num_slabs < agreed(setup(), setup()).num_slabs
 
 
 def test_ranks_with_different_stacks_are_refused() -> None:
@@ -114,24 +114,24 @@ def test_ranks_with_different_stacks_are_refused() -> None:
         StackError,
         match=r"rank 1 has another stack than rank 0: \[cache\] hybrid, \[engine\] max_num_seqs, \[\[rules\]\] differ",
     ):
-        agreed(offer(), offer(stack=other))
+        agreed(setup(), setup(stack=other))
 
 
 def test_ranks_may_have_memory_and_devices_of_their_own() -> None:
     own = {"cache": {"memory": "3MiB", "key": "ab" * 32}, "engine": {"device": "cuda:1", "measured_times": False}}
-    assert agreed(offer(), offer(stack=own)) == agreed(offer(), offer())
+    assert agreed(setup(), setup(stack=own)) == agreed(setup(), setup())
 
 
 def test_ranks_that_chose_different_backends_are_refused() -> None:
     with pytest.raises(BackendError, match="layer '0' has backend 'torch' on rank 0 and 'cpu' on rank 1"):
-        agreed(offer(), offer(backend="cpu"))
+        agreed(setup(), setup(backend="cpu"))
 
 
 def test_ranks_that_plan_a_layer_differently_are_refused() -> None:
     with pytest.raises(SpecError, match=r"'0' is not the same .*rank 0: .*block_size=4.*; rank 1: .*block_size=8"):
-        agreed(offer(), offer(block_size=8))
+        agreed(setup(), setup(block_size=8))
     with pytest.raises(PlanError, match="rank 1 stores other bytes of a block than rank 0"):
-        agreed(offer(), offer(heads=2))
+        agreed(setup(), setup(heads=2))
 
 
 # --- block tables -----------------------------------------------------------------------------------------------------
@@ -169,8 +169,16 @@ def test_a_rank_that_gets_the_changes_has_the_entries_that_each_batch_reads(step
 
 
 def joined(num_ranks: int, join: Callable[[int], None]) -> dict[int, socket.socket]:
-    """Return rank 0's connections; ``join(port)`` lets the others connect."""
-    return listen(num_ranks, "127.0.0.1", SECRET, lambda port: threading.Thread(target=join, args=(port,)).start())
+    """Return rank 0's connections, after ``join(port)`` has let the others connect."""
+    threads: list[threading.Thread] = []
+
+    def publish(port: int) -> None:
+        threads.append(threading.Thread(target=join, args=(port,)))
+        threads[0].start()
+
+    found = listen(num_ranks, "127.0.0.1", SECRET, publish)
+    threads[0].join()
+    return found
 
 
 def test_rank_0_takes_only_connections_that_begin_with_the_secret() -> None:

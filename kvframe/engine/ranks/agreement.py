@@ -22,8 +22,8 @@ key, and the backends that were chosen by measured times are compared."""
 
 
 @attrs.frozen(kw_only=True)
-class Offer:
-    """The set-up of one rank, as it tells the others.
+class RankSetup:
+    """The set-up of one rank, which it sends to the others.
 
     Attributes:
         layers: Its layers, with its share of their heads.
@@ -57,13 +57,13 @@ def agree(
         BackendError: Two ranks chose different wrappers or backends for a layer.
     """
     chosen = tuple((choice.layer, choice.backend, (*choice.wrapper_ids, choice.backend_id)) for choice in choices)
-    offer = Offer(layers=tuple(layers), memory_bytes=plan.memory_bytes, stack=stack, chosen=chosen)
-    offers: list[Offer] = ranks.exchange(offer)
-    _check_stacks(offers)
-    _check_chosen(offers)
+    own = RankSetup(layers=tuple(layers), memory_bytes=plan.memory_bytes, stack=stack, chosen=chosen)
+    setups: list[RankSetup] = ranks.exchange(own)
+    _check_stacks(setups)
+    _check_chosen(setups)
     plans = plan_ranks(
-        [offer.layers for offer in offers],
-        memory_bytes=[offer.memory_bytes for offer in offers],
+        [setup.layers for setup in setups],
+        memory_bytes=[setup.memory_bytes for setup in setups],
         max_model_len=plan.max_model_len,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_input_lens=plan.max_input_lens,
@@ -80,17 +80,17 @@ def agree(
     return plans[ranks.rank]
 
 
-def _check_stacks(offers: Sequence[Offer]) -> None:
-    first = offers[0].stack
-    for rank, offer in enumerate(offers):
+def _check_stacks(setups: Sequence[RankSetup]) -> None:
+    first = setups[0].stack
+    for rank, setup in enumerate(setups):
         different = [
             f"[{table}] {field.name}"
             for table in ("cache", "engine")
             for field in attrs.fields(type(getattr(first, table)))
             if field.name not in OWN_KEYS
-            and getattr(getattr(first, table), field.name) != getattr(getattr(offer.stack, table), field.name)
+            and getattr(getattr(first, table), field.name) != getattr(getattr(setup.stack, table), field.name)
         ]
-        different += ["[[rules]]"] if first.rules != offer.stack.rules else []
+        different += ["[[rules]]"] if first.rules != setup.stack.rules else []
         if different:
             raise StackError(
                 f"rank {rank} has another stack than rank 0: {listed(different)} differ; start all ranks with the same "
@@ -98,10 +98,10 @@ def _check_stacks(offers: Sequence[Offer]) -> None:
             )
 
 
-def _check_chosen(offers: Sequence[Offer]) -> None:
-    first = {layer: (backend, ids) for layer, backend, ids in offers[0].chosen}
-    for rank, offer in enumerate(offers):
-        for layer, backend, ids in offer.chosen:
+def _check_chosen(setups: Sequence[RankSetup]) -> None:
+    first = {layer: (backend, ids) for layer, backend, ids in setups[0].chosen}
+    for rank, setup in enumerate(setups):
+        for layer, backend, ids in setup.chosen:
             other = first.get(layer, (backend, ids))
             if other[1] != ids:
                 raise BackendError(

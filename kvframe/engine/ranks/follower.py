@@ -1,4 +1,4 @@
-"""The ranks after rank 0: each sets up the same engine, and runs what rank 0 tells it until the engine is closed."""
+"""The ranks after rank 0: each sets up the same engine, and executes the commands of rank 0 until that closes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvframe.attention.storage import HostStorage, KVCacheStorage
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import KVFrameError, PlanError, shorten
 from kvframe.engine.ranks.links import END, RANK_FAILED_EXIT_CODE, Failure, Link, end_process, packed
-from kvframe.engine.ranks.messages import ToldStep
+from kvframe.engine.ranks.messages import StepMessage
 from kvframe.engine.running.runner import ModelRunner
 from kvframe.planning.plan import KVCachePlan
 
@@ -72,7 +72,7 @@ class Follower:
     def follow(
         self, runner: ModelRunner, tables: BlockTables, storage: KVCacheStorage, host: HostStorage | None
     ) -> None:
-        """Run what rank 0 tells, until its engine is closed.
+        """Execute rank 0's commands until its engine is closed.
 
         Args:
             runner: Computes the steps, with this rank's layers.
@@ -127,7 +127,7 @@ def sentence_of(error: BaseException) -> str:
     return shorten(" ".join(text.split()), _MAX_SENTENCE)
 
 
-def _run(step: ToldStep, runner: ModelRunner, tables: BlockTables) -> None:
+def _run(step: StepMessage, runner: ModelRunner, tables: BlockTables) -> None:
     """Compute this rank's share of a step."""
     for stack, (at, ids) in zip(tables.stacks, step.entries, strict=True):
         stack.flat[at] = ids

@@ -78,8 +78,8 @@ def _join(place: Place, stack: Stack) -> Leader | Follower:
             lambda port: store.set(key, f"{host} {port} {secret.hex()}"),
         )
         return Leader(connections, place.num_local_ranks)
-    host, port, told = store.get(key).decode().split()
-    # Rank 0 says the same: all ranks set up one engine.
+    host, port, secret_hex = store.get(key).decode().split()
+    # Rank 0 logs the same messages: all ranks set up the same engine.
     logging.getLogger("kvframe").setLevel(logging.WARNING)
-    connection = connect(place.rank, host, int(port), bytes.fromhex(told))
+    connection = connect(place.rank, host, int(port), bytes.fromhex(secret_hex))
     return Follower(place.rank, place.num_ranks, place.num_local_ranks, connection)

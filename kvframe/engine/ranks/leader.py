@@ -1,7 +1,7 @@
-"""Rank 0: it schedules, samples and owns all tables, and tells the other ranks what to compute and which bytes to move.
+"""Rank 0: it schedules, samples and owns all tables, and sends the other ranks each step and each move of pages.
 
-Only rank 0 has requests. An abort, a pin, a prefix hit or a reset changes its tables alone. The other ranks get the
-batch of each step with the entries of block tables that have changed, and every copy, swap and move of pages.
+Only rank 0 has requests. An abort, a pin, a prefix hit or a reset changes its tables alone. The other ranks receive
+the batch of each step with the entries of block tables that have changed, and every copy, swap and move of pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvframe.contract.errors import PlanError
 from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.engine.ranks.links import END, Failure, Link, end_process, packed
-from kvframe.engine.ranks.messages import TableEntries, ToldStep
+from kvframe.engine.ranks.messages import StepMessage, TableEntries
 from kvframe.engine.running.runner import ModelRunner
 from kvframe.planning.plan import KVCachePlan
 
@@ -43,7 +43,7 @@ class Leader:
         rank: 0.
         num_ranks: The number of ranks.
         num_local_ranks: The number of ranks of this machine.
-        is_over: Whether the other ranks are told nothing more: the engine was closed, or a step failed.
+        is_over: Whether nothing more is sent to the other ranks: the engine was closed, or a step failed.
         on_failed_step: Called when a step has failed, so that the ranks can compute no other one.
     """
 
@@ -72,7 +72,7 @@ class Leader:
             for rank, connection in connections.items()
         }
 
-    # --- what is told -------------------------------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------------------------------
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank; every rank calls this with its own."""
@@ -80,13 +80,13 @@ class Leader:
         self._send(values)
         return values
 
-    def tell(self, command: str, *arguments: Any) -> None:
-        """Let every other rank run a command."""
+    def send_command(self, command: str, *arguments: Any) -> None:
+        """Let every other rank execute a command."""
         if not self.is_over:
             self._send((command, arguments))
 
-    def ask(self, command: str, *arguments: Any) -> dict[int, Any]:
-        """Let every other rank run a command, and return their results by rank."""
+    def request(self, command: str, *arguments: Any) -> dict[int, Any]:
+        """Let every other rank execute a command, and return the results by rank."""
         self._send((command, arguments))
         return {rank: link.values.get() for rank, link in self._links.items()}
 
@@ -103,7 +103,7 @@ class Leader:
 
         def compute_everywhere(batch: StepBatch, logits_indices: IntArray, new_inputs: NewInputs) -> torch.Tensor:
             try:
-                self.tell("step", ToldStep.of(batch, logits_indices, new_inputs, runner.tokens, entries))
+                self.send_command("step", StepMessage.of(batch, logits_indices, new_inputs, runner.tokens, entries))
                 return compute(batch, logits_indices, new_inputs)
             except BaseException as error:
                 self._give_up(isinstance(error, Exception))
@@ -162,25 +162,25 @@ class LeadingStorage(KVCacheStorage):
 
     def copy_pages(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
         """Copy pages of a group within the pool of every rank."""
-        self._leader.tell("copy_pages", group, [*block_ids], [*others])
+        self._leader.send_command("copy_pages", group, [*block_ids], [*others])
         super().copy_pages(group, block_ids, others)
 
     def fill(self, group: int, block_ids: Sequence[int], value: float) -> None:
         """Fill pages with one value on every rank."""
-        self._leader.tell("fill", group, [*block_ids], value)
+        self._leader.send_command("fill", group, [*block_ids], value)
         super().fill(group, block_ids, value)
 
     def reserve(self, plan: KVCachePlan) -> torch.Tensor:
         """Return memory to ``move`` to; raise ``PlanError`` if a rank does not have as much."""
         pool = super().reserve(plan)
-        for rank, refusal in self._leader.ask("can_reserve", plan.num_slabs, plan.memory_bytes).items():
+        for rank, refusal in self._leader.request("can_reserve", plan.num_slabs, plan.memory_bytes).items():
             if refusal is not None:
                 raise PlanError(f"rank {rank}: {refusal}")
         return pool
 
     def move(self, plan: KVCachePlan, pool: torch.Tensor) -> None:
         """Grow or shrink the pool of every rank at its end."""
-        self._leader.tell("resize", plan.num_slabs, plan.memory_bytes)
+        self._leader.send_command("resize", plan.num_slabs, plan.memory_bytes)
         super().move(plan, pool)
 
 
@@ -194,10 +194,10 @@ class LeadingHostStorage(HostStorage):
 
     def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
         """Copy pages of a group from the pool to the host store, on every rank."""
-        self._leader.tell("copy_out", group, [*block_ids], [*host_ids])
+        self._leader.send_command("copy_out", group, [*block_ids], [*host_ids])
         super().copy_out(group, block_ids, host_ids)
 
     def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy pages of a group from the host store to the pool, on every rank."""
-        self._leader.tell("copy_in", group, [*host_ids], [*block_ids])
+        self._leader.send_command("copy_in", group, [*host_ids], [*block_ids])
         super().copy_in(group, host_ids, block_ids)

@@ -231,11 +231,11 @@ def listen(num_ranks: int, host: str, secret: bytes, publish: Callable[[int], No
                 ) from error
             connection.settimeout(10)
             try:
-                told, rank = _read(connection, _SECRET_BYTES), _LENGTH.unpack(_read(connection, _LENGTH.size))[0]
+                sent, rank = _read(connection, _SECRET_BYTES), _LENGTH.unpack(_read(connection, _LENGTH.size))[0]
             except OSError:
                 connection.close()
                 continue
-            if not hmac.compare_digest(told, secret) or not 0 < rank < num_ranks:
+            if not hmac.compare_digest(sent, secret) or not 0 < rank < num_ranks:
                 connection.close()
                 continue
             connection.settimeout(None)

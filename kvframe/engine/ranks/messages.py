@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks about a step: the batch, its tokens, and the changed entries of block tables."""
+"""The message with which rank 0 sends a step to the other ranks: batch, tokens, and changed entries of block tables."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Entries = tuple[IntArray, npt.NDArray[np.int32]]
 
 
 class TableEntries:
-    """Finds the entries of block tables that the other ranks do not have yet.
+    """Finds the entries of block tables that were not sent to the other ranks yet.
 
-    Invariant: ``_told`` holds what the other ranks have in their tables.
+    Invariant: ``_sent`` holds the entries of the other ranks' tables.
     """
 
     def __init__(self, tables: BlockTables) -> None:
@@ -31,25 +31,25 @@ class TableEntries:
             tables: The tables of rank 0.
         """
         self._stacks = tables.stacks
-        self._told = [np.zeros_like(stack.ids) for stack in tables.stacks]
+        self._sent = [np.zeros_like(stack.ids) for stack in tables.stacks]
 
     def take(self, batch: StepBatch) -> list[Entries]:
-        """Return for each stack the changed entries that a batch reads; they count as told."""
+        """Return for each stack the changed entries that a batch reads, and record them as sent."""
         longest = int((batch.num_computed + batch.query_lens).max())
         found: list[Entries] = []
-        for stack, told in zip(self._stacks, self._told, strict=True):
+        for stack, sent in zip(self._stacks, self._sent, strict=True):
             width = -(-longest // stack.block_size) if stack.sequence == TOKENS else stack.ids.shape[2]
             ids = stack.ids[:, batch.rows, :width]
-            groups, requests, blocks = np.nonzero(ids != told[:, batch.rows, :width])
+            groups, requests, blocks = np.nonzero(ids != sent[:, batch.rows, :width])
             at = stack.at(groups, batch.rows[requests], blocks)
-            told.reshape(-1)[at] = stack.flat[at]
+            sent.reshape(-1)[at] = stack.flat[at]
             found.append((at, stack.flat[at]))
         return found
 
 
 @attrs.frozen(kw_only=True)
-class ToldStep:
-    """A step as the other ranks get it.
+class StepMessage:
+    """A step as the other ranks receive it.
 
     Attributes:
         rows: As in ``StepBatch``.
@@ -81,8 +81,8 @@ class ToldStep:
         new_inputs: Mapping[str, Mapping[int, ModelInput]],
         tokens: IntArray,
         entries: TableEntries,
-    ) -> ToldStep:
-        """Return what to tell of a batch.
+    ) -> StepMessage:
+        """Return the message for a batch.
 
         Args:
             batch: The batch.
