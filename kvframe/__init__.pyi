@@ -3,7 +3,6 @@
 from .attention.group import AttentionGroup as AttentionGroup
 from .attention.hosted import HostedLayers as HostedLayers
 from .attention.hosted import HostedStep as HostedStep
-from .attention.step import StepBatch as StepBatch
 from .attention.storage import KVCacheStorage as KVCacheStorage
 from .builtin.full_attention import FullAttentionSpec as FullAttentionSpec
 from .cache.block_pool import BlockPool as BlockPool
@@ -27,7 +26,6 @@ from .engine.requests.prompt import Prompt as Prompt
 from .engine.requests.request import RequestOutput as RequestOutput
 from .engine.requests.request import SamplingParams as SamplingParams
 from .engine.running.pooling import EmbeddingOutput as EmbeddingOutput
-from .engine.running.runner import SkipPolicy as SkipPolicy
 from .loading.plugins import load_plugins as load_plugins
 from .loading.registry import Registry as Registry
 from .planning.groups import KVCacheGroup as KVCacheGroup

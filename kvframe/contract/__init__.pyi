@@ -13,10 +13,8 @@ from .description import ModelDescription as ModelDescription
 from .description import Pooling as Pooling
 from .description import PoolingMode as PoolingMode
 from .errors import BackendError as BackendError
-from .errors import BatchError as BatchError
 from .errors import ContestedNameError as ContestedNameError
 from .errors import EngineError as EngineError
-from .errors import FileError as FileError
 from .errors import KVFrameError as KVFrameError
 from .errors import ModelError as ModelError
 from .errors import PlanError as PlanError
@@ -37,7 +35,6 @@ from .formats import PLAIN as PLAIN
 from .formats import KVFormat as KVFormat
 from .formats import StateTensor as StateTensor
 from .formats import align_up as align_up
-from .formats import known_dtype as known_dtype
 from .hookspecs import API_VERSION as API_VERSION
 from .hookspecs import Register as Register
 from .hookspecs import hookimpl as hookimpl

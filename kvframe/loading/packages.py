@@ -28,11 +28,12 @@ kvframe-vllm plugin:vllm
 """
 """On each line a package, then names that it registers, each after its kind in ``claims.KINDS``."""
 
-_PROVIDERS = {
+PROVIDERS = {
     (kind, name): package
     for package, *claims in (line.split() for line in _TABLE.split("\n") if line)
     for kind, _, name in (claim.partition(":") for claim in claims)
 }
+"""The package of each kind and name."""
 
 
 def provider_of(kind: str, name: str) -> str | None:
@@ -43,10 +44,5 @@ def provider_of(kind: str, name: str) -> str | None:
         name: The registered name or the plugin's, with or without the package before it (``"kvframe-x:x"``).
     """
     owner, _, bare = name.rpartition(":")
-    package = _PROVIDERS.get((kind, bare))
+    package = PROVIDERS.get((kind, bare))
     return package if owner in ("", package) else None
-
-
-def all_providers() -> dict[tuple[str, str], str]:
-    """Return the package of every kind and name."""
-    return dict(_PROVIDERS)

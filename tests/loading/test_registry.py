@@ -12,7 +12,7 @@ import pytest
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.errors import ContestedNameError, PluginError, UnknownNameError
 from kvframe.loading.claims import Entry
-from kvframe.loading.packages import all_providers
+from kvframe.loading.packages import PROVIDERS
 from kvframe.loading.plugins import PluginPolicy, load_plugins
 from kvframe.loading.registry import Registry
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
@@ -257,7 +257,7 @@ def test_the_table_of_packages_is_what_the_packages_register() -> None:
     packages = set(provided.values())
     for kind, catalogue in load_plugins().registry.catalogues.items():
         provided |= {(kind, each.name): each.owner for each in catalogue.claims() if each.owner in packages}
-    assert provided == all_providers()
+    assert provided == PROVIDERS
 
 
 def test_a_name_of_a_package_that_is_not_installed_names_the_package(site: FakeSite) -> None:

@@ -11,11 +11,12 @@ import attrs
 import torch
 from kvframe_transformers.testing import save_tiny
 
-from kvframe import Engine, Registry, SkipPolicy, Stack, load_plugins
+from kvframe import Engine, Registry, Stack, load_plugins
 from kvframe.config.options import CacheOptions
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import LoadedModel
 from kvframe.engine.requests.request import SamplingParams
+from kvframe.engine.running.runner import SkipPolicy
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter
