@@ -1,1 +1,1 @@
-"""What ships with the core: full attention and the torch backends, registered by the public hooks only."""
+"""The built-in plugin: full attention and the reference backend, registered by the public hooks only."""

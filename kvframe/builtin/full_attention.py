@@ -30,9 +30,9 @@ class FullAttentionSpec(AttentionSpec):
         return AttentionMask()
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
-        """Return the blocks of ``n + num_new_tokens`` tokens: none is ever given back."""
+        """Return the blocks of ``n + num_new_tokens`` tokens: no block is released while the request runs."""
         return -(-(n + num_new_tokens) // self.block_size)
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return the blocks of the whole request: it holds most at its end."""
+        """Return the blocks of the whole request, which holds the most blocks at its end."""
         return -(-num_tokens // self.block_size)

@@ -24,15 +24,15 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool, seq_start: int = 0) -> list[int]:
-    """Return the positions that the query at ``position`` attends to: what is live there, and itself.
+    """Return the positions that the query at ``position`` attends to: the live tokens and its own.
 
-    Of a sparse type, these are the ones that its mask function shows.
+    For a sparse type, only the positions that its mask function shows are returned.
 
     Args:
         spec: The layer's cache spec; one with a bidirectional mask sees every token of the request.
-        position: Where the query stands.
+        position: The position of the query.
         seq_len: Tokens of its request after the step.
-        causal: The batch's; False where a query sees every token of its request.
+        causal: Whether the batch is causal; if not, a query sees every token of its request.
         seq_start: Tokens before this one are hidden, whatever the mask.
     """
     if not causal or (spec.mask is not None and not spec.mask.causal):
@@ -54,8 +54,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one query's attention over the tokens it attends to, and its log-sum-exp: zeros and -inf for none.
 
-    A learned sink is one more logit in the softmax, with no value behind it, so it takes a share of the weight and
-    gives nothing (GPT-OSS, arXiv 2508.10925).
+    A learned sink is one more logit in the softmax, without a value, so it takes a share of the weight and
+    adds nothing to the output (GPT-OSS, arXiv 2508.10925).
 
     Args:
         query: ``[num_heads, head_size]``.

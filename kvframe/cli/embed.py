@@ -53,13 +53,13 @@ _NUM_SHOWN = 4
 @click.option(
     "--pooling",
     type=click.Choice(["mean", "cls", "last"]),
-    help="Which tokens make an embedding: all of them, the first, the last; as the checkpoint says unless given, else "
-    "all of an encoder and the last of a decoder.",
+    help="Which tokens make an embedding: all, the first or the last. Default: as the checkpoint says, otherwise all "
+    "for an encoder and the last for a decoder.",
 )
 @click.option(
     "--normalize/--no-normalize",
     default=None,
-    help="Whether to divide an embedding by its length; as the checkpoint says unless given.",
+    help="Whether to divide an embedding by its length. Default: as the checkpoint says.",
 )
 @cache_salt_option
 @stack_option

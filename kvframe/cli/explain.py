@@ -29,11 +29,11 @@ UNUSABLE = (["import"], ["environment"], ["device"])
 @click.command(short_help="Say which wrappers and backend each layer gets, and why.")
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL_OR_CONFIG")
 @stack_option
-@click.option("--device", metavar="DEVICE", help="Where it would run; as the stack says unless given.")
+@click.option("--device", metavar="DEVICE", help="Where it would run. Default: as in the stack.")
 @dtype_option
 @json_option
 def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str | None, as_json: bool) -> None:
-    """Say for each layer of a model its group, wrapper chain and backend, and why not the other backends.
+    """Say for each layer of a model its group, wrapper chain and backend, and why the other backends were not chosen.
 
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """

@@ -196,7 +196,7 @@ def _prompt_of_each(prompts: Sequence[str | list[int]], outputs: Sequence[Reques
 
 def _to_dict(prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:
     return {
-        # The tokens that are continued; a model with an encoder has them beside its input. None for a refused text.
+        # The tokens that are continued; a model with an encoder has an input too. None for a text that was refused.
         "prompt_token_ids": list(output.prompt_token_ids),
         "sample": output.sample,
         "token_ids": list(output.token_ids),

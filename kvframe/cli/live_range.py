@@ -17,7 +17,7 @@ def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
         return f"every {spec.sequence} token"
     n = max_model_len - 1
     if n and not spec.live_ranges(n):
-        n -= 1  # the first token of a chunk has no past; the last token of the chunk before it has most of it
+        n -= 1  # the first token of a chunk has no past; the last token of the chunk before has the longest past
     now, before = spec.live_ranges(n), spec.live_ranges(n - 1) if n else ()
     if now == ((n - 1, n),) and spec.is_per_block:
         block_end = n - n % spec.block_size

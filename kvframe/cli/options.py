@@ -50,14 +50,14 @@ stack_option = click.option(
 memory_option = click.option(
     "--memory",
     metavar="SIZE",
-    help="Memory for the KV cache, such as 2GiB, or auto (what the most requests of the greatest length need, half of "
-    "the free memory at most); as the stack says unless given.",
+    help="Memory for the KV cache, such as 2GiB, or auto (enough for the most requests of the greatest length, at "
+    "most half of the free memory). Default: as in the stack.",
 )
 block_size_option = click.option(
-    "--block-size", type=click.IntRange(min=1), metavar="N", help="Tokens per block; as the stack says unless given."
+    "--block-size", type=click.IntRange(min=1), metavar="N", help="Tokens per block. Default: as in the stack."
 )
 device_option = click.option(
-    "--device", metavar="DEVICE", help="Where to run, such as cpu or cuda; as the stack says unless given."
+    "--device", metavar="DEVICE", help="Where to run, such as cpu or cuda. Default: as in the stack."
 )
 dtype_option = click.option(
     "--dtype",
@@ -70,7 +70,7 @@ cache_salt_option = click.option(
     type=TEXT_TYPE,
     multiple=True,
     metavar="TEXT",
-    help="Share cached prefixes with requests of the same salt only; repeat for one for each, in their order.",
+    help="Share cached prefixes with requests of the same salt only; repeat to give each request its own, in order.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
@@ -78,11 +78,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def read_stack(
     stack_file: Path | None, *, cache: Mapping[str, Any] = NOTHING, engine: Mapping[str, Any] = NOTHING
 ) -> Stack:
-    """Return the stack of a file, or the default one, with the command line's values put over it.
+    """Return the stack of a file, or the default one, with the command line's values in place of its own.
 
     Args:
         stack_file: The stack file; None for the defaults.
-        cache: Values over the stack's ``[cache]``, by key; None means "not given".
+        cache: Values that replace those of the stack's ``[cache]``, by key; None replaces nothing.
         engine: The same for ``[engine]``.
 
     Raises:

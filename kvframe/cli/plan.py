@@ -39,21 +39,21 @@ _SHORTEST_LISTED_LEN = 1024
     "--max-model-len",
     type=click.IntRange(min=1),
     metavar="N",
-    help="The longest request, in tokens; what the model allows unless given.",
+    help="The longest request, in tokens. Default: the model's limit.",
 )
 @dtype_option
 @block_size_option
 @click.option(
     "--hybrid/--no-hybrid",
     default=None,
-    help="Whether each layer keeps only what it needs, or every past token; as the stack says unless given.",
+    help="Whether each layer keeps only what it needs, or every past token. Default: as in the stack.",
 )
 @click.option(
     "--num-tokens",
     type=click.IntRange(min=1),
     multiple=True,
     metavar="N",
-    help="Say how many requests of this length fit; repeat for several. A range of lengths unless given.",
+    help="Say how many requests of this length fit; repeat for several. Default: a range of lengths.",
 )
 @stack_option
 @json_option
@@ -103,7 +103,7 @@ def plan(
 def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> list[LayerSpec]:
     """Return the layers whose pages would be copied in a run; the copies take memory."""
     if all(layer.spec is None or layer.spec.kv_format == PLAIN for layer in layers):
-        return []  # without a look at the backends
+        return []  # no backend has to be imported
     from kvframe.selection.choice import layers_on_copies
     from kvframe.selection.select import select_backends
     from kvframe.selection.skipping import find_skippable_layers
@@ -255,7 +255,7 @@ def _bytes_held(planned: KVCachePlan) -> list[tuple[str, str]]:
         held.append(
             (
                 f"one {sequence} token",
-                f"{format_bytes(num_bytes)}; {format_bytes(num_bytes * longest)} for the most of them, {longest:,}",
+                f"{format_bytes(num_bytes)}; {format_bytes(num_bytes * longest)} for the longest input, {longest:,}",
             )
         )
     return held

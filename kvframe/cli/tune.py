@@ -35,20 +35,20 @@ MIN_CONTEXT = 8
     default=2048,
     show_default=True,
     metavar="N",
-    help="Tokens of the longest request that is measured; the model's limit at most.",
+    help="Tokens of the longest request that is measured, at most the model's limit.",
 )
 @click.option(
     "--backend",
     "backends",
     multiple=True,
     metavar="NAME",
-    help="Measure this backend only, or these where it is given several times; all unless given.",
+    help="Measure only this backend; repeat for several. Default: all.",
 )
 @click.option(
     "--table",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The table to add the times to; the user's own unless given, or what the stack names.",
+    help="The table to which the times are added. Default: the one that the stack names, or the user's own.",
 )
 @json_option
 def tune(
@@ -64,7 +64,7 @@ def tune(
     """Measure every backend that can serve a model's layers, once for each shape of layer, and write a table of times.
 
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read. Three kinds of steps are measured: 16 decodes,
-    one prompt, and 8 decodes beside a part of a prompt. Backends are compared by the geometric mean of these times,
+    one prompt, and 8 decodes with a part of a prompt. Backends are compared by the geometric mean of these times,
     weighted 0.6, 0.2 and 0.2. `kvframe explain` shows the times that decide.
     """
     import torch
@@ -163,7 +163,7 @@ def _measure_all(
             found, problem = None, ""
             try:
                 found = measure(layer, backend, stack, registry, device, context, time.perf_counter, len(members))
-            except (KVFrameError, RuntimeError, MemoryError) as error:  # torch has RuntimeErrors for all sorts of lacks
+            except (KVFrameError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError for many causes
                 problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             yield Result(layers=names, shape=shape, note=_note(layer), backend=backend, time=found, problem=problem)
 
@@ -188,7 +188,7 @@ def _print(model: str, results: Sequence[Result], path: Path) -> None:
     from kvframe.selection.times import WEIGHTS
 
     if not results:
-        click.echo(f"{model}: nothing to measure: of the backends that are asked for, none has another to compare with")
+        click.echo(f"{model}: nothing to measure: no layer can choose between two of the backends that were asked for")
         return
 
     def in_ms(result: Result) -> list[str]:

@@ -1,1 +1,1 @@
-"""What an operator says: the stack file, its tables and keys, and what each may hold."""
+"""The operator's choices: the stack file, its tables and keys, and the values that each key accepts."""

@@ -140,7 +140,7 @@ def check_place(path: Path, is_ours: Callable[[Path], bool]) -> None:
         if not path.is_file():
             raise FileError("cannot be written: it is a device or a pipe, not a file")
         if path.stat().st_size > 0 and not is_ours(path):
-            raise FileError("is there already and is another kind of file; name another, or remove it first")
+            raise FileError("exists already and is another kind of file; name another file, or remove it first")
     while not exists(folder):
         folder = folder.parent
     if not folder.is_dir():

@@ -87,11 +87,11 @@ def store_in(spec: KVCacheSpec, given: KVFormat | None, default: KVFormat) -> KV
     if given is None:
         stored = spec.in_format(default) if spec.keeps_past else spec
     elif given != PLAIN and not spec.keeps_past:
-        raise SpecError(f"it keeps nothing beyond a step, so it has nothing to store as {given.name}")
+        raise SpecError(f"it keeps no state after a step, so there is nothing to store as {given.name}")
     else:
         stored = spec.in_format(given)
         if stored.kv_format != given:
-            raise SpecError(f"it stores something else than keys and values, and not as {given.name}")
+            raise SpecError(f"it stores other state than keys and values, which {given.name} cannot store")
     if stored.kv_format != PLAIN:
         state_of(stored.kv_format, stored.state_tensors)  # raises for sizes and dtypes that the format cannot store
     return stored

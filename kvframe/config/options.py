@@ -113,7 +113,7 @@ class CacheOptions:
         preemption: What happens to a preempted request, whose blocks other requests need: ``"recompute"`` computes its
             tokens again, ``"swap"`` moves its blocks to host memory while that has free pages.
         swap_memory: Bytes of host memory for swapped blocks, such as ``"2GiB"``. ``"swap"`` requires it; otherwise it
-            has no effect. If this memory is full, requests are computed again.
+            has no effect. If this memory is full, preempted requests are computed again.
         audit: Whether to check after every operation that each page is free, held or cached and counted right, and in
             every step that wrappers name no blocks but the step's: for operators who suspect the cache or a wrapper.
             The check takes time in proportion to the pool, and each step waits for the device.
@@ -136,7 +136,7 @@ class CacheOptions:
     def __attrs_post_init__(self) -> None:
         """Raise if blocks are to be swapped without memory to swap to."""
         if self.preemption == "swap" and self.swap_memory is None:
-            raise StackError('needs swap_memory where preemption is "swap": bytes of host memory, like "4GiB"')
+            raise StackError('needs swap_memory if preemption is "swap": bytes of host memory, like "4GiB"')
 
 
 @attrs.frozen(kw_only=True)

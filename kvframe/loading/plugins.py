@@ -232,7 +232,7 @@ def _find_clashes(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) ->
 
 
 def _load(found: FoundPlugin, policy: PluginPolicy, registry: Registry) -> None:
-    """Take one plugin through its life-cycle; raises ``_SetAside`` where it ends early."""
+    """Load one plugin and record its names; raise ``_SetAside`` if it cannot be used."""
     if _is_disabled(policy, found):
         raise _SetAside("disabled", f"{policy.source} disables it")
     if found.broken:

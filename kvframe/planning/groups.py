@@ -140,8 +140,8 @@ def _layer_spec(
     except UnknownNameError as error:
         raise SpecError(
             f"layer {layer.name!r} needs the cache spec {layer.kind!r}, which no plugin provides "
-            f"({', '.join(registry.specs.names())} are there); install a plugin that registers it: "
-            "kvframe's own are listed in its README, by what they register" + (f"; {error.hint}" if error.hint else "")
+            f"(known: {', '.join(registry.specs.names())}); install a plugin that registers it: "
+            "docs/plugins.md lists those of kvframe" + (f"; {error.hint}" if error.hint else "")
         ) from error
     fields = {field.name for field in attrs.fields(spec_class)}
     options = {

@@ -4,7 +4,7 @@ A layer file is TOML or JSON::
 
     name = "my-hybrid"            # for people; the file's name if not given
     max_model_len = 131072        # the longest request, in tokens
-    max_encoder_len = 1500        # the longest input of an encoder, where layers keep state of it
+    max_encoder_len = 1500        # the longest input of an encoder, if layers keep state of it
     repeat = 8                    # how often the list of layers is repeated; 1 if not given
 
     [[layers]]

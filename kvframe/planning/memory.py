@@ -14,8 +14,8 @@ from kvframe.contract.errors import PlanError
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-_SURELY_THERE = 1 << 20
-"""Bytes that a process which runs torch has: the limits of its control groups need not be read."""
+_UNCHECKED_BYTES = 1 << 20
+"""The largest allocation that is not checked: every process that runs torch has this memory."""
 
 
 def physical_bytes() -> int | None:
@@ -82,7 +82,7 @@ def check_host_bytes(num_bytes: int, sentence: str) -> None:
     Raises:
         PlanError: The machine has less memory.
     """
-    physical = physical_bytes() if num_bytes > _SURELY_THERE else None
+    physical = physical_bytes() if num_bytes > _UNCHECKED_BYTES else None
     if physical is not None and num_bytes > physical:
         raise PlanError(f"{sentence}; this process may use {physical} bytes of memory")
 

@@ -88,7 +88,7 @@ class KVCachePlan:
         memory_bytes: The memory that the plan was made for.
         max_model_len: The longest request, in tokens, that the plan is for.
         max_num_batched_tokens: The most tokens that one step computes.
-        max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
+        max_input_lens: The most tokens of each input sequence, such as an encoder's, by name.
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -135,7 +135,7 @@ class KVCachePlan:
 
     @property
     def bytes_per_input_token(self) -> Mapping[str, int]:
-        """For each sequence that requests bring beside their tokens, the bytes of one token."""
+        """The bytes of one token of each input sequence, by name."""
         found: dict[str, int] = {}
         for group in self.groups:
             if group.is_of_input:
@@ -161,7 +161,7 @@ class KVCachePlan:
 
         Args:
             num_tokens: Its final length.
-            input_lens: The lengths of its inputs beside its tokens; the longest of each unless given.
+            input_lens: The lengths of its inputs, by sequence; None for the longest ones.
         """
         lens = self.max_input_lens if input_lens is None else input_lens
         return tuple(
@@ -220,7 +220,7 @@ class KVCachePlan:
 
         Args:
             num_tokens: Its final length.
-            input_lens: The lengths of its inputs beside its tokens; the longest of each unless given.
+            input_lens: The lengths of its inputs, by sequence; None for the longest ones.
         """
         return self.num_slabs_for(self.peak_blocks(num_tokens, input_lens)) <= self.num_slabs
 
@@ -302,7 +302,7 @@ def plan_cache(
         memory_bytes: The most bytes to allocate.
         max_model_len: The longest request, in tokens.
         max_num_batched_tokens: The most tokens that one step computes.
-        max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
+        max_input_lens: The most tokens of each input sequence, such as an encoder's, by name.
         pages_per_slab: The number of pages of each group in a slab. Unless given, the choice that wastes least memory.
 
     Raises:

@@ -71,7 +71,7 @@ def plan_ranks(
         memory_bytes: The most bytes that each rank allocates.
         max_model_len: The longest request, in tokens.
         max_num_batched_tokens: The most tokens that one step computes.
-        max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
+        max_input_lens: The most tokens of each input sequence, such as an encoder's, by name.
         hybrid: As for ``group_layers``.
         prefix_caching: Whether prefixes are cached, if all layers allow it.
         tensor_parallel_size: The number of ranks of a tensor-parallel group. Each group is as many ranks that follow

@@ -40,7 +40,7 @@ class RollbackSpec(KVCacheSpec):
         return {}
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
-        """Return the blocks of the step's tokens, each block's last token left out; for a long step, of the last token.
+        """Return the blocks of the step's tokens, not counting each block's last token; a long step's last block only.
 
         A step of more than ``1 + num_states`` tokens keeps the states at its end and at full blocks' ends.
         """

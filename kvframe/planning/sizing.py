@@ -53,7 +53,7 @@ def plan_for_stack(
             the greatest length, but at most a share of the memory that is free now, including copies of pages. If no
             layer keeps state, the free memory is not checked.
         max_model_len: The most tokens of a request.
-        max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
+        max_input_lens: The most tokens of each input sequence, such as an encoder's, by name.
         copied: The layers whose backends get copies of their pages.
         num_local_ranks: The number of ranks of this machine. Those that run on the CPU share its free memory.
 
@@ -140,6 +140,6 @@ def _available_bytes(device: str) -> int:
     except (RuntimeError, AssertionError, AttributeError, ValueError) as error:
         # The device does not exist, torch was built without it, or the operating system does not report the number.
         raise PlanError(
-            f'memory "auto" is a share of what is free, and {device!r} does not say here how much that is '
+            f'memory = "auto" takes a share of the free memory, and the free memory of {device!r} is unknown '
             f"({str(error).strip().splitlines()[0]}); give a size, such as 2GiB"
         ) from error

@@ -176,7 +176,7 @@ def test_nothing_is_written_over_what_kvframe_did_not_write(tmp_path: Path) -> N
     check_place(tmp_path / ".txt", is_ours)
     check_place(tmp_path / "none" / "there", is_ours)
     for name, reason in {
-        "theirs.txt": "is there already and is another kind of file; name another, or remove it first",
+        "theirs.txt": "exists already and is another kind of file; name another file, or remove it first",
         "pipe": "it is a device or a pipe, not a file",
         ".": "it is a folder",
         "ours.txt/below": "ours.txt is not a folder",

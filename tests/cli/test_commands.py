@@ -229,7 +229,7 @@ def test_inputs_are_planned_by_their_own_tokens(tmp_path: Path) -> None:
     )
     assert "every encoder token" == plan["groups"][1]["live_range"]["words"]
     shown = run("plan", path, "--memory", "8MiB").stdout
-    assert "  one encoder token  2.00 KiB; 200.00 KiB for the most of them, 100\n" in shown
+    assert "  one encoder token  2.00 KiB; 200.00 KiB for the longest input, 100\n" in shown
 
 
 def test_layers_with_different_windows_in_one_group_are_told_so(tmp_path: Path) -> None:

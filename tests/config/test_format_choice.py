@@ -102,7 +102,8 @@ def test_what_stores_something_else_or_nothing_stays_as_it_is() -> None:
     assert [PLAIN, PLAIN] == formats(layers_of(data, latents, encoder))
     rule = {"layers": "*", "spec": {"format": "int8_token_head"}}
     assert refusal({"rules": [rule]}, encoder) == (
-        "layer 'encoder' (encoder_only): it keeps nothing beyond a step, so it has nothing to store as int8_token_head"
+        "layer 'encoder' (encoder_only): it keeps no state after a step, so there is nothing to store as "
+        "int8_token_head"
     )
     says = "rules[0].spec.format: the cache spec 'mla' of layer 'latents': there is no option named 'format'"
     assert says in refusal({"rules": [rule]}, latents)

@@ -237,7 +237,7 @@ def test_all_problems_are_in_one_error() -> None:
 
 def test_swapping_needs_memory_to_swap_to() -> None:
     assert message({"cache": {"preemption": "swap"}}) == (
-        'my.toml: cache needs swap_memory where preemption is "swap": bytes of host memory, like "4GiB"'
+        'my.toml: cache needs swap_memory if preemption is "swap": bytes of host memory, like "4GiB"'
     )
     assert message({"cache": {"swap_memory": "auto"}}) == (
         "my.toml: cache.swap_memory must be a number of bytes, or a size like '2GiB', not 'auto' (a string)"
