@@ -13,7 +13,7 @@ from kvframe.contract import AttentionMask, AttentionSpec, TokenRange, positive_
 
 @attrs.frozen(kw_only=True)
 class ChunkedLocalSpec(AttentionSpec):
-    """Keys and values of the current chunk of tokens; a chunk is dead when the next one begins.
+    """Keys and values of the current chunk of tokens; a chunk is no longer needed when the next one begins.
 
     The live range at ``n`` is ``[n - n % chunk, n)``: the local layers of Llama 4's iRoPE (Meta, 2025).
 
@@ -46,8 +46,9 @@ class ChunkedLocalSpec(AttentionSpec):
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the peak, from the few chunks that can reach it.
 
-        Within a chunk, the step that begins at its last token holds most. Chunks whose largest step is not limited by
-        the request's end differ only in their offset in a block, which repeats; of the others, the first holds most.
+        Within a chunk, the step that begins at its last token holds the most blocks. Chunks whose largest step is not
+        limited by the request's end differ only in their offset in a block, which repeats. Of the other chunks, the
+        first holds the most blocks.
         """
         if num_tokens < 1:
             return 0

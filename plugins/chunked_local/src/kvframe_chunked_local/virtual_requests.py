@@ -17,7 +17,7 @@ class VirtualRequests:
         requests: ``[num_virtual]``: the row of the batch.
         chunk_starts: ``[num_virtual]``: the position of the chunk's first token.
         seq_ends: ``[num_virtual]``: the position after its last token.
-        query_start_loc: ``[num_virtual + 1]``: the start of each one's tokens in the packed batch.
+        query_start_loc: ``[num_virtual + 1]``: the start of each virtual request's tokens in the packed batch.
         one_each: Whether each is a whole request of the batch.
     """
 

@@ -33,7 +33,7 @@ from kvframe_chunked_local.virtual_requests import IntArray, make_virtual_reques
 
 @attrs.frozen(kw_only=True)
 class ChunkedLocal(MetadataWrapper):
-    """Makes a virtual request of each chunk that has new tokens; its tokens are those of the chunk.
+    """Turns each chunk that has new tokens into a virtual request with the tokens of that chunk.
 
     A virtual request's block table starts with the block of the chunk's first token, and its positions count from that
     block's first token. If chunks begin inside of a block, ``SEQ_STARTS`` hides the tokens before them. A request
@@ -83,16 +83,19 @@ class ChunkedLocal(MetadataWrapper):
         """Return the wrapper with the chunk of the layer's mask."""
         mask = None if layer.spec is None else layer.spec.mask
         if layer.spec is None or mask is None or mask.chunk is None:
-            raise WrapperError(f"layer {layer.name!r} has no chunks for wrapper {self.name!r} to cut", code="no_chunk")
+            raise WrapperError(
+                f"wrapper {self.name!r} cannot serve layer {layer.name!r}: its mask has no chunks", code="no_chunk"
+            )
         if self.chunk not in (None, mask.chunk):
             raise WrapperError(
-                f"wrapper {self.name!r} is to cut chunks of {self.chunk!r} tokens, and layer {layer.name!r} has chunks "
-                f"of {mask.chunk}: set the chunk of its spec",
+                f"wrapper {self.name!r} has chunk = {self.chunk!r}, but layer {layer.name!r} has chunks of "
+                f"{mask.chunk} tokens; set the chunk of the layer's spec",
                 code="other_chunk",
             )
         if layer.spec.retain_all().mask != AttentionMask():
             raise WrapperError(
-                f"the cache spec of layer {layer.name!r} has no form as full attention that its chunks could run as",
+                f"wrapper {self.name!r} cannot serve layer {layer.name!r}: retain_all() of its cache spec is not full "
+                "attention",
                 code="no_full_form",
             )
         return attrs.evolve(self, chunk=mask.chunk)

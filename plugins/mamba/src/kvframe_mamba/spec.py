@@ -81,7 +81,7 @@ class MambaSpec(KVCacheSpec):
             last block's end before a step's last token, and where a request's tokens differ from an earlier request's.
             ``"none"``: nowhere, for any block size.
         num_draft_tokens: Speculative tokens of a step that may be rejected; a running request keeps as many states
-            beside its last one.
+            before its last one.
     """
 
     kind: ClassVar[str] = "mamba"

@@ -26,12 +26,12 @@ class ScanResistant(EvictionPolicy):
     A page's priority is the clock of its release, plus ``patience * (1 - new / its) ** 2`` times the size of the pool.
     Here, *new* is the recent share of never used pages that were hit again. *Its* is the largest such share of the
     pages that were used at most as often as this page. If new pages are hit as often as others, as in conversations,
-    this is least recently used. If they are rarely hit, one-off prompts are evicted first. No page is kept for ever: a
-    priority is larger by ``patience`` times the pool at most.
+    the policy equals least recently used. If they are rarely hit, one-off prompts are evicted first. No page is kept
+    for ever: a priority is larger by ``patience`` times the pool at most.
 
     Attributes:
         patience: The number of times that the pool may be refilled before a page is evicted whose kind is always hit
-            again, if no new page ever is; 0 is least recently used.
+            again, if new pages are never hit; 0 is least recently used.
     """
 
     name: ClassVar[str] = "scan_resistant"
