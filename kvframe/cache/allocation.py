@@ -124,7 +124,7 @@ class BlockAllocator:
             lacking[group.index] = max(0, most - int(held))
         for each in self._numbers.states[row].inputs:
             lacking[each.group] = each.num_blocks - self._numbers.blocks_of[each.group, row]
-        return self._pool.can_allocate(lacking)
+        return self._pool.free_list.can_take(lacking)
 
     def note_capacity(self, rows: Rows) -> None:
         """Work out for how many tokens rows lack no block; of groups that store few blocks, up to the block's end."""

@@ -8,16 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.eviction import (
-    EvictionQueue,
-    Numbers,
-    Places,
-    PolicyPriorities,
-    all_equal,
-    equal_runs,
-    of_groups,
-    sorted_runs,
-)
+from kvframe.cache.eviction import EvictionQueue, Numbers, Places, PolicyPriorities, equal_runs, of_groups
 from kvframe.cache.free_list import BlockIds, FreeList, Groups
 from kvframe.cache.slabs import Slabs
 from kvframe.contract.errors import PluginError
@@ -78,13 +69,11 @@ class BlockPool:
             self._policy = PolicyPriorities(eviction, self._page_bytes, plan.total_bytes, num_places)
         is_shared = FreeList.fits(plan)
         self._queue = EvictionQueue(
-            len(plan.groups), self._is_current, is_shared=is_shared, is_ranked=self._policy is not None
+            1 if is_shared else len(plan.groups), self._is_current, is_ranked=self._policy is not None
         )
-        self.free_list: FreeList | Slabs
-        if is_shared:
-            self.free_list = FreeList(plan)
-        else:
-            self.free_list = Slabs(plan, reserve_slabs, self._priorities if self._policy else None)
+        self.free_list: FreeList | Slabs = (
+            FreeList(plan) if is_shared else Slabs(plan, reserve_slabs, self._priorities if self._policy else None)
+        )
         self._on_evicted = on_evicted
         # Of a cached block, the stamp of its release; of a held one, minus the references beyond the first. Zero for a
         # free one too: allocating and freeing need not write it.
@@ -106,22 +95,15 @@ class BlockPool:
         return self.free_list.num_idle_slabs
 
     @property
-    def is_nearly_full(self) -> bool:
-        """Whether so few blocks are free that cached ones will be evicted soon."""
-        return self.free_list.is_nearly_full
-
-    @property
     def eviction(self) -> EvictionPolicy:
         """Which cached blocks are evicted first."""
         return LRU if self._policy is None else self._policy.policy
 
     def count_cached(self) -> list[int]:
         """Return the cached blocks of each group, in time that grows with the pool."""
-        counts = np.zeros(len(self.blocks_held), dtype=np.int64)
-        for block_ids in self._queue.all_blocks():
-            places = self._places(block_ids)
-            np.add.at(counts, np.broadcast_to(self._groups_of(places), len(places)), 1)
-        found: list[int] = counts.tolist()
+        places = self._places(self._queue.all_blocks())
+        groups = np.broadcast_to(self._groups_of(places), len(places))
+        found: list[int] = np.bincount(groups, minlength=len(self.blocks_held)).tolist()
         return found
 
     def is_cached(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
@@ -140,10 +122,6 @@ class BlockPool:
 
     # --- references ---------------------------------------------------------------------------------------------------
 
-    def can_allocate(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether ``allocate_blocks`` would find as many blocks for each group."""
-        return self.free_list.can_take(num_blocks)
-
     def allocate_blocks(self, num_blocks: Sequence[int]) -> BlockIds | None:
         """Allocate blocks of each group, evicting cached ones if too few are free.
 
@@ -159,7 +137,6 @@ class BlockPool:
         return taken
 
     def _count_held(self, group: int, count: int) -> None:
-        """Count more blocks as held."""
         self.blocks_held[group] = num_held = self.blocks_held[group] + count
         if num_held > self.peak_blocks_held[group]:
             self.peak_blocks_held[group] = num_held
@@ -193,48 +170,24 @@ class BlockPool:
             if np.count_nonzero(self._state[places]):
                 is_last = self._remove_shared(places)
                 block_ids, groups = block_ids[is_last], of_groups(groups, is_last)
-        num_blocks = len(block_ids)
-        if not num_blocks:
+        if not len(block_ids):
             return
-        self._begin_release(groups, num_blocks)
+        self._stamp += 1
+        for group, count in [(groups, len(block_ids))] if isinstance(groups, int) else enumerate(np.bincount(groups)):
+            self.blocks_held[group] -= int(count)
+            self.held_bytes -= int(count) * self._page_bytes[group]
         if self._on_evicted is not None:
             places = self._places(block_ids)
-            owners = self._owner[places]
-            num_published = np.count_nonzero(owners)
-            if num_published == num_blocks:
+            is_published = self._owner[places] != NO_OWNER
+            num_published = np.count_nonzero(is_published)
+            if num_published == len(block_ids):
                 self._cache(block_ids, places, groups)
                 return
             if num_published:
-                is_published = owners != NO_OWNER
                 self._cache(block_ids[is_published], places[is_published], of_groups(groups, is_published))
                 block_ids, groups = block_ids[~is_published], of_groups(groups, ~is_published)
         self.free_list.free_held(block_ids, self._stamp)
-        if self._policy is not None or self.on_pages_freed is not None:
-            self._end_content(block_ids, groups)
-
-    def publish_and_release(
-        self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices, groups: int | Groups
-    ) -> None:
-        """Do ``publish_blocks`` for blocks that are not published, then ``release_blocks``, in fewer steps."""
-        places = self._places(block_ids)
-        self._owner[places] = owner
-        self._index[places] = indices
-        if self._num_more_references:
-            self.release_blocks(block_ids, groups)
-            return
-        self._begin_release(groups, len(block_ids))
-        self._cache(block_ids, places, groups)
-
-    def _begin_release(self, groups: int | Groups, num_blocks: int) -> None:
-        """Count blocks as no longer held, at a new stamp."""
-        self._stamp += 1
-        if isinstance(groups, int):
-            self.blocks_held[groups] -= num_blocks
-            self.held_bytes -= num_blocks * self._page_bytes[groups]
-            return
-        for group, count in enumerate(np.bincount(groups).tolist()):
-            self.blocks_held[group] -= count
-            self.held_bytes -= count * self._page_bytes[group]
+        self._end_content(block_ids, groups)
 
     def _remove_shared(self, places: Places) -> Places:
         """Remove one reference of blocks that may have several; return where blocks without references are first."""
@@ -303,12 +256,7 @@ class BlockPool:
         places = self._places(block_ids)
         owners, indices, groups = self._owner[places], self._index[places], self._groups_of(places)
         self._end_cached(block_ids, places, groups)
-        if all_equal(owners):
-            self._on_evicted(owners.item(0), groups, indices)
-            return
-        order = np.argsort(owners, kind="stable")
-        indices, groups = indices[order], of_groups(groups, order)
-        for owner, where in sorted_runs(owners[order]):
+        for owner, where in equal_runs(owners):
             self._on_evicted(owner, of_groups(groups, where), indices[where])
 
     def discard_cached(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
@@ -322,14 +270,12 @@ class BlockPool:
 
     def first_priority(self, group: int) -> int | None:
         """Return the priority of the block of a group that is evicted first; None if the group has no cached block."""
-        return self._queue.first_priority(group)
+        return self._queue.order_of(group).first_priority()
 
-    def evict_first(self, group: int, num_blocks: int, whole_run: int = 0) -> None:
-        """Evict cached blocks of a group by their priority, until ``num_blocks`` are evicted or none is left.
-
-        Blocks that were released together are evicted together if they are no more than ``whole_run``.
-        """
-        while num_blocks > 0 and (block_ids := self._queue.pop_blocks(group, num_blocks, whole_run)) is not None:
+    def evict_first(self, group: int, num_blocks: int) -> None:
+        """Evict cached blocks of a group by their priority, until ``num_blocks`` are evicted or none is left."""
+        order = self._queue.order_of(group)
+        while num_blocks > 0 and (block_ids := order.pop(num_blocks)) is not None:
             self.evict_blocks(block_ids)
             num_blocks -= len(block_ids)
 
@@ -347,8 +293,7 @@ class BlockPool:
         if self.on_removed is not None:
             self.on_removed(block_ids)
         self.free_list.free_cached(block_ids)
-        if self._policy is not None or self.on_pages_freed is not None:
-            self._end_content(block_ids, groups)
+        self._end_content(block_ids, groups)
 
     def _end_content(self, block_ids: BlockIds, groups: int | Groups) -> None:
         """Tell the policy and the listener that the content of blocks ended. A listener that raises is removed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
@@ -32,27 +32,17 @@ def of_groups(groups: int | Groups, where: Where) -> int | Groups:
     return groups if isinstance(groups, int) else groups[where]
 
 
-def all_equal(keys: Groups | BlockIds) -> bool:
-    """Return whether all elements are equal."""
-    # Comparing bytes is faster than comparing with a number.
-    data = keys.tobytes()
-    return data == data[: keys.itemsize] * len(keys)
-
-
-def sorted_runs(keys: Groups | BlockIds) -> list[tuple[int, slice]]:
-    """Return the different keys of a sorted array, each with where it stands."""
-    starts = [0, *(np.flatnonzero(keys[1:] != keys[:-1]) + 1).tolist(), len(keys)]
-    return [(keys.item(start), slice(start, stop)) for start, stop in pairwise(starts)]
-
-
 def equal_runs(keys: int | Groups | BlockIds) -> list[tuple[int, Where]]:
     """Return the different keys in ascending order, each with where it stands; an int is the key of all elements."""
     if isinstance(keys, int):
         return [(keys, slice(None))]
-    if not len(keys) or all_equal(keys):
+    data = keys.tobytes()  # comparing bytes is faster than comparing with a number
+    if data == data[: keys.itemsize] * len(keys):
         return [(keys.item(0), slice(None))] if len(keys) else []
     order = np.argsort(keys, kind="stable")
-    return [(key, order[where]) for key, where in sorted_runs(keys[order])]
+    ordered = keys[order]
+    starts = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(keys)]
+    return [(ordered.item(start), order[start:stop]) for start, stop in pairwise(starts)]
 
 
 class ReleaseOrder:
@@ -60,11 +50,10 @@ class ReleaseOrder:
 
     The entry of a block that is referenced again becomes stale. It is recognised by its stamp, because a block is
     released at most once with one stamp. When the arrays are full, stale entries are removed and the rest moves to
-    arrays with as much room again. All this is done by few array operations, however many entries there are.
+    larger arrays. All this is done by few array operations, however many entries there are.
     """
 
     def __init__(self, is_current: IsCurrent) -> None:
-        """Start empty; ``is_current`` says of each block released at a stamp whether it has been cached since then."""
         self._is_current = is_current
         self._start = self._stop = 0
         self._block_ids, self._stamps = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
@@ -96,21 +85,10 @@ class ReleaseOrder:
             self._start += len(block_ids)
         return None
 
-    def pop(self, num_blocks: int, whole_run: int) -> BlockIds | None:
-        """Remove the first ``num_blocks`` entries, and more while all are stale; return the other blocks.
-
-        The last of them may be followed by others of the same release. These are removed too if at most ``whole_run``
-        entries are removed together.
-
-        Returns:
-            At least one block; None if there is none.
-        """
+    def pop(self, num_blocks: int) -> BlockIds | None:
+        """Remove the first blocks, ``num_blocks`` at most and one at least; return None if there is none."""
         while self._start < self._stop:
-            stamps, block_ids = self._first(max(num_blocks, whole_run + 1))
-            if num_blocks < len(block_ids):
-                end = int(stamps.searchsorted(stamps[num_blocks - 1], "right"))
-                count = end if end <= whole_run else num_blocks
-                stamps, block_ids = stamps[:count], block_ids[:count]
+            stamps, block_ids = self._first(num_blocks)
             self._start += len(block_ids)
             current: BlockIds = block_ids[self._is_current(stamps, block_ids)]
             if len(current):
@@ -120,7 +98,6 @@ class ReleaseOrder:
         return None
 
     def _first(self, most: int) -> tuple[Numbers, BlockIds]:
-        """Return the first entries, ``most`` at most."""
         where = slice(self._start, min(self._stop, self._start + most))
         return self._stamps[where], self._block_ids[where]
 
@@ -129,10 +106,6 @@ class ReleaseOrder:
         stamps, block_ids = self._first(self._stop - self._start)
         is_current = self._is_current(stamps, block_ids)
         return stamps[is_current], block_ids[is_current]
-
-    def clear(self) -> None:
-        """Remove all entries."""
-        self._start = self._stop = 0
 
 
 class PriorityOrder:
@@ -143,7 +116,6 @@ class PriorityOrder:
     """
 
     def __init__(self, is_current: IsCurrent) -> None:
-        """Start empty; ``is_current`` says of each block released at a stamp whether it has been cached since then."""
         self._is_current = is_current
         # The priority of a run, a number that grows from run to run, its stamp, and its blocks.
         self._runs: list[tuple[int, int, int, BlockIds]] = []
@@ -179,15 +151,15 @@ class PriorityOrder:
             self._take(len(block_ids))
         return None
 
-    def pop(self, num_blocks: int, whole_run: int) -> BlockIds | None:
+    def pop(self, num_blocks: int) -> BlockIds | None:
         """Do what ``ReleaseOrder.pop`` does; the blocks of at most one run are returned at a time."""
-        while self.first_priority() is not None:
-            _, _, stamp, block_ids = self._runs[0]
-            count = len(block_ids) if len(block_ids) <= whole_run else min(num_blocks, len(block_ids))
-            self._take(count)
-            current: BlockIds = block_ids[:count][self._is_current(stamp, block_ids[:count])]
-            return current
-        return None
+        if self.first_priority() is None:
+            return None
+        _, _, stamp, block_ids = self._runs[0]
+        block_ids = block_ids[:num_blocks]
+        self._take(len(block_ids))
+        current: BlockIds = block_ids[self._is_current(stamp, block_ids)]
+        return current
 
     def _take(self, count: int) -> None:
         """Remove the first entries of the first run."""
@@ -204,30 +176,25 @@ class PriorityOrder:
         stamps = np.repeat([entry[2] for entry in self._runs], [len(entry[3]) for entry in self._runs])
         return stamps.astype(np.int64), np.concatenate([np.zeros(0, np.int32), *(entry[3] for entry in self._runs)])
 
-    def clear(self) -> None:
-        """Remove all entries."""
-        self._runs.clear()
-        self._num_entries = self._num_kept = 0
-
 
 class EvictionQueue:
     """Cached blocks in the order of eviction: an order for each group, or one for all if any block serves any group."""
 
-    def __init__(self, num_groups: int, is_current: IsCurrent, *, is_shared: bool, is_ranked: bool) -> None:
+    def __init__(self, num_orders: int, is_current: IsCurrent, *, is_ranked: bool) -> None:
         """Start empty.
 
         Args:
-            num_groups: How many groups there are.
+            num_orders: One for each group, or one that all groups share.
             is_current: Says of each block that was released at a stamp whether it has been cached since then.
-            is_shared: Whether all groups share one order.
             is_ranked: Whether a policy gives priorities.
         """
-        self._is_shared = is_shared
-        order = PriorityOrder if is_ranked else ReleaseOrder
-        self._orders: list[ReleaseOrder | PriorityOrder] = [
-            order(is_current) for _ in range(1 if is_shared else num_groups)
-        ]
         self._is_current = is_current
+        self._kind: type[ReleaseOrder | PriorityOrder] = PriorityOrder if is_ranked else ReleaseOrder
+        self._orders = [self._kind(is_current) for _ in range(num_orders)]
+
+    def order_of(self, group: int) -> ReleaseOrder | PriorityOrder:
+        """Return the order that a group's blocks are in."""
+        return self._orders[group if len(self._orders) > 1 else 0]
 
     def add_blocks(self, priorities: int | Numbers, stamp: int, block_ids: BlockIds, groups: int | Groups) -> None:
         """Add blocks that are released together, those first that are evicted first if priorities are equal.
@@ -238,41 +205,26 @@ class EvictionQueue:
             block_ids: The blocks.
             groups: Their group, or the group of each.
         """
-        if self._is_shared:
-            self._orders[0].add(priorities, stamp, block_ids)
-            return
-        for group, where in equal_runs(groups):
+        for group, where in equal_runs(groups if len(self._orders) > 1 else 0):
             of_group = priorities if isinstance(priorities, int) else priorities[where]
             self._orders[group].add(of_group, stamp, block_ids[where])
 
-    def first_priority(self, group: int) -> int | None:
-        """Return the priority of a group's first block; None if there is none."""
-        return self._order_of(group).first_priority()
-
-    def pop_blocks(self, group: int, num_blocks: int, whole_run: int) -> BlockIds | None:
-        """Remove a group's first blocks, ``num_blocks`` of them at most, or a whole run; None if there is none."""
-        return self._order_of(group).pop(num_blocks, whole_run)
-
-    def _order_of(self, group: int) -> ReleaseOrder | PriorityOrder:
-        return self._orders[0 if self._is_shared else group]
-
-    def all_blocks(self) -> Iterator[BlockIds]:
-        """Go through the blocks of all orders."""
-        for order in self._orders:
-            yield order.entries()[1]
+    def all_blocks(self) -> BlockIds:
+        """Return the blocks of all orders."""
+        return np.concatenate([np.zeros(0, np.int32), *(order.entries()[1] for order in self._orders)])
 
     def sort_by_stamp(self) -> None:
         """Let the stamp of its release be the priority of each block from now on."""
+        self._kind = ReleaseOrder
         for number, order in enumerate(self._orders):
             stamps, block_ids = order.entries()
             by_stamp = np.argsort(stamps, kind="stable")
-            self._orders[number] = sorted_order = ReleaseOrder(self._is_current)
-            sorted_order.add(0, stamps[by_stamp], block_ids[by_stamp])
+            self._orders[number] = by_release = ReleaseOrder(self._is_current)
+            by_release.add(0, stamps[by_stamp], block_ids[by_stamp])
 
     def remove_all(self) -> None:
         """Remove all entries."""
-        for order in self._orders:
-            order.clear()
+        self._orders = [self._kind(self._is_current) for _ in self._orders]
 
 
 class PolicyPriorities:

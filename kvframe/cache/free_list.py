@@ -1,17 +1,17 @@
-"""The free list: a stack of free blocks of one size, and its interface to the pool for evicting cached blocks.
-
-The pool tells a free list (``FreeList`` or ``Slabs``) of each change: a block is free, held, or cached.
-"""
+"""The free list: a stack of free blocks of one size. The pool tells it, or ``Slabs``, of each change of a block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.planning.plan import KVCachePlan
+
+if TYPE_CHECKING:
+    from kvframe.cache.block_pool import BlockPool
 
 BlockIds = npt.NDArray[np.int32]
 """``[n], int32, host``: block ids, each once."""
@@ -19,22 +19,6 @@ Groups = npt.NDArray[np.int64]
 """``[n], int64, host``: the group of each."""
 FULL_SHARE = 32
 """The pool is nearly full if one block of so many, or fewer, is free."""
-_MAX_WHOLE_RUN = 256
-"""Blocks that were released together are evicted together if they are no more than these, and a small part of the pool:
-then a prefix loses its blocks in few parts."""
-
-
-class Evictor(Protocol):
-    """The methods of ``BlockPool`` by which a free list evicts cached blocks; each is returned by ``free_cached``."""
-
-    def first_priority(self, group: int) -> int | None:
-        """Return the priority of the block of a group that is evicted first."""
-
-    def evict_first(self, group: int, num_blocks: int, whole_run: int = 0) -> None:
-        """Evict cached blocks of a group in the order of their priority."""
-
-    def evict_among(self, block_ids: BlockIds, num_blocks: int) -> None:
-        """Evict cached ones of some blocks in the order of their priority."""
 
 
 class FreeList:
@@ -44,7 +28,6 @@ class FreeList:
     """
 
     def __init__(self, plan: KVCachePlan) -> None:
-        """Start with every block free, those at the pool's start on top."""
         self._plan = plan
         self._per_slab = plan.groups[0].pages_per_slab if plan.groups else 1
         self._num_held = 0
@@ -70,7 +53,7 @@ class FreeList:
         """Return whether as many blocks are not held."""
         return sum(num_blocks) <= self._num_blocks - self._num_held
 
-    def take_free(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
+    def take_free(self, num_blocks: Sequence[int], pool: BlockPool) -> BlockIds | None:
         """Take free blocks for each group, evicting cached ones if too few are free; they are held from now on.
 
         Returns:
@@ -80,7 +63,7 @@ class FreeList:
         if count > self._num_blocks - self._num_held:
             return None
         if count > self._num_free:
-            evictor.evict_first(0, count - self._num_free, min(_MAX_WHOLE_RUN, self._num_blocks // 32))
+            pool.evict_first(0, count - self._num_free)
         self._num_held += count
         before, self._num_free = self._num_free, self._num_free - count
         return self._stack[self._num_free : before].copy()

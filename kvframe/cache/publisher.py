@@ -300,7 +300,7 @@ class Publisher:
         """
         pool = self._tree.pool
         is_unowned = pool.owners_of(pages) == NO_OWNER
-        if pool.is_nearly_full:
+        if pool.free_list.is_nearly_full:
             self._flat[s][at[is_unowned]] = 0
             pool.release_blocks(pages, groups)
             return
@@ -308,11 +308,7 @@ class Publisher:
         # The leaf of a fork may begin before the pages that the row was given.
         is_of_leaf &= self._flat[s][at] == pages
         is_of_leaf &= self._tree.is_needed[s][places, blocks]
-        owners = self._leaf_owner[rows]
-        if np.count_nonzero(is_of_leaf) == len(pages):
-            pool.publish_and_release(owners, pages, blocks, groups)
-            return
-        pool.publish_blocks(owners[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
+        pool.publish_blocks(self._leaf_owner[rows][is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         self._flat[s][at[is_unowned & ~is_of_leaf]] = 0
         pool.release_blocks(pages, groups)
 
@@ -368,7 +364,9 @@ class Publisher:
         leaf.stop, leaf.num_pages = end, end // self._tree.sizes[0]
         leaf.pages = [self.row_pages[0][:, leaf.row, : leaf.num_pages].copy()]
         indices = self._numbers_down[len(self._numbers_down) - leaf.num_pages :]
-        self._tree.pool.publish_and_release(leaf.owner, leaf.pages[0][0, ::-1], indices, self._tree.groups[0][0])
+        block_ids = leaf.pages[0][0, ::-1]
+        self._tree.pool.publish_blocks(leaf.owner, block_ids, indices)
+        self._tree.pool.release_blocks(block_ids, self._tree.groups[0][0])
         if self._tree.on_stored is not None:
             self._tree.on_stored(leaf, 0, end)
         return end

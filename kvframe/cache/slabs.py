@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.eviction import MAX_STALE
-from kvframe.cache.free_list import FULL_SHARE, BlockIds, Evictor
+from kvframe.cache.free_list import FULL_SHARE, BlockIds
 from kvframe.planning.plan import KVCachePlan
+
+if TYPE_CHECKING:
+    from kvframe.cache.block_pool import BlockPool
 
 _NO_GROUP = -1
 _NEVER = int(np.iinfo(np.int64).max)
@@ -96,7 +100,7 @@ class Slabs:
             for count, available, per_slab in zip(num_blocks, self._available, self._per_slab, strict=True)
         ]
 
-    def take_free(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
+    def take_free(self, num_blocks: Sequence[int], pool: BlockPool) -> BlockIds | None:
         """Take blocks for each group: from held slabs first, then from idle ones, evicting if none is free."""
         needed = self._lacking_slabs(num_blocks)
         spare = self.num_idle_slabs - sum(needed)
@@ -110,12 +114,12 @@ class Slabs:
             budget, end = needed[group] + spare, len(taken) + count
             while len(taken) < end:
                 idle_before = self.num_idle_slabs
-                self._take_some(group, end - len(taken), taken, budget, evictor)
+                self._take_some(group, end - len(taken), taken, budget, pool)
                 budget -= idle_before - self.num_idle_slabs
             spare = min(spare, budget)
         return np.array(taken, dtype=np.int32)
 
-    def _take_some(self, group: int, count: int, taken: list[int], budget: int, evictor: Evictor) -> None:
+    def _take_some(self, group: int, count: int, taken: list[int], budget: int, pool: BlockPool) -> None:
         """Take at least one block and at most ``count``, or make one free; use at most ``budget`` idle slabs."""
         has_free_slab = budget > 0 and bool(self._free_slabs)
         slab = self._first_slab(self._open_held[group])
@@ -129,14 +133,14 @@ class Slabs:
             self._take_free_slabs(group, count, taken, budget)
         elif budget > 0:
             slab, slab_priority = self._first_idle()
-            priority = evictor.first_priority(group)
+            priority = pool.first_priority(group)
             if priority is not None and priority <= slab_priority:
-                evictor.evict_first(group, min(count, self._per_slab[group]))
+                pool.evict_first(group, min(count, self._per_slab[group]))
             else:
-                evictor.evict_among(self._blocks_of(slab), self._per_slab[self._group[slab]])
+                pool.evict_among(self._blocks_of(slab), self._per_slab[self._group[slab]])
         else:
             slab = self._first_slab(self._cached_held[group])
-            evictor.evict_among(self._blocks_of(self._num_slabs if slab is None else slab), count)
+            pool.evict_among(self._blocks_of(self._num_slabs if slab is None else slab), count)
 
     def _first_slab(self, slabs: _SlabSet) -> int | None:
         """Return the first of some slabs, but not the rest after the last slab."""

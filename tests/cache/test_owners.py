@@ -32,7 +32,8 @@ def allocate_and_cache(pool: BlockPool, owner: int, shared: slice = slice(0)) ->
     pages = pool.allocate_blocks((NUM_PAGES,))
     assert pages is not None
     pool.add_references(0, pages[shared])
-    pool.publish_and_release(owner, pages[::-1].copy(), np.arange(NUM_PAGES)[::-1], 0)
+    pool.publish_blocks(owner, pages, np.arange(NUM_PAGES))
+    pool.release_blocks(pages[::-1].copy(), 0)
     assert [owner] * NUM_PAGES == pool.owners_of(pages).tolist()
     return pages
 
@@ -109,15 +110,3 @@ def test_blocks_of_several_owners_are_evicted_together() -> None:
     assert [(owner, index) for owner in (OWNER, OTHER) for index in range(half)] == sorted(told)
     for owner, pages in zip((OWNER, OTHER), both, strict=True):
         assert [*[NO_OWNER] * half, *[owner] * half] == pool.owners_of(pages).tolist()
-
-
-def test_a_short_run_is_evicted_whole_and_a_long_one_in_part() -> None:
-    told = Told()
-    pool = make_pool(told, num_slabs=4 * NUM_PAGES)
-    for owner in (OWNER, OTHER):
-        allocate_and_cache(pool, owner)
-    pool.evict_first(0, 1, whole_run=NUM_PAGES)
-    assert [(OWNER, index) for index in reversed(range(NUM_PAGES))] == told
-    told.clear()
-    pool.evict_first(0, 1, whole_run=NUM_PAGES - 1)
-    assert [(OTHER, NUM_PAGES - 1)] == told
