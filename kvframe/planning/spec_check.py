@@ -18,6 +18,8 @@ from kvframe.contract.specs import KVCacheSpec, TokenRange, num_covered, union
 from kvframe.planning.answers import Answers, ask, ask_count, lacks, wrong_answer
 
 _DENSE, _NUM_RANDOM, _NUM_BOUNDARIES = 64, 48, 6
+_NUM_KEYS = 8
+"""Of a query after the first positions: live tokens, and as many of all tokens, that a mask function is asked about."""
 _SEED = 37
 
 
@@ -142,19 +144,32 @@ def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> N
 
 
 def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, ranges: tuple[TokenRange, ...]) -> None:
-    """Check that a mask function shows what is live and nothing else, at the ends of the live ranges and beside them.
+    """Check that a mask function shows what is live, the query itself and nothing else. A sparse type may show less.
 
-    Of a sparse type, it may also hide what is live.
+    At the first positions, all tokens are compared, as in the kit. After these, the ends of the live ranges, the tokens
+    beside them, some other live tokens and some of all tokens.
     """
-    ends = {end + offset for part in ranges for end in part for offset in (-1, 0)} | {0, n - 1}
-    for key in sorted(end for end in ends if 0 <= end < n):
+    for key in (n, n + 1, n + 2, *(range(n) if n < _DENSE else _sampled_keys(n, ranges))):
         is_live, question = any(start <= key < stop for start, stop in ranges), f"mask_function({n}, {key})"
         sees = ask(spec, question, partial(_sees, function, n, key))
+        if key == n:
+            if not sees:
+                raise wrong_answer(spec, question, False, "True, for a query sees itself")
+            continue
         if is_live and not sees and not spec.is_sparse:
             expected = f"True, for the live ranges at {n} are {ranges}; a type that sees fewer tokens says is_sparse"
             raise wrong_answer(spec, question, False, expected)
         if sees and not is_live:
             raise wrong_answer(spec, question, True, f"False, for the live ranges at {n} are {ranges}")
+
+
+def _sampled_keys(n: int, ranges: tuple[TokenRange, ...]) -> list[int]:
+    source = random.Random(n)
+    keys = {end + offset for part in ranges for end in part for offset in (-1, 0)} | {0, n - 1}
+    keys.update(source.randrange(n) for _ in range(_NUM_KEYS))
+    if ranges:
+        keys.update(source.randrange(*source.choice(ranges)) for _ in range(_NUM_KEYS))
+    return sorted(key for key in keys if 0 <= key < n)
 
 
 def _sees(function: MaskFunction, query: int, key: int) -> bool:

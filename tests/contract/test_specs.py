@@ -308,6 +308,50 @@ def test_the_kit_says_which_law_a_spec_breaks(broken: type[FullAttentionSpec], m
         check_spec(broken(block_size=4, num_kv_heads=1, head_size=8))
 
 
+class SparseInside(FullAttentionSpec):
+    """Sees the first and the last tokens of its window, and hides one between."""
+
+    mask = None
+    at = 17
+
+    @property
+    def mask_function(self) -> Any:
+        return lambda query, key: (key <= query) & ~((query > self.at + 8) & (key == self.at))
+
+
+class SparseLater(SparseInside):
+    """Hides half of its tokens, from a position on at which not all of them are compared."""
+
+    @property
+    def mask_function(self) -> Any:
+        return lambda query, key: (key <= query) & ((query < 400) | (key < 3) | (key > query - 3) | (key % 2 == 0))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (
+            SparseUndeclared,
+            r"mask_function\(1, 0\) is False; expected True, for .* that sees fewer tokens says is_sparse",
+        ),
+        (SparseInside, r"mask_function\(26, 17\) is False; expected True, for .* says is_sparse"),
+        (SparseLater, r"mask_function\(\d{3,}, \d+\) is False; expected True, for .* says is_sparse"),
+        (SparseWithoutFunction, r"is_sparse is True; expected False, for only a mask_function without a mask"),
+        (SparseWithMask, r"is_sparse is True; expected False, for only a mask_function without a mask"),
+        (SparseSeesTheDead, r"mask_function\(6, 0\) is True; expected False, for the live ranges at 6 are"),
+        (SparseSeesTheNextToken, r"mask_function\(\d+, \d+\) is True; expected False, for the live ranges"),
+        (SparseWithoutItself, r"mask_function\(0, 0\) is False; expected True, for a query sees itself"),
+        (SeesTheNextToken, r"mask_function\(0, 1\) is True; expected False, for the live ranges at 0 are \(\)"),
+    ],
+)
+def test_set_up_refuses_a_mask_function_that_the_kit_refuses(broken: type[FullAttentionSpec], message: str) -> None:
+    spec = broken(block_size=4, num_kv_heads=1, head_size=8)
+    with pytest.raises(SpecError, match=f"the cache spec 'full_attention': {message}"):
+        check_spec_at_set_up(spec, max_tokens=2048, max_new_tokens=64)
+    with pytest.raises(ConformanceError):
+        check_spec(spec, max_tokens=512 if broken is SparseLater else 64)
+
+
 class StoresOutside(StateSpec):
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
         return ((0, 40),)
