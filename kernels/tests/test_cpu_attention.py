@@ -6,6 +6,7 @@ import ctypes
 import math
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -16,6 +17,9 @@ from kvframe_kernels.cpu.attention import NO_SCALES, Batch, Scales, Scoring, pag
 
 LENGTHS = ((0, 1), (40, 1), (0, 70), (300, 1), (13, 5), (129, 1), (90, 40))
 """The tokens before the step and in it, of each request."""
+
+
+CPU_FLAGS = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
 
 
 @pytest.fixture(autouse=True)
@@ -358,6 +362,28 @@ def test_older_machines(
     for stored in (torch.float8_e4m3fn, torch.int8, torch.uint8):
         drawn, scales = coded(stored, 40, dtype=dtype)
         check(drawn, Scoring(scale=0.2), scales=scales)
+
+
+def test_the_matrix_unit_is_used_if_the_processor_has_one() -> None:
+    assert ("amx_bf16" in CPU_FLAGS) == bool(build.load_library().kvframe_matrix_unit())
+
+
+@pytest.mark.skipif("amx_bf16" not in CPU_FLAGS, reason="is another machine's usual library")
+def test_vectors_are_used_without_a_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ctypes.CDLL(str(build.build(["-march=native", "-mno-amx-bf16", "-O1"])))
+    assert not library.kvframe_matrix_unit()
+    monkeypatch.setattr(attention, "load_library", lambda: library)
+    for mask in MASKS:
+        check(draw(dtype=torch.bfloat16, head_size=40), Scoring(scale=0.3, **mask))
+
+
+@pytest.mark.parametrize("num_new", [6, 17, 33, 64, 65])
+@pytest.mark.parametrize("head_size", [24, 40, 64, 96])
+def test_tiles_that_are_not_full(num_new: int, head_size: int) -> None:
+    """Of rows, of keys and of elements; another library's shapes of the registers do not matter."""
+    lengths = (num_new, num_new), (40 + num_new, num_new)
+    check(draw(lengths, dtype=torch.bfloat16, head_size=head_size), Scoring(scale=0.3))
+    torch.randn(64, 64, dtype=torch.bfloat16) @ torch.randn(64, 64, dtype=torch.bfloat16)
 
 
 def test_what_cannot_be_read_is_refused() -> None:

@@ -17,9 +17,16 @@ void run_piece(const Step& step, Plan& plan, Scratch& scratch, const Piece& piec
     if (step.query_dtype == kBFloat16 && step.head_size % 2 == 0) {
       if (decodes) {
         Decode<Stored, PairKeys<Stored>>(step, plan, scratch, piece).run();
-      } else {
-        Tiles<Stored, PairProduct>(step, plan, scratch, piece).run();
+        return;
       }
+#if defined(KVFRAME_AMX)
+      if (MatrixProduct::is_permitted()) {
+        MatrixProduct::Registers registers;
+        Tiles<Stored, MatrixProduct>(step, plan, scratch, piece).run();
+        return;
+      }
+#endif
+      Tiles<Stored, PairProduct>(step, plan, scratch, piece).run();
       return;
     }
   }
@@ -76,3 +83,12 @@ extern "C" void kvframe_write(const kvframe::Write* write) {
 
 // The floats of a vector: shows which of the variants was built.
 extern "C" int kvframe_lanes() { return kvframe::kLanes; }
+
+// Whether products of bfloat16 are computed by the processor's matrix unit.
+extern "C" int kvframe_matrix_unit() {
+#if defined(KVFRAME_AMX)
+  return kvframe::MatrixProduct::is_permitted();
+#else
+  return 0;
+#endif
+}

@@ -14,7 +14,7 @@ constexpr int kMaxTileRows = 256;  // queries times group
 template <class Stored, class Product>
 class Tiles {
  public:
-  static constexpr int kDepth = Product::kDepth;
+  static constexpr int kDepth = Product::kDepth, kRows = Product::kRows, kColumns = Product::kColumns;
   static constexpr int kPartBytes = kDepth * Stored::kBytes;
 
   Tiles(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece)
@@ -29,23 +29,23 @@ class Tiles {
         value_size_((int)step.head_size_v),
         depth_(round_up(size_, kLanes * kDepth) / kDepth),
         value_stride_(floats_of_row(step)) {
-    int padded = round_up(rows_, kTileRows);
+    int padded = round_up(rows_, kRows);
     scratch.reset();
     scratch.reserve((size_t)padded * (depth_ + value_stride_ + 2) + (size_t)kTileTokens * (depth_ + value_stride_) +
-                    (size_t)kTileRows * (2 * kTileTokens) + 1024);
+                    (size_t)kRows * (2 * kTileTokens) + 1024);
     queries_ = scratch.take((size_t)padded * depth_);
     outputs_ = scratch.take((size_t)padded * value_stride_);
     tops_ = scratch.take(padded);
     totals_ = scratch.take(padded);
     keys_ = scratch.take((size_t)kTileTokens * depth_);
     values_ = scratch.take((size_t)kTileTokens * value_stride_);
-    scores_ = scratch.take((size_t)kTileRows * kTileTokens);
-    weights_ = scratch.take((size_t)kTileRows * kTileTokens);
+    scores_ = scratch.take((size_t)kRows * kTileTokens);
+    weights_ = scratch.take((size_t)kRows * kTileTokens);
   }
 
   void run() {
     pack_queries();
-    int padded = round_up(rows_, kTileRows);
+    int padded = round_up(rows_, kRows);
     std::fill(outputs_, outputs_ + (size_t)padded * value_stride_, 0.0f);
     std::fill(tops_, tops_ + padded, kMinusInfinity);
     std::fill(totals_, totals_ + padded, 0.0f);
@@ -65,7 +65,7 @@ class Tiles {
       }
       pack_keys(keys, count);
       pack_values(values, count);
-      for (int row = 0; row < rows_; row += kTileRows) strip(row, seen.position(at), count);
+      for (int row = 0; row < rows_; row += kRows) strip(row, seen.position(at), count);
       at += count;
     }
     finish(step_, plan_, piece_, tops_, totals_, outputs_);
@@ -97,7 +97,7 @@ class Tiles {
   }
 
   void pack_queries() {
-    for (int row = 0; row < round_up(rows_, kTileRows); row++) {
+    for (int row = 0; row < round_up(rows_, kRows); row++) {
       // Rows after the last one repeat it.
       Place place = place_of(step_, unit_, std::min(row, rows_ - 1));
       float* to = queries_ + (size_t)row * depth_;
@@ -174,8 +174,13 @@ class Tiles {
 #endif
   }
 
+  // The rows of values_ that are multiplied for `count` tokens.
+  static int steps_of(int count) { return round_up((count + kDepth - 1) / kDepth, Product::kSteps); }
+
   // values_[t][i], or [t / 2][i] for pairs of tokens; padded with zeros after `count`.
   void pack_values(const char* const* values, int count) {
+    size_t first = count / kDepth, behind = steps_of(count);
+    std::fill(values_ + first * value_stride_, values_ + behind * value_stride_, 0.0f);
     for (int t = 0; t < count; t += kDepth) {
       float* to = values_ + (size_t)(t / kDepth) * value_stride_;
       for (int i = 0; i < value_size_; i += kLanes) {
@@ -197,9 +202,9 @@ class Tiles {
     }
   }
 
-  // Rows [row, row + kTileRows) over `count` tokens from position `first` on.
+  // Rows [row, row + kRows) over `count` tokens from position `first` on.
   void strip(int row, int first, int count) {
-    int last_row = std::min(row + kTileRows, rows_) - 1;
+    int last_row = std::min(row + kRows, rows_) - 1;
     int low_position = unit_.position + row / group_, high_position = unit_.position + last_row / group_;
     Range low = visible_.near(low_position), high = visible_.near(high_position);
     int behind = first + count;
@@ -207,13 +212,14 @@ class Tiles {
     bool has_sinks = first < visible_.num_sinks;
     if (!has_sinks && (behind <= low.start || first >= high.stop)) return;
     bool masked = has_sinks || first < high.start || behind > low.stop;
-    int columns = round_up(count, kLanes);
-    multiply_rows<Product, kTileRows>(queries_ + (size_t)row * depth_, depth_, keys_, kTileTokens, depth_, columns,
-                                      nullptr, scores_, kTileTokens);
-    float shrink[kTileRows];
-    for (int r = 0; r < kTileRows; r++) {
+    int columns = round_up(count, kColumns);
+    multiply_rows<Product>(queries_ + (size_t)row * depth_, depth_, keys_, kTileTokens, depth_, columns, nullptr,
+                           scores_, kTileTokens);
+    float shrink[kRows];
+    std::fill(shrink, shrink + kRows, 1.0f);
+    for (int r = 0; r <= last_row - row; r++) {
       float* mine = scores_ + r * kTileTokens;
-      int at = std::min(row + r, rows_ - 1), position = unit_.position + at / group_;
+      int at = row + r, position = unit_.position + at / group_;
       if (kDepth > 1) {
         for (int i = 0; i < columns; i += kLanes) store(mine + i, load(mine + i) * all((float)step_.scale));
       }
@@ -232,8 +238,8 @@ class Tiles {
       if constexpr (kDepth > 1) pair_up(mine, columns, weights_ + r * kTileTokens);
     }
     const float* weights = kDepth > 1 ? weights_ : scores_;
-    multiply_rows<Product, kTileRows>(weights, kTileTokens, values_, value_stride_, (count + kDepth - 1) / kDepth,
-                                      value_stride_, shrink, outputs_ + (size_t)row * value_stride_, value_stride_);
+    multiply_rows<Product>(weights, kTileTokens, values_, value_stride_, steps_of(count), value_stride_, shrink,
+                           outputs_ + (size_t)row * value_stride_, value_stride_);
   }
 
   // Hides tokens that are neither a sink nor in `range`; sinks that a query sees are before `stop`.
