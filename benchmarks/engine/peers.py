@@ -66,9 +66,9 @@ class KVFrame(System):
         self.engine.close()
 
 
-def load_plain(path: Path) -> Any:
+def load_plain(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load a model as transformers does by default, with no end tokens, so that every request is equally long."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model
 

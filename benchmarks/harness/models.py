@@ -10,7 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.utils import logging
 
 from benchmarks.harness.machine import ROOT
@@ -81,6 +88,24 @@ def _llama(path: Path, vocab_size: int, hidden: int, mlp: int, layers: int, head
     LlamaForCausalLM(config).save_pretrained(path)
 
 
+def _gemma3(path: Path, types: str, window: int) -> None:
+    config = Gemma3TextConfig(
+        num_hidden_layers=len(types),
+        layer_types=["sliding_attention" if kind == "w" else "full_attention" for kind in types],
+        sliding_window=window,
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+        **WITHOUT_END,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(path)
+
+
 def _gemma3n(path: Path, types: str, shared: int, window: int, hidden: int, mlp: int, vocab_size: int) -> None:
     config = Gemma3nTextConfig(
         num_hidden_layers=len(types),
@@ -114,6 +139,9 @@ def _yoco(path: Path, **sizes: int) -> None:
 
 RANDOM: Mapping[str, Callable[[Path], None]] = {
     "bench-llama-tiny": partial(_llama, vocab_size=256, hidden=64, mlp=128, layers=2),
+    # Heads of 32, the smallest that vLLM's attention on a CPU takes.
+    "bench-llama-small": partial(_llama, vocab_size=256, hidden=128, mlp=256, layers=2, heads=4, kv_heads=2),
+    "bench-gemma3-small": partial(_gemma3, types="wwwf", window=32),
     # 32 and 105 million parameters, and a fourth of the layers of Llama 3 with 8 billion.
     "bench-llama-32m": partial(_llama, vocab_size=8192, hidden=512, mlp=1408, layers=8),
     "bench-llama-100m": partial(_llama, vocab_size=16384, hidden=768, mlp=2048, layers=12),

@@ -25,6 +25,7 @@ def benchmark(
     *,
     plots: Mapping[str, Callable[[Any, Path], None]] | None = None,
     fails: Callable[[Record], bool] | None = None,
+    joined: str | None = None,
     epilog: str | None = None,
 ) -> Callable[[Callable[..., dict[str, Any]]], click.Command]:
     """Turn a function that returns what it measured into a command that writes it and prints its page.
@@ -37,6 +38,8 @@ def benchmark(
         page: Returns a record as Markdown.
         plots: By name, what draws a record into an SVG file.
         fails: Whether the command ends with exit code 1 for a record.
+        joined: The entry of which a later call keeps what an earlier one measured, if the machine, the versions and the
+            commit are the same: what takes long can be measured by several calls.
         epilog: The last words of the command's help.
     """
 
@@ -48,6 +51,8 @@ def benchmark(
 
                 torch.set_num_threads(options["threads"])
             record = {"machine": describe_machine(options.get("threads", 1)), **measure(**options)}
+            if joined is not None and (results / f"{name}.json").exists():
+                record = join(json.loads((results / f"{name}.json").read_text(encoding="utf-8")), record, joined)
             write(results, name, record, page(record))
             for plot, draw in (plots or {}).items():
                 draw(record, results / f"{plot}.svg")
@@ -59,6 +64,20 @@ def benchmark(
         return click.command(epilog=epilog)(place(command))
 
     return decorate
+
+
+def join(before: Record, record: dict[str, Any], entry: str) -> dict[str, Any]:
+    """Return a record with what an earlier one measured besides; without it, unless both are of the same machine."""
+    machine, earlier = record["machine"], before["machine"]
+    varying = {"command", "date"}
+    if any(machine[key] != earlier[key] for key in {*machine} - varying) or set(record[entry]) >= set(before[entry]):
+        return record
+    commands = dict.fromkeys((*earlier["command"].split("; "), machine["command"]))
+    return {
+        **record,
+        "machine": {**machine, "command": "; ".join(commands)},
+        entry: {**before[entry], **record[entry]},
+    }
 
 
 def write(results: Path, name: str, record: Record, page: str) -> None:

@@ -1,0 +1,204 @@
+"""Measure kvframe's engine beside vLLM's and transformers on the same batches. The README of benchmarks says how."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import attrs
+
+from benchmarks.engine.stepping import Setting
+from benchmarks.engine.workloads import Workload
+from benchmarks.harness import models, options
+from benchmarks.harness.pages import heading, medians, page, spread, table
+from benchmarks.harness.process import EngineProcess, find_vllm
+from benchmarks.harness.record import benchmark, progress, ratios, rounds
+from kvframe.loading.checks import parse_bytes
+
+KVFRAME, VLLM, TRANSFORMERS = "kvframe", "vLLM", "transformers"
+COMPILED = ", compiled"
+
+
+@attrs.frozen(kw_only=True)
+class Batch(Workload):
+    """A batch in one dtype.
+
+    Attributes:
+        dtype: Of weights, keys and values. In float32 all tokens have to be equal.
+        systems: Those that serve it.
+    """
+
+    dtype: str = "float32"
+    systems: Sequence[str] = (KVFRAME, VLLM, TRANSFORMERS)
+
+
+SYSTEMS = (KVFRAME, KVFRAME + COMPILED, VLLM, VLLM + COMPILED, TRANSFORMERS)
+LLAMA: dict[str, Any] = {"model": "bench-llama-100m", "memory": "1GiB", "num_prompts": 32, "shortest": 512}
+SMALL: dict[str, Any] = {"memory": "256MiB", "num_prompts": 64, "shortest": 64, "num_new_tokens": 64}
+WORKLOADS = (
+    Batch(name="float32", **LLAMA, num_new_tokens=64),
+    Batch(name="bfloat16", **LLAMA, num_new_tokens=64, dtype="bfloat16", systems=SYSTEMS),
+    Batch(name="small-llama", model="bench-llama-small", **SMALL, systems=(KVFRAME, VLLM)),
+    Batch(name="small-gemma3", model="bench-gemma3-small", **SMALL, systems=(KVFRAME, VLLM)),
+    Batch(name="tiny", model="bench-llama-tiny", memory="8MiB", num_prompts=3, shortest=20, num_new_tokens=6),
+)
+
+
+class Engines:
+    """A process for each system that was asked for, with one model loaded in each."""
+
+    def __init__(self, threads: int, peer: Path) -> None:
+        """Start none yet.
+
+        Args:
+            threads: Of each.
+            peer: Where vLLM is; if it is not there, it is left out, and this is said once.
+        """
+        self._threads = threads
+        self._vllm = find_vllm(peer)
+        self._running: dict[str, EngineProcess] = {}
+
+    def serving(self, batch: Batch, path: Path) -> list[EngineProcess]:
+        """Return the systems of a batch with its model loaded."""
+        setting = Setting(
+            path=str(path), dtype=batch.dtype, memory=parse_bytes(batch.memory), max_num_seqs=batch.num_prompts
+        )
+        found = []
+        for name in batch.systems:
+            system = name.removesuffix(COMPILED)
+            python = self._vllm if system == VLLM else Path(sys.executable)
+            if python is None:
+                continue
+            if name not in self._running:
+                command = [python, "-m", "benchmarks.engine.worker", system.lower()]
+                is_other = system == VLLM
+                self._running[name] = EngineProcess(
+                    name, command, threads=self._threads, is_of_other_environment=is_other
+                )
+            found.append(self._running[name])
+            found[-1].ask({"setting": {**dataclasses.asdict(setting), "is_compiled": name != system}})
+        return found
+
+    def versions(self) -> dict[str, dict[str, str]]:
+        """Return what each system's figures depend on."""
+        return {name: engine.versions for name, engine in self._running.items() if not name.endswith(COMPILED)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """End all of them."""
+        for engine in self._running.values():
+            engine.__exit__()
+
+
+def measure(batch: Batch, all_engines: Engines, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Let the engines take turns on a batch, the order turned by one in each round.
+
+    Raises:
+        SystemExit: Two engines generated different tokens in float32.
+    """
+    path = models.path_of(batch.model)
+    vocab_size = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    engines = all_engines.serving(batch, path)
+    found: dict[str, dict[str, list[float]]] = {engine.name: {} for engine in engines}
+    for repeat, order in rounds(engines, repeats, warm_up=True):
+        prompts, tokens = batch.prompts(repeat, vocab_size), {}
+        for engine in order:
+            served = engine.ask({"prompts": prompts, "num_new_tokens": batch.num_new_tokens})
+            tokens[engine.name] = served.pop("tokens")
+            if repeat >= 0:
+                for name, value in _figures(batch, served).items():
+                    found[engine.name].setdefault(name, []).append(value)
+        for name, theirs in tokens.items():
+            equal = sum(map(list.__eq__, theirs, tokens[KVFRAME])) / batch.num_prompts
+            if batch.dtype == "float32" and equal < 1:
+                sys.exit(f"{batch.name}: {name} and {KVFRAME} generate the same for {equal:.0%} of the prompts")
+            if repeat >= 0:
+                found[name].setdefault("equal_prompts", []).append(equal)
+        advance(1)
+    for figures in found.values():
+        if VLLM in found:
+            figures["times_as_fast_as_vllm"] = ratios(found[VLLM]["seconds"], figures["seconds"])
+            if "host_ms" in figures:
+                figures["host_beside_vllm"] = ratios(figures["host_ms"], found[VLLM]["host_ms"])
+    return {"batch": attrs.asdict(batch), "systems": found}
+
+
+def _figures(batch: Batch, served: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of one turn."""
+    steps = {
+        name: 1e3 * statistics.median(served[f"{name}_seconds"])
+        for name in ("step", "host")
+        if served[f"{name}_seconds"]
+    }
+    return {
+        "seconds": served["seconds"],
+        "cpu_seconds": served["cpu_seconds"],
+        "generated_per_second": batch.num_prompts * batch.num_new_tokens / served["seconds"],
+        "prompts_per_second": batch.num_prompts * batch.shortest / served["first_seconds"],
+        **{f"{name}_ms": value for name, value in steps.items()},
+    }
+
+
+COLUMNS = {
+    "generated_per_second": ("generated tokens/s", "{:,.0f}"),
+    "times_as_fast_as_vllm": ("times as fast as vLLM", "{:.2f}"),
+    "prompts_per_second": ("prompt tokens/s", "{:,.0f}"),
+    "cpu_seconds": ("processor time, s", "{:,.1f}"),
+    "step_ms": ("a decode step, ms", "{:,.2f}"),
+    "host_ms": ("of it not in the model, ms", "{:,.2f}"),
+    "host_beside_vllm": ("as a share of vLLM's", "{:.2f}"),
+    "equal_prompts": ("prompts with kvframe's tokens", "{:.2f}"),
+}
+"""The columns of a table: the figure, its head, and how a number is written."""
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    versions = "; ".join(
+        f"{name} ({', '.join(map(' '.join, each.items()))})" for name, each in record["versions"].items()
+    )
+    note = "Greedy; in float32 the tokens of all systems are equal in every repeat."
+    parts = [heading("Engines: kvframe, vLLM and transformers", record, medians(record), note), f"Systems: {versions}."]
+    for name, measured in record["workloads"].items():
+        batch = measured["batch"]
+        words = (
+            f"Model `{batch['model']}` in {batch['dtype']}; {batch['num_prompts']} prompts of {batch['shortest']} "
+            f"tokens, {batch['num_new_tokens']} new tokens each."
+        )
+        rows = [
+            (system, *(spread(figures.get(figure, ()), form) for figure, (_, form) in COLUMNS.items()))
+            for system, figures in measured["systems"].items()
+        ]
+        parts += [f"## {name}", words, table(("", *(head for head, _ in COLUMNS.values())), rows)]
+    return page(*parts)
+
+
+@benchmark(
+    "beside_vllm",
+    write_report,
+    joined="workloads",
+    epilog="On a machine with other work, `chrt -f 1 python -m benchmarks.engine.beside_vllm …` (as root) keeps that "
+    "work from the processor while something is timed; without it, threads that wait for each other wait for it too.",
+)
+@options.repeats(7)
+@options.threads(os.cpu_count() or 1)
+@options.choose("--workload", "workloads", WORKLOADS)
+@options.peer
+def main(repeats: int, threads: int, workloads: Sequence[Batch], peer: Path) -> dict[str, Any]:
+    """Measure whole engines on batches, all systems by turns, and write one JSON file and one page."""
+    models.silence_transformers()
+    with Engines(threads, peer) as engines, progress("measuring", len(workloads) * (repeats + 1)) as advance:
+        found = {batch.name: measure(batch, engines, repeats, advance) for batch in workloads}
+        return {"repeats": repeats, "versions": engines.versions(), "workloads": found}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""vLLM's engine in the process that calls it. Runs in vLLM's environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+# A process of its own for the engine would keep one of two cores busy.
+os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from benchmarks.engine.stepping import MAX_NUM_BATCHED_TOKENS, ModelClock, Prompts, Setting, SteppedEngine
+
+
+class VLLM(SteppedEngine):
+    """Its engine without prefix caching; by default it compiles, which kvframe does if it is asked to."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Load a model."""
+        llm = LLM(
+            setting.path,
+            skip_tokenizer_init=True,
+            dtype=setting.dtype,
+            enforce_eager=not setting.is_compiled,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=setting.memory,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_num_seqs=setting.max_num_seqs,
+        )
+        self.clock = ModelClock()
+        llm.apply_model(lambda model: self.clock.watch(model, "forward", "compute_logits"))
+        self._engine: Any = llm.llm_engine
+
+    def add(self, prompts: Prompts, num_new_tokens: int) -> None:
+        """Add the requests; their outputs say what is new."""
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=num_new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        for index, prompt in enumerate(prompts):
+            self._engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
+
+    def has_unfinished(self) -> bool:
+        """Ask the engine."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        """Do a step."""
+        return [(int(each.request_id), list(each.outputs[0].token_ids)) for each in self._engine.step()]
