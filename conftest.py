@@ -5,6 +5,7 @@ What was measured on this machine decides no test, and no test fails because the
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -25,6 +26,12 @@ with suppress(ImportError):  # a machine with a GPU runs its tests without
     settings.register_profile("usual", deadline=None, max_examples=40)
     settings.register_profile("whole", deadline=None, max_examples=200)
     settings.load_profile("usual")
+# A process compiles few graphs: a pool of compilers and a cache, keyed by torch's sources, cost more than they save.
+os.environ |= {
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+}
 os.environ["KVFRAME_TIMES"] = str(Path(__file__).parent / ".cache" / "no_times.json")
 
 
@@ -34,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave out what imports and the collection made: it lives as long as the process."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
