@@ -152,7 +152,7 @@ def test_blocks_that_are_not_chained_are_refused_where_padding_makes_rows_as_man
     model.model.model.layers[4].register_forward_hook(lambda module, args, out: out.clone())
     layers.run_batch(model, {0: [1, 2, 3]}, [2])
     layers.run_batch(model, {0: [4]}, [0])
-    with pytest.raises(ModelError, match="Gemma4TextDecoderLayer is not given what the block before it returned"):
+    with pytest.raises(ModelError, match="Gemma4TextDecoderLayer does not get the output of the block before it"):
         layers.run_batch(model, {1: [1, 2, 3]}, [1, 2, 2])
 
 

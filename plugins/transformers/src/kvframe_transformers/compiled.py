@@ -19,7 +19,7 @@ _log = logging.getLogger("kvframe")
 class CompiledBody:
     """A compiled model with the call of the original, for any number of tokens.
 
-    Invariant: until ``give_back``, each attention module has an attribute that the compiled code calls instead of it.
+    Invariant: until ``remove``, each attention module has an attribute that the compiled code calls instead of it.
 
     Attributes:
         num_graphs: Graphs that were compiled so far, for all numbers of tokens.
@@ -62,7 +62,7 @@ class CompiledBody:
         if self.num_graph_breaks:
             _log.warning("the compiled model goes back to Python in %d places", self.num_graph_breaks)
 
-    def give_back(self) -> None:
+    def remove(self) -> None:
         """Remove the attributes from the attention modules."""
         for module in self._modules:
             vars(module).pop(OPAQUE, None)

@@ -32,7 +32,7 @@ class DecoderHooks:
                 for all pairs of packed tokens.
         """
         self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(_tell_positions, with_kwargs=True)
+            module.register_forward_pre_hook(_pass_positions, with_kwargs=True)
             for module in model.modules()
             if takes_position_ids(module)
         ]
@@ -49,14 +49,14 @@ class DecoderHooks:
         self._handles = []
 
 
-def _tell_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _pass_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     step = running_step()
     if step is None:
         return None
     given = kwargs.get(_POSITIONS)
     if not isinstance(given, torch.Tensor) or given.numel() != len(step.positions):
         raise ModelError(
-            f"{type(module).__name__} is not given one position for each token, so it cannot be told those of a packed "
+            f"{type(module).__name__} does not get one position for each token, so it cannot get those of a packed "
             "batch: serving it takes a model adapter of its own"
         )
     return args, {**kwargs, _POSITIONS: step.positions.view_as(given)}

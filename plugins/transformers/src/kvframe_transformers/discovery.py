@@ -47,15 +47,15 @@ def discover_layers(
     recording = record(model, name)
     layers = _Reader(model, name, max_model_len, recording, generates).layers()
     attends = any(layer.query for layer in layers)
-    if attends and not _can_be_told_positions(model, layers, recording.ran):
+    if attends and not _takes_positions(model, layers, recording.ran):
         raise ModelError(
             f"{name} ({type(model).__name__}) takes no position_ids, so several requests cannot be packed into one "
-            "batch: serving it takes a model adapter of its own"
+            "batch: it needs a model adapter of its own"
         )
     return layers
 
 
-def _can_be_told_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequence[nn.Module]) -> bool:
+def _takes_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequence[nn.Module]) -> bool:
     if {"position_ids", "decoder_position_ids"} & inspect.signature(model.forward).parameters.keys():
         return True
     if any(takes_position_ids(module) for module in ran):

@@ -76,7 +76,7 @@ def noting_expansions(model: nn.Module, found: dict[nn.Module, Expansion]) -> It
 class Latents:
     """The latent layers of a model, and their modules' own expansions.
 
-    Invariant: between ``hand_through`` and ``give_back`` each module has an ``expand_kv`` that expands nothing;
+    Invariant: between ``switch_on`` and ``switch_off`` each module has an ``expand_kv`` that expands nothing;
     otherwise it has the one of its class.
     """
 
@@ -92,12 +92,12 @@ class Latents:
         self._modules: dict[str, Any] = {path: modules[path] for path in self._layers if path in modules}
         self._name = name
 
-    def hand_through(self) -> None:
+    def switch_on(self) -> None:
         """Make every module pass its latents to its attention unchanged."""
         for module in self._modules.values():
             setattr(module, _EXPAND, lambda latents, rotated: (latents, rotated))
 
-    def give_back(self) -> None:
+    def switch_off(self) -> None:
         """Restore every module's own expansion. Safe to call twice."""
         for module in self._modules.values():
             vars(module).pop(_EXPAND, None)

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
-"""transformers' ``mask_function(batch, head, query position, key position)``: True where the key is seen."""
+"""transformers' ``mask_function(batch, head, query position, key position)``: True if the query sees the key."""
 
 _MAX_POSITIONS = 1 << 18
 """The most key positions that are evaluated: a window longer than these 262,144 tokens counts as full attention."""

@@ -27,7 +27,7 @@ class MixerDriver:
     """Replaces a mixer's forward while its model is attached.
 
     The single tokens of all requests are one batch. The tokens of a prompt are a sequence, which is run in as many
-    pieces as it has states to keep. If a mixer's scan cannot start from a state, it gets another scan that can; if that
+    parts as it has states to keep. If a mixer's scan cannot start from a state, it gets another scan that can; if that
     is not possible either, the sequence is computed token by token. If there are kernels that step the mixer's states
     in their pages, they compute single tokens.
     """
@@ -65,7 +65,7 @@ class MixerDriver:
         return output
 
     def check(self) -> None:
-        """Check that a sequence in pieces gives the same output as the whole, and find how to continue one.
+        """Check that a sequence in two parts gives the same output as the whole, and find how to continue a sequence.
 
         Called after ``note``.
 
@@ -98,7 +98,7 @@ class MixerDriver:
                     self._paged_step = self._check_paged_step(inputs, tolerance)
                     return
         raise self._refusal(
-            f"gives other outputs where it continues a sequence than for the whole (relative difference "
+            f"gives other outputs for a sequence in two parts than for the whole (relative difference "
             f"{difference:.1e}, allowed {tolerance:.1e}), so it keeps more than transformers' cache shows"
         )
 
@@ -175,14 +175,14 @@ class MixerDriver:
         whole: Output | None = None
         for part in step.rounds:
             found = self._round(part, _each(inputs, _rows(part.rows)))
-            whole = _room(found, num_tokens) if whole is None else whole
-            for room, new in zip(_tensors(whole), _tensors(found), strict=True):
-                room[0].index_copy_(0, part.rows, new[:, 0])
-        for piece in step.runs:
-            found = self._piece(piece, _each(inputs, _within(piece.start, piece.stop)))
-            whole = _room(found, num_tokens) if whole is None else whole
-            for room, new in zip(_tensors(whole), _tensors(found), strict=True):
-                room[:, piece.start : piece.stop] = new
+            whole = _empty_output(found, num_tokens) if whole is None else whole
+            for target, new in zip(_tensors(whole), _tensors(found), strict=True):
+                target[0].index_copy_(0, part.rows, new[:, 0])
+        for run in step.runs:
+            found = self._sequence(run, _each(inputs, _within(run.start, run.stop)))
+            whole = _empty_output(found, num_tokens) if whole is None else whole
+            for target, new in zip(_tensors(whole), _tensors(found), strict=True):
+                target[:, run.start : run.stop] = new
         assert whole is not None
         return whole
 
@@ -202,11 +202,11 @@ class MixerDriver:
         part.write(pages, view.named())
         return output
 
-    def _piece(self, piece: StateRun, inputs: Inputs) -> Output:
-        view = StateView.of(piece.read(self._layer.pages), self._numbers)
-        is_continued = view.has_previous_state() and piece.stop - piece.start > 1
+    def _sequence(self, run: StateRun, inputs: Inputs) -> Output:
+        view = StateView.of(run.read(self._layer.pages), self._numbers)
+        is_continued = view.has_previous_state() and run.stop - run.start > 1
         output = self._continue(inputs, view) if is_continued else self._run(inputs, view)
-        piece.write(self._layer.pages, view.named())
+        run.write(self._layer.pages, view.named())
         return output
 
     def _arguments(self, inputs: Inputs, view: StateView) -> Inputs:
@@ -281,10 +281,10 @@ def _join(output: Output) -> torch.Tensor:
     return torch.cat([tensor.flatten(2) for tensor in _tensors(output)], dim=-1)
 
 
-def _room(found: Output, num_tokens: int) -> Output:
+def _empty_output(found: Output, num_tokens: int) -> Output:
     """Return an output of a step to be filled in; the rows of padding stay zero."""
-    room: Output = _each_of(found, lambda tensor: tensor.new_zeros(1, num_tokens, *tensor.shape[2:]))
-    return room
+    output: Output = _each_of(found, lambda tensor: tensor.new_zeros(1, num_tokens, *tensor.shape[2:]))
+    return output
 
 
 def _in_words(states: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:

@@ -135,7 +135,7 @@ class TransformersModel(LoadedModel):
             self._temperatures.switch_off()
             self._latents = self._latents_of(modules)
             parameters = self._latents.parameters()
-            self._latents.hand_through()
+            self._latents.switch_on()
             self._mixers = Mixers(modules[name] for name in layers.states if name in modules)
             self._drivers = {
                 modules[name]: MixerDriver(name, modules[name], self._mixers.own_forward(modules[name]), state)
@@ -192,9 +192,9 @@ class TransformersModel(LoadedModel):
             config._attn_implementation_internal = implementation
         self._temperatures.switch_on()
         self._mixers.switch_off()
-        self._latents.give_back()
+        self._latents.switch_off()
         if self.compiled is not None:
-            self.compiled.give_back()
+            self.compiled.remove()
         self.compiled = None
         if self._cutter is not None:
             self._cutter.remove()
@@ -288,14 +288,14 @@ class TransformersModel(LoadedModel):
         for config, implementation in self._original:
             config._attn_implementation_internal = implementation
         self._temperatures.switch_on()
-        self._latents.give_back()
+        self._latents.switch_off()
         try:
             yield
         finally:
             for config, _ in self._original:
                 config._attn_implementation_internal = RUN_TIME
             self._temperatures.switch_off()
-            self._latents.hand_through()
+            self._latents.switch_on()
 
     def _latents_of(self, modules: Mapping[str, nn.Module]) -> Latents:
         return Latents({layer.name: layer for layer in self.description.layers}, modules, self.description.name)

@@ -98,11 +98,11 @@ class _PagedView(StateView):
     """The cache of a forward whose steps write the states to their pages themselves."""
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise TypeError("a convolution's inputs are asked for beside its step")
+        raise TypeError("the inputs of a convolution are read outside of its step")
 
     def update_recurrent_state(self, recurrent_states: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(recurrent_states, PagedState):
-            raise TypeError("a recurrent state was computed beside its step")
+            raise TypeError("a recurrent state was computed outside of its step")
 
 
 def _step_for(parameters: frozenset[str]) -> Callable[..., Any] | None:

@@ -26,7 +26,7 @@ PROBE_TOKENS = 4
 """Tokens of the probe forward."""
 
 PROBE_ENCODER_TOKENS = 7
-"""Tokens that a probed encoder made; another number than that of the tokens, so that shapes tell which is which."""
+"""Tokens of a probed encoder. It differs from ``PROBE_TOKENS``, so that a shape shows whose tokens it counts."""
 
 PROBE_DTYPE = torch.bfloat16
 """The dtype of a probed model; an unusual one, so that a module's state in another dtype can be recognised."""

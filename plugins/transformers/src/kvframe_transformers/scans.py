@@ -22,10 +22,9 @@ class ContinuedScan:
     """A mixer's forward with another scan.
 
     The scan of Mamba (arXiv 2312.00752), ``h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t]``, is linear in its first
-    state: started from ``h``, its output is the output without a state plus ``C[t] exp(A (dt[0] + … + dt[t])) h``. So a
-        forward
-    that calls its scan without the state can be corrected at that one call. It is a copy of the function, with another
-    scan among its globals; the mixer and the module in which it is defined stay unchanged.
+    state: started from ``h``, its output is the output without a state plus ``C[t] exp(A (dt[0] + … + dt[t])) h``. So
+    a forward that calls its scan without the state can be corrected at that one call. The corrected forward is a copy
+    of the function with another scan among its globals; the mixer and its module stay unchanged.
     """
 
     def __init__(self, module: nn.Module, function: FunctionType, scans: Mapping[str, Callable[..., Any]]) -> None:

@@ -27,7 +27,7 @@ class RunPacked(Protocol):
         Args:
             prompts: Token ids.
             last_only: Whether only the last token of each prompt generates.
-            inputs: For each prompt, its inputs beside the tokens, by sequence; empty for none.
+            inputs: For each prompt, its other inputs (an encoder's), by sequence; empty for none.
         """
 
 
@@ -60,7 +60,7 @@ def compare_runs(
     tolerance = tolerance_of(plain[0].dtype, *stored)
     worst = _worst_difference(packed, plain)
     if worst > tolerance:
-        where = _where_they_part(modules, prompts, run_packed, run_plain, tolerance)
+        where = _first_difference(modules, prompts, run_packed, run_plain, tolerance)
         raise ModelError(
             f"{description.name} ({type(model).__name__}) gives other {what} in a packed batch than alone{where} "
             f"(relative difference {worst:.1e}, allowed {tolerance:.1e}): it attends in a way that its masks do not "
@@ -71,7 +71,7 @@ def compare_runs(
     worst = _worst_difference(run_packed(prompts, last_only=True), [logits[-1:] for logits in plain])
     if worst > tolerance:
         raise ModelError(
-            f"{description.name} ({type(model).__name__}) gives other {what} where its layers from {skipped[0]!r} on "
+            f"{description.name} ({type(model).__name__}) gives other {what} if its layers from {skipped[0]!r} on "
             f"compute only the last tokens (relative difference {worst:.1e}, allowed {tolerance:.1e}): these layers do "
             "more with the other tokens than their attention shows; turn prefill skipping off for it"
         )
@@ -114,14 +114,14 @@ def _ordinary_ids(config: dict[str, Any], vocab_size: int) -> torch.Tensor:
     return torch.tensor(ids or range(vocab_size))
 
 
-def _where_they_part(
+def _first_difference(
     modules: Sequence[tuple[str, nn.Module]],
     prompts: list[list[int]],
     run_packed: RunPacked,
     run_plain: Callable[[list[int]], torch.Tensor],
     tolerance: float,
 ) -> str:
-    """Return the first layer at which the runs differ, as the end of a clause; empty for a compiled model."""
+    """Return where the runs begin to differ, as the end of a clause; empty for a compiled model."""
     with _outputs(modules) as plain:
         for prompt in prompts:
             run_plain(prompt)

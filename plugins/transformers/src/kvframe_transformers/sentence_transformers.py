@@ -1,4 +1,4 @@
-"""Reads how a sentence-transformers checkpoint makes embeddings, from a few JSON files beside the model's own."""
+"""Reads how a sentence-transformers checkpoint makes embeddings, from JSON files in its folder."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ def _read(file: Path, kind: type[Any]) -> Any:
 def _refusal(file: Path, what: str) -> ModelError:
     return ModelError(
         f"{file} asks for {what}, and kvframe makes embeddings of the mean, the first or the last token, normalized or "
-        "not; give both pooling and normalize to make them without what the file says"
+        "not; give both pooling and normalize to ignore the file"
     )

@@ -87,8 +87,8 @@ class RowCutter:
             self._cut_already = ()
         elif _is_ambiguous(step) and not self._has_output(args, kwargs):
             raise ModelError(
-                f"{type(block).__name__} is not given what the block before it returned, so nothing tells the rows "
-                "that were cut from those that were not; turn prefill skipping off for this model"
+                f"{type(block).__name__} does not get the output of the block before it, so rows that were cut "
+                "cannot be distinguished from others; turn prefill skipping off for this model"
             )
         rows, num_tokens = step.kept_rows, len(step.positions)
         return self._cut(args, rows, num_tokens), {

@@ -16,7 +16,7 @@ _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_li
 _PADDING_CALL = "create_recurrent_attention_mask"
 _CACHE_NAMES = ("cache_params", "past_key_values")
 _HARMLESS = frozenset({"attention_mask", "conv_mask", "position_ids", "cache_position"})
-"""Tensors that a mixer may get beside its tokens and that have no effect, because there is no padding."""
+"""Arguments of a mixer that have no effect, because there is no padding."""
 
 Forward = Callable[..., Any]
 Inputs = dict[str, Any]
