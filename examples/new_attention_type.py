@@ -1,11 +1,11 @@
 """A new attention type, from its definition to a real model, in one script and without packaging.
 
 The type is the fixed pattern of Sparse Transformers (arXiv 1904.10509): a query sees its own stretch of ``stride``
-tokens, and of every earlier stretch the last ``num_summary`` tokens. The script says that as a live range: planning,
-paging, freeing and prefix caching follow from it. It says it once more as a function of positions, for FlexAttention
-(``kvframe-flex``). A small hybrid model then runs with it, by the reference backend, which reads live ranges, and by
-FlexAttention, which knows the function only. Every token that it generates is compared with plain transformers under a
-dense mask.
+tokens, and of every earlier stretch the last ``num_summary`` tokens. The script declares that as a live range:
+planning, paging, freeing and prefix caching follow from it. It declares it once more as a function of positions, for
+FlexAttention (``kvframe-flex``). A small hybrid model then runs with it, by the reference backend, which reads live
+ranges, and by FlexAttention, which knows the function only. Every generated token is compared with plain transformers
+under a dense mask.
 
     python examples/new_attention_type.py
 """

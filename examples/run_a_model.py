@@ -52,7 +52,7 @@ def run(path: Path, prompts: Sequence[str | Sequence[int]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the model and the prompts that were given, or the tiny one."""
+    """Run the model and the prompts of the command line, or a tiny random model."""
     if arguments:
         path, *texts = arguments
         run(Path(path), texts or ["def "])

@@ -57,7 +57,7 @@ def save(model: Path, file: Path) -> None:
 
 
 def first_token(engine: Engine) -> tuple[int, float]:
-    """Return the first token behind the question, and the seconds until it came."""
+    """Return the first token after the question, and the seconds until it came."""
     started = time.perf_counter()
     (output,) = engine.generate([QUESTION], SamplingParams(max_new_tokens=1))
     return output.token_ids[0], time.perf_counter() - started

@@ -30,15 +30,15 @@ NUM_NEW_TOKENS = 48
 
 @attrs.frozen(kw_only=True)
 class Served:
-    """What one run of the demo found.
+    """The results of one run of the demo.
 
     Attributes:
-        outputs: One for each prompt.
+        outputs: One output for each prompt.
         expected: The tokens that ``transformers.generate()`` gives.
-        seconds: Of kvframe's run, prompts included.
-        stats: The engine's, as plain values.
+        seconds: The time of kvframe's run, prompts included.
+        stats: The engine's statistics, as plain values.
         group_names: For each cache group, its kind and layers in words.
-        dense_bytes: What the same requests take with every layer full and contiguous.
+        dense_bytes: The bytes of the same requests if every layer kept every token, contiguously.
     """
 
     outputs: list[RequestOutput]
@@ -55,7 +55,7 @@ class Served:
 
 
 def make_prompts(path: Path) -> list[list[int]]:
-    """Return token ids of prompts that share a prefix of library source: code to go on with, and segments to copy."""
+    """Return token ids of prompts that share a prefix of library source: code to continue, and segments to copy."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     source = tokenizer.encode(inspect.getsource(textwrap))
     prefix, rest = source[:NUM_PREFIX_TOKENS], source[NUM_PREFIX_TOKENS:]
@@ -68,7 +68,7 @@ def make_prompts(path: Path) -> list[list[int]]:
 
 
 def expected_tokens(path: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Return what ``transformers.generate()`` gives for each prompt alone."""
+    """Return the tokens of ``transformers.generate()`` for each prompt alone."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokens = []
     for prompt in prompts:
@@ -100,7 +100,7 @@ def serve(path: Path) -> Served:
 
 
 def report(served: Served) -> str:
-    """Return what the run found, for a person."""
+    """Return the results as text."""
     lines = []
     for index, output in enumerate(served.outputs):
         if index % 5 == 0:
@@ -132,7 +132,7 @@ def report(served: Served) -> str:
 
 
 def main() -> int:
-    """Make the model, serve, report; the exit code."""
+    """Make the model, serve, report, and return the exit code."""
     logging.disable_progress_bar()
     trained = make_model(DEFAULT_PATH)
     print(f"{'found' if trained.cached else 'trained'} {trained.path}: loss {trained.loss:.2f}, ", end="")

@@ -2,7 +2,7 @@
 
 Nothing is downloaded. The text is the source of a few standard library modules; mixed into it is a copy task whose
 segments are longer than the sliding window, so that a right answer needs tokens that only the full layers still hold.
-The segments all have one length: a copy is then a look at a fixed distance, which a model this small learns quickly.
+The segments all have one length, so a copy attends at a fixed distance, which a model this small learns quickly.
 A model on disk is reused for as long as its recipe, this file and the text stay the same.
 """
 
@@ -39,12 +39,12 @@ _KEY_FILE = "recipe.sha256"
 
 @attrs.frozen(kw_only=True)
 class Phase:
-    """One stretch of the training: rows of one length.
+    """A part of the training with rows of one length.
 
     Attributes:
-        share: Of all steps.
+        share: The share of all steps.
         rows: Sequences in a batch.
-        tokens: Of a row.
+        tokens: The tokens of a row.
     """
 
     share: float
@@ -57,14 +57,15 @@ class Recipe:
     """What to train, and how. Two runs of one recipe, on one machine, give the same model.
 
     Attributes:
-        modules: The modules whose sources are the text.
-        num_layers: Every second one is full, the others have a window of ``WINDOW`` tokens.
-        hidden_size: Of the model.
-        intermediate_size: Of the model.
+        modules: The modules whose sources are the training text.
+        num_layers: The number of layers; every second one is full, the others have a window of ``WINDOW`` tokens.
+        hidden_size: The size of a hidden state.
+        intermediate_size: The width of the feed-forward layers.
         steps: Optimizer steps.
-        learning_rate: At its peak.
-        seed: Of the weights and the batches.
-        phases: Short rows first, where much is learnt quickly; long ones last, for the positions that are served.
+        learning_rate: The largest learning rate.
+        seed: The seed of the weights and the batches.
+        phases: Short rows first, because they teach much in little time; then long rows, for the positions that are
+            served.
     """
 
     modules: tuple[str, ...] = MODULES
@@ -85,7 +86,7 @@ DEFAULT_RECIPE = Recipe()
 
 @attrs.frozen(kw_only=True)
 class Trained:
-    """A model on disk and what its training reached; loss and accuracy are those of the last steps.
+    """A model on disk, with its loss and accuracy in the last steps of its training.
 
     Attributes:
         path: The folder, in the usual checkpoint layout.
@@ -142,7 +143,7 @@ def make_config(recipe: Recipe) -> Gemma3TextConfig:
 
 
 def copy_prompt(segment: torch.Tensor) -> torch.Tensor:
-    """Return ``<copy> segment <repeat>``: the model is to say the segment again, then ``<eos>``."""
+    """Return ``<copy> segment <repeat>``: the model has to repeat the segment, then ``<eos>``."""
     return torch.cat([torch.tensor([1]), segment, torch.tensor([2])])
 
 
@@ -224,7 +225,7 @@ def measure_copying(model: Gemma3ForCausalLM, text_ids: torch.Tensor, recipe: Re
     phase = attrs.evolve(recipe.phases[-1], rows=2 * rows)
     inputs, labels = make_batch(text_ids, phase, torch.Generator().manual_seed(recipe.seed + 1))
     inputs, labels = inputs[1::2], labels[1::2, 1:]
-    # What is copied lies between the mark to repeat and the next end mark.
+    # The copied tokens lie between <repeat> and the next <eos>.
     asked = ((inputs == 2).cumsum(1) > (inputs == 0).cumsum(1))[:, :-1]
     predicted = model(input_ids=inputs, use_cache=False).logits[:, :-1].argmax(-1)
     return float((predicted == labels)[asked].float().mean())
@@ -241,14 +242,14 @@ def _read_cached(path: Path, key: str) -> Trained | None:
     record = path / _KEY_FILE
     if not record.is_file():
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise FileExistsError(f"{path} is there already and is not the demo's model; name another folder")
+            raise FileExistsError(f"{path} exists already and is not the demo's model; name another folder")
         return None
     found, loss, copied = record.read_text(encoding="utf-8").split()
     return Trained(path=path, cached=True, loss=float(loss), copied=float(copied)) if found == key else None
 
 
 def _publish(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, trained: Trained, key: str) -> None:
-    """Write everything beside ``trained.path``, then rename: a folder of that name is always complete."""
+    """Write to a temporary folder, then rename it to ``trained.path``, so that this folder is always complete."""
     path = trained.path
     partial = Path(tempfile.mkdtemp(prefix=path.name + ".", dir=path.parent))
     try:
@@ -264,17 +265,17 @@ def _publish(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train
 def make_model(
     path: Path = DEFAULT_PATH, recipe: Recipe = DEFAULT_RECIPE, *, console: Console | None = None
 ) -> Trained:
-    """Return the demo's model in ``path``, trained now if it is not there or was made from something else.
+    """Return the demo's model in ``path``; train it if it is missing or was made from another recipe.
 
     Args:
         path: The folder to make.
-        recipe: What to train; with a few steps it is enough to try what surrounds the model.
+        recipe: What to train; a few steps are enough for tests.
         console: Shows a progress bar, if it is a terminal.
     """
     text = read_text(recipe)
     key = _content_key(recipe, text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Of two processes that want the model at once, the second waits and finds it.
+    # If two processes need the model at once, the second one waits for the first.
     with FileLock(path.with_name(path.name + ".lock")):
         cached = _read_cached(path, key)
         if cached is not None:

@@ -2,7 +2,7 @@
 
     python examples/yoco/run_yoco.py
 
-``yoco_model.py`` is the model, in plain torch; ``yoco_adapter.py`` is what it tells kvframe of itself.
+``yoco_model.py`` is the model, in plain torch; ``yoco_adapter.py`` describes it to kvframe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SKIPPING: dict[str, dict[str, Any]] = {"off": {}, "on": {"prefill_skipping": "de
 
 @attrs.frozen
 class Run:
-    """What one engine did.
+    """The results of one engine.
 
     Attributes:
         tokens: Generated for each prompt.

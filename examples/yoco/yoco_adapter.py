@@ -1,4 +1,4 @@
-"""What a new architecture tells kvframe: its layers, how its attention is put in place, and what it can skip.
+"""The model adapter of a new architecture: its layers, how its attention is replaced, and which rows it can leave out.
 
 A checkpoint is a folder with ``config.json``, the fields of ``YocoConfig`` and ``"architecture": "yoco"``, and
 ``model.safetensors``.
@@ -73,7 +73,7 @@ def _cross_layer(index: int) -> str:
 
 
 class YocoModel(LoadedModel):
-    """Runs the model on packed batches. Its forward leaves rows out of the cross-decoder where the engine says so."""
+    """Runs the model on packed batches. Its forward leaves rows out of the cross-decoder if the engine says so."""
 
     def __init__(self, model: Yoco, name: str) -> None:
         """Take a model in evaluation mode.
@@ -88,7 +88,7 @@ class YocoModel(LoadedModel):
         self._own: dict[str, Attend] = {}
 
     def can_skip(self, layers: Sequence[str]) -> bool:
-        """Return whether ``layers`` are those of the cross-decoder: rows are left out at its start, nowhere else."""
+        """Return whether ``layers`` are those of the cross-decoder: rows can be left out from there on only."""
         return layers[0] == _cross_layer(0)
 
     def attach(self, layers: AttachedLayers) -> None:
@@ -106,7 +106,7 @@ class YocoModel(LoadedModel):
         self._layers = None
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        """Run one packed step; where rows are skipped, the rows that are kept are those with logits."""
+        """Run one packed step; if rows are skipped, the kept rows are those with logits."""
         assert self._layers is not None
         kept = self._layers.kept_rows
         if kept is not None:

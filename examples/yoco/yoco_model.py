@@ -2,8 +2,8 @@
 
 You Only Cache Once (arXiv 2405.05254) puts a *cross-decoder* on top of a *self-decoder*. The self-decoder's layers see
 a window; its last one sees everything, and its keys and values are the model's only global cache. The cross-decoder's
-layers have queries only: they all read that cache. While a prompt is prefilled, nobody reads what they compute for its
-tokens but the last, so a forward may leave these rows out of them.
+layers have queries only: they all read that cache. While a prompt is prefilled, their results are
+used for its last token only, so a forward may leave the other rows out of them.
 
 In the paper the global keys and values are a projection of their own between the two halves. Here the self-decoder's
 last layer makes them and attends to them as well, as in Gemma 3n: a cache belongs to the layer that writes it.
@@ -59,7 +59,7 @@ class YocoConfig:
 
 
 def attend_densely(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Attend within one whole sequence: what a layer does until something else is put in its place.
+    """Attend within one whole sequence: the attention of a layer until an engine replaces it.
 
     Args:
         query: ``[num_tokens, num_heads, head_size], device``.
@@ -88,7 +88,7 @@ def rotate(vectors: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Attention with keys and values of its own; ``attend`` stores them where there is a cache."""
+    """Attention with keys and values of its own; an engine's ``attend`` stores them in its cache."""
 
     def __init__(self, config: YocoConfig, window: int | None) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention to the keys and values of another layer: there is nothing here that could make any."""
+    """Attention to the keys and values of another layer; it makes none of its own."""
 
     def __init__(self, config: YocoConfig) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class CrossAttention(nn.Module):
         self.attend: Attend = partial(attend_densely, window=None)
 
     def forward(self, hidden: torch.Tensor, rotation: torch.Tensor, shared: KeyValue) -> torch.Tensor:
-        """Attend to ``shared``; where there is a cache it is read instead, which holds every earlier token too."""
+        """Attend to ``shared``; an engine's ``attend`` reads its cache instead, which also holds all earlier tokens."""
         query = self.query(hidden).unflatten(-1, (-1, self.head_size))
         attended: torch.Tensor = self.output(self.attend(rotate(query, rotation), *shared).flatten(1))
         return attended
