@@ -383,9 +383,25 @@ def test_the_site_has_every_page() -> None:
     assert PAGES == sorted(f"{name}.md" for name in listed)
 
 
-@pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 100), ("CHANGELOG.md", 45)])
+@pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 90), ("CHANGELOG.md", 45)])
 def test_what_is_read_first_is_short(document: str, most: int) -> None:
     assert len(read(document).splitlines()) <= most
+
+
+@pytest.mark.parametrize(("document", "times"), [("README.md", 2), ("CHANGELOG.md", 1)])
+def test_it_is_said_whether_a_gpu_kernel_was_timed(document: str, times: int) -> None:
+    nothing_is_recorded = "Nothing was measured yet" in read("benchmarks/results/gpu.md")
+    assert times * nothing_is_recorded == len(
+        re.findall(r"\b(?:no|none)\b[^.]* timed on a GPU yet", read(document), re.IGNORECASE)
+    )
+
+
+def test_the_readme_says_what_prefill_skipping_saves_as_recorded() -> None:
+    shares = re.findall(
+        r"^\| whole prefill, time .* (\d\.\d+) \|$", read("benchmarks/results/skipping.md"), re.MULTILINE
+    )
+    least, most = sorted(map(float, shares))
+    assert f"[{least:.2f} to {most:.2f} of the time](benchmarks/results/skipping.md)" in read("README.md")
 
 
 @pytest.mark.parametrize("hook", HOOKS)
