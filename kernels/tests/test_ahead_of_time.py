@@ -28,18 +28,26 @@ SOME = "some"
 SCRIPT = """
 import json, re, runpy, sys
 from kvframe_kernels.triton.ahead_of_time import compile_launch
-launches, some = runpy.run_path(sys.argv[1])["launches"](), []
-parts = {name: {*name.split("-")} for name in launches}
-while missing := set().union(*parts.values()).difference(*(parts[name] for name in some)):
-    some.append(max(parts, key=lambda name: len(parts[name] & missing)))
-for name, launch in launches.items():
-    if not (name in some if sys.argv[2] == "some" else re.search(sys.argv[2], name)):
-        continue
-    found = compile_launch(launch)
-    figures = {key: getattr(found, key) for key in ("registers", "shared_bytes", "stack_bytes", "num_warps")}
-    counts = {instruction: found.count(instruction) for instruction in sys.argv[3:]}
-    print(json.dumps({"name": name, **figures, **counts}))
+def chosen(launches, names):
+    if names != "some":
+        return [name for name in launches if re.search(names, name)]
+    found, parts = [], {name: {*name.split("-")} for name in launches}
+    while missing := set().union(*parts.values()).difference(*(parts[name] for name in found)):
+        found.append(max(parts, key=lambda name: len(parts[name] & missing)))
+    return found
+for path, names, *counted in json.loads(sys.argv[1]):
+    launches, compiled = runpy.run_path(path)["launches"](), {}
+    for name in chosen(launches, names):
+        found = compile_launch(launches[name])
+        figures = {key: getattr(found, key) for key in ("registers", "shared_bytes", "stack_bytes", "num_warps")}
+        compiled[name] = {**figures, **{instruction: found.count(instruction) for instruction in counted}}
+    print(json.dumps(compiled))
 """
+
+Compiled = dict[str, dict[str, Any]]
+"""The resources of launches by name, and the numbers of the counted instructions."""
+
+LOADS, WIDE_LOADS = "LDGSTS", "LDGSTS.E.BYPASS.128"
 
 
 @pytest.fixture(scope="module")
@@ -48,44 +56,62 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("triton")
 
 
+@pytest.fixture(scope="module")
+def some(cache: Path) -> dict[str, Compiled]:
+    """What usual runs compile, in one process: some launches of each file, and those whose instructions are counted."""
+    compiled = compile_all(cache, *([path, SOME] for path in FILES), prompts_and_decodes(16, 64))
+    return dict(zip([*(path.stem for path in FILES), "counted"], compiled, strict=True))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_some_launches_compile_within_the_limits_of_a_multiprocessor(path: Path, cache: Path) -> None:
-    assert_within_limits(compile_all(path, cache, SOME))
+def test_some_launches_compile_within_the_limits_of_a_multiprocessor(path: Path, some: dict[str, Compiled]) -> None:
+    assert_within_limits(some[path.stem])
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_launch_compiles_within_the_limits_of_a_multiprocessor(path: Path, cache: Path) -> None:
-    assert_within_limits(compile_all(path, cache))
+    (compiled,) = compile_all(cache, [path, ""])
+    assert_within_limits(compiled)
 
 
-def assert_within_limits(compiled: list[dict[str, Any]]) -> None:
+def assert_within_limits(compiled: Compiled) -> None:
     assert 0 < len(compiled)
-    for found in compiled:
-        assert MAX_SHARED_BYTES >= found["shared_bytes"], found
-        assert MAX_REGISTERS >= 32 * found["num_warps"] * found["registers"], found
-        assert MAX_STACK_BYTES >= found["stack_bytes"], found
+    for name, found in compiled.items():
+        assert MAX_SHARED_BYTES >= found["shared_bytes"], name
+        assert MAX_REGISTERS >= 32 * found["num_warps"] * found["registers"], name
+        assert MAX_STACK_BYTES >= found["stack_bytes"], name
 
 
-@pytest.mark.parametrize("rows", [(16, 64), pytest.param((16, 32, 64, 128), marks=pytest.mark.whole)])
-def test_prompts_are_the_tensor_cores_work_and_decodes_load_16_bytes_at_a_time(
-    rows: tuple[int, ...], cache: Path
-) -> None:
-    loads, wide = "LDGSTS", "LDGSTS.E.BYPASS.128"
-    path, names = HERE / "launches" / "attention.py", f"^plain-rows=({'|'.join(map(str, rows))})$"
-    compiled = {found["name"]: found for found in compile_all(path, cache, names, "HGMMA", "HMMA", loads, wide)}
+def test_prompts_are_the_tensor_cores_work_and_decodes_load_16_bytes_at_a_time(some: dict[str, Compiled]) -> None:
+    assert_instructions(some["counted"], 16, 64)
+
+
+@pytest.mark.whole
+def test_every_shape_is_the_tensor_cores_work_or_loads_16_bytes_at_a_time(cache: Path) -> None:
+    (compiled,) = compile_all(cache, prompts_and_decodes(16, 32, 64, 128))
+    assert_instructions(compiled, 16, 32, 64, 128)
+
+
+def prompts_and_decodes(*rows: int) -> list[Any]:
+    """Return what to compile, with so many rows of queries, and to count."""
+    names = f"^plain-rows=({'|'.join(map(str, rows))})$"
+    return [HERE / "launches" / "attention.py", names, "HGMMA", "HMMA", LOADS, WIDE_LOADS]
+
+
+def assert_instructions(compiled: Compiled, *rows: int) -> None:
     assert {f"plain-rows={count}" for count in rows} == set(compiled)
-    for found in compiled.values():
-        assert found[wide] == found[loads] > 0, found
+    for name, found in compiled.items():
+        assert found[WIDE_LOADS] == found[LOADS] > 0, name
     assert 0 < compiled["plain-rows=16"]["HMMA"]
     assert [] == [count for count in rows if count >= 64 and not compiled[f"plain-rows={count}"]["HGMMA"]]
 
 
-def compile_all(path: Path, cache: Path, names: str = "", *counted: str) -> list[dict[str, Any]]:
-    """Return the resources of a file's launches, and the numbers of the counted instructions."""
+def compile_all(cache: Path, *asked: list[Any]) -> list[Compiled]:
+    """Compile in one process; each of ``asked`` is a file, the pattern of its launches' names, and what to count."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, path, names, *counted],
+        [sys.executable, "-c", SCRIPT, json.dumps(asked, default=str)],
         env={**environment, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
