@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import attrs
@@ -292,17 +293,32 @@ def serve(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
 WHERE = {remainder: unsampled(lying(MAX_LEN + 9), remainder) for remainder in (0, 1, 3)}
 
 
+def prompts_around(where: int) -> list[list[int]]:
+    """Return prompts that reach a position, the second one while it generates, and others that do not."""
+    return [ids(1, 9), ids(2, where - 3), ids(3, 40), ids(4, where + 6)]
+
+
+@pytest.fixture(scope="module")
+def right_tokens(llama: TinyModel) -> Callable[[int], list[tuple[int, ...]]]:
+    """Return the tokens of the prompts around a position with a spec that answers right."""
+
+    @cache
+    def make(remainder: int) -> list[tuple[int, ...]]:
+        with engine_of(llama, window_of(), max_num_batched_tokens=48) as engine:
+            return [output.token_ids for output in serve(engine, prompts_around(WHERE[remainder]))]
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("lie", "remainder"),
     [*((lie, 1) for lie in LIES), *((lie, each) for lie in ("raises", "forgets") for each in (0, 3))],
 )
 def test_a_request_that_reaches_a_wrong_answer_ends_and_others_do_not_notice(
-    llama: TinyModel, lie: str, remainder: int
+    llama: TinyModel, right_tokens: Callable[[int], list[tuple[int, ...]]], lie: str, remainder: int
 ) -> None:
-    where = WHERE[remainder]
-    prompts = [ids(1, 9), ids(2, where - 3), ids(3, 40), ids(4, where + 6)]
-    with engine_of(llama, window_of(), max_num_batched_tokens=48) as engine:
-        expected = [output.token_ids for output in serve(engine, prompts)]
+    where, prompts = WHERE[remainder], prompts_around(WHERE[remainder])
+    expected = right_tokens(remainder)
     with engine_of(llama, window_of(lie, where), max_num_batched_tokens=48) as engine:
         for _ in range(2):
             found = serve(engine, prompts)
