@@ -65,8 +65,13 @@ def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
 # --- the same tokens --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("skipping", [None, SKIPPING], ids=["all rows", "skipping"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "skipping"),
+    [
+        *((variant, SKIPPING) for variant in VARIANTS),
+        *(pytest.param(each, None, marks=[] if each in MAIN else pytest.mark.whole) for each in VARIANTS),
+    ],
+)
 def test_tokens_equal_those_of_generate(models: Any, references: Any, variant: str, skipping: str | None) -> None:
     expected = references(variant)
     with models(variant).engine(
@@ -100,9 +105,7 @@ def test_tokens_are_the_same_whatever_the_settings(
         assert (2 if hybrid else 1) == len(engine.plan.groups)
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", MAIN)
+@pytest.mark.parametrize(("variant", "backend", "prefix_caching"), cover_pairs(MAIN, BACKENDS, (True, False)))
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, variant: str, backend: str, prefix_caching: bool
 ) -> None:

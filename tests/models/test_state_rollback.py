@@ -14,6 +14,7 @@ from kvframe_transformers.testing import STATE_FAMILIES, rounding_of
 
 from kvframe import Engine
 from kvframe.attention.step import StepBatch
+from tests.covering import cover_values
 from tests.models.serving import ids
 
 NUM_DRAFTS = 3
@@ -34,8 +35,10 @@ def compute(engine: Engine, fed: dict[str, tuple[int, list[int]]]) -> dict[str, 
     return dict(zip(fed, logits.split(lens.tolist()), strict=True))
 
 
-@pytest.mark.parametrize(("checkpoints", "block_size"), [("aligned", 4), ("all", 2), ("aligned", 16), ("none", 4)])
-@pytest.mark.parametrize("family", STATE_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "checkpoints", "block_size"),
+    cover_values(STATE_FAMILIES, [("aligned", 4), ("all", 2), ("aligned", 16), ("none", 4)]),
+)
 def test_refused_drafts_leave_no_trace(models: Any, family: str, checkpoints: str, block_size: int) -> None:
     model, choose = models(family), random.Random(block_size)
     truth = {name: ids(start, 60) for name, start in (("a", 3), ("b", 8), ("c", 12))}
@@ -147,8 +150,10 @@ class Drafting:
         assert 0 == self.manager.num_held_pages
 
 
-@pytest.mark.parametrize(("checkpoints", "block_size"), [("aligned", 4), ("all", 4), ("all", 7), ("none", 4)])
-@pytest.mark.parametrize("family", ["falcon_h1", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "checkpoints", "block_size"),
+    cover_values(["falcon_h1", "mamba2", "qwen3_next"], [("aligned", 4), ("all", 4), ("all", 7), ("none", 4)]),
+)
 def test_requests_with_drafts_are_swapped_forked_preempted_and_found_again(
     models: Any, family: str, checkpoints: str, block_size: int
 ) -> None:
