@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.block_table import BlockTables, TableStack
+from kvframe.cache.block_table import TableStack
 from kvframe.cache.copy_on_write import SharedBlocks
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.rows import Counts, GroupKinds, RowNumbers, Rows
 from kvframe.planning.answers import Answers
-from kvframe.planning.plan import KVCachePlan
 
 Indices = npt.NDArray[np.int64]
 
@@ -73,18 +72,14 @@ class BlockAllocator:
 
     def __init__(
         self,
-        plan: KVCachePlan,
         kinds: GroupKinds,
         numbers: RowNumbers,
         pool: BlockPool,
-        tables: BlockTables,
         row_pages: Sequence[BlockIds] | None,
         shared: SharedBlocks | None,
     ) -> None:
-        """Take pages from a pool; without publishing there are no ``row_pages``, without forks nothing is shared."""
-        self._kinds, self._numbers = kinds, numbers
-        self._pool, self._tables, self._shared = pool, tables, shared
-        self._alignment, self._max_tokens = plan.alignment, plan.max_model_len
+        self._kinds, self._numbers, self._pool, self._shared = kinds, numbers, pool, shared
+        self._tables, self._max_tokens = kinds.tables, kinds.plan.max_model_len
         sparse = {group.index: group.answers for group in kinds.sparse}
 
         def part_of(stack: TableStack, first: int, last: int) -> _Part:
@@ -101,7 +96,7 @@ class BlockAllocator:
                 answers=sparse.get(first),
             )
 
-        self._part_of = {group: part_of(stack, group, group) for stack in tables.stacks for group in stack.groups}
+        self._part_of = {group: part_of(stack, group, group) for stack in self._tables.stacks for group in stack.groups}
         self._parts: list[_Part] = []
         for stack in kinds.stacks:
             first, last = stack.groups[0], stack.groups[-1]
@@ -109,15 +104,13 @@ class BlockAllocator:
                 self._parts.append(part_of(stack, first, last))
             else:
                 self._parts += [self._part_of[group] for group in stack.groups]
-        # A row of such groups gets its pages without arrays of rows.
-        self._lone = self._parts[0] if kinds.is_plain and len(self._parts) == 1 else None
+        is_lone = kinds.is_plain and not kinds.asked and len(self._tables) == 1
+        self._lone = self._parts[0] if is_lone else None
 
-    # --- asking -------------------------------------------------------------------------------------------------------
-
-    def could_allocate(self, row: int, num_tokens: int, max_new_tokens: int) -> bool:
-        """Return whether the pool has all pages that a row takes up to ``num_tokens``, ``max_new_tokens`` in a step."""
-        lacking = [0] * len(self._kinds.groups)
-        start = max(self._numbers.computed_of[row], num_tokens - max_new_tokens)
+    def could_allocate(self, row: int, num_tokens: int) -> bool:
+        """Return whether the pool has all pages that a row takes up to ``num_tokens`` tokens."""
+        lacking = [0] * len(self._tables)
+        start = max(self._numbers.computed_of[row], num_tokens - self._kinds.plan.max_num_batched_tokens)
         for group in self._kinds.of_tokens:
             held = np.count_nonzero(self._tables[group.index].ids[row, : self._numbers.blocks_of[group.index, row]])
             most = group.answers.num_resident_blocks(start, max(0, num_tokens - start))
@@ -128,84 +121,51 @@ class BlockAllocator:
 
     def note_capacity(self, rows: Rows) -> None:
         """Work out for how many tokens rows lack no block; of groups that store few blocks, up to the block's end."""
-        self._note_capacity(rows, [part.num_blocks[0][rows] for part in self._parts])
-
-    def _note_capacity(self, rows: Rows, num_blocks: Sequence[Indices]) -> None:
-        """Do so for rows that have so many blocks in the groups of each part."""
         numbers = self._numbers
-        capacity: Counts | None = None
-        for part, of_part in zip(self._parts, num_blocks, strict=True):
+        capacity = np.full(len(rows), self._max_tokens)
+        for part in self._parts:
             if part.answers is None:
-                covered = of_part * part.block_size
+                covered = part.num_blocks[0][rows] * part.block_size
             else:
                 current = numbers.num_computed[rows] // part.block_size
                 has_page = part.ids[0, rows, np.minimum(current, part.ids.shape[2] - 1)] != 0
                 covered = (current + 1) * part.block_size * has_page
-            capacity = covered if capacity is None else np.minimum(capacity, covered)
-        if capacity is None:
-            capacity = np.full(len(rows), self._max_tokens)
+            capacity = np.minimum(capacity, covered)
         for place, row in enumerate(rows.tolist()) if self._kinds.has_inputs else ():
             if numbers.states[row].missing:
                 capacity[place] = -1
-        most = int(np.maximum.reduce(capacity))
-        limit = self._num_right(min(most, self._max_tokens))
-        numbers.capacity[rows] = np.minimum(capacity, limit) if limit < most else capacity
-
-    def _num_right(self, num_tokens: int) -> int:
-        """Return up to which token, ``num_tokens`` at most, the types that are asked answer rightly."""
-        for answers in self._kinds.asked:
-            num_tokens = answers.num_right(num_tokens)
-        return num_tokens
-
-    # --- giving -------------------------------------------------------------------------------------------------------
+        for answers in self._kinds.asked:  # up to the token up to which they answer rightly
+            capacity = np.minimum(capacity, answers.num_right(int(np.maximum.reduce(capacity))))
+        numbers.capacity[rows] = capacity
 
     def allocate_for_row(self, row: int, num_tokens: int) -> bool:
-        """Give a row the pages that it lacks for its tokens ``[0, num_tokens)`` and for its inputs; it lacks some.
-
-        Returns:
-            False, and nothing changed, if the pool has too few pages.
-
-        Raises:
-            SpecError: A spec answers wrongly about these tokens; nothing changed.
-        """
+        """Do what ``allocate_for_rows`` does for one row: of a lone group without arrays, in a third of the time."""
         part = self._lone
         if part is None or (self._shared is not None and row in self._shared.rows):
             return self.allocate_for_rows(np.array([row]), np.array([num_tokens])) is not None
-        for answers in self._kinds.asked:
-            answers.check(num_tokens)
-        numbers, num_groups = self._numbers, len(part.ids)
-        have, need = numbers.blocks_of[0, row], -(-num_tokens // part.block_size)
-        pages = self._pool.allocate_blocks([need - have] * num_groups)
+        have, need = self._numbers.blocks_of[0, row], -(-num_tokens // part.block_size)
+        pages = self._pool.allocate_blocks([need - have])
         if pages is None:
             return False
-        group: int | slice = 0
-        if num_groups > 1:
-            group, pages = slice(None), pages.reshape(num_groups, need - have)
-            part.num_blocks[:, row] = need
-        else:
-            numbers.blocks_of[0, row] = need
-        part.ids[group, row, have:need] = pages
+        self._numbers.blocks_of[0, row] = need
+        part.ids[0, row, have:need] = pages
         if part.row_pages is not None:
-            part.row_pages[group, row, have:need] = pages
-        capacity = min(need * part.block_size, self._max_tokens)
-        numbers.capacity_of[row] = self._num_right(capacity) if self._kinds.asked else capacity
+            part.row_pages[0, row, have:need] = pages
+        self._numbers.capacity_of[row] = min(need * part.block_size, self._max_tokens)
         return True
 
     def allocate_for_rows(
         self, rows: Rows, num_tokens: Counts, gaps: Sequence[Sequence[int]] = ()
     ) -> list[BlockIds] | None:
-        """Give each of several rows pages for its tokens up to ``num_tokens`` and for its inputs, or none of them.
+        """Give each of several rows, which lack some block, pages up to ``num_tokens`` and for inputs, or none of them.
 
         Args:
-            rows: Rows that lack some block.
+            rows: Rows.
             num_tokens: How many tokens of each.
             gaps: Of a single row, per group the indices of blocks that it has and that have no page.
 
         Returns:
             Per group, the pages of the gaps if there are any; None, and nothing changed, if the pool has too few pages.
-
-        Raises:
-            SpecError: A spec answers wrongly about these tokens; nothing changed.
         """
         for answers in self._kinds.asked:
             answers.check(int(np.maximum.reduce(num_tokens)))
@@ -227,7 +187,7 @@ class BlockAllocator:
         first_gaps = len(new)
         new += [self._blocks_in(index, int(rows[0]), blocks) for index, blocks in enumerate(gaps)]
 
-        counts = [0] * len(self._kinds.groups)
+        counts = [0] * len(self._tables)
         for each in new:
             counts[each.part.groups] = [count + len(each.blocks) for count in counts[each.part.groups]]
         taken = self._pool.allocate_blocks(counts)
@@ -246,10 +206,8 @@ class BlockAllocator:
                 self._numbers.blocks_of[of_input.group, row] = of_input.num_blocks
         if self._shared is not None and self._shared.rows:
             self._shared.release_copied(shared, rows)
-        self._note_capacity(rows, num_blocks)
+        self.note_capacity(rows)
         return [of_group[0] for of_group in pages[first_gaps:]]
-
-    # --- which blocks -------------------------------------------------------------------------------------------------
 
     def _dense_blocks(self, part: _Part, rows: Rows, have: Indices, need: Indices) -> _NewBlocks:
         """Return the blocks that rows lack in groups that store every block: from as many as they have to ``need``."""
@@ -265,11 +223,7 @@ class BlockAllocator:
     def _sparse_blocks(
         self, part: _Part, answers: Answers, rows: Rows, num_tokens: Counts, need: Indices, gaps: Sequence[int]
     ) -> _NewBlocks:
-        """Return the blocks that rows lack in a group that stores few blocks, but not the gaps.
-
-        Raises:
-            SpecError: The spec answers wrongly about the blocks that it stores.
-        """
+        """Return the blocks that rows lack in a group that stores few blocks, but not the gaps."""
         ids, size, num_computed = part.ids[0], part.block_size, self._numbers.num_computed[rows]
         first, last = num_computed // size, need - 1
         # While the tokens stay within a block that has a page, the row lacks nothing.
@@ -293,13 +247,12 @@ class BlockAllocator:
         return _NewBlocks(part, np.array(found_rows, dtype=np.int64), np.array(found_blocks, dtype=np.int64))
 
     def _where_others_continue(self, row: int, num_computed: int, num_tokens: int) -> int:
-        """Return from where in a row's tokens up to ``num_tokens`` a later request may want to continue.
+        """Return from where a later request may want to continue: where a row's tokens part from an earlier one's.
 
-        That is where they part from an earlier request's tokens. Without such a place it is the last boundary of all
-        groups before the last token: a request that comes again computes its last token.
+        Without such a place it is the last boundary of all groups before the last token, which is always computed.
         """
-        branch = self._numbers.states[row].branch
-        return branch if num_computed < branch <= num_tokens else (num_tokens - 1) // self._alignment * self._alignment
+        branch, alignment = self._numbers.states[row].branch, self._kinds.plan.alignment
+        return branch if num_computed < branch <= num_tokens else (num_tokens - 1) // alignment * alignment
 
     def _blocks_of_inputs(self, rows: Rows) -> list[_NewBlocks]:
         """Return the blocks of rows' inputs that are not computed."""

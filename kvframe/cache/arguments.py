@@ -49,11 +49,7 @@ def check_count(what: str, given: Any, least: int = 0) -> int:
 
 
 def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
-    """Refuse what is not a sequence of ``least`` to ``most`` tokens; the tokens themselves are not read.
-
-    Raises:
-        RequestError: It is no sequence (``bad_token``), too short (``empty_prompt``) or too long (``too_long``).
-    """
+    """Refuse what is no sequence (``bad_token``), too short (``empty_prompt``) or too long; no token is read."""
     if type(token_ids) not in _SEQUENCES:
         is_sequence = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")
         if not is_sequence or isinstance(token_ids, str | bytes | Mapping):
@@ -84,11 +80,9 @@ def check_inputs(inputs: Mapping[str, InputSequence], max_input_lens: Mapping[st
 
 
 def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.int64]]:
-    """Return the places of a prefix's blocks as arrays; refuse them if a needed block has none (``bad_copies``).
+    """Return the places of a prefix's blocks per group, 0 for none, as arrays; refuse wrong ones (``bad_copies``).
 
-    Args:
-        copies: For each group a list of whole numbers, one for each block; 0 for a block without a copy.
-        is_needed: Per group ``[num_blocks], bool, host``: the blocks that a request needs to continue.
+    ``is_needed`` says per group, ``[num_blocks], bool, host``, which blocks need a place.
     """
     try:
         if not all(isinstance(copy, int) for of_group in copies for copy in of_group):
@@ -108,14 +102,9 @@ def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> lis
 
 
 class TakenRows:
-    """Which rows of the tables are those of requests, and whether a caller names such rows.
-
-    Attributes:
-        num_rows: How many rows there are.
-    """
+    """Which of the tables' ``num_rows`` rows are those of requests, and whether a caller names such rows."""
 
     def __init__(self, num_rows: int) -> None:
-        """Start with every row free."""
         self.num_rows = num_rows
         self._is_taken = np.zeros(num_rows, dtype=np.int64)
         # Single numbers are written several times as fast in this.
@@ -132,12 +121,7 @@ class TakenRows:
         self._taken[row], self._checked = 0, None
 
     def check(self, rows: Any, counts: Any) -> None:
-        """Refuse rows that are not those of requests, each once, with one count for each (``bad_rows``).
-
-        Args:
-            rows: ``[n], int64, host``.
-            counts: ``[n], int64, host``.
-        """
+        """Refuse rows that are not those of requests, each once, with one count for each (``bad_rows``)."""
         try:
             named = rows.dtype, rows.tobytes()
             is_right = rows.ndim == counts.ndim == 1 and len(rows) == len(counts) and counts.dtype.kind == "i"
@@ -154,68 +138,10 @@ class TakenRows:
             )
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def not_computable(num_computed: int, num_allocated: int) -> RequestError:
-    """Return the error of a commit of more tokens than blocks were allocated for."""
-    return RequestError(
-        f"{num_computed} computed tokens are committed of a request that has room for {num_allocated}; extend it "
-        "before its tokens are computed",
-        code="no_room_made",
-    )
-
-
 def too_many_tokens(num_tokens: int, most: int) -> RequestError:
-    """Return the error of a request for more tokens than the plan's longest request has."""
+    """Return the error of a request for more tokens than the plan's longest request has (``too_long``)."""
     return RequestError(
         f"room for {safe_repr(num_tokens)} tokens was asked for, but the plan is for requests of {most} at most; "
         "ask for fewer, or plan with a greater max_model_len",
         code="too_long",
-    )
-
-
-def name_in_use(request_id: str, is_swapped: bool) -> RequestError:
-    """Return the error of a new request with the name of another one."""
-    where = "swapped out" if is_swapped else "in the table"
-    return RequestError(
-        f"a request {request_id!r} is {where} already; free it first, or give the new one another name",
-        code="duplicate_id",
-    )
-
-
-def no_free_row(max_num_seqs: int) -> RequestError:
-    """Return the error of a new request when the table is full."""
-    return RequestError(
-        f"no row of the table is free: there are {max_num_seqs}; free a request, swap one out, or ask for a greater "
-        "max_num_seqs",
-        code="no_row",
-    )
-
-
-def not_in_table(request_id: str, is_swapped: bool) -> RequestError:
-    """Return the error of a verb on a request that is not in the table."""
-    where = "it is swapped out; swap it in" if is_swapped else "there is none of that name; start it"
-    return RequestError(f"the request {request_id!r} is not in the table: {where}", code="unknown_id")
-
-
-def not_swapped_out(request_id: str, is_in_table: bool) -> RequestError:
-    """Return the error of swapping in a request that is not swapped out."""
-    where = "it is in the table" if is_in_table else "there is none of that name"
-    return RequestError(
-        f"the request {request_id!r} is not swapped out: {where}; swap in only what 'swap_out' took out",
-        code="not_swapped",
-    )
-
-
-def cannot_fork(request_id: str, why: str) -> RequestError:
-    """Return the error of forking a request that cannot be forked, for a reason that says what to do."""
-    return RequestError(f"the request {request_id!r} cannot be forked: {why}", code="no_fork")
-
-
-def unreadable_tokens(request_id: str, why: RequestError) -> RequestError:
-    """Return the error of a commit of tokens that could not be read, and so not be published."""
-    return RequestError(
-        f"the request {request_id!r} is committed, but no other request finds its tokens from there on: {why}",
-        code=why.code,
     )

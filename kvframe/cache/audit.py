@@ -33,15 +33,7 @@ def pages_in(tables: BlockTables) -> BlockIds:
 def audit_rows(
     tables: BlockTables, free: Sequence[int], taken: Sequence[int], num_blocks: Counts, num_computed: Counts
 ) -> None:
-    """Check that every row is free or belongs to one request, and that no page is in a column that is not in use.
-
-    Args:
-        tables: The block tables.
-        free: The rows that are free.
-        taken: The rows of requests.
-        num_blocks: ``[num_groups, max_num_seqs], int64, host``: each row's blocks.
-        num_computed: ``[max_num_seqs], int64, host``: each row's computed tokens.
-    """
+    """Check that every row is free or belongs to one request, and that no page is in a column that is not in use."""
     rows = list(free)
     _require(len(free) + len(taken) == len(num_computed), "rows were lost, or came from nowhere")
     _require(len({*free, *taken}) == len(num_computed), "a row is free and a request's, or two requests'")
@@ -52,13 +44,7 @@ def audit_rows(
 
 
 def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
-    """Check that a pool's pages are free, held or cached, and counted right.
-
-    Args:
-        pool: The pool.
-        plan: How it is divided.
-        held: ``[n], int32, host``: the pages that are held, each as often as it has holders.
-    """
+    """Check that a pool's pages are free, held (as often in ``held`` as they have holders) or cached, and counted."""
     pages, free = pool.free_list.all_blocks(), pool.free_list.free_blocks()
     # Different pages are at least as far apart as the smallest page is long.
     apart = max(1, min((group.page_bytes for group in plan.groups), default=1) // plan.block_id_bytes)
@@ -99,9 +85,6 @@ def audit_tree(tree: RadixTree) -> None:
 def _require(is_so: bool, otherwise: str) -> None:
     if not is_so:
         raise AssertionError(otherwise)
-
-
-# --- debug mode -------------------------------------------------------------------------------------------------------
 
 
 def audit_each_verb(manager: Any) -> None:

@@ -51,14 +51,9 @@ class BlockPool:
 
         Args:
             plan: How the pool is divided.
-            reserve_slabs: Idle slabs that an allocation leaves alone as long as evicting its own group's cached blocks
-                serves it too: so that a lone request always finds the slabs that the plan promised it.
-            on_evicted: Called with an owner, and the groups and indices of its evicted blocks; None if no block
-                is ever published.
+            reserve_slabs: Idle slabs that are kept for a lone request, if evicting a group's own blocks serves too.
+            on_evicted: Called with an owner and its evicted blocks' groups and indices; None if none is published.
             eviction: Which cached blocks are evicted first; the least recently used ones if None.
-
-        Raises:
-            PluginError: The policy does not answer as it has to.
         """
         self._page_bytes = [group.page_bytes for group in plan.groups]
         # Blocks are apart by the smallest block at least, so that a quotient tells them apart.
@@ -126,8 +121,7 @@ class BlockPool:
         """Allocate blocks of each group, evicting cached ones if too few are free.
 
         Returns:
-            Their ids, one group after the other, each with one reference; None, and nothing changed, if too few are
-            free or cached.
+            Their ids, one group after the other, each with one reference; None if there are too few.
         """
         taken = self.free_list.take_free(num_blocks, self)
         if taken is not None:
@@ -159,12 +153,7 @@ class BlockPool:
             self._count_held(group, num_cached)
 
     def release_blocks(self, block_ids: BlockIds, groups: int | Groups) -> None:
-        """Remove one reference of each block. Blocks without references are cached if they are published, else free.
-
-        Args:
-            block_ids: The blocks, the first to be evicted first; a block as often as references to it are removed.
-            groups: Their group, or the group of each.
-        """
+        """Remove a reference of each block; one without any is cached if published, in this order, otherwise free."""
         if self._num_more_references:
             places = self._places(block_ids)
             if np.count_nonzero(self._state[places]):
@@ -224,13 +213,7 @@ class BlockPool:
     # --- publishing ---------------------------------------------------------------------------------------------------
 
     def publish_blocks(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> None:
-        """Publish blocks under an owner, which is notified when they are evicted.
-
-        Args:
-            owner: The owner, or the owner of each; ``NO_OWNER`` to unpublish held blocks.
-            block_ids: Blocks that are held or cached.
-            indices: The owner's index of each block.
-        """
+        """Publish held or cached blocks under an owner, or one each, at its indices; ``NO_OWNER`` unpublishes them."""
         places = self._places(block_ids)
         self._owner[places] = owner
         self._index[places] = indices

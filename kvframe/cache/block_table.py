@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import overload
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -61,19 +60,13 @@ class TableStack:
     def at(
         self, places: npt.NDArray[np.int64] | int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return where blocks lie in ``flat``, which is several times as fast to index.
-
-        Args:
-            places: The place of each block's group in the array, one if it is the same of all.
-            rows: ``[n], int64, host``: the row of each.
-            blocks: ``[n], int64, host``: which of the row's blocks.
-        """
+        """Return where the blocks of groups at ``places`` lie in ``flat``, which is faster to index: ``[n]`` each."""
         _, num_rows, num_blocks = self.ids.shape
         at: npt.NDArray[np.int64] = (places * num_rows + rows) * num_blocks + blocks
         return at
 
 
-class BlockTables(Sequence[BlockTable]):
+class BlockTables:
     """The block tables of all groups, by group index.
 
     Invariant: the tables of equal block size and sequence lie in one array, so that a step reads all of them at once.
@@ -122,14 +115,11 @@ class BlockTables(Sequence[BlockTable]):
         }
         self._tables = tuple(tables[group] for group in range(len(block_sizes)))
 
-    @overload
-    def __getitem__(self, index: int) -> BlockTable: ...
+    def __getitem__(self, group: int) -> BlockTable:
+        return self._tables[group]
 
-    @overload
-    def __getitem__(self, index: slice) -> tuple[BlockTable, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> BlockTable | tuple[BlockTable, ...]:
-        return self._tables[index]
+    def __iter__(self) -> Iterator[BlockTable]:
+        return iter(self._tables)
 
     def __len__(self) -> int:
         return len(self._tables)

@@ -13,10 +13,8 @@ import attrs
 import numpy as np
 
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.block_table import BlockTables
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.rows import RowNumbers, Rows
-from kvframe.planning.plan import PlannedGroup
+from kvframe.cache.rows import GroupKinds, RowNumbers, Rows
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""
@@ -41,17 +39,8 @@ class SharedBlocks:
         rows: These rows.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[PlannedGroup],
-        numbers: RowNumbers,
-        pool: BlockPool,
-        tables: BlockTables,
-        copier: PageCopier,
-    ) -> None:
-        """Start with no row."""
-        self._groups, self._numbers = tuple(groups), numbers
-        self._pool, self._tables, self._copier = pool, tables, copier
+    def __init__(self, kinds: GroupKinds, numbers: RowNumbers, pool: BlockPool, copier: PageCopier) -> None:
+        self._kinds, self._numbers, self._pool, self._copier = kinds, numbers, pool, copier
         self.rows: set[int] = set()
 
     def blocks_to_copy(self, rows: Rows) -> list[SharedBlock]:
@@ -59,11 +48,11 @@ class SharedBlocks:
         num_leaving: Counter[int] = Counter()
         found = []
         for row in rows.tolist():
-            for group in self._groups if row in self.rows else ():
+            for group in self._kinds.of_tokens if row in self.rows else ():
                 block, num_written = divmod(self._numbers.computed_of[row], group.block_size)
                 if not num_written:
                     continue
-                ids = self._tables[group.index].ids[row, block : block + 1]
+                ids = self._kinds.tables[group.index].ids[row, block : block + 1]
                 page = int(ids[0])
                 if page and self._pool.reference_counts(ids)[0] - num_leaving[page] > 1:
                     num_leaving[page] += 1
@@ -73,14 +62,7 @@ class SharedBlocks:
     def copy(
         self, blocks: Sequence[SharedBlock], copies: Sequence[BlockIds], taken: BlockIds, counts: Sequence[int]
     ) -> None:
-        """Copy shared pages; if a copy fails, give back all pages that were allocated with them.
-
-        Args:
-            blocks: What ``blocks_to_copy`` returned.
-            copies: For each, the page that gets the copy, ``[1, 1], int32, host``.
-            taken: All pages that were allocated, one group after the other.
-            counts: How many of these each group got.
-        """
+        """Copy shared pages to ``copies``; if one fails, give back ``taken``, what was allocated with them by group."""
         try:
             for group in dict.fromkeys(each.group for each in blocks):
                 pairs = [

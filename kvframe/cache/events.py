@@ -100,8 +100,6 @@ class EventLog:
         events, self._events = self._events, []
         return events
 
-    # --- recording ----------------------------------------------------------------------------------------------------
-
     def record_stored(self, node: RadixNode, start: int, stop: int) -> None:
         """Record the blocks of a node that end in tokens ``(start, stop]``, except those that were recorded before."""
         found: list[tuple[int, int, range, Sequence[int]]] = []
@@ -168,17 +166,10 @@ class EventLog:
         self._hashes.clear()
         self._events.append(CacheCleared())
 
-    # --- keys ---------------------------------------------------------------------------------------------------------
-
     def _keys_of(
         self, node: RadixNode, ends: Sequence[int]
     ) -> tuple[str, int, npt.NDArray[np.uint32], dict[int, bytes]]:
-        """Return keys of prefixes that end in a node, after these sorted numbers of tokens.
-
-        Returns:
-            The salt; the position of the first token in the array that follows; tokens up to the node's end; the key of
-            each prefix.
-        """
+        """Return the salt, where the tokens that follow begin, tokens up to a node's end, prefixes' keys by length."""
         # Walk back to the last node whose hash is kept, or to the root.
         parts: list[bytearray] = []
         each = node

@@ -181,13 +181,7 @@ class EvictionQueue:
     """Cached blocks in the order of eviction: an order for each group, or one for all if any block serves any group."""
 
     def __init__(self, num_orders: int, is_current: IsCurrent, *, is_ranked: bool) -> None:
-        """Start empty.
-
-        Args:
-            num_orders: One for each group, or one that all groups share.
-            is_current: Says of each block that was released at a stamp whether it has been cached since then.
-            is_ranked: Whether a policy gives priorities.
-        """
+        """Start empty, with an order for each group, or one that all groups share."""
         self._is_current = is_current
         self._kind: type[ReleaseOrder | PriorityOrder] = PriorityOrder if is_ranked else ReleaseOrder
         self._orders = [self._kind(is_current) for _ in range(num_orders)]
@@ -197,14 +191,7 @@ class EvictionQueue:
         return self._orders[group if len(self._orders) > 1 else 0]
 
     def add_blocks(self, priorities: int | Numbers, stamp: int, block_ids: BlockIds, groups: int | Groups) -> None:
-        """Add blocks that are released together, those first that are evicted first if priorities are equal.
-
-        Args:
-            priorities: The stamp, or the priority of each by a policy.
-            stamp: Larger than any before.
-            block_ids: The blocks.
-            groups: Their group, or the group of each.
-        """
+        """Add blocks released together at a stamp, larger than any before, which is their priority unless ranked."""
         for group, where in equal_runs(groups if len(self._orders) > 1 else 0):
             of_group = priorities if isinstance(priorities, int) else priorities[where]
             self._orders[group].add(of_group, stamp, block_ids[where])
@@ -231,11 +218,7 @@ class PolicyPriorities:
     """Asks an eviction policy for the priority of blocks, and keeps the data that the policy needs."""
 
     def __init__(self, policy: EvictionPolicy, page_bytes: Sequence[int], capacity: int, num_places: int) -> None:
-        """Try the policy, with the bytes of a block of each group and of the pool.
-
-        Raises:
-            PluginError: The policy raises or answers wrongly.
-        """
+        """Try the policy, with the bytes of a block of each group and of the pool; it may raise a ``PluginError``."""
         self.policy = policy
         self._page_bytes = np.array(page_bytes, dtype=np.int64)
         self._capacity = max(capacity, 1)
@@ -246,11 +229,7 @@ class PolicyPriorities:
         self._ask(1, np.array([0, 1, 1000]), np.full(3, 16))
 
     def rank(self, places: Places, groups: int | Groups) -> Numbers:
-        """Return the priority of the blocks at some places, which are released together.
-
-        Raises:
-            PluginError: The policy raises or answers wrongly.
-        """
+        """Return the priority of blocks that are released together; a wrong answer raises a ``PluginError``."""
         num_bytes = np.broadcast_to(self._page_bytes[groups], len(places)).copy()
         # One more for each release, so that no two clocks are equal.
         passed = 1 + int(num_bytes[self._priority[places] == _NOT_RANKED].sum())
@@ -299,7 +278,6 @@ class Reuse:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Know nothing of a pool of so many blocks."""
         # As if so many blocks of each number of uses had been released, and all found again: a few blocks say little.
         self._assumed = max(16.0, num_blocks / 16)
         self._found = np.full(MOST_USES + 1, self._assumed)

@@ -54,11 +54,7 @@ class FreeList:
         return sum(num_blocks) <= self._num_blocks - self._num_held
 
     def take_free(self, num_blocks: Sequence[int], pool: BlockPool) -> BlockIds | None:
-        """Take free blocks for each group, evicting cached ones if too few are free; they are held from now on.
-
-        Returns:
-            Their ids, one group after the other; None, and nothing changed, if too few are free or cached.
-        """
+        """Take free blocks for each group, evicting cached ones if too few are free; None if there are too few."""
         count = sum(num_blocks)
         if count > self._num_blocks - self._num_held:
             return None

@@ -93,7 +93,6 @@ class InputIndex:
     """
 
     def __init__(self, groups: Sequence[PlannedGroup]) -> None:
-        """Start empty, for the groups of a plan that store inputs."""
         self._groups = tuple(group for group in groups if group.is_of_input)
         self._owners: dict[InputBlocks, int] = {}
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}

@@ -44,12 +44,7 @@ class LiveRange:
 
     @classmethod
     def of(cls, answers: Answers, max_tokens: int) -> LiveRange:
-        """Return when the blocks of a type die.
-
-        Args:
-            answers: The spec's checked answers.
-            max_tokens: The tokens of the longest request.
-        """
+        """Return when the blocks of a type with these answers die, in requests of at most ``max_tokens`` tokens."""
         size, mask = answers.block_size, answers.mask()
         num_blocks = -(-max_tokens // size)
         deaths = None
@@ -73,12 +68,7 @@ class LiveRange:
         return bool((self.deaths > self._ends(len(self.deaths))).all())
 
     def needed(self, step: int, max_tokens: int) -> npt.NDArray[np.bool_]:
-        """Return which blocks some prefix hit could need: ``[max_blocks], bool``.
-
-        Args:
-            step: Hits end at multiples of so many tokens.
-            max_tokens: The tokens of the longest hit.
-        """
+        """Return which blocks hits at multiples of ``step`` up to ``max_tokens`` could need: ``[max_blocks], bool``."""
         ends = self._ends(len(self.deaths))
         if step > max_tokens:
             return np.zeros(len(ends), dtype=np.bool_)
@@ -92,17 +82,10 @@ class LiveRange:
         pages = pages[:num_blocks]
         if np.count_nonzero(pages) == num_blocks:
             return num_blocks * self.block_size
-        covered = self.hits_lost(pages, self.block_size, num_blocks)
-        return int(np.flatnonzero(covered == 0)[-1]) * self.block_size
+        return longest_common_prefix([(self, pages)], self.block_size, num_blocks * self.block_size)
 
     def hits_lost(self, pages: Pages, step: int, num_hits: int) -> Positions:
-        """Return by how many missing blocks each hit is lost: ``[num_hits + 1], int64``.
-
-        Args:
-            pages: The pages of a prefix.
-            step: Tokens from one hit to the next, a multiple of the block size.
-            num_hits: The number of the longest hit, whose blocks ``pages`` holds.
-        """
+        """Return how many missing blocks each hit at a multiple of ``step`` needs: ``[num_hits + 1], int64``."""
         (missing,) = np.nonzero(pages == 0)
         first = -(-(missing + 1) * self.block_size // step)
         # A hit at the position where a block is dead does not need it.
@@ -118,14 +101,62 @@ class LiveRange:
         return (np.arange(num_blocks) + 1) * self.block_size
 
 
-def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, most: int) -> int:
-    """Return the longest prefix whose live blocks have pages in every group.
+class DeathLists:
+    """The deaths of the blocks of some groups: one list for each live range, in the order of the deaths.
 
-    Args:
-        groups: The live range and the pages of each group.
-        step: A multiple of all groups' block sizes.
-        most: The tokens that it has at most.
+    The blocks of a group die at the same numbers of computed tokens in every request, and in the same order. The lists
+    say what died between two commits, for many rows and groups at once.
+
+    Attributes:
+        places: ``[num_groups], int64, host``: the numbers that the groups were given with.
     """
+
+    def __init__(self, live: Sequence[tuple[int, LiveRange]]) -> None:
+        """Sort the deaths of groups, each given with a number; groups may share a live range."""
+        self.places = np.array([place for place, _ in live], dtype=np.int64)
+        kinds = {id(each): each for _, each in live}
+        # Each list ends with a death that no row reaches. All lists are searched as one array, in which the numbers of
+        # each list are larger than those of the list before.
+        size = max(len(each.deaths) for each in kinds.values()) + 1
+        span = max(each.block_size * size for each in kinds.values()) + 2
+        at, blocks = np.full((len(kinds), size), NEVER), np.zeros((len(kinds), size), dtype=np.int64)
+        for kind, each in enumerate(kinds.values()):
+            blocks[kind, :-1] = order = np.argsort(each.deaths, kind="stable")
+            at[kind, :-1] = each.deaths[order]
+        starts = span * np.arange(len(kinds))[:, None]
+        self._keys = (np.minimum(at, span - 1) + starts).reshape(-1)
+        self._at, self._blocks = at.reshape(-1), blocks.reshape(-1)
+        self._start = starts[[list(kinds).index(id(each)) for _, each in live]]
+
+    def after(self, num_computed: Positions) -> Positions:
+        """Return ``[num_groups, n]``: where in the lists the first death after each number of computed tokens is."""
+        after: Positions = self._keys.searchsorted(self._start + num_computed, "right")
+        return after
+
+    def nearest(self, after: Positions) -> Positions:
+        """Return ``[n]``: at how many computed tokens the next block of each row dies."""
+        nearest: Positions = np.minimum.reduce(self._at[after])
+        return nearest
+
+    def between(self, start: Positions, stop: Positions) -> tuple[Positions | int, Positions, Positions]:
+        """Return the deaths since ``start``, an earlier ``after``: of each the group's place, which row, the block."""
+        counts = (stop - start).reshape(-1)
+        if np.maximum.reduce(counts) <= 1:
+            (which,) = counts.nonzero()
+            blocks = self._blocks[start.reshape(-1)[which]]
+        else:
+            which = np.arange(len(counts)).repeat(counts)
+            # Of each group and row, the last deaths before ``stop``, in their order.
+            offset = stop.reshape(-1) - counts.cumsum()
+            blocks = self._blocks[offset[which] + np.arange(len(which))]
+        if len(self.places) == 1:
+            return int(self.places[0]), which, blocks
+        groups, which = np.divmod(which, start.shape[1])
+        return self.places[groups], which, blocks
+
+
+def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, most: int) -> int:
+    """Return the longest prefix, a multiple of ``step`` up to ``most``, whose live blocks have pages in every group."""
     num_hits = most // step
     if not groups or not num_hits:
         return 0

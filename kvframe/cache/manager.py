@@ -10,18 +10,12 @@ import numpy.typing as npt
 
 from kvframe.cache.arguments import (
     TakenRows,
-    cannot_fork,
     check_count,
     check_inputs,
     check_name,
     check_salt,
     check_tokens,
-    name_in_use,
-    no_free_row,
-    not_in_table,
-    not_swapped_out,
     too_many_tokens,
-    unreadable_tokens,
 )
 from kvframe.cache.audit import audit_each_verb, audit_rows, pages_in
 from kvframe.cache.block_table import BlockTables
@@ -31,7 +25,7 @@ from kvframe.cache.events import EventLog
 from kvframe.cache.input_index import InputSequence, input_blocks, inputs_root
 from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
 from kvframe.cache.pins import Pin, Pins
-from kvframe.cache.prefix_cache import NO_HIT, PrefixCache, PrefixHit
+from kvframe.cache.prefix_lookup import NO_HIT, PrefixCache, PrefixHit
 from kvframe.cache.radix_tree import NO_MATCH, Namespace
 from kvframe.cache.rows import GroupKinds, RowNumbers, Rows
 from kvframe.cache.stats import GroupLookups, KVCacheStats
@@ -115,27 +109,13 @@ class KVCacheManager:
         )
         self._numbers = numbers = RowNumbers(len(plan.groups), max_num_seqs)
         kinds = GroupKinds.of(plan, self.tables)
-        self._cache = PrefixCache(
-            plan,
-            kinds,
-            numbers.num_computed,
-            numbers.next_publication,
-            is_caching=self.prefix_caching,
-            eviction=eviction,
-        )
+        self._cache = PrefixCache(kinds, numbers, is_caching=self.prefix_caching, eviction=eviction)
         self._pool, self._publisher = self._cache.pool, self._cache.publisher
         self._pins = Pins(plan, self._pool)
-        self._coordinator = KVCacheCoordinator(
-            plan,
-            kinds,
-            numbers,
-            self._pool,
-            self.tables,
-            self._publisher if self.prefix_caching else None,
-            copier,
-        )
+        publisher = self._publisher if self.prefix_caching else None
+        self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher, copier)
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
-        self._swapper = Swapper(plan, self.tables, numbers, self._coordinator, self._cache, host_pages)
+        self._swapper = Swapper(kinds, numbers, self._coordinator, self._cache, host_pages)
         self._entries: dict[str, Entry] = {}
         self._swapped: dict[str, tuple[Entry, StoredRow]] = {}
         self._fresh: dict[int, Entry] = {}
@@ -220,14 +200,17 @@ class KVCacheManager:
         check_name(request_id)
         self._check_new(new_id)
         check_tokens(token_ids, self.plan.max_model_len)
+        why = None
         if request_id in self._swapped:
-            raise cannot_fork(request_id, "it is swapped out; swap it in")
-        if request_id not in self._entries:
-            raise cannot_fork(request_id, "it is not in the table; start it")
-        if not self._can_fork:
-            raise cannot_fork(request_id, "its manager has no copier for shared pages; make the manager with one")
-        if self.missing_inputs(request_id):
-            raise cannot_fork(request_id, "its inputs are not computed; commit its first tokens before")
+            why = "it is swapped out; swap it in"
+        elif request_id not in self._entries:
+            why = "it is not in the table; start it"
+        elif not self._can_fork:
+            why = "its manager has no copier for shared pages; make the manager with one"
+        elif self.missing_inputs(request_id):
+            why = "its inputs are not computed; commit its first tokens before"
+        if why is not None:
+            raise RequestError(f"the request {request_id!r} cannot be forked: {why}", code="no_fork")
         entry, row = self._entries[request_id], self._free_rows[-1]
         self._coordinator.fork_row(entry.row, row, token_ids)
         self._add_entry(new_id, Entry(row, token_ids, entry.namespace, NO_HIT, 0, entry.num_resets))
@@ -244,12 +227,20 @@ class KVCacheManager:
         """Refuse a request that comes into the table if its name is in use, or if no row is free."""
         check_name(request_id)
         if request_id in self._entries or request_id in self._swapped:
-            raise name_in_use(request_id, request_id in self._swapped)
+            where = "swapped out" if request_id in self._swapped else "in the table"
+            raise RequestError(
+                f"a request {request_id!r} is {where} already; free it first, or give the new one another name",
+                code="duplicate_id",
+            )
         self._check_free_row()
 
     def _check_free_row(self) -> None:
         if not self._free_rows:
-            raise no_free_row(self._rows.num_rows)
+            raise RequestError(
+                f"no row of the table is free: there are {self._rows.num_rows}; free a request, swap one out, or ask "
+                "for a greater max_num_seqs",
+                code="no_row",
+            )
 
     def _add_entry(self, request_id: str, entry: Entry) -> None:
         """Let a request have the free row that is given next."""
@@ -257,14 +248,9 @@ class KVCacheManager:
         self._entries[request_id] = entry
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
-        """Return how many tokens ``start`` would find cached.
-
-        Raises:
-            RequestError: As ``start``, of tokens, salt and inputs.
-        """
+        """Return how many tokens ``start`` would find cached; the errors of tokens, salt and inputs are its too."""
         self._check_prompt(token_ids, salt, inputs)
-        namespace = (salt, inputs_root(inputs) if inputs else b"")
-        return self._cache.find_prefix(namespace, token_ids, len(token_ids) - 1).num_tokens
+        return self._find_prefix(token_ids, salt, inputs, len(token_ids) - 1).num_tokens
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
@@ -280,7 +266,7 @@ class KVCacheManager:
         check_count("num_tokens", num_tokens)
         if num_tokens > self.plan.max_model_len:
             raise too_many_tokens(num_tokens, self.plan.max_model_len)
-        return self._coordinator.allocator.could_allocate(row, num_tokens, self.plan.max_num_batched_tokens)
+        return self._coordinator.allocator.could_allocate(row, num_tokens)
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Allocate blocks for a request's tokens ``[0, num_tokens)`` and, the first time, for all of its inputs.
@@ -339,10 +325,8 @@ class KVCacheManager:
         if entry.row in self._fresh:
             self._first_commit(self._fresh.pop(entry.row))
         self._coordinator.commit_row(entry.row, num_computed)
-        if self._events is not None:
-            self._publisher.refresh_leaf(entry.row)
-        if self._publisher.unreadable:
-            self._raise_unreadable([entry.row])
+        if self._events is not None or self._publisher.unreadable:
+            self._after_commit([entry.row])
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
         """Record the computed tokens of many requests: what ``commit`` does, for each of them.
@@ -361,17 +345,8 @@ class KVCacheManager:
         for row in self._fresh.keys() & rows.tolist() if self._fresh else ():
             self._first_commit(self._fresh.pop(row))
         self._coordinator.commit_rows(rows, num_computed)
-        if self._events is not None:
-            for row in rows.tolist():
-                self._publisher.refresh_leaf(row)
-        if self._publisher.unreadable:
-            self._raise_unreadable(rows.tolist())
-
-    def _raise_unreadable(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            if row in self._publisher.unreadable:
-                request_id = next(name for name, entry in self._entries.items() if entry.row == row)
-                raise unreadable_tokens(request_id, self._publisher.unreadable.pop(row))
+        if self._events is not None or self._publisher.unreadable:
+            self._after_commit(rows.tolist())
 
     def _first_commit(self, entry: Entry) -> None:
         """Count a request's lookup, and publish its inputs, when its first tokens are computed."""
@@ -383,6 +358,20 @@ class KVCacheManager:
         if self._input_groups and entry.num_resets == self._num_resets:
             for each in self._numbers.states[entry.row].inputs:
                 self._cache.inputs.publish_input(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
+
+    def _after_commit(self, rows: Sequence[int]) -> None:
+        """Record the events of rows, if somebody listens, and raise for tokens that could not be read."""
+        for row in rows if self._events is not None else ():
+            self._publisher.refresh_leaf(row)
+        for row in rows if self._publisher.unreadable else ():
+            if row in self._publisher.unreadable:
+                why = self._publisher.unreadable.pop(row)
+                request_id = next(name for name, entry in self._entries.items() if entry.row == row)
+                raise RequestError(
+                    f"the request {request_id!r} is committed, but no other request finds its tokens from there on: "
+                    f"{why}",
+                    code=why.code,
+                )
 
     def swap_out(self, request_id: str) -> bool:
         """Move a request's resident pages, of all groups, to host memory and take it out of the table.
@@ -423,7 +412,11 @@ class KVCacheManager:
         """
         check_name(request_id)
         if request_id not in self._swapped:
-            raise not_swapped_out(request_id, request_id in self._entries)
+            where = "it is in the table" if request_id in self._entries else "there is none of that name"
+            raise RequestError(
+                f"the request {request_id!r} is not swapped out: {where}; swap in only what 'swap_out' took out",
+                code="not_swapped",
+            )
         check_count("num_tokens", num_tokens)
         self._check_free_row()
         row, (entry, stored) = self._free_rows[-1], self._swapped[request_id]
@@ -462,7 +455,9 @@ class KVCacheManager:
             check_name(request_id)
         entry = self._entries.get(request_id)
         if entry is None:
-            raise not_in_table(request_id, request_id in self._swapped)
+            is_swapped = request_id in self._swapped
+            where = "it is swapped out; swap it in" if is_swapped else "there is none of that name; start it"
+            raise RequestError(f"the request {request_id!r} is not in the table: {where}", code="unknown_id")
         return entry
 
     def reset_prefix_cache(self) -> None:
@@ -528,7 +523,8 @@ class KVCacheManager:
         """
         # An input can be pinned without a token.
         self._check_prompt(token_ids, salt, inputs, least=0)
-        return self._pins.pin_prefix(self._find_all(token_ids, salt, inputs), checks_capacity=checks_room)
+        hit = self._find_prefix(token_ids, salt, inputs, len(token_ids))
+        return self._pins.pin_prefix(hit, checks_capacity=checks_room)
 
     def restore(
         self,
@@ -562,15 +558,16 @@ class KVCacheManager:
         """
         self._check_free_row()
         self._check_prompt(token_ids, salt, inputs, least=0)
-        row = self._free_rows[-1]
-        if not self._swapper.restore_prefix(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
+        if not self._swapper.restore_prefix(self._free_rows[-1], token_ids, copies, fetch, salt=salt, inputs=inputs):
             return None
-        return self._pins.pin_prefix(self._find_all(token_ids, salt, inputs), checks_capacity=False)
+        return self.pin(token_ids, salt=salt, inputs=inputs, checks_room=False)
 
-    def _find_all(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> PrefixHit:
-        """Return the cached blocks of tokens, the last token included, and of inputs."""
+    def _find_prefix(
+        self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], most: int
+    ) -> PrefixHit:
+        """Return the cached blocks of the first ``most`` tokens, and of inputs."""
         of_inputs = input_blocks(self._input_groups, inputs, salt)
-        return self._cache.find_prefix((salt, inputs_root(inputs)), token_ids, len(token_ids), of_inputs)
+        return self._cache.find_prefix((salt, inputs_root(inputs)), token_ids, most, of_inputs)
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin, if it is held; its pages stay cached until they are evicted."""

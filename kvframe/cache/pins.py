@@ -9,7 +9,7 @@ import numpy as np
 
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.prefix_cache import PrefixHit
+from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.contract.errors import RequestError
 from kvframe.planning.plan import KVCachePlan
 
@@ -40,18 +40,12 @@ class Pins:
     """
 
     def __init__(self, plan: KVCachePlan, pool: BlockPool) -> None:
-        """Start without a pin."""
         self.plan = plan
         self._pool = pool
         self._pins: dict[int, Pin] = {}
 
     def pin_prefix(self, hit: PrefixHit, *, checks_capacity: bool = True) -> Pin:
-        """Hold the pages that a request needs to continue after a hit.
-
-        Raises:
-            RequestError: ``checks_capacity`` is set, and the longest request would no longer fit (``no_room``). Nothing
-                changed.
-        """
+        """Hold the pages that a request needs to continue after a hit; refuse if the longest request no longer fits."""
         pin = Pin(hit.num_tokens, [self._needed_pages(group, hit) for group in range(len(self.plan.groups))])
         if checks_capacity:
             self._check_capacity(pin)
@@ -108,10 +102,7 @@ class Pins:
             )
 
     def _needed_and_left(self, plan: KVCachePlan, pins: Iterable[Pin]) -> tuple[int, int]:
-        """Return the slabs that the longest request takes, and the slabs without a page of some pins.
-
-        Both are for a plan with as many slabs as now or fewer.
-        """
+        """Return the slabs that the longest request takes, and those without a page of some pins, in a smaller plan."""
         pages = np.unique(_pages_of(pins))
         first_rest = (self.plan.null_bytes + self.plan.num_slabs * self.plan.slab_bytes) // self.plan.block_id_bytes
         num_rest_pages = max(0, plan.num_rest_pages - int(np.count_nonzero(pages >= first_rest)))

@@ -16,15 +16,8 @@ import numpy.typing as npt
 from kvframe.cache.block_pool import NO_OWNER
 from kvframe.cache.free_list import Groups
 from kvframe.cache.live_range import NEVER
-from kvframe.cache.radix_tree import (
-    Match,
-    Namespace,
-    RadixNode,
-    RadixTree,
-    as_bytes,
-    num_readable,
-)
-from kvframe.cache.rows import GroupKinds
+from kvframe.cache.radix_tree import Match, Namespace, RadixNode, RadixTree, as_bytes, num_readable
+from kvframe.cache.rows import GroupKinds, RowNumbers
 from kvframe.contract.errors import RequestError
 
 Positions = npt.NDArray[np.int64]
@@ -61,18 +54,8 @@ class Publisher:
         unreadable: Why tokens of a row could not be read, until the error was raised.
     """
 
-    def __init__(
-        self, tree: RadixTree, kinds: GroupKinds, num_computed: Positions, next_publication: Positions
-    ) -> None:
-        """Follow no row yet.
-
-        Args:
-            tree: Where blocks are published.
-            kinds: The groups of tokens.
-            num_computed: ``[max_num_seqs], int64, host``: each row's computed tokens.
-            next_publication: Likewise; it is set to the number of computed tokens at which a row has to be published.
-        """
-        max_num_seqs = len(num_computed)
+    def __init__(self, tree: RadixTree, kinds: GroupKinds, numbers: RowNumbers) -> None:
+        max_num_seqs = len(numbers.states)
         self._tree = tree
         tree.catch_up = self._update_leaf
         self.row_pages = tree.row_pages = [
@@ -92,11 +75,8 @@ class Publisher:
         self._leaf_owner = np.full(max_num_seqs, NO_OWNER, dtype=np.int32)
         self._leaf_start = np.full(max_num_seqs, NEVER, dtype=np.int64)
         self.unreadable: dict[int, RequestError] = {}
-        # Single numbers of rows are read and written several times as fast in these.
-        self._computed_of, self._next_publication = num_computed.data, next_publication.data
+        self._computed_of, self._next_publication = numbers.computed_of, numbers.publication_of
         self._cursors: list[_Cursor | None] = [None] * max_num_seqs
-        max_blocks = max((pages.shape[2] for pages in self.row_pages), default=0)
-        self._numbers_down = np.arange(max_blocks, dtype=np.int32)[::-1].copy()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -129,9 +109,7 @@ class Publisher:
     def unfollow(self, row: int, *, retires: bool = False) -> int:
         """Stop following a row: its leaf stays as its last commit left it.
 
-        Args:
-            row: The row.
-            retires: Whether to release the blocks of the only group too, if all of them become findable only now.
+        If ``retires``, the blocks of the only group are released too, if all of them become findable only now.
 
         Returns:
             The number of the row's tokens whose blocks it released.
@@ -173,11 +151,7 @@ class Publisher:
     # --- rows whose tokens are in the tree ----------------------------------------------------------------------------
 
     def publish_row(self, row: int) -> None:
-        """Publish the full blocks of a row.
-
-        As long as its tokens are those of another request, that one's blocks stay findable; missing ones are filled in
-        with pages of this row.
-        """
+        """Publish the full blocks of a row: where another request's are findable, these stay."""
         cursor = self._cursors[row]
         assert cursor is not None
         try:
@@ -265,7 +239,7 @@ class Publisher:
             self._next_publication[parent.row] = parent.stop + self._tree.unit
             self._forget_run(parent.row, parent.start, parent.stop)
             self._end_growth(parent)
-        leaf = cursor.node = self._tree.add_leaf(parent, first)
+        leaf = cursor.node = self._tree.add_node(parent, parent.stop, first)
         leaf.row = row
         self._leaf_owner[row], self._leaf_start[row] = leaf.owner, leaf.start
         self._next_publication[row] = NEVER
@@ -289,14 +263,8 @@ class Publisher:
         When the pool is nearly full they are freed: only a request that branches off in the middle could use them, and
         cached blocks that other requests could use would be evicted for them.
 
-        Args:
-            s: The table stack of their groups.
-            places: The place of each block's group in the stack; one if it is the same of all.
-            rows: ``[n], int64, host``: the row of each.
-            blocks: ``[n], int64, host``: which of the row's blocks.
-            at: ``[n], int64, host``: where it lies in the stack (``TableStack.at``).
-            pages: ``[n], int32, host``: its page.
-            groups: Its group; one if it is the same of all.
+        Of each block of table stack ``s``, the arguments are its group's place in the stack, its row, its number in the
+        row, where it lies in the stack (``TableStack.at``), its page, and its group.
         """
         pool = self._tree.pool
         is_unowned = pool.owners_of(pages) == NO_OWNER
@@ -347,25 +315,20 @@ class Publisher:
     def _publish_and_release(self, leaf: RadixNode) -> int:
         """Publish and release all full blocks of a row in the only group at once, the last one first.
 
-        This takes two thirds of the time of ``_update_leaf`` and a release after it.
-
         Returns:
             How many tokens they have; 0 if one of them cannot be read.
         """
         cursor = self._cursors[leaf.row]
         assert cursor is not None
         end = self._end_of(cursor, leaf.row)
-        if not end:
-            return 0
         try:
             leaf.tokens += as_bytes(cursor.tokens, 0, end)
         except RequestError:
             return 0
         leaf.stop, leaf.num_pages = end, end // self._tree.sizes[0]
         leaf.pages = [self.row_pages[0][:, leaf.row, : leaf.num_pages].copy()]
-        indices = self._numbers_down[len(self._numbers_down) - leaf.num_pages :]
         block_ids = leaf.pages[0][0, ::-1]
-        self._tree.pool.publish_blocks(leaf.owner, block_ids, indices)
+        self._tree.pool.publish_blocks(leaf.owner, block_ids, np.arange(leaf.num_pages - 1, -1, -1))
         self._tree.pool.release_blocks(block_ids, self._tree.groups[0][0])
         if self._tree.on_stored is not None:
             self._tree.on_stored(leaf, 0, end)

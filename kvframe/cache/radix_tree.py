@@ -100,7 +100,6 @@ class RadixTree:
     """
 
     def __init__(self, live: Mapping[int, LiveRange], stacks: Sequence[TableStack], max_tokens: int) -> None:
-        """Start with no prefix."""
         self.unit = math.gcd(*(stack.block_size for stack in stacks)) if stacks else 1
         self.sizes = tuple(stack.block_size for stack in stacks)
         self.place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
@@ -142,14 +141,7 @@ class RadixTree:
         return Match(tuple(nodes), offset)
 
     def end_of_common(self, node: RadixNode, start: int, data: bytes, base: int) -> int:
-        """Return up to which token a node has the tokens of ``data``, in units.
-
-        Args:
-            node: The node, up to date.
-            start: The token from which on they are compared, within the node.
-            data: Tokens as bytes.
-            base: The token that ``data`` begins with.
-        """
+        """Return up to which token, from ``start`` on, a node has the tokens of ``data``, which begins at ``base``."""
         stop, at = min(node.stop, base + len(data) // TOKEN_BYTES), TOKEN_BYTES * (start - base)
         is_whole = start == node.start and stop == node.stop
         mine = node.tokens if is_whole else node.tokens_between(start, stop)
@@ -199,13 +191,10 @@ class RadixTree:
         """Return the root of a namespace. The tree keeps it as long as it has a child."""
         return self._roots.get(namespace) or RadixNode(None, 0, 0, namespace=namespace)
 
-    def add_leaf(self, parent: RadixNode, first: bytes) -> RadixNode:
+    def add_node(self, parent: RadixNode, start: int, first: bytes) -> RadixNode:
         """Return a new node without a token; ``first`` is the bytes of the first unit that it will have."""
         if parent.namespace is not None:
             self._roots[parent.namespace] = parent
-        return self._new_child(parent, parent.stop, first)
-
-    def _new_child(self, parent: RadixNode, start: int, first: bytes) -> RadixNode:
         if not self._free_owners:
             self._free_owners.append(len(self._nodes))
             self._nodes.append(None)
@@ -217,7 +206,7 @@ class RadixTree:
     def split_node(self, node: RadixNode, at: int) -> RadixNode:
         """Split a node and return the upper part, a new node. The lower one keeps growing, and goes if it is empty."""
         assert node.parent is not None
-        upper = self._new_child(node.parent, node.start, node.first)
+        upper = self.add_node(node.parent, node.start, node.first)
         upper.stop, upper.tokens = at, node.tokens_between(node.start, at)
         for s, size in enumerate(self.sizes):
             num_blocks = at // size - node.start // size
@@ -239,30 +228,21 @@ class RadixTree:
         return self._nodes[node.owner] is node
 
     def remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
-        """Remove evicted pages from a node.
-
-        Args:
-            owner: The node's number.
-            groups: Their group, or the group of each.
-            indices: ``[n], host``: which blocks of the prefix they were.
-        """
+        """Remove evicted pages of groups, the blocks at ``indices`` of the prefix, from the node with a number."""
         node = self._nodes[owner]
         assert node is not None
         if node.num_pages == len(indices) and not node.children and node.row < 0:
             node.num_pages = 0  # the node goes as a whole
         else:
             for group, of_group in equal_runs(groups):
-                self._remove_pages(node, group, indices[of_group])
+                s, g = self.place[group]
+                places = indices[of_group] - node.start // self.sizes[s]
+                if node.row >= 0:
+                    self.row_pages[s][g, node.row, indices[of_group]] = 0
+                    places = places[places < node.pages[s].shape[1]]
+                node.pages[s][g, places] = 0
+                node.num_pages -= len(places)
         self.remove_if_empty(node)
-
-    def _remove_pages(self, node: RadixNode, group: int, indices: Indices) -> None:
-        s, g = self.place[group]
-        places = indices - node.start // self.sizes[s]
-        if node.row >= 0:
-            self.row_pages[s][g, node.row, indices] = 0
-            places = places[places < node.pages[s].shape[1]]
-        node.pages[s][g, places] = 0
-        node.num_pages -= len(places)
 
     def remove_if_empty(self, node: RadixNode) -> None:
         """Remove a node that has neither pages nor children and does not grow, and then its parents likewise."""
@@ -283,16 +263,11 @@ class RadixTree:
 
 def last_column(pages: npt.NDArray[np.int32]) -> int:
     """Return the number of the last column with a page, counted from 1; 0 if there is no page."""
-    held = np.flatnonzero(pages.any(axis=0))
-    return int(held[-1]) + 1 if len(held) else 0
+    return int(np.flatnonzero(pages.any(axis=0)).max(initial=-1)) + 1
 
 
 def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
-    """Return token ids ``[start, stop)`` as four bytes each.
-
-    Raises:
-        RequestError: One of them is not a token id, or is missing (``bad_token``).
-    """
+    """Return token ids ``[start, stop)`` as four bytes each; raise ``RequestError`` (``bad_token``) if one is none."""
     if isinstance(tokens, array) and tokens.typecode == "I":
         # A short part is read faster as a copy, a long one as a view. No view is kept, not even by an error: the caller
         # could add no token to the array while a view lives.

@@ -26,22 +26,26 @@ class GroupKinds:
     """The groups of a plan by the state that they store.
 
     Attributes:
-        groups: All groups.
+        plan: The plan; the number of its slabs may change.
+        tables: The block tables of all groups.
         of_tokens: Those that keep state of requests' own tokens; the others keep state of inputs.
         stacks: The block tables of ``of_tokens``.
         sparse: The groups of tokens that store few blocks: their types say at each step which ones. The others are
             dense: they store every block that a step computes.
         live: For each group of tokens, by its index, when its blocks die.
         asked: The answers of the types whose live ranges no mask says: they are checked as far as requests get.
-        is_plain: Whether every group is dense.
+        has_inputs: Whether some group keeps state of inputs.
+        is_plain: Whether every group is dense, and none of inputs.
     """
 
-    groups: tuple[PlannedGroup, ...]
+    plan: KVCachePlan
+    tables: BlockTables
     of_tokens: tuple[PlannedGroup, ...]
     stacks: tuple[TableStack, ...]
     sparse: tuple[PlannedGroup, ...]
     live: Mapping[int, LiveRange]
     asked: tuple[Answers, ...]
+    has_inputs: bool
     is_plain: bool
 
     @classmethod
@@ -52,20 +56,18 @@ class GroupKinds:
         # Groups of one type have one live range, which is worked out once.
         of_type = {group.spec.group_key: group.answers for group in of_tokens}
         live = {key: LiveRange.of(answers, plan.max_model_len) for key, answers in of_type.items()}
+        has_inputs = len(of_tokens) < len(plan.groups)
         return cls(
-            groups=plan.groups,
+            plan=plan,
+            tables=tables,
             of_tokens=of_tokens,
             stacks=tuple(stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input),
             sparse=sparse,
             live={group.index: live[group.spec.group_key] for group in of_tokens},
             asked=tuple(answers for key, answers in of_type.items() if not live[key].is_by_mask),
-            is_plain=not sparse and len(of_tokens) == len(plan.groups),
+            has_inputs=has_inputs,
+            is_plain=not sparse and not has_inputs,
         )
-
-    @property
-    def has_inputs(self) -> bool:
-        """Whether some group keeps state of inputs."""
-        return len(self.of_tokens) < len(self.groups)
 
 
 @attrs.define
@@ -92,7 +94,7 @@ PLAIN = RowState()
 
 
 class RowNumbers:
-    """The counts of each row.
+    """The counts of each row, among them the numbers of tokens at which something happens next.
 
     Invariant: a row needs work only when its computed tokens reach one of these numbers. It lacks no page for its
     tokens ``[0, capacity)``; below ``next_death`` computed tokens none of its blocks dies, and below
@@ -112,7 +114,6 @@ class RowNumbers:
     """
 
     def __init__(self, num_groups: int, max_num_seqs: int) -> None:
-        """Let every row be one without a token."""
         self.num_computed, self.capacity = np.zeros((2, max_num_seqs), dtype=np.int64)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.next_death, self.next_publication = np.full((2, max_num_seqs), NEVER, dtype=np.int64)

@@ -38,11 +38,8 @@ class Slabs:
     ) -> None:
         """Start with every slab free.
 
-        Args:
-            plan: How the pool is divided.
-            reserve: Idle slabs that an allocation leaves alone if evicting its own group's cached blocks serves it too.
-            priorities: Returns the eviction priority of blocks. That of an idle slab is the largest of its blocks, or
-                the stamp of its last release if this is None.
+        An allocation leaves ``reserve`` idle slabs alone if evicting its own group's cached blocks serves it too. The
+        priority of an idle slab is the largest of its blocks' ``priorities``; without it, that of its last release.
         """
         num_groups, num_slabs = len(plan.groups), plan.num_slabs
         self._priorities, self._reserve = priorities, reserve

@@ -15,14 +15,12 @@ import numpy.typing as npt
 from kvframe.cache.arguments import check_copies, too_many_tokens
 from kvframe.cache.audit import audit_pool
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks, InputSequence, input_blocks, inputs_root
-from kvframe.cache.prefix_cache import PrefixCache
+from kvframe.cache.prefix_lookup import PrefixCache
 from kvframe.cache.radix_tree import NO_MATCH, Namespace, as_bytes
-from kvframe.cache.rows import RowNumbers, RowState
-from kvframe.planning.plan import KVCachePlan
+from kvframe.cache.rows import GroupKinds, RowNumbers, RowState
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages of a group to the pool: from some places outside of it to as many block ids. It may raise."""
@@ -67,32 +65,22 @@ class Swapper:
 
     def __init__(
         self,
-        plan: KVCachePlan,
-        tables: BlockTables,
+        kinds: GroupKinds,
         numbers: RowNumbers,
         coordinator: KVCacheCoordinator,
         cache: PrefixCache,
         host_pages: HostPages | None,
     ) -> None:
-        """Start with empty host memory."""
-        self._plan, self._tables, self._numbers = plan, tables, numbers
+        plan = self._plan = kinds.plan
+        self._tables, self._numbers = kinds.tables, numbers
         self._coordinator, self._cache, self._host_pages = coordinator, cache, host_pages
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self.host_pool: BlockPool | None = None
         if host_pages is not None:
             self.host_pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs, num_rest_pages=0))
 
-    # --- host memory --------------------------------------------------------------------------------------------------
-
     def swap_out_row(self, row: int) -> StoredRow | None:
-        """Copy a row's resident pages to host memory; the row keeps its pages.
-
-        Returns:
-            None if the host memory has too few free pages.
-
-        Raises:
-            RuntimeError: A copy failed.
-        """
+        """Copy a row's resident pages to host memory, where too few may be free (None); the row keeps its pages."""
         if self._host_pages is None or self.host_pool is None:
             return None
         blocks = [np.array(ids, dtype=np.int64) for ids in self._coordinator.blocks(row)]
@@ -119,13 +107,6 @@ class Swapper:
         """Fill a free row from host memory, allocate blocks for its tokens ``[0, num_tokens)``, and release the copies.
 
         If ``prefix``, the request's namespace and tokens, is given, cached pages are shared and not copied.
-
-        Returns:
-            False if the pool has too few pages.
-
-        Raises:
-            RequestError: The plan is for fewer tokens.
-            RuntimeError: A copy failed.
         """
         assert self._host_pages is not None
         if not self._fill_row(row, stored, num_tokens, prefix, self._host_pages.copy_in):
@@ -142,17 +123,11 @@ class Swapper:
                 self.host_pool.release_blocks(held, group)
 
     def audit_copies(self, swapped: Iterable[StoredRow]) -> None:
-        """Check that the copies of these rows, and no others, are the held pages of the host memory.
-
-        Raises:
-            AssertionError: A check fails; the text says which.
-        """
+        """Check that the copies of these rows, and no others, are the held pages of the host memory."""
         if self.host_pool is not None:
             copies = [of_group[of_group != 0] for stored in swapped for of_group in stored.copies]
             held = np.concatenate([np.zeros(0, dtype=np.int64), *copies])
             audit_pool(self.host_pool, self._plan, held.astype(np.int32))
-
-    # --- saved prefixes -----------------------------------------------------------------------------------------------
 
     def restore_prefix(
         self,
@@ -164,10 +139,7 @@ class Swapper:
         salt: str,
         inputs: Mapping[str, InputSequence],
     ) -> bool:
-        """Publish a prefix whose pages are outside of the pool, as ``KVCacheManager.restore`` says.
-
-        The row is free before and after. False is returned if the pool has too few pages.
-        """
+        """Publish a prefix as ``KVCacheManager.restore`` says, through a free row; return False if pages are short."""
         as_bytes(token_ids, 0, len(token_ids))
         namespace = (salt, inputs_root(inputs))
         state = RowState(input_blocks(self._input_groups, inputs, salt))
@@ -184,10 +156,8 @@ class Swapper:
             self._coordinator.free_row(row)
         return True
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
     def _needed_blocks(self, num_tokens: int, inputs: Iterable[InputBlocks]) -> list[npt.NDArray[np.bool_]]:
-        """Return per group ``[num_blocks], bool, host``: the blocks that a request needs to continue after a prefix."""
+        """Return per group ``[num_blocks], bool``: the blocks that a request needs to continue after a prefix."""
         needed = []
         for group in self._plan.groups:
             is_needed = np.zeros(0 if group.is_of_input else num_tokens // group.block_size, dtype=np.bool_)

@@ -1,7 +1,4 @@
-"""The prefix cache: finds a request's cached prefix, over any number of groups, and the group that limits the hit.
-
-It joins the block pool and the indexes that find published pages in it.
-"""
+"""Prefix lookup: a request's longest cached prefix, over any number of groups, and the groups that limit the hit."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from kvframe.cache.input_index import InputBlocks, InputIndex
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import NO_MATCH, Match, Namespace, RadixTree, last_column
-from kvframe.cache.rows import GroupKinds
+from kvframe.cache.rows import GroupKinds, RowNumbers
 from kvframe.cache.stats import GroupLookups
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.planning.plan import KVCachePlan
@@ -94,10 +91,8 @@ class PrefixCache:
 
     def __init__(
         self,
-        plan: KVCachePlan,
         kinds: GroupKinds,
-        num_computed: npt.NDArray[np.int64],
-        next_publication: npt.NDArray[np.int64],
+        numbers: RowNumbers,
         *,
         is_caching: bool,
         eviction: EvictionPolicy | None,
@@ -107,12 +102,11 @@ class PrefixCache:
         Raises:
             PluginError: The eviction policy gives a wrong answer.
         """
+        plan = kinds.plan
         self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
-        self.publisher = Publisher(self.tree, kinds, num_computed, next_publication)
+        self.publisher = Publisher(self.tree, kinds, numbers)
         self.inputs = InputIndex(plan.groups)
-        on_evicted = self.tree.remove_evicted
-        if any(group.is_of_input for group in plan.groups):
-            on_evicted = self._remove_evicted
+        on_evicted = self._remove_evicted if kinds.has_inputs else self.tree.remove_evicted
         self.pool = BlockPool(
             plan, reserve_slabs=_reserve(plan), on_evicted=on_evicted if is_caching else None, eviction=eviction
         )
@@ -124,7 +118,7 @@ class PrefixCache:
         self._has_sparse = bool(kinds.sparse)
         self._kinds = tuple(group.spec.kind for group in plan.groups)
         # If some type always needs the last token, no hit is longer than the tokens that are known.
-        needs_last = [live.needs_last for live in chain.from_iterable(self._live)]
+        needs_last = [live.needs_last for live in kinds.live.values()]
         self._ends_with_match = any(needs_last)
         self._ends_with_pages = self._ends_with_match and not all(needs_last)
 
@@ -132,8 +126,6 @@ class PrefixCache:
         """Remove evicted pages from the index that knows their owner: inputs have negative numbers."""
         index = self.inputs if owner < NO_OWNER else self.tree
         index.remove_evicted(owner, groups, indices)
-
-    # --- finding ------------------------------------------------------------------------------------------------------
 
     def find_prefix(
         self, namespace: Namespace, tokens: Sequence[int], most: int, inputs: Sequence[InputBlocks] = ()
@@ -231,8 +223,6 @@ class PrefixCache:
         for group, lookups in hit.of_inputs:
             totals[group].add(lookups)
 
-    # --- as a whole ---------------------------------------------------------------------------------------------------
-
     def clear(self) -> None:
         """Evict every cached page, and make held ones unfindable."""
         self.pool.unpublish_all()
@@ -269,15 +259,7 @@ class PrefixCache:
             yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
 
     def audit(self, plan: KVCachePlan, held: BlockIds) -> None:
-        """Check that every page is free, held or cached, and counted right; it takes long.
-
-        Args:
-            plan: The plan.
-            held: ``[n], int32, host``: the pages that are held, each as often as it is referenced.
-
-        Raises:
-            AssertionError: A check fails; the text says which.
-        """
+        """Check pages; ``held`` is ``[n], int32, host``: the held ones, each as often as it is referenced."""
         audit_pool(self.pool, plan, held)
         if self._is_caching:
             audit_tree(self.tree)
