@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.eviction import EvictionQueue, Numbers, Places, PolicyPriorities, equal_runs, of_groups
+from kvframe.cache.eviction import (
+    Numbers,
+    Places,
+    PolicyPriorities,
+    PriorityOrder,
+    ReleaseOrder,
+    equal_runs,
+    of_groups,
+)
 from kvframe.cache.free_list import BlockIds, FreeList, Groups
 from kvframe.cache.slabs import Slabs
 from kvframe.contract.errors import PluginError
@@ -63,9 +71,9 @@ class BlockPool:
         if eviction is not None and eviction != LRU:
             self._policy = PolicyPriorities(eviction, self._page_bytes, plan.total_bytes, num_places)
         is_shared = FreeList.fits(plan)
-        self._queue = EvictionQueue(
-            1 if is_shared else len(plan.groups), self._is_current, is_ranked=self._policy is not None
-        )
+        # The orders of eviction: one for each group, or one if any block serves any group.
+        self._num_orders = 1 if is_shared else len(plan.groups)
+        self._orders = self._new_orders()
         self.free_list: FreeList | Slabs = (
             FreeList(plan) if is_shared else Slabs(plan, reserve_slabs, self._priorities if self._policy else None)
         )
@@ -96,7 +104,7 @@ class BlockPool:
 
     def count_cached(self) -> list[int]:
         """Return the cached blocks of each group, in time that grows with the pool."""
-        places = self._places(self._queue.all_blocks())
+        places = self._places(np.concatenate([order.entries()[1] for order in self._orders]))
         groups = np.broadcast_to(self._groups_of(places), len(places))
         found: list[int] = np.bincount(groups, minlength=len(self.blocks_held)).tolist()
         return found
@@ -195,7 +203,9 @@ class BlockPool:
             self._group[places] = groups
         self.num_cached += len(block_ids)
         priorities = self._stamp if self._policy is None else self._rank(self._policy, places, groups)
-        self._queue.add_blocks(priorities, self._stamp, block_ids, groups)
+        for group, where in equal_runs(groups if self._num_orders > 1 else 0):
+            of_group = priorities if isinstance(priorities, int) else priorities[where]
+            self._orders[group].add(of_group, self._stamp, block_ids[where])
         self.free_list.cache_held(block_ids, self._stamp)
 
     def _rank(self, policy: PolicyPriorities, places: Places, groups: int | Groups) -> int | Numbers:
@@ -205,7 +215,7 @@ class BlockPool:
         except PluginError as error:
             _log.error("%s; it is set aside, and the least recently used blocks are evicted first", error)
         self._policy = None
-        self._queue.sort_by_stamp()
+        self._orders = [order.by_release() for order in self._orders if isinstance(order, PriorityOrder)]
         if isinstance(self.free_list, Slabs):
             self.free_list.ignore_policy()
         return self._stamp
@@ -222,7 +232,7 @@ class BlockPool:
         """Evict every cached block and unpublish held ones, without telling their owners."""
         self._owner[...] = NO_OWNER
         self.discard_cached(self.free_list.all_blocks())
-        self._queue.remove_all()
+        self._orders = self._new_orders()
         if self._policy is not None:
             self._policy.forget_blocks(slice(None))
 
@@ -253,11 +263,11 @@ class BlockPool:
 
     def first_priority(self, group: int) -> int | None:
         """Return the priority of the block of a group that is evicted first; None if the group has no cached block."""
-        return self._queue.order_of(group).first_priority()
+        return self._order_of(group).first_priority()
 
     def evict_first(self, group: int, num_blocks: int) -> None:
         """Evict cached blocks of a group by their priority, until ``num_blocks`` are evicted or none is left."""
-        order = self._queue.order_of(group)
+        order = self._order_of(group)
         while num_blocks > 0 and (block_ids := order.pop(num_blocks)) is not None:
             self.evict_blocks(block_ids)
             num_blocks -= len(block_ids)
@@ -318,6 +328,13 @@ class BlockPool:
         return True
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _new_orders(self) -> list[ReleaseOrder | PriorityOrder]:
+        kind = ReleaseOrder if self._policy is None else PriorityOrder
+        return [kind(self._is_current) for _ in range(self._num_orders)]
+
+    def _order_of(self, group: int) -> ReleaseOrder | PriorityOrder:
+        return self._orders[group if self._num_orders > 1 else 0]
 
     def _num_places(self, plan: KVCachePlan) -> int:
         return plan.total_bytes // plan.block_id_bytes // self._divisor + 1 if plan.groups else 1

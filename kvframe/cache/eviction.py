@@ -176,46 +176,20 @@ class PriorityOrder:
         stamps = np.repeat([entry[2] for entry in self._runs], [len(entry[3]) for entry in self._runs])
         return stamps.astype(np.int64), np.concatenate([np.zeros(0, np.int32), *(entry[3] for entry in self._runs)])
 
-
-class EvictionQueue:
-    """Cached blocks in the order of eviction: an order for each group, or one for all if any block serves any group."""
-
-    def __init__(self, num_orders: int, is_current: IsCurrent, *, is_ranked: bool) -> None:
-        """Start empty, with an order for each group, or one that all groups share."""
-        self._is_current = is_current
-        self._kind: type[ReleaseOrder | PriorityOrder] = PriorityOrder if is_ranked else ReleaseOrder
-        self._orders = [self._kind(is_current) for _ in range(num_orders)]
-
-    def order_of(self, group: int) -> ReleaseOrder | PriorityOrder:
-        """Return the order that a group's blocks are in."""
-        return self._orders[group if len(self._orders) > 1 else 0]
-
-    def add_blocks(self, priorities: int | Numbers, stamp: int, block_ids: BlockIds, groups: int | Groups) -> None:
-        """Add blocks released together at a stamp, larger than any before, which is their priority unless ranked."""
-        for group, where in equal_runs(groups if len(self._orders) > 1 else 0):
-            of_group = priorities if isinstance(priorities, int) else priorities[where]
-            self._orders[group].add(of_group, stamp, block_ids[where])
-
-    def all_blocks(self) -> BlockIds:
-        """Return the blocks of all orders."""
-        return np.concatenate([np.zeros(0, np.int32), *(order.entries()[1] for order in self._orders)])
-
-    def sort_by_stamp(self) -> None:
-        """Let the stamp of its release be the priority of each block from now on."""
-        self._kind = ReleaseOrder
-        for number, order in enumerate(self._orders):
-            stamps, block_ids = order.entries()
-            by_stamp = np.argsort(stamps, kind="stable")
-            self._orders[number] = by_release = ReleaseOrder(self._is_current)
-            by_release.add(0, stamps[by_stamp], block_ids[by_stamp])
-
-    def remove_all(self) -> None:
-        """Remove all entries."""
-        self._orders = [self._kind(self._is_current) for _ in self._orders]
+    def by_release(self) -> ReleaseOrder:
+        """Return the same blocks in the order of their release."""
+        stamps, block_ids = self.entries()
+        by_stamp, order = np.argsort(stamps, kind="stable"), ReleaseOrder(self._is_current)
+        order.add(0, stamps[by_stamp], block_ids[by_stamp])
+        return order
 
 
 class PolicyPriorities:
-    """Asks an eviction policy for the priority of blocks, and keeps the data that the policy needs."""
+    """Asks an eviction policy for the priority of blocks, and keeps the data that the policy needs.
+
+    That is how often each block was used, and which share of released blocks was found again, by their uses before.
+    These counts fade as content is released, so that the shares are recent ones.
+    """
 
     def __init__(self, policy: EvictionPolicy, page_bytes: Sequence[int], capacity: int, num_places: int) -> None:
         """Try the policy, with the bytes of a block of each group and of the pool; it may raise a ``PluginError``."""
@@ -225,7 +199,10 @@ class PolicyPriorities:
         self._uses = np.zeros(num_places, dtype=np.int64)
         self._priority = np.full(num_places, _NOT_RANKED)
         self._clock = 0
-        self._reuse = Reuse(capacity // max(page_bytes, default=1))
+        # As if so many blocks of each number of uses had been released, and all found again: a few blocks say little.
+        self._assumed = max(16.0, capacity // max(page_bytes, default=1) / 16)
+        self._found = np.full(MOST_USES + 1, self._assumed)
+        self._released = self._found.copy()
         self._ask(1, np.array([0, 1, 1000]), np.full(3, 16))
 
     def rank(self, places: Places, groups: int | Groups) -> Numbers:
@@ -235,14 +212,20 @@ class PolicyPriorities:
         passed = 1 + int(num_bytes[self._priority[places] == _NOT_RANKED].sum())
         self._clock += passed
         uses = self._uses[places]
-        self._reuse.count_released(uses, passed / self._capacity)
+        fading = float(0.5 ** (passed / self._capacity / _MEMORY))
+        for counts in (self._found, self._released):
+            counts *= fading
+            counts += (1 - fading) * self._assumed
+        self._released += _count(uses)
         priorities = self._ask(self._clock, uses, num_bytes)
         self._priority[places] = priorities
         return priorities
 
     def _ask(self, clock: int, uses: Numbers, num_bytes: Numbers) -> Numbers:
         whose, count = f"eviction policy {self.policy.name!r}", len(uses)
-        released = ReleasedPages(clock, uses, num_bytes, self._capacity, self._reuse.shares())
+        # A block that is found while another request holds it was found without a release.
+        shares = np.minimum(self._found / self._released, 1.0)
+        released = ReleasedPages(clock, uses, num_bytes, self._capacity, shares)
         given = call(f"{whose}: priorities()", self.policy.priorities, released)
         if not isinstance(given, np.ndarray) or given.shape != (count,) or given.dtype != np.int64:
             is_array = isinstance(given, np.ndarray)
@@ -256,7 +239,7 @@ class PolicyPriorities:
 
     def count_uses(self, places: Places) -> None:
         """Count one more use of blocks that a request found."""
-        self._reuse.count_found(self._uses[places])
+        self._found += _count(self._uses[places])
         self._uses[places] += 1
 
     def forget_blocks(self, places: Places | slice) -> None:
@@ -271,32 +254,6 @@ class PolicyPriorities:
         self._priority = np.append(self._priority, np.full(num_new, _NOT_RANKED))
 
 
-class Reuse:
-    """Which share of released blocks is found again, by how often they were used before.
-
-    Counts fade as content is released, so that the shares are recent ones.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        # As if so many blocks of each number of uses had been released, and all found again: a few blocks say little.
-        self._assumed = max(16.0, num_blocks / 16)
-        self._found = np.full(MOST_USES + 1, self._assumed)
-        self._released = self._found.copy()
-
-    def count_found(self, uses: Numbers) -> None:
-        """Count blocks that were found, after so many uses each."""
-        self._found += np.bincount(np.minimum(uses, MOST_USES), minlength=MOST_USES + 1)
-
-    def count_released(self, uses: Numbers, passed: float) -> None:
-        """Count released blocks, after so many uses each; ``passed`` is how often the pool was filled since."""
-        fading = float(0.5 ** (passed / _MEMORY))
-        for counts in (self._found, self._released):
-            counts *= fading
-            counts += (1 - fading) * self._assumed
-        self._released += np.bincount(np.minimum(uses, MOST_USES), minlength=MOST_USES + 1)
-
-    def shares(self) -> npt.NDArray[np.float64]:
-        """Return ``[MOST_USES + 1], float64``: for each number of uses, the share that was found again."""
-        # A block that is found while another request holds it was found without a release.
-        shares: npt.NDArray[np.float64] = np.minimum(self._found / self._released, 1.0)
-        return shares
+def _count(uses: Numbers) -> Numbers:
+    """Return ``[MOST_USES + 1]``: how many blocks have each number of uses."""
+    return np.bincount(np.minimum(uses, MOST_USES), minlength=MOST_USES + 1)

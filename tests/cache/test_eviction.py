@@ -304,7 +304,7 @@ def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatc
     capacities = []
     for _ in range(40):
         serve(manager, list(range(30)))
-        capacities.append([len(order._block_ids) for order in manager._pool._queue._orders])  # type: ignore[union-attr]
+        capacities.append([len(order._block_ids) for order in manager._pool._orders])  # type: ignore[union-attr]
     assert capacities[4] == capacities[-1]
     evict_all(manager)
     assert [0, 0] == manager._pool.count_cached()

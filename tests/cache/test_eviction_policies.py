@@ -380,7 +380,7 @@ def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch
     for _ in range(60):
         serve(manager, list(range(30)))
     pool: Any = manager._pool
-    assert sum(order._num_entries for order in pool._queue._orders) <= 2 * (manager._pool.num_cached + 8) + 16
+    assert sum(order._num_entries for order in pool._orders) <= 2 * (manager._pool.num_cached + 8) + 16
     assert len(pool.free_list._by_priority) <= 2 * manager.plan.num_slabs + 8
 
 
