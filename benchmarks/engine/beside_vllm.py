@@ -76,7 +76,7 @@ class Engines:
             if python is None:
                 continue
             if name not in self._running:
-                command = [python, "-m", "benchmarks.engine.worker", system.lower()]
+                command: list[str | Path] = [python, "-m", "benchmarks.engine.worker", system.lower()]
                 is_other = system == VLLM
                 self._running[name] = EngineProcess(
                     name, command, threads=self._threads, is_of_other_environment=is_other

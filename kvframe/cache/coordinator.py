@@ -20,7 +20,7 @@ from kvframe.cache.copy_on_write import PageCopier, SharedBlocks
 from kvframe.cache.eviction import of_groups
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.input_index import InputBlocks
-from kvframe.cache.live_range import NEVER, DeathLists, Positions
+from kvframe.cache.live_range import NEVER, DeathLists
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.rows import PLAIN, Counts, GroupKinds, RowNumbers, Rows, RowState
@@ -71,23 +71,14 @@ class KVCacheCoordinator:
         """Begin a request in a free row from a lookup's hit, and reference its blocks; it may raise a ``SpecError``."""
         if self._kinds.is_plain and not hit.num_tokens:
             return
-        live = [group.answers.live_blocks(hit.num_tokens) if hit.num_tokens else () for group in self._kinds.of_tokens]
+        needed = [hit.needed_pages(group) for group in self._kinds.plan.groups]
         state = PLAIN
         if not self._kinds.is_plain:
             missing = frozenset(each.sequence for each in inputs if each.sequence not in hit.inputs)
             state = RowState(inputs, missing, hit.branch)
         self.begin_row(row, hit.num_tokens, state)
-        for group, ranges in zip(self._kinds.of_tokens, live, strict=True) if hit.num_tokens else ():
-            index = group.index
-            self._numbers.blocks_of[index, row] = hit.num_tokens // group.block_size
-            table, pages = self._tables[index].ids[row], hit.pages(index)
-            for start, stop in ranges:
-                table[start:stop] = pages[start:stop]
-                self._pool.add_references(index, pages[start:stop])
-        for each in inputs:
-            of_input = hit.inputs.get(each.sequence, {}).get(each.group)
-            if of_input is not None:
-                self.reference_blocks(row, each.group, of_input)
+        for group, pages in enumerate(needed):
+            self.reference_blocks(row, group, pages)
         self.allocator.note_capacity(np.array([row]))
 
     def fork_row(self, row: int, new_row: int, token_ids: Sequence[int]) -> None:
@@ -218,29 +209,24 @@ class KVCacheCoordinator:
         for s, stack, deaths in self._dying:
             start, stop = deaths.after(np.minimum(before, num_computed)), deaths.after(num_computed)
             places, which, blocks = deaths.between(start, stop)
-            if len(blocks):
-                self._release_each(s, stack, places, rows[which], blocks)
+            at = stack.at(places, rows[which], blocks)
+            ids = stack.flat[at]
+            is_held = ids != 0
+            if np.count_nonzero(is_held):
+                stack.flat[at] = 0
+                places = of_groups(places, is_held)
+                groups = stack.groups[places] if isinstance(places, int) else stack.index[places]
+                if self._publisher is None:
+                    self._pool.release_blocks(ids[is_held], groups)
+                else:
+                    which, blocks, at, ids = which[is_held], blocks[is_held], at[is_held], ids[is_held]
+                    self._publisher.release_passed(s, places, rows[which], blocks, at, ids, groups)
             nearest.append(deaths.nearest(stop))
         for row in rows.tolist() if self._kinds.has_inputs else ():
             if self._numbers.states[row].missing:
                 self._numbers.states[row].missing = frozenset()
                 self.allocator.note_capacity(np.array([row]))
         self._numbers.next_death[rows] = reduce(np.minimum, nearest) if nearest else NEVER
-
-    def _release_each(self, s: int, stack: TableStack, places: Positions | int, rows: Rows, blocks: Positions) -> None:
-        """Release blocks of groups of a stack and of rows, each named by its place, row and index."""
-        at = stack.at(places, rows, blocks)
-        ids = stack.flat[at]
-        if np.count_nonzero(ids) < len(ids):
-            is_held = ids != 0
-            rows, blocks, at, ids = rows[is_held], blocks[is_held], at[is_held], ids[is_held]
-            places = of_groups(places, is_held)
-        stack.flat[at] = 0
-        groups = stack.groups[places] if isinstance(places, int) else stack.index[places]
-        if self._publisher is not None:
-            self._publisher.release_passed(s, places, rows, blocks, at, ids, groups)
-        else:
-            self._pool.release_blocks(ids, groups)
 
     def _release_refused_of(self, row: int, num_computed: int) -> None:
         """Release a row's blocks after its computed tokens in groups that store few: the next step stores others."""

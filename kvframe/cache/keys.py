@@ -11,22 +11,16 @@ its content's key, its number of tokens, and ``n``, ``joined``; numbers are eigh
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.input_index import InputBlocks, InputSequence, inputs_root, joined
-from kvframe.config.files import read_bytes
-from kvframe.contract.errors import FileError, StackError, shown
 
 KEY_BYTES = 32
-SECRET_BYTES = 32
 # BLAKE2b's ``person``: the purpose of a key, with the version of its definition.
 PREFIX = b"kvframe.prefix.1"
 INPUT = b"kvframe.inputs.1"
@@ -34,8 +28,6 @@ CONTENT = b"kvframe.content1"
 CHECK = b"kvframe.checks.1"
 
 NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
-_MAX_KEY_FILE = 4096
-_DIGITS = re.compile(r"[0-9a-fA-F]+")
 
 
 class PrefixHash:
@@ -95,30 +87,3 @@ def input_key(secret: bytes, blocks: InputBlocks, num_tokens: int) -> bytes:
     numbers = (number.to_bytes(8, "little") for number in (blocks.num_tokens, num_tokens))
     message = joined(blocks.salt.encode(), blocks.sequence.encode(), blocks.key, *numbers)
     return blake2b(message, digest_size=KEY_BYTES, key=secret, person=INPUT).digest()
-
-
-def read_secret(key: str | None, source: str) -> bytes:
-    """Return the secret of a stack's ``[cache] key``, or a random one if the stack has no key.
-
-    Args:
-        key: 64 hexadecimal digits, or a file that holds them; None for a secret that no other process has.
-        source: The stack's file, for errors.
-
-    Raises:
-        StackError: It is neither. The error does not repeat what may be a part of a secret.
-    """
-    if key is None:
-        return secrets.token_bytes(SECRET_BYTES)
-    if _DIGITS.fullmatch(key):
-        return _secret_of(key, f"{source}: cache.key has")
-    try:
-        digits = read_bytes(Path(key), _MAX_KEY_FILE).decode("ascii", "replace").strip()
-    except FileError as error:
-        raise StackError(f"{source}: cache.key: the file {shown(key)} {error}") from error
-    return _secret_of(digits if _DIGITS.fullmatch(digits) else "", f"{source}: cache.key: the file {shown(key)} has")
-
-
-def _secret_of(digits: str, subject: str) -> bytes:
-    if len(digits) != 2 * SECRET_BYTES:
-        raise StackError(f"{subject} {len(digits)} hexadecimal digits; a key has {2 * SECRET_BYTES}")
-    return bytes.fromhex(digits)

@@ -352,8 +352,8 @@ class KVCacheManager:
         """Count a request's lookup, and publish its inputs, when its first tokens are computed."""
         self._cache.count_hit(entry.uncounted, entry.asked_tokens, self._lookups)
         if self._pool.eviction is not LRU:
-            for pages in entry.uncounted.found_pages(self.plan):
-                self._pool.count_uses(pages)
+            for group in self.plan.groups:
+                self._pool.count_uses(entry.uncounted.needed_pages(group))
         entry.uncounted, entry.asked_tokens = NO_HIT, 0
         if self._input_groups and entry.num_resets == self._num_resets:
             for each in self._numbers.states[entry.row].inputs:

@@ -46,7 +46,7 @@ class Pins:
 
     def pin_prefix(self, hit: PrefixHit, *, checks_capacity: bool = True) -> Pin:
         """Hold the pages that a request needs to continue after a hit; refuse if the longest request no longer fits."""
-        pin = Pin(hit.num_tokens, [self._needed_pages(group, hit) for group in range(len(self.plan.groups))])
+        pin = Pin(hit.num_tokens, [hit.needed_pages(group) for group in self.plan.groups])
         if checks_capacity:
             self._check_capacity(pin)
         for group, ids in enumerate(pin.blocks):
@@ -77,16 +77,6 @@ class Pins:
     def pinned_pages(self) -> BlockIds:
         """Return the pages of all pins, each as often as it is pinned."""
         return _pages_of(self._pins.values())
-
-    def _needed_pages(self, group: int, hit: PrefixHit) -> BlockIds:
-        planned = self.plan.groups[group]
-        if planned.is_of_input:
-            found = hit.inputs.get(planned.spec.sequence, {}).get(group)
-            return np.zeros(0, dtype=np.int32) if found is None else found.copy()
-        blocks = np.zeros(hit.num_tokens // planned.block_size, dtype=np.int32)
-        for start, stop in planned.answers.live_blocks(hit.num_tokens) if hit.num_tokens else ():
-            blocks[start:stop] = hit.pages(group)[start:stop]
-        return blocks
 
     def _check_capacity(self, pin: Pin) -> None:
         plan, others = self.plan, tuple(self._pins.values())

@@ -22,7 +22,7 @@ from kvframe.cache.radix_tree import NO_MATCH, Match, Namespace, RadixTree, last
 from kvframe.cache.rows import GroupKinds, RowNumbers
 from kvframe.cache.stats import GroupLookups
 from kvframe.contract.eviction import EvictionPolicy
-from kvframe.planning.plan import KVCachePlan
+from kvframe.planning.plan import KVCachePlan, PlannedGroup
 
 Pages = npt.NDArray[np.int32]
 _NONE: Mapping[Any, Any] = MappingProxyType({})
@@ -57,20 +57,16 @@ class PrefixHit:
     limiting: Sequence[int] = ()
     of_inputs: Sequence[tuple[int, GroupLookups]] = ()
 
-    def pages(self, group: int) -> Pages:
-        """Return ``[num_blocks], int32``: the pages of a group of tokens, 0 for none."""
-        stack, place = self.place[group]
-        pages: Pages = self.stacks[stack][place]
-        return pages
-
-    def found_pages(self, plan: KVCachePlan) -> Iterator[Pages]:
-        """Go through the pages that a request references when it begins with this hit."""
-        for index in self.place if self.num_tokens else ():
-            pages = self.pages(index)
-            for start, stop in plan.groups[index].answers.live_blocks(self.num_tokens):
-                yield pages[start:stop]
-        for of_input in self.inputs.values():
-            yield from of_input.values()
+    def needed_pages(self, group: PlannedGroup) -> Pages:
+        """Return ``[num_blocks], int32``: the pages that a request references when it begins with this hit, or 0."""
+        if group.is_of_input:
+            of_input: Pages = self.inputs.get(group.spec.sequence, {}).get(group.index, np.zeros(0, dtype=np.int32))
+            return of_input.copy()
+        needed = np.zeros(self.num_tokens // group.block_size, dtype=np.int32)
+        for start, stop in group.answers.live_blocks(self.num_tokens) if self.num_tokens else ():
+            stack, place = self.place[group.index]
+            needed[start:stop] = self.stacks[stack][place, start:stop]
+        return needed
 
 
 NO_HIT = PrefixHit()

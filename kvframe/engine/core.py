@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Generic, Protocol, Self
 
-from kvframe.cache.keys import read_secret
+from kvframe.config.cache_key import read_secret
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import KVFrameError, ModelError, PlanError, RequestError, shown
 from kvframe.contract.model import LoadedModel

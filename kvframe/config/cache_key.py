@@ -1,0 +1,41 @@
+"""Reads the secret that a stack's ``[cache] key`` gives, or draws a random one."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+from kvframe.config.files import read_bytes
+from kvframe.contract.errors import FileError, StackError, shown
+
+SECRET_BYTES = 32
+_MAX_KEY_FILE = 4096
+_DIGITS = re.compile(r"[0-9a-fA-F]+")
+
+
+def read_secret(key: str | None, source: str) -> bytes:
+    """Return the secret of a stack's ``[cache] key``, or a random one if the stack has no key.
+
+    Args:
+        key: 64 hexadecimal digits, or a file that holds them; None for a secret that no other process has.
+        source: The stack's file, for errors.
+
+    Raises:
+        StackError: It is neither. The error does not repeat what may be a part of a secret.
+    """
+    if key is None:
+        return secrets.token_bytes(SECRET_BYTES)
+    if _DIGITS.fullmatch(key):
+        return _secret_of(key, f"{source}: cache.key has")
+    try:
+        digits = read_bytes(Path(key), _MAX_KEY_FILE).decode("ascii", "replace").strip()
+    except FileError as error:
+        raise StackError(f"{source}: cache.key: the file {shown(key)} {error}") from error
+    return _secret_of(digits if _DIGITS.fullmatch(digits) else "", f"{source}: cache.key: the file {shown(key)} has")
+
+
+def _secret_of(digits: str, subject: str) -> bytes:
+    if len(digits) != 2 * SECRET_BYTES:
+        raise StackError(f"{subject} {len(digits)} hexadecimal digits; a key has {2 * SECRET_BYTES}")
+    return bytes.fromhex(digits)
