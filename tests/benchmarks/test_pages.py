@@ -10,12 +10,13 @@ import pytest
 
 from benchmarks.attention import cpu, formats, metadata
 from benchmarks.cache import core, definition, eviction, growth, salts
-from benchmarks.engine import generate, profile_step, skipping, soak
+from benchmarks.engine import beside_vllm, generate, profile_step, skipping, soak
 from benchmarks.harness import pages, record
 from benchmarks.memory import plans, traffic
 from tests.benchmarks.calling import RESULTS, page_of, record_of
 
 PAGES: Mapping[str, Callable[[Any], str]] = {
+    "beside_vllm": beside_vllm.write_report,
     "cache": core.write_report,
     "cache_growth": growth.write_report,
     "cache_model": definition.write_report,
