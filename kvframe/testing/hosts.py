@@ -12,7 +12,7 @@ import torch
 
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.contract.formats import StateTensor
+from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import Slots
 from kvframe.planning.groups import Grouping
@@ -98,11 +98,13 @@ class OtherHost(Host):
     """A host that differs from kvframe's engine in all that the contract leaves open.
 
     Its pages have numbers from 0 on and one of the ``LAYOUTS``; rows of queries, keys and values have gaps between
-    them; slots of padded tokens are negative; entries of block tables after a request's last block are those of other
+    them; slots of padded tokens are negative, and it stores a step's tokens in two turns, each of which skips every
+    second token; entries of block tables after a request's last block are those of other
     pages; lengths on the host are upper bounds if the builder takes these; its copies of the step on the host are
     overwritten when the builder has finished; and it says where it wants the output.
 
     Attributes:
+        layout: The name of its layout.
         num_outputs: The outputs that it asked for.
         num_copies: Those of them that it had to copy, because the backend returned another tensor.
     """
@@ -111,7 +113,7 @@ class OtherHost(Host):
 
     def __init__(self, layout: str) -> None:
         """Take the name of one of the ``LAYOUTS``."""
-        self._layout = LAYOUTS[layout]
+        self.layout = layout
         self._around = self._output = torch.empty(0)
         self.num_outputs = self.num_copies = 0
 
@@ -122,11 +124,12 @@ class OtherHost(Host):
         ids = np.unique(manager.tables[0].ids)
         ids = ids[ids != 0]
         self._num_pages = 1 + len(ids) + _SPARE_PAGES
-        numbers = np.random.default_rng(len(ids)).permutation(np.arange(1, self._num_pages))[: len(ids)]
+        # The last page is a spare one: a negative slot that is taken for one from the end is in it.
+        numbers = np.random.default_rng(len(ids)).permutation(np.arange(1, self._num_pages - 1))[: len(ids)]
         page_of = np.zeros(1 + ids.max(initial=0), dtype=np.int64)
         page_of[ids] = numbers
         self._page_of = torch.from_numpy(page_of).to(device)
-        pool, views = self._layout(case.spec.state_tensors(), self._num_pages, device)
+        pool, views = LAYOUTS[self.layout](case.spec.state_tensors(), self._num_pages, device)
         return Memory(pool, {case.layer.name: views})
 
     def slots(self, flat: torch.Tensor, block_size: int) -> Slots:
@@ -199,10 +202,16 @@ class OtherHost(Host):
 
 
 def in_other_hosts(cases: Sequence[Case]) -> Iterator[tuple[Case, OtherHost]]:
-    """Go through a sample of cases in which every trait occurs, each with another host; their layouts take turns."""
-    layouts = itertools.cycle(LAYOUTS)
-    for case in sample(cases, ()):
-        yield case, OtherHost(next(layouts))
+    """Go through a sample of cases in which every trait occurs, each with another host.
+
+    The layouts take turns. Each occurs at least once with keys and values, or another state, in the plain format.
+    """
+    sampled = sample(cases, ())
+    plain = [case for case in sampled if case.spec.kv_format == PLAIN]
+    of_formats = [case for case in sampled if case.spec.kv_format != PLAIN]
+    for some, num_cases in ((plain, max(len(plain), len(LAYOUTS))), (of_formats, len(of_formats))):
+        for case, layout in itertools.islice(zip(itertools.cycle(some), itertools.cycle(LAYOUTS)), num_cases):
+            yield case, OtherHost(layout)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -225,7 +234,7 @@ def _head_major(state: State, num_pages: int, device: torch.device) -> tuple[tor
 def _in_order(
     state: State, num_pages: int, device: torch.device, lies: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Lay out one state tensor after the other; ``lies`` permutes the dimensions into those of its memory."""
+    """Lay out one state tensor after the other; ``lies`` permutes the dimensions into those of memory, and back."""
     pool = torch.empty(
         num_pages * sum(_padded_bytes(each) for each in state.values()), dtype=torch.uint8, device=device
     )
@@ -252,14 +261,28 @@ def _by_page(state: State, num_pages: int, device: torch.device) -> tuple[torch.
 
 def _interleaved(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Lay out the vectors of all state tensors one after the other for each token and head, as in ``[…, K | V]``."""
+    return _side_by_side(state, num_pages, device, lambda tensor: tensor)
+
+
+def _head_major_interleaved(
+    state: State, num_pages: int, device: torch.device
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Do so with the heads before the tokens of a page, as in ``[num_blocks, num_kv_heads, block_size, K | V]``."""
+    return _side_by_side(state, num_pages, device, lambda tensor: tensor.transpose(1, 2) if tensor.ndim > 3 else tensor)
+
+
+def _side_by_side(
+    state: State, num_pages: int, device: torch.device, lies: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Lay out vectors side by side; ``lies`` permutes the other dimensions into those of memory, and back."""
     outer = {each.shape[:-1] for each in state.values()}
     if len(outer) > 1 or len({each.dtype for each in state.values()}) > 1:
         return _by_page(state, num_pages, device)
     sizes = [each.shape[-1] for each in state.values()]
     dtype = getattr(torch, next(iter(state.values())).dtype)
-    num_bytes = num_pages * math.prod(outer.pop()) * sum(sizes) * dtype.itemsize
-    pool = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    whole = pool.view(dtype).view(num_pages, *next(iter(state.values())).shape[:-1], sum(sizes))
+    shape = num_pages, *outer.pop(), sum(sizes)
+    pool = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+    whole = lies(pool.view(dtype).view(lies(torch.empty(shape, device="meta")).shape))
     return pool, dict(zip(state, whole.split(sizes, dim=-1), strict=True))
 
 
@@ -272,5 +295,6 @@ LAYOUTS: Mapping[str, Layout] = {
     "head_major": _head_major,
     "by_page": _by_page,
     "interleaved": _interleaved,
+    "head_major_interleaved": _head_major_interleaved,
 }
 """How another host's memory may be laid out, by name."""

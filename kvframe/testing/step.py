@@ -6,7 +6,7 @@ of such memory shows in the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -119,11 +119,13 @@ def run_step(
         return torch.cat([*new, padding]).to(device)
 
     if not case.is_cross:
-        key, value = (host.rows(packed(part)) for part in (lambda each: each.key, lambda each: each.value))
-        write(writer, case, key, value, storage, Slots(metadata.slot_mapping, metadata.block_size))
-        if host.skips_slots:
-            skipped = Slots(torch.full_like(metadata.slot_mapping, -1), metadata.block_size)
-            write(writer, case, torch.ones_like(key), torch.ones_like(value), storage, skipped)
+        key, value = packed(lambda each: each.key), packed(lambda each: each.value)
+        for stored in _turns(len(key), host):
+            # A token that is skipped must not reach a page.
+            shown = stored.to(device)[:, None, None]
+            slots = Slots(metadata.slot_mapping.masked_fill(~shown.view(-1), -1), metadata.block_size)
+            rows = (host.rows(each.masked_fill(~shown, 1)) for each in (key, value))
+            write(writer, case, *rows, storage, slots)
     guard = WriteGuard([storage.pool, *tensors_of(metadata)])
     wrapped = apply_chain(chain, metadata)
     guard.check("a wrapper wrote to the batch metadata")
@@ -164,6 +166,15 @@ def run_step(
         values[REFRESHED] = attend(_build_and_refresh(builder, common), REFRESHED)
     guard.check("it wrote to the cache, the query or the batch metadata")
     return Output(values=values, with_lse=with_lse, rows=kept[: wrapped.num_actual_tokens])
+
+
+def _turns(num_tokens: int, host: Host) -> Iterator[torch.Tensor]:
+    """Yield which tokens are stored at a time, ``[num_tokens], bool, host``."""
+    if not host.skips_slots:
+        yield torch.ones(num_tokens, dtype=torch.bool)
+        return
+    for turn in range(2):
+        yield torch.arange(num_tokens) % 2 != turn
 
 
 def _build(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:

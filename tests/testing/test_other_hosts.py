@@ -10,12 +10,20 @@ import torch
 from kvframe_torch.backend import TorchBackend
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata, Slots
+from kvframe.contract import (
+    PLAIN,
+    SEQ_STARTS,
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    Slots,
+)
 from kvframe.testing.case import Case
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.hosts import LAYOUTS, OtherHost, in_other_hosts
 from kvframe.testing.laws import ConformanceError
+from tests.testing.lse_backends import LseBackend
 from tests.testing.plain_backend import PlainBackend, PlainBuilder
 
 CASES = make_cases(PlainBackend.capabilities)
@@ -39,6 +47,12 @@ def test_a_backend_serves_another_host(backend: type[AttentionBackend]) -> None:
         check_backend(backend, case, host=host)
 
 
+def test_each_layout_occurs_with_keys_and_values_in_the_plain_format() -> None:
+    for cases in (CASES, CASES[:1]):
+        found = [*in_other_hosts(cases)]
+        assert {*LAYOUTS} == {host.layout for case, host in found if case.spec.kv_format == PLAIN}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_serves_every_layout(layout: str) -> None:
     check_backend(PlainBackend, case_of("full-block=16-mixed"), host=OtherHost(layout))
@@ -58,6 +72,26 @@ class WritesNegativeSlots(PlainBackend):
     def write_kv(self, key: Any, value: Any, kv_cache: Any, slots: Slots) -> None:
         blocks, offsets = slots.flat // slots.block_size, slots.flat % slots.block_size
         super().write_kv(key, value, kv_cache, Slots(slots.flat, slots.block_size, (blocks, offsets)))
+
+
+class StopsAtANegativeSlot(PlainBackend):
+    """As if all tokens after a skipped one were padding."""
+
+    def write_kv(self, key: Any, value: Any, kv_cache: Any, slots: Slots) -> None:
+        kept = (slots.flat >= 0).cummin(0).values
+        super().write_kv(key, value, kv_cache, Slots(torch.where(kept, slots.flat, -1), slots.block_size))
+
+
+class TakesDenseKeys(PlainBackend):
+    def write_kv(self, key: Any, value: Any, kv_cache: Any, slots: Slots) -> None:
+        dense = key.as_strided(key.shape, torch.empty(key.shape).stride())
+        super().write_kv(dense, value, kv_cache, slots)
+
+
+class TakesDenseValues(PlainBackend):
+    def write_kv(self, key: Any, value: Any, kv_cache: Any, slots: Slots) -> None:
+        dense = value.as_strided(value.shape, torch.empty(value.shape).stride())
+        super().write_kv(key, dense, kv_cache, slots)
 
 
 class TakesTheLastEntryForTheLastBlock(PlainBackend):
@@ -81,6 +115,16 @@ class TakesDensePages(PlainBackend):
             for name, tensor in kv_cache.items()
         }
         return super().read(layer, dense, *rest)
+
+
+class FindsValuesAfterKeys(PlainBackend):
+    """As if the values of a page followed its keys, as they do in kvframe's pool."""
+
+    def read(self, layer: Any, kv_cache: Any, *rest: Any) -> Any:
+        key, value = kv_cache["k"], kv_cache["v"]
+        start = key.storage_offset() + -(-key[0].numel() // 16) * 16
+        after = key.as_strided(value.shape, (key.stride(0), *value.stride()[1:]), start)
+        return super().read(layer, {"k": key, "v": after}, *rest)
 
 
 class WritesBesideTheOutput(PlainBackend):
@@ -113,15 +157,43 @@ class KeepsLengths(PlainBuilder):
         return super().build(attrs.evolve(metadata, seq_lens=metadata.seq_lens_cpu.clone()))
 
 
+class KeepsHostCopiesOfStarts(PlainBackend):
+    """Reads at each layer where a request's visible tokens start, from the host's copy."""
+
+    def visible(self, layer: Any, common: CommonAttentionMetadata, *rest: Any) -> torch.Tensor:
+        starts = common.extensions[SEQ_STARTS]
+        kept = {SEQ_STARTS: attrs.evolve(starts, values=starts.values_cpu)}
+        return super().visible(layer, attrs.evolve(common, extensions=kept), *rest)
+
+
+class ReadsHostCopiesForTheLse(LseBackend):
+    """Reads them for the log-sum-exp only."""
+
+    def forward_with_lse(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
+        output, _ = super().forward_with_lse(layer, query, kv_cache, metadata, sinks)
+        common = metadata.common
+        starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
+        if int(lens.max()) > common.max_seq_len:
+            return output, torch.zeros(query.shape[:2])
+        known = attrs.evolve(metadata, common=attrs.evolve(common, query_start_loc=starts, seq_lens=lens))
+        return output, super().forward_with_lse(layer, query, kv_cache, known, sinks)[1]
+
+
 @pytest.mark.parametrize(
     ("backend", "layout", "message"),
     [
         (ReadsHostCopies, "apart", "queries are wrong"),
+        (ReadsHostCopiesForTheLse, "apart", "the log-sum-exp: .* queries are wrong"),
         (WritesNegativeSlots, "apart", "write_kv changes .* bytes beside its slots"),
+        (StopsAtANegativeSlot, "apart", "queries are wrong"),
+        (TakesDenseKeys, "apart", "queries are wrong"),
+        (TakesDenseValues, "apart", "queries are wrong"),
+        (FindsValuesAfterKeys, "apart", "queries are wrong"),
         (TakesTheLastEntryForTheLastBlock, "apart", "queries are wrong"),
         (TakesDenseRows, "apart", "queries are wrong"),
         (TakesDensePages, "head_major", "queries are wrong"),
         (TakesDensePages, "interleaved", "queries are wrong"),
+        (TakesDensePages, "head_major_interleaved", "queries are wrong"),
         (WritesBesideTheOutput, "apart", "it wrote beside the output"),
         (ReturnsTheOutputEmpty, "apart", "queries are wrong"),
         (TakesBoundsForLengths, "apart", "queries are wrong"),
@@ -134,3 +206,10 @@ def test_another_host_shows_what_a_backend_takes_for_granted(
     check_backend(backend, case)
     with pytest.raises(ConformanceError, match=message):
         check_backend(backend, case, host=OtherHost(layout))
+
+
+def test_another_host_overwrites_its_copies_of_extensions() -> None:
+    case = case_of("full-block=16-hidden_starts")
+    check_backend(KeepsHostCopiesOfStarts, case)
+    with pytest.raises(ConformanceError, match="queries are wrong"):
+        check_backend(KeepsHostCopiesOfStarts, case, host=OtherHost("apart"))

@@ -74,8 +74,14 @@ def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_serves_another_host_under_the_interpreter(layout: str) -> None:
-    names = "full-block=16-uneven", "window=5-block=16-decode", "full-everything-mixed", "full-bfloat16-extend"
-    (case,) = (case for case in CASES if case.name == dict(zip(LAYOUTS, names, strict=True))[layout])
+    names = {
+        "apart": "full-block=16-uneven",
+        "head_major": "window=5-block=16-decode",
+        "by_page": "full-everything-mixed",
+        "interleaved": "full-bfloat16-extend",
+        "head_major_interleaved": "bidirectional-block=16-mixed-padded",
+    }
+    (case,) = (case for case in CASES if case.name == names[layout])
     host = OtherHost(layout)
     check_backend(TritonBackend, case, host=host)
     assert (0, True) == (host.num_copies, host.num_outputs > 0)
