@@ -12,7 +12,7 @@ from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cli import main
 from kvframe.engine.requests.request import SamplingParams
-from tests.covering import cover_pairs
+from tests.covering import cover_pairs, cover_values
 from tests.models.serving import PROMPTS, ids, served
 
 # --- equal to generate() ----------------------------------------------------------------------------------------------
@@ -133,13 +133,10 @@ OPTIONS = (
 )
 
 
-CASES = [
-    *((family, *option) for family in FAMILIES for option in OPTIONS),
-    *((family, *OPTIONS[0]) for family in MORE_FAMILIES),
-]
-
-
-@pytest.mark.parametrize(("family", "options", "arguments"), CASES)
+@pytest.mark.parametrize(
+    ("family", "options", "arguments"),
+    [*cover_values(FAMILIES, OPTIONS), *((family, *OPTIONS[0]) for family in MORE_FAMILIES)],
+)
 def test_plan_says_to_the_byte_what_a_run_allocates(
     models: Any, family: str, options: dict[str, Any], arguments: list[str]
 ) -> None:
