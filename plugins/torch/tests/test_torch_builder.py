@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvframe_torch import builder as builder_module
+from kvframe_torch import chunks as chunks_module
 from kvframe_torch.backend import TorchBackend
-from kvframe_torch.builder import Batch, TorchMetadata, TorchMetadataBuilder
-from kvframe_torch.tiles import NO_LIMIT, GroupLimits, TileRules, Tiles
+from kvframe_torch.builder import TorchMetadata, TorchMetadataBuilder
+from kvframe_torch.chunks import ChunkMasks
+from kvframe_torch.spans import NO_WINDOW, Rules, Spans
 
 from kvframe import load_plugins
 from kvframe.contract.backend import AttentionBackend
@@ -109,21 +111,22 @@ def build(backend: AttentionBackend, metadata: CommonAttentionMetadata) -> Any:
     return builder.finish(builder.build(metadata))
 
 
-def batches_of(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[Batch, ...]:
-    batches: tuple[Batch, ...] = build(TorchBackend([layer], CPU), metadata).batches
-    return batches
+def built_for(layer: LayerSpec, metadata: CommonAttentionMetadata) -> TorchMetadata:
+    built = build(TorchBackend([layer], CPU), metadata)
+    assert isinstance(built, TorchMetadata)
+    return built
 
 
 @contextlib.contextmanager
 def limits(small: bool) -> Iterator[None]:
-    """Divide into many batches and parts if ``small``; otherwise compute all whole prompts without a mask."""
+    """Divide into many batches and tiles if ``small``; otherwise compute all whole prompts without a mask."""
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(builder_module, "MAX_BATCH_KEYS", 48)
-            patch.setattr(builder_module, "MAX_MASK_ROWS", 6)
+            patch.setattr(chunks_module, "MAX_ROWS", 6)
             patch.setattr(builder_module, "FREE_PADDING_ELEMENTS", 0)
         else:
-            patch.setattr(builder_module, "LEAST_PROMPT", 2)
+            patch.setattr(chunks_module, "LEAST_PROMPT", 2)
         yield
 
 
@@ -169,10 +172,8 @@ def test_a_refresh_from_a_wider_table_reads_the_same_pages() -> None:
 @any_time
 @given(requests=rows())
 def test_layers_with_equal_reuse_keys_get_equal_metadata(requests: list[Request]) -> None:
-    layers = (
-        layer_of(window=5),
-        attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=2, head_size=4, scale=9.0)),
-    )
+    query = QuerySpec(num_heads=4, head_size=4, scale=9.0, soft_cap=1.0, has_sinks=True)
+    layers = (layer_of(window=5), attrs.evolve(layer_of(window=5), query=query))
     one, other = (TorchBackend([layer], CPU).make_builder() for layer in layers)
     assert one.reuse_key == other.reuse_key
     common = metadata_of(requests)
@@ -198,9 +199,7 @@ def test_groups_that_are_built_together_get_what_each_gets_alone(
         layer_of(window=6),
         layer_of(window=5, num_sink_tokens=1),
         layer_of(window=5, dtype="float16"),
-        attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=4, head_size=4, scale=0.5)),
-        attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=2, head_size=4, scale=0.5, soft_cap=1.0)),
-        attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=2, head_size=4, scale=0.5, has_sinks=True)),
+        layer_of(window=5, num_kv_heads=2),
         layer_of(RelativeBias(num_buckets=4, max_distance=9), window=5),
     ],
 )
@@ -239,7 +238,7 @@ def test_long_chunks_equal_the_reference(mask: Mapping[str, Any], requests: list
     common = metadata_of(requests)
     expected = attend(TorchReferenceBackend, layer_of(**mask), common)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder_module, "MAX_MASK_ROWS", max_rows)
+        patch.setattr(chunks_module, "MAX_ROWS", max_rows)
         torch.testing.assert_close(attend(TorchBackend, layer_of(**mask), common), expected)
 
 
@@ -281,46 +280,52 @@ def test_repeated_queries_are_not_taken_for_tokens_that_are_not_computed() -> No
     torch.testing.assert_close(attend(TorchBackend, layer_of(causal=False), common), expected)
 
 
-def test_a_bias_that_differs_from_head_to_head_takes_as_much_memory_as_a_mask() -> None:
+def test_a_tile_with_a_bias_that_differs_from_head_to_head_has_fewer_queries() -> None:
+    query = QuerySpec(num_heads=64, head_size=4, scale=0.5)
+    plain = attrs.evolve(layer_of(num_kv_heads=64), query=query)
     bias = RelativeBias(num_buckets=4, max_distance=9)
-    query = QuerySpec(num_heads=64, head_size=4, scale=0.5, relative_bias=bias)
-    layer = attrs.evolve(layer_of(num_kv_heads=64), query=query)
-    steps = [metadata_of([Request(4000, 256)] * 4), metadata_of([Request(4000, 1)] * 100)]
-    built = [batches_of(layer, step) for step in steps]
-    sizes = [[batch.num_tiles * batch.num_queries * batch.num_keys for batch in each] for each in built]
-    assert [1024, 100] == [sum(batch.num_tiles * batch.num_queries for batch in each) for each in built]
-    assert max(64 * size for each in sizes for size in each) <= 1 << 24
-    assert {32} == {batch.num_queries for batch in built[0]}
+    biased = attrs.evolve(plain, query=attrs.evolve(query, relative_bias=bias))
+    (chunk,) = built_for(plain, metadata_of([Request(4000, 256)])).chunks
+    sizes = [
+        [tile.stop - tile.first for tile in ChunkMasks(layer, CPU).tiles(chunk, causal=True, at_once=False)]
+        for layer in (plain, biased)
+    ]
+    assert [[256], [32] * 8] == sizes
     # Decodes are as many to a batch as without a bias.
-    without = attrs.evolve(layer, query=attrs.evolve(query, relative_bias=None))
-    assert len(batches_of(without, steps[1])) == len(sizes[1])
+    decodes = metadata_of([Request(4000, 1)] * 100)
+    assert built_for(plain, decodes).batches == built_for(biased, decodes).batches
 
 
-def test_a_decode_gathers_as_much_at_once_as_a_cache_holds() -> None:
+def test_a_batch_gathers_as_much_as_a_cache_holds() -> None:
     layer = attrs.evolve(
         layer_of(block_size=16, num_kv_heads=8, head_size=128),
         query=QuerySpec(num_heads=8, head_size=128, scale=0.1),
     )
-    short = batches_of(layer, metadata_of([Request(511, 1)] * 64, block_size=16))
-    assert [(4, 512, 1)] * 16 == [(batch.num_tiles, batch.num_keys, len(batch.parts)) for batch in short]
-    (long,) = batches_of(layer, metadata_of([Request(9999, 1)], block_size=16))
-    assert [(0, 128), (128, 256), (256, 384), (384, 512), (512, 625)] == [
-        (part.first_page, part.stop_page) for part in long.parts
-    ]
+    short = built_for(layer, metadata_of([Request(511, 1)] * 64, block_size=16)).batches
+    assert [(4, 32)] * 16 == [(batch.num_requests, batch.num_pages) for batch in short]
+    assert [*range(0, 64 * 32, 4 * 32)] == [batch.first_page for batch in short]
 
 
-def test_what_no_query_sees_is_zeroed_in_the_part_that_holds_it() -> None:
+def test_what_no_query_of_a_batch_sees_is_counted_from_the_batchs_first_token() -> None:
     with limits(True):
-        common = metadata_of([Request(201, 1, num_hidden=98)], starts=True)
-        (batch,) = batches_of(layer_of(), common)
-    # 4 tokens to a page, 12 pages to a part; pages before the hidden tokens' last one are not read.
-    assert [[0, 1], [], [10, 11]] == [part.dead_slots.tolist() for part in batch.parts]
+        built = built_for(layer_of(), metadata_of([Request(201, 1, num_hidden=98), Request(201, 1, num_hidden=97)]))
+    # 4 tokens to a page; pages before the hidden tokens' last one are not read.
+    assert [0, 1, 106, 107, 0, 106, 107] == built.dead.tolist()
+    assert [0, 1, 106, 107, 108, 214, 215] == built.hidden.tolist()
+    assert [(0, 4), (4, 3)] == [(batch.first_dead, batch.num_dead) for batch in built.batches]
 
 
-def test_tokens_of_requests_without_keys_are_not_computed() -> None:
+def test_padding_repeats_a_page_of_which_each_token_is_seen() -> None:
+    common = metadata_of([Request(40, 1), Request(29, 1)], starts=False)
+    built = built_for(layer_of(), common)
+    assert [*common.block_table[1, :8].tolist(), *common.block_table[1, [1] * 3].tolist()] == built.pages[11:].tolist()
+    assert [41, 42, 43, 44 + 30, 44 + 31] == built.dead.tolist()
+
+
+def test_requests_without_keys_are_not_computed() -> None:
     common = metadata_of([Request(0, 3, num_keys=9), Request(0, 200, num_keys=0), Request(0, 1, num_keys=2)])
-    batches = batches_of(layer_of(causal=False), common)
-    assert 4 == sum(batch.num_tiles * batch.num_queries for batch in batches)
+    built = built_for(layer_of(causal=False), common)
+    assert ([3], [203]) == ([chunk.num_queries for chunk in built.chunks], built.rows.tolist())
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
@@ -334,7 +339,7 @@ def test_tokens_before_a_requests_start_are_not_seen(backend: type[AttentionBack
 def test_pages_before_a_requests_start_are_not_gathered() -> None:
     common = metadata_of([Request(20, 1, num_hidden=17)])
     built = TorchBackend([layer_of()], CPU).make_builder().build(common)
-    assert [common.block_table[0, [4, 5]].tolist()] == [pages.tolist() for pages in built.pages]
+    assert common.block_table[0, [4, 5]].tolist() == built.pages.tolist()
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
@@ -349,72 +354,69 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
     assert [False, False] == [bool(row.any()) for row in output]
 
 
-# --- how tiles become batches -----------------------------------------------------------------------------------------
+# --- how requests become batches --------------------------------------------------------------------------------------
 
 
-def divided(requests: list[Request], rules: TileRules) -> tuple[Tiles, list[Tiles]]:
-    """Return the tiles of a step with pages of one token, and the same in batches."""
-    steps = [make_metadata(requests, 1)]
-    limits = GroupLimits.of(steps, [rules])
-    tiles = Tiles.of(steps, limits)
-    in_batches, bounds = tiles.batched(limits)
-    columns = [getattr(in_batches, field.name) for field in attrs.fields(Tiles)]
-    pairs = itertools.pairwise(bounds.tolist())
-    return tiles, [Tiles(*(column[first:stop] for column in columns)) for first, stop in pairs]
-
-
-def batched(requests: list[Request], free_padding: int = 0) -> list[list[int]]:
-    """Return the requests of each batch of a step, with pages of one token."""
-    rules = TileRules(
-        causal=True,
-        window=NO_LIMIT,
-        num_sink_tokens=0,
-        least_prompt=NO_LIMIT,
-        max_queries=256,
-        max_keys=1 << 16,
-        free_padding=free_padding,
-        mask_rows=1,
+def batched(lengths: list[int], free_padding: int = 0, max_keys: int = 1 << 16) -> list[list[int]]:
+    """Return the lengths of each batch of decodes, with pages of one token."""
+    steps, rules = (
+        [make_metadata([Request(each - 1, 1) for each in lengths], 1)],
+        [Rules(True, NO_WINDOW, 0, max_keys, free_padding)],
     )
-    _, found = divided(requests, rules)
-    return [batch.request.tolist() for batch in found]
+    spans = Spans.of(steps, rules)
+    return [spans.stop[first:stop].tolist() for first, stop in itertools.pairwise(spans.batch_bounds(rules).tolist())]
 
 
 @any_time
 @given(
-    requests=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 300)), min_size=1, max_size=20),
+    lengths=st.lists(st.integers(1, 9000), min_size=1, max_size=20),
     free_padding=st.sampled_from([0, 10_000]),
+    max_keys=st.sampled_from([100, 20_000, 1 << 16]),
 )
-def test_padding_is_less_than_half_of_a_batch_or_little(requests: list[tuple[int, int]], free_padding: int) -> None:
-    rules = TileRules(True, NO_LIMIT, 0, 2, 256, 1 << 16, free_padding, 1)
-    tiles, found = divided([Request(*each) for each in requests], rules)
-    waste = len(tiles) * tiles.num_pages.max() - tiles.num_pages.sum()
-    assert sorted(tiles.first_row) == sorted(row for batch in found for row in batch.first_row)
+def test_padding_is_less_than_half_of_a_batch_or_little(lengths: list[int], free_padding: int, max_keys: int) -> None:
+    found = batched(lengths, free_padding, max_keys)
+    assert sorted(lengths, reverse=True) == [length for batch in found for length in batch]
     for batch in found:
-        queries, keys = batch.num_queries, batch.num_pages
-        assert len(batch) == 1 or len(keys) * keys.max() <= 1 << 16
-        little = tiles.num_queries.max() == 1 and waste <= free_padding
-        assert little or (2 * keys.min() > keys.max() and 2 * queries.min() > queries.max())
+        num_keys = len(batch) * batch[0]
+        assert len(batch) == 1 or num_keys <= max_keys
+        assert 2 * batch[-1] > batch[0] or num_keys - sum(batch) <= free_padding
 
 
 def test_lengths_within_a_factor_of_two_are_one_batch() -> None:
-    assert [[0, 1, 2]] == batched([Request(15, 1), Request(30, 1), Request(19, 1)])
+    assert [[31, 20, 16]] == batched([16, 31, 20])
 
 
-def test_other_lengths_are_divided_from_the_longest_down_and_stay_in_the_order_of_the_step() -> None:
-    lengths = [Request(99, 1), Request(639, 1), Request(699, 1), Request(89, 1)]
-    assert [[1, 2], [0, 3]] == batched(lengths)
-    assert [[0, 1, 2, 3]] == batched(lengths, free_padding=2000)
+def test_other_lengths_are_divided_from_the_longest_down() -> None:
+    assert [[700, 640], [100, 90]] == batched([100, 640, 700, 90])
+    assert [[700, 640, 100, 90]] == batched([100, 640, 700, 90], free_padding=2000)
 
 
-def test_whole_prompts_are_not_mixed_with_tiles_that_need_a_mask() -> None:
+def test_a_request_that_fills_a_batch_alone_is_one() -> None:
+    assert [[700], [300, 300]] == batched([300, 700, 300], max_keys=600)
+
+
+def test_only_a_whole_prompt_is_computed_without_a_mask() -> None:
+    steps = ([Request(0, 9)], [Request(1, 9)], [Request(0, 12)], [Request(9, 9, num_hidden=9)])
     with limits(small=False):
-        batches = batches_of(layer_of(), metadata_of([Request(0, 9), Request(1, 9), Request(0, 8)], starts=False))
-    assert [(1, False), (2, True)] == [(batch.num_tiles, batch.is_prompt) for batch in batches]
+        chunks = [built_for(layer_of(), metadata_of(step)).chunks[0] for step in steps]
+        masks = [ChunkMasks(layer, CPU) for layer in (layer_of(), layer_of(window=9))]
+    assert [[True, False, True, False], [True, False, False, False]] == [
+        [*map(each.is_prompt, chunks)] for each in masks
+    ]
+
+
+def test_the_masks_of_all_chunks_are_parts_of_one() -> None:
+    with limits(small=True):
+        masks = ChunkMasks(layer_of(window=4), CPU)
+    chunks = [built_for(layer_of(window=4), metadata_of([step])).chunks[0] for step in (Request(2, 2), Request(30, 5))]
+    (short,), (first, _) = ([*masks.tiles(chunk, causal=True, at_once=False)] for chunk in chunks)
+    seen = [[[1, 1, 1, 0], [1, 1, 1, 1]], [[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]]
+    # Two query heads share the KV head, so each row is there twice.
+    assert seen == [(masks.mask(tile, torch.float32)[::2] == 0).int().tolist() for tile in (short, first)]
 
 
 def test_a_step_of_full_pages_needs_no_mask() -> None:
-    built = build(TorchBackend([layer_of()], CPU), metadata_of([Request(7, 1), Request(7, 1)], starts=False))
-    assert (None,) == built.masks
+    assert built_for(layer_of(), metadata_of([Request(7, 1), Request(7, 1)], starts=False)).mask is None
 
 
 def test_what_is_built_says_what_depends_on_the_block_table() -> None:

@@ -1,106 +1,72 @@
-"""The torch backend's metadata: what a step gathers, which queries see what of it, and which rows it writes."""
+"""The torch backend's metadata: the pages that a step gathers, and which requests are computed together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Self
 
 import attrs
+import numpy as np
 import torch
 
 from kvframe.contract.backend import AttentionMetadataBuilder
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec
-from kvframe_torch.gathers import GatheredBatch, gather
-from kvframe_torch.tiles import NO_LIMIT, GroupLimits, TileRules, Tiles
-
-MAX_MASK_ROWS = 256
-"""Rows of the mask of a tile: its queries, once for each query head of a KV head."""
-
-MAX_BIAS_ROWS = 2048
-"""Rows of a tile with a learned bias, which differs from head to head: its queries, once for each query head."""
+from kvframe_torch.spans import NO_WINDOW, Rules, Spans, row_stride, sums_between
 
 MAX_BATCH_KEYS = 1 << 16
-"""Gathered tokens of a batch of more than one tile: bounds the memory of the copies."""
+"""Gathered tokens of a batch of more than one request: bounds the memory of the copies."""
 
 MAX_BATCH_BYTES = 1 << 23
 """Bytes of keys, or of values, that a CPU gathers at once: they are read again while they are in its cache."""
 
 FREE_PADDING_ELEMENTS = 3 << 17
-"""Elements of keys and values that single queries may gather for padding: a second batch would cost more."""
-
-LEAST_PROMPT = 1024
-"""New tokens of a whole prompt for which a CPU takes longer with masks than to compute what a causal mask hides."""
-
-HIDDEN = 1 << 30
-"""The position of a gathered token that no query of its tile sees: after every query."""
+"""Elements of keys and values that a batch may gather for padding: a second batch would cost more."""
 
 
-@attrs.frozen(eq=False)
-class Part:
-    """Some gathered pages of a batch: all of them, or some of a single query over many tokens.
+class Batch(NamedTuple):
+    """Requests with one query each, which one call computes. As many pages are gathered for each.
 
     Attributes:
-        first_page: The first of the batch's pages.
-        stop_page: The page after the last one.
-        dead_slots: ``[num_dead], int64, device``: the gathered tokens, counted from the part's first one, that may hold
-            anything, NaN included. They are set to zero.
+        first_row: The first of the metadata's ``rows``.
+        num_requests: How many requests.
+        first_page: The first of the metadata's ``pages``.
+        num_pages: Pages of each request.
+        first_dead: The first of the metadata's ``dead``.
+        num_dead: How many of them.
+    """
+
+    first_row: int
+    num_requests: int
+    first_page: int
+    num_pages: int
+    first_dead: int
+    num_dead: int
+
+
+class Chunk(NamedTuple):
+    """One request with several queries.
+
+    Attributes:
+        first_page: The first of the metadata's ``pages``.
+        num_pages: How many pages.
+        num_queries: How many queries.
+        first_row: The first query's row among the packed tokens; and so on, as in ``Spans``.
     """
 
     first_page: int
-    stop_page: int
-    dead_slots: torch.Tensor
-
-
-@attrs.frozen(eq=False)
-class Batch:
-    """Tiles that are computed together: ``num_queries`` queries over ``num_keys`` gathered tokens each.
-
-    Attributes:
-        num_tiles: How many tiles.
-        num_queries: Queries of each tile; a tile with fewer repeats its last one.
-        num_keys: Gathered tokens of each tile: whole pages.
-        first_row: The first of the packed tokens that are the queries; None if these do not follow one another.
-        rows: ``[num_tiles * num_queries], int64, device``: the packed token of each query.
-        output_rows: ``[num_tiles * num_queries], int64, device``: the row that its result is written to: one after all
-            packed tokens for a query that is repeated.
-        parts: The gathered pages.
-        is_prompt: Whether the tiles are whole prompts: query ``i`` sees the gathered tokens ``[0, i]``.
-        key_positions: ``[num_tiles, num_keys], int32, device``: of each gathered token, or ``HIDDEN``; None unless the
-            mask or a bias is made of positions.
-        query_positions: ``[num_tiles, num_queries], int32, device``: of each query in its request; None likewise.
-        hidden_keys: ``[num_hidden], int64, device``: the gathered tokens that no query of their tile sees, if each of
-            its queries sees the others; None if there are none, or if the mask is made of positions.
-    """
-
-    num_tiles: int
+    num_pages: int
     num_queries: int
-    num_keys: int
-    first_row: int | None
-    rows: torch.Tensor
-    output_rows: torch.Tensor
-    parts: tuple[Part, ...]
-    is_prompt: bool
-    query_positions: torch.Tensor | None
-    key_positions: torch.Tensor | None
-    hidden_keys: torch.Tensor | None
-
-
-@attrs.frozen(eq=False)
-class Mask:
-    """What is added to the scores of a batch.
-
-    Attributes:
-        values: ``[num_tiles, 1, num_rows, num_keys], device``: 0 where a query sees a token and -inf elsewhere, for
-            ``group_size * num_queries`` rows or one for all.
-        bias_columns: ``[num_tiles * num_queries * num_keys], int32, device``: for each query and gathered token, the
-            column of what ``bias_by_distance`` returns; None without a learned bias.
-    """
-
-    values: torch.Tensor
-    bias_columns: torch.Tensor | None
+    first_row: int
+    position: int
+    start: int
+    stop: int
+    sink_stop: int
+    shift: int
+    sink_shift: int
 
 
 @attrs.frozen(eq=False)
@@ -108,24 +74,42 @@ class TorchMetadata:
     """What the layers of an attention group read in a step.
 
     Attributes:
-        batches: The batches; none if no request has a query.
-        masks: For each batch, its mask; None if all is seen, or for prompts. Empty before ``finish``.
-        pages: For each batch ``[num_tiles * num_pages], int32, device``: the block ids to gather.
         causal: Whether queries see only their own and earlier positions.
-        places_cpu: For each batch ``[num_tiles * num_pages], int64, host``: their places in the flattened block table.
-        table_width: Its columns.
+        block_size: Tokens per page.
+        batches: The requests with one query.
+        chunks: The requests with several.
+        pages: ``[num_pages], int32, device``: the block ids to gather, those of batches first.
+        rows: ``[num_single_queries], int64, device``: the packed token of each single query, batch after batch.
+        dead: ``[num_dead], int64, device``: gathered tokens, counted from the first one of their batch, that are not
+            seen and may hold anything, NaN included.
+        hidden: ``[num_hidden], int64, device``: of all tokens gathered for batches, those that are not seen.
+        mask: ``[num_gathered], device``: what is added to the scores of batches, -inf for hidden tokens and otherwise
+            0. None before ``finish``, and if all is seen.
+        distances: ``[num_pages], int64, device``: the position of each page's first token less that of its request's
+            first query; None without a learned bias.
+        bias_columns: ``[num_gathered], int64, device``: the columns of what ``bias_by_distance`` returns, for batches.
+            None before ``finish``, and without a learned bias.
+        places_cpu: ``[num_pages], int64, host``: the places of ``pages`` in the flattened block table.
+        table_stride: Its ``row_stride``.
     """
 
-    batches: tuple[Batch, ...]
-    masks: tuple[Mask | None, ...]
-    pages: tuple[torch.Tensor, ...]
     causal: bool
-    places_cpu: tuple[torch.Tensor, ...]
-    table_width: int
+    block_size: int
+    batches: tuple[Batch, ...]
+    chunks: tuple[Chunk, ...]
+    pages: torch.Tensor
+    rows: torch.Tensor
+    dead: torch.Tensor
+    hidden: torch.Tensor
+    mask: torch.Tensor | None
+    distances: torch.Tensor | None
+    bias_columns: torch.Tensor | None
+    places_cpu: torch.Tensor
+    table_stride: int
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder):
-    """Divides a step into batches: on the host what is small, and on the device the masks, which are large."""
+    """Divides the requests of a step into batches and chunks, on the host."""
 
     on_host = frozenset({"block_table"})
     table_fields = frozenset({"pages"})
@@ -139,27 +123,18 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         """
         assert layer.spec is not None
         assert layer.query is not None
-        state, mask, query = layer.spec.state_tensors(), layer.spec.mask, layer.query
+        state, mask, bias = layer.spec.state_tensors(), layer.spec.mask, layer.query.relative_bias
         assert mask is not None
-        bias, self._group_size = query.relative_bias, query.num_heads // state["k"].shape[1]
-        max_queries, max_keys = MAX_MASK_ROWS // self._group_size, MAX_BATCH_KEYS
-        if bias is not None:
-            max_queries = min(max_queries, MAX_BIAS_ROWS // query.num_heads)
+        max_keys = MAX_BATCH_KEYS
         if device.type == "cpu":
             token_bytes = max(tensor.num_bytes // tensor.shape[0] for tensor in state.values())
-            max_keys = max(1, min(max_keys, MAX_BATCH_BYTES // token_bytes))
-        least_prompt = LEAST_PROMPT if device.type == "cpu" else 2
-        if query.soft_cap is not None or query.has_sinks or bias is not None:
-            least_prompt = NO_LIMIT
-        self._rules = TileRules(
+            max_keys = min(max_keys, MAX_BATCH_BYTES // token_bytes)
+        self._rules = Rules(
             causal=mask.causal,
-            window=NO_LIMIT if mask.window is None else mask.window,
+            window=NO_WINDOW if mask.window is None else mask.window,
             num_sink_tokens=0 if mask.window is None else mask.num_sink_tokens,
-            least_prompt=least_prompt,
-            max_queries=max(1, max_queries),
             max_keys=max_keys,
             free_padding=FREE_PADDING_ELEMENTS // sum(math.prod(tensor.shape[1:]) for tensor in state.values()),
-            mask_rows=self._group_size if bias is None else query.num_heads,
         )
         self._max_distance = None if bias is None else bias.max_distance
         self._dtype: torch.dtype = getattr(torch, state["k"].dtype)
@@ -167,127 +142,100 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
     @property
     def reuse_key(self) -> Hashable:
         """What decides how a step is divided and masked."""
-        return self._rules, self._group_size, self._max_distance, self._dtype
+        return self._rules, self._max_distance, self._dtype
 
     def build(self, metadata: CommonAttentionMetadata) -> TorchMetadata:
-        """Return the step's batches, without what ``finish`` makes of them."""
+        """Return the step's batches and chunks, without what ``finish`` makes of them."""
         (built,) = self.build_together([(self, metadata)])
         return built
 
     @classmethod
     def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[TorchMetadata]:
-        """Divide the steps of all groups at once, because each operation costs more than what it computes for one."""
-        steps = [metadata for _, metadata in builds]
-        limits = GroupLimits.of(steps, [builder._rules for builder, _ in builds])
-        tiles, bounds = Tiles.of(steps, limits).batched(limits)
-        if not len(tiles):
-            return [builder._metadata((), (), metadata) for builder, metadata in builds]
-        found: list[list[Batch]] = [[] for _ in builds]
-        places: list[list[torch.Tensor]] = [[] for _ in builds]
-        for gathered in gather(tiles, bounds, limits):
-            builder, metadata = builds[gathered.group]
-            found[gathered.group].append(builder._batch(gathered, metadata))
-            places[gathered.group].append(gathered.places)
+        """Return the metadata of all groups, in which each number counts from the first one of its group."""
+        rules = [builder._rules for builder, _ in builds]
+        spans = Spans.of([metadata for _, metadata in builds], rules)
+        bounds = spans.batch_bounds(rules)
+        first, counts = bounds[:-1], np.diff(bounds)
+        widths = spans.num_pages[first].repeat(counts)
+        places = spans.places(widths)
+        has_bias = any(builder._max_distance is not None for builder, _ in builds)
+        distances = spans.distances(places, widths) if has_bias else places
+        edges = np.searchsorted(spans.group, np.arange(len(builds) + 1))
+        hidden, dead = spans.unseen(widths, edges[spans.group], first.repeat(counts))
+
+        columns = [counts, sums_between(bounds, dead[1]), spans.num_pages[first], spans.num_queries[first]]
+        of_chunks = (spans.first_row, spans.position, spans.start, spans.stop, spans.sink_stop)
+        columns += [column[first] for column in (*of_chunks, spans.shift, spans.sink_shift)]
+        parts = zip(*(column.tolist() for column in columns), strict=True)
+        num_parts = np.bincount(spans.group[first], minlength=len(builds)).tolist()
+        flat = [(places, widths), (distances, widths), (spans.first_row, np.ones_like(widths)), dead, hidden]
+        split = [torch.from_numpy(each).split(sums_between(edges, sizes).tolist()) for each, sizes in flat]
         return [
-            builder._metadata(found[group], places[group], metadata) for group, (builder, metadata) in enumerate(builds)
+            builder._metadata(metadata, islice(parts, num), *tensors)
+            for (builder, metadata), num, *tensors in zip(builds, num_parts, *split, strict=True)
         ]
 
     def _metadata(
-        self, batches: Sequence[Batch], places: Sequence[torch.Tensor], metadata: CommonAttentionMetadata
+        self,
+        common: CommonAttentionMetadata,
+        parts: Iterable[tuple[int, ...]],
+        places: torch.Tensor,
+        distances: torch.Tensor,
+        rows: torch.Tensor,
+        dead: torch.Tensor,
+        hidden: torch.Tensor,
     ) -> TorchMetadata:
-        """Return the metadata of a group's batches, given each batch's places in the block table."""
-        width = metadata.block_table.shape[1]
+        """Return a group's metadata, given the numbers of its batches and chunks, and its part of each array."""
+        batches, chunks, num_rows, num_pages, num_dead = [], [], 0, 0, 0
+        for num_requests, dead_of_batch, width, num_queries, *chunk in parts:
+            if num_queries > 1:
+                chunks.append(Chunk(num_pages, width, num_queries, *chunk))
+            else:
+                batches.append(Batch(num_rows, num_requests, num_pages, width, num_dead, dead_of_batch))
+                num_rows, num_dead = num_rows + num_requests, num_dead + dead_of_batch
+            num_pages += num_requests * width
+        stride = row_stride(common.block_table)
         return TorchMetadata(
+            causal=common.causal and self._rules.causal,
+            block_size=common.block_size,
             batches=tuple(batches),
-            masks=(),
-            pages=_block_ids(places, metadata.block_table, width),
-            causal=metadata.causal and self._rules.causal,
-            places_cpu=tuple(places),
-            table_width=width,
+            chunks=tuple(chunks),
+            pages=_block_ids(places, common.block_table, stride),
+            rows=rows[:num_rows],
+            dead=dead,
+            hidden=hidden,
+            mask=None,
+            distances=None if self._max_distance is None else distances,
+            bias_columns=None,
+            places_cpu=places,
+            table_stride=stride,
         )
-
-    def _batch(self, gathered: GatheredBatch, metadata: CommonAttentionMetadata) -> Batch:
-        """Return a batch, without its mask."""
-        block_size, num_queries, hidden = metadata.block_size, gathered.num_queries, gathered.hidden
-        query_positions = key_positions = hidden_keys = None
-        if self._max_distance is not None or (num_queries > 1 and metadata.causal and self._rules.causal):
-            if not gathered.is_prompt:
-                query_positions = gathered.positions.int().view(gathered.num_tiles, num_queries)
-                columns = (gathered.places % metadata.block_table.shape[1]).int()
-                key_positions = torch.add(columns[:, None] * block_size, torch.arange(block_size, dtype=torch.int32))
-                key_positions = key_positions.view(-1).index_fill_(0, hidden, HIDDEN).view(gathered.num_tiles, -1)
-        elif hidden.shape[0]:
-            hidden_keys = hidden
-        return Batch(
-            num_tiles=gathered.num_tiles,
-            num_queries=num_queries,
-            num_keys=gathered.num_pages * block_size,
-            first_row=None if gathered.first_row < 0 else gathered.first_row,
-            rows=gathered.rows,
-            output_rows=gathered.output_rows,
-            parts=self._parts(gathered, block_size),
-            is_prompt=gathered.is_prompt,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            hidden_keys=hidden_keys,
-        )
-
-    def _parts(self, gathered: GatheredBatch, block_size: int) -> tuple[Part, ...]:
-        """Return a batch's pages as one part; those of a single query in parts of no more keys than are gathered."""
-        num_pages, dead = gathered.num_tiles * gathered.num_pages, gathered.dead
-        pages_each = max(1, self._rules.max_keys // block_size)
-        if gathered.num_tiles * gathered.num_queries > 1 or num_pages <= pages_each:
-            return (Part(0, num_pages, dead),)
-        found = []
-        for first in range(0, num_pages, pages_each):
-            stop = min(first + pages_each, num_pages)
-            begin, end = first * block_size, stop * block_size
-            found.append(Part(first, stop, dead[(dead >= begin) & (dead < end)] - begin))
-        return tuple(found)
 
     def finish(self, built: Any) -> TorchMetadata:
-        """Return the same with the masks, and with where each learned bias is looked up."""
-        finished: TorchMetadata = attrs.evolve(
-            built, masks=tuple(self._mask(batch, built.causal) for batch in built.batches)
-        )
-        return finished
+        """Return the same with the mask, and with the columns of a learned bias."""
+        assert isinstance(built, TorchMetadata)
+        device = built.pages.device
+        num_gathered = sum(batch.num_requests * batch.num_pages for batch in built.batches) * built.block_size
+        mask = columns = None
+        if built.hidden.shape[0]:
+            mask = torch.zeros(num_gathered, dtype=self._dtype, device=device)
+            mask.index_fill_(0, built.hidden, -math.inf)
+        if built.distances is not None and self._max_distance is not None:
+            distances = built.distances[:, None] + torch.arange(built.block_size, device=device)
+            columns = bias_columns(distances.view(-1)[:num_gathered], self._max_distance)
+        return attrs.evolve(built, mask=mask, bias_columns=columns)
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the block ids of another block table."""
-        return {"pages": _block_ids(built.places_cpu, metadata.block_table, built.table_width)}
-
-    def _mask(self, batch: Batch, causal: bool) -> Mask | None:
-        """Return a batch's mask, made of positions on their device."""
-        if batch.hidden_keys is not None:
-            values = torch.zeros(batch.num_tiles * batch.num_keys, dtype=self._dtype, device=batch.hidden_keys.device)
-            values.index_fill_(0, batch.hidden_keys, -math.inf)
-            return Mask(values.view(batch.num_tiles, 1, 1, batch.num_keys), None)
-        if batch.key_positions is None or batch.query_positions is None:
-            return None
-        key, query = batch.key_positions[:, None, :], batch.query_positions[:, :, None]
-        if causal and batch.num_queries > 1:
-            is_hidden, num_rows = key > query, batch.num_queries * self._group_size
-            if self._rules.window != NO_LIMIT:
-                is_before = key <= query - self._rules.window
-                if self._rules.num_sink_tokens:
-                    is_before &= key >= self._rules.num_sink_tokens
-                is_hidden |= is_before
-        else:
-            is_hidden, num_rows = key == HIDDEN, 1
-        hidden, seen = (torch.tensor(value, dtype=self._dtype, device=key.device) for value in (-math.inf, 0.0))
-        values = torch.where(is_hidden, hidden, seen)
-        if num_rows > values.shape[1]:
-            values = values.repeat(1, self._group_size, 1)
-        columns = None
-        if self._max_distance is not None:
-            columns = bias_columns(key - query, self._max_distance).view(-1)
-        return Mask(values[:, None], columns)
+        return {"pages": _block_ids(built.places_cpu, metadata.block_table, built.table_stride)}
 
 
-def _block_ids(places: Sequence[torch.Tensor], table: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
-    """Return the block ids at places in a flattened block table that had ``width`` columns."""
-    if width != table.shape[1]:
-        more = table.shape[1] - width
-        places = [each + torch.div(each, width, rounding_mode="floor") * more for each in places]
-    ids = table.reshape(-1)
-    return tuple(ids.index_select(0, each) for each in places)
+def _block_ids(places: torch.Tensor, table: torch.Tensor, stride: int) -> torch.Tensor:
+    """Return the block ids at places in a flattened block table, given places for one of another ``row_stride``."""
+    own_stride, (num_rows, num_columns) = row_stride(table), table.shape
+    if stride != own_stride:
+        places = places + torch.div(places, stride, rounding_mode="floor") * (own_stride - stride)
+    if own_stride == num_columns:
+        return table.reshape(-1).index_select(0, places)
+    # A part of a wider table is not copied.
+    return table.as_strided(((num_rows - 1) * own_stride + num_columns,), (1,)).index_select(0, places)

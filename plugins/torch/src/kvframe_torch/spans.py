@@ -1,0 +1,241 @@
+"""Which pages the requests of a step read, for all attention groups at once: flat NumPy arrays on the host.
+
+The *span* of a request is the pages that its queries see: one run of pages, or two if the first ones hold sink tokens.
+An operation on arrays costs more than what it computes for one group: so it is done once for the spans of all groups.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+
+NO_WINDOW = 1 << 30
+"""The window of layers whose queries see all tokens before them."""
+
+IntArray = npt.NDArray[np.signedinteger[Any]]
+Ragged = tuple[IntArray, IntArray]
+"""Numbers for each span, span after span; and ``[num_spans]``: how many there are for each."""
+
+
+class Rules(NamedTuple):
+    """What of a group's layers decides which pages are read, and which requests are computed together.
+
+    Attributes:
+        causal: Whether the layers' mask is causal.
+        window: Tokens that a query sees, its own included; ``NO_WINDOW`` for all before it.
+        num_sink_tokens: Tokens at the start of each request that the window does not hide.
+        max_keys: The most gathered tokens of a batch of more than one request.
+        free_padding: Gathered tokens of padding that cost less than one more batch.
+    """
+
+    causal: bool
+    window: int
+    num_sink_tokens: int
+    max_keys: int
+    free_padding: int
+
+
+@attrs.frozen(eq=False)
+class Spans:
+    """The spans of some groups, ``[num_spans], int64`` each.
+
+    They are in the order of groups. In a group, requests with one query come first, from the most pages down.
+
+    Attributes:
+        group: The span's group.
+        first_row: The first query's row among the packed tokens.
+        num_queries: The request's queries, at least one.
+        position: The first query's position in its request; without meaning if the keys are of another sequence.
+        start: The first token of the request that is not hidden from all queries.
+        low: The first token that one of the queries sees, sink tokens aside.
+        stop: The token after the last one that one of the queries sees.
+        sink_stop: The token after the last sink token; 0 without sink tokens.
+        num_sinks: Pages with sink tokens that are read before the page of ``low``.
+        num_pages: Pages that are read.
+        place: Gathered page ``i`` is at this place and ``i`` more in the block table, unless it holds sink tokens.
+        shift: Gathered token ``i`` has this position and ``i`` more, unless it is in a page with sink tokens.
+        sink_shift: The same for pages with sink tokens.
+        block_size: Tokens per page.
+    """
+
+    group: IntArray
+    first_row: IntArray
+    num_queries: IntArray
+    position: IntArray
+    start: IntArray
+    low: IntArray
+    stop: IntArray
+    sink_stop: IntArray
+    num_sinks: IntArray
+    num_pages: IntArray
+    place: IntArray
+    shift: IntArray
+    sink_shift: IntArray
+    block_size: IntArray
+
+    @classmethod
+    def of(cls, steps: Sequence[CommonAttentionMetadata], rules: Sequence[Rules]) -> Self:
+        """Return the spans of all requests that have a query, and a key to see.
+
+        Args:
+            steps: The groups' metadata of one step.
+            rules: Of these groups.
+        """
+        bounds = [step.query_start_loc_cpu.numpy() for step in steps]
+        lengths = np.array([step.num_reqs for step in steps])
+        group = np.arange(len(steps)).repeat(lengths)
+        first_row = np.concatenate([each[:-1] for each in bounds]).astype(np.int64)
+        num_queries = np.concatenate([each[1:] for each in bounds]) - first_row
+        stop = np.concatenate([step.seq_lens_cpu.numpy() for step in steps]).astype(np.int64)
+        start = np.concatenate([_starts(step) for step in steps]).astype(np.int64)
+        of_groups = [
+            (step.causal and rule.causal, *rule[1:3], step.block_size, row_stride(step.block_table))
+            for step, rule in zip(steps, rules, strict=True)
+        ]
+        causal, window, num_sink_tokens, block_size, row = np.array(of_groups, dtype=np.int64).T[:, group]
+
+        position, sink_stop = stop - num_queries, num_sink_tokens * causal
+        low = np.where(causal, np.maximum(position + 1 - window, start), start)
+        first_page = low // block_size
+        last_sink = np.minimum(-(-sink_stop // block_size), first_page)
+        first_sink = np.minimum(start // block_size, last_sink)
+        num_sinks, page_shift = last_sink - first_sink, first_page - last_sink + first_sink
+        num_pages = -(-stop // block_size) - page_shift
+        request = np.arange(len(group))
+        place = (request - (lengths.cumsum() - lengths)[group]) * row + page_shift
+        shifts = (page_shift * block_size, first_sink * block_size)
+        every = (group, first_row, num_queries, position, start, low, stop, sink_stop, num_sinks, num_pages, place)
+
+        # One sort by the group, by whether there is one query, by pages from the most down, and by the request.
+        most = num_pages.max(initial=0)
+        key = ((2 * group + (num_queries > 1)) * (most + 1) + most - num_pages) * len(group) + request
+        # The keys of another sequence may all be hidden, or there may be none.
+        order = np.sort(key[(num_queries > 0) & ((causal > 0) | (start < stop))]) % max(1, len(group))
+        return cls(*(each[order] for each in (*every, *shifts, block_size)))
+
+    def batch_bounds(self, rules: Sequence[Rules]) -> IntArray:
+        """Return where each batch begins, and the end, ``[num_batches + 1]``.
+
+        A batch is one request with several queries, or some requests with one. It gathers as many pages for each as for
+        its first one. So it ends before a request with at most half of these pages, unless little is gathered in vain.
+
+        Args:
+            rules: Of the groups.
+        """
+        sizes, sums = (-self.num_pages).tolist(), [0, *self.num_pages.cumsum().tolist()]
+        edges = np.searchsorted(2 * self.group + (self.num_queries > 1), np.arange(2 * len(rules) + 1)).tolist()
+        bounds: list[int] = []
+        for index, rule in enumerate(rules):
+            first, end, end_of_group = edges[2 * index : 2 * index + 3]
+            block_size = int(self.block_size[first]) if first < end else 1
+            while first < end:
+                bounds.append(first)
+                most = -sizes[first]
+                stop = min(first + max(1, rule.max_keys // (most * block_size)), end)
+                padding = (stop - first) * most - (sums[stop] - sums[first])
+                if padding * block_size > rule.free_padding:
+                    stop = bisect_left(sizes, -most / 2, first, stop)
+                first = stop
+            bounds.extend(range(end, end_of_group))
+        return np.array([*bounds, len(sizes)])
+
+    def places(self, widths: IntArray) -> IntArray:
+        """Return the places in the flattened block table of each span's pages, sink pages first.
+
+        Args:
+            widths: ``[num_spans]``: the pages to gather for each; a span with fewer repeats one of its own.
+        """
+        begins = widths.cumsum() - widths
+        places: IntArray = (self.place - begins).repeat(widths) + np.arange(widths.sum())
+        if self.num_sinks.any():
+            skipped = (self.shift - self.sink_shift) // self.block_size
+            places[_ranges(begins, self.num_sinks)] -= skipped.repeat(self.num_sinks)
+        padding = widths - self.num_pages
+        if padding.any():
+            repeated = self.place + self.num_sinks + self._has_inner_page
+            places[_ranges(begins + self.num_pages, padding)] = repeated.repeat(padding)
+        return places
+
+    @property
+    def _has_inner_page(self) -> npt.NDArray[np.bool_]:
+        """Whether a page lies between that of ``low`` and the last one: the only query sees each of its tokens."""
+        return self.num_pages - self.num_sinks > 2
+
+    def distances(self, places: IntArray, widths: IntArray) -> IntArray:
+        """Return of each page the position of its first token, less that of its request's first query.
+
+        Args:
+            places: What ``places`` returned.
+            widths: As for ``places``.
+        """
+        pages: IntArray = places - self.place.repeat(widths)
+        return pages * self.block_size.repeat(widths) + (self.shift - self.position).repeat(widths)
+
+    def unseen(self, widths: IntArray, first_of_group: IntArray, first_of_batch: IntArray) -> tuple[Ragged, Ragged]:
+        """Return which gathered tokens a request's only query does not see; nothing for requests with several queries.
+
+        What it sees is one run of tokens, or two with sink tokens: few numbers say what is around them.
+
+        Args:
+            widths: As for ``places``.
+            first_of_group: ``[num_spans]``: the first span of each span's group.
+            first_of_batch: Likewise, of its batch.
+
+        Returns:
+            The hidden tokens, counted from the first token that is gathered for the group; and those of them that may
+            hold anything, counted from the first one of the batch.
+        """
+        low, stop, sink_stop = self.low - self.shift, self.stop - self.shift, np.minimum(self.sink_stop, self.stop)
+        begins, ends = [np.zeros_like(low), stop], [low]
+        if (has_sinks := sink_stop > self.start).any():
+            sees_from, sees_to = ((each - self.sink_shift) * has_sinks for each in (self.start, sink_stop))
+            begins, ends = [begins[0], sees_to, stop], [sees_from, np.maximum(sees_to, low)]
+        before, num_tokens = (widths.cumsum() - widths) * self.block_size, widths * self.block_size
+        # Padding repeats a page of which each token is seen, or is taken for dead.
+        live_stop = np.where(self._has_inner_page, self.num_pages * self.block_size, num_tokens)
+        found = []
+        for first, last in ((first_of_group, num_tokens), (first_of_batch, live_stop)):
+            starts = np.stack(begins, axis=1)
+            lengths = (np.stack([*ends, last], axis=1) - starts) * (self.num_queries == 1)[:, None]
+            starts += (before - before[first])[:, None]
+            found.append((_ranges(starts.ravel(), lengths.ravel()), lengths.sum(axis=1)))
+        hidden, dead = found
+        return hidden, dead
+
+
+def _starts(step: CommonAttentionMetadata) -> IntArray:
+    """Return the first token of each request that is not hidden."""
+    if SEQ_STARTS not in step.extensions:
+        return np.zeros(step.num_reqs, dtype=np.int32)
+    values_cpu = step.extensions[SEQ_STARTS].values_cpu
+    assert values_cpu is not None
+    found: IntArray = values_cpu.numpy()
+    return found
+
+
+def row_stride(table: torch.Tensor) -> int:
+    """Return the places from one row of a flattened block table to the next: in memory, if the table is part of one."""
+    stride: int = table.stride(0)
+    return stride if table.stride(1) == 1 and stride > table.shape[1] > 0 else table.shape[1]
+
+
+def sums_between(bounds: IntArray, values: IntArray) -> IntArray:
+    """Return the sum of the values from each bound up to the next one."""
+    sums: IntArray = np.diff(np.concatenate(([0], values.cumsum()))[bounds])
+    return sums
+
+
+def _ranges(begins: IntArray, counts: IntArray) -> IntArray:
+    """Return the numbers of many ranges, given their first numbers and their lengths."""
+    ends = counts.cumsum()
+    numbers: IntArray = (begins - ends + counts).repeat(counts)
+    numbers += np.arange(len(numbers))
+    return numbers
