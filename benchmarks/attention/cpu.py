@@ -27,7 +27,6 @@ from benchmarks.harness.record import rounds as by_turns
 from kvframe.loading.plugins import load_plugins
 
 VLLM = "vllm"
-NAIVE = "naive"
 MATRIX_SIZE = 2048
 CEILING_REPEATS = 5
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
@@ -48,7 +47,7 @@ def matrix_rate(dtype: torch.dtype) -> float:
 
 
 def measure(
-    shape: Shape, workers: Sequence[EngineProcess], file: int, rounds: int, calls: int, advance: Callable[[int], None]
+    shape: Shape, workers: Sequence[EngineProcess], file: int, rounds: int, advance: Callable[[int], None]
 ) -> dict[str, Any]:
     """Let the engines take turns on one shape, the order turned by one in each round.
 
@@ -65,7 +64,7 @@ def measure(
     found: dict[str, dict[str, Any]] = {}
     for _, order in by_turns(workers, rounds):
         for worker in (each for each in order if each.name not in refused):
-            answer = worker.ask({"shape": described, "calls": calls})
+            answer = worker.ask({"shape": described})
             if "refused" in answer:
                 refused[worker.name] = answer["refused"]
                 continue
@@ -93,7 +92,7 @@ def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> M
     """Return the interpreter of each system; vLLM is left out, and this said, if it is not installed."""
     usable = usable_backends(load_plugins().registry, "cpu")[0]
     serving = [name for name in usable if not all(map(KVFrame(name).why_not, shapes))]
-    found: dict[str, Path | str] = dict.fromkeys(names or [*serving, NAIVE, VLLM], sys.executable)
+    found: dict[str, Path | str] = dict.fromkeys(names or [*serving, VLLM], sys.executable)
     if VLLM in found:
         python = find_vllm(peer)
         if python is not None:
@@ -163,19 +162,16 @@ def _systems(measured: Mapping[str, Any]) -> str:
     "from the processor while something is timed; without it, threads that wait for each other wait for it too.",
 )
 @options.repeats(7, flag="--rounds")
-@click.option("--calls", type=click.IntRange(min=1), default=3, show_default=True, help="Timed calls of a turn.")
 @options.threads(os.cpu_count() or 1)
 @options.choose("--shape", "shapes", (*standard_shapes(), *tiny_shapes()))
 @click.option(
     "--system",
     "systems",
     multiple=True,
-    help="A backend's registered name, naive or vllm. The default is every backend that runs here, and both others.",
+    help="A backend's registered name, or vllm. The default is every backend that runs here, and vllm.",
 )
 @options.peer
-def main(
-    rounds: int, calls: int, threads: int, shapes: Sequence[Shape], systems: Sequence[str], peer: Path
-) -> dict[str, Any]:
+def main(rounds: int, threads: int, shapes: Sequence[Shape], systems: Sequence[str], peer: Path) -> dict[str, Any]:
     """Measure attention steps of one layer, each with all systems by turns, and write one JSON file and one page."""
     file = os.memfd_create("attention")
     os.truncate(file, max(map(Buffers.num_bytes, shapes)))
@@ -188,9 +184,9 @@ def main(
             worker = EngineProcess(name, command, threads=threads, is_of_other_environment=is_other, files=[file])
             workers.append(stack.enter_context(worker))
         with progress("measuring", len(shapes) * rounds) as advance, torch.inference_mode():
-            found = {shape.name: measure(shape, workers, file, rounds, calls, advance) for shape in shapes}
+            found = {shape.name: measure(shape, workers, file, rounds, advance) for shape in shapes}
     versions = {worker.name: worker.versions for worker in workers}
-    return {"repeats": rounds, "calls": calls, "versions": versions, "shapes": found}
+    return {"repeats": rounds, "versions": versions, "shapes": found}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     shapes = [option for name in TINY for option in ("--shape", name)]
-    done = run("--system", "torch", "--system", "naive", "--results", str(folder), *shapes)
+    done = run("--system", "torch", "--system", "mla", "--results", str(folder), *shapes)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -44,7 +44,7 @@ def test_every_shape_is_measured_in_every_round(results: Path) -> None:
 def test_what_a_system_refuses_is_said_and_not_measured(results: Path) -> None:
     assert [["torch"]] * 3 == [[*measured["systems"]] for measured in shapes_of(results).values()]
     page = page_of("cpu_attention", results)
-    assert 3 == page.count("Not measured: naive (is for dense batches only).")
+    assert 3 == page.count("Not measured: mla (")
 
 
 def test_outputs_are_compared_with_the_reference(results: Path) -> None:
