@@ -23,6 +23,10 @@ from kvframe.loading.checks import parse_bytes
 
 KVFRAME, VLLM, TRANSFORMERS = "kvframe", "vLLM", "transformers"
 COMPILED = ", compiled"
+WARM_PROMPTS = 4
+"""Of the round that is not counted."""
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+"""Lets the C library keep freed memory, as docs/serving.md advises on a CPU; the same for all systems."""
 
 
 @attrs.frozen(kw_only=True)
@@ -79,7 +83,7 @@ class Engines:
                 command: list[str | Path] = [python, "-m", "benchmarks.engine.worker", system.lower()]
                 is_other = system == VLLM
                 self._running[name] = EngineProcess(
-                    name, command, threads=self._threads, is_of_other_environment=is_other
+                    name, command, threads=self._threads, is_of_other_environment=is_other, variables=KEEPS_MEMORY
                 )
             found.append(self._running[name])
             found[-1].ask({"setting": {**dataclasses.asdict(setting), "is_compiled": name != system}})
@@ -110,6 +114,8 @@ def measure(batch: Batch, all_engines: Engines, repeats: int, advance: Callable[
     found: dict[str, dict[str, list[float]]] = {engine.name: {} for engine in engines}
     for repeat, order in rounds(engines, repeats, warm_up=True):
         prompts, tokens = batch.prompts(repeat, vocab_size), {}
+        if repeat < 0:
+            prompts = prompts[:WARM_PROMPTS]
         for engine in order:
             served = engine.ask({"prompts": prompts, "num_new_tokens": batch.num_new_tokens})
             tokens[engine.name] = served.pop("tokens")
@@ -117,7 +123,7 @@ def measure(batch: Batch, all_engines: Engines, repeats: int, advance: Callable[
                 for name, value in _figures(batch, served).items():
                     found[engine.name].setdefault(name, []).append(value)
         for name, theirs in tokens.items():
-            equal = sum(map(list.__eq__, theirs, tokens[KVFRAME])) / batch.num_prompts
+            equal = sum(map(list.__eq__, theirs, tokens[KVFRAME])) / len(prompts)
             if batch.dtype == "float32" and equal < 1:
                 sys.exit(f"{batch.name}: {name} and {KVFRAME} generate the same for {equal:.0%} of the prompts")
             if repeat >= 0:

@@ -31,6 +31,7 @@ class EngineProcess:
         threads: int = 1,
         is_of_other_environment: bool = False,
         files: Sequence[int] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Start it, and wait until the engine is loaded.
 
@@ -40,12 +41,13 @@ class EngineProcess:
             threads: Of OpenMP.
             is_of_other_environment: Whether it must not import from this environment's paths.
             files: Descriptors that it gets too.
+            variables: Of its environment, beside those of this process.
 
         Raises:
             SystemExit: It does not start.
         """
         self.name = name
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(variables or {})}
         if is_of_other_environment:
             environment.pop("PYTHONPATH", None)
         self._process = subprocess.Popen(
