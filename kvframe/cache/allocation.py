@@ -122,7 +122,7 @@ class BlockAllocator:
     def note_capacity(self, rows: Rows) -> None:
         """Work out for how many tokens rows lack no block; of groups that store few blocks, up to the block's end."""
         numbers = self._numbers
-        capacity = np.full(len(rows), self._max_tokens)
+        capacity: Counts | int = self._max_tokens
         for part in self._parts:
             if part.answers is None:
                 covered = part.num_blocks[0][rows] * part.block_size
@@ -131,12 +131,12 @@ class BlockAllocator:
                 has_page = part.ids[0, rows, np.minimum(current, part.ids.shape[2] - 1)] != 0
                 covered = (current + 1) * part.block_size * has_page
             capacity = np.minimum(capacity, covered)
-        for place, row in enumerate(rows.tolist()) if self._kinds.has_inputs else ():
-            if numbers.states[row].missing:
-                capacity[place] = -1
         for answers in self._kinds.asked:  # up to the token up to which they answer rightly
             capacity = np.minimum(capacity, answers.num_right(int(np.maximum.reduce(capacity))))
         numbers.capacity[rows] = capacity
+        for row in rows.tolist() if self._kinds.has_inputs else ():
+            if numbers.states[row].missing:
+                numbers.capacity_of[row] = -1
 
     def allocate_for_row(self, row: int, num_tokens: int) -> bool:
         """Do what ``allocate_for_rows`` does for one row: of a lone group without arrays, in a third of the time."""

@@ -8,15 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.eviction import (
-    Numbers,
-    Places,
-    PolicyPriorities,
-    PriorityOrder,
-    ReleaseOrder,
-    equal_runs,
-    of_groups,
-)
+from kvframe.cache.eviction import Numbers, Places, PolicyPriorities, PriorityOrder, ReleaseOrder, equal_runs, of_groups
 from kvframe.cache.free_list import BlockIds, FreeList, Groups
 from kvframe.cache.slabs import Slabs
 from kvframe.contract.errors import PluginError
@@ -169,10 +161,7 @@ class BlockPool:
                 block_ids, groups = block_ids[is_last], of_groups(groups, is_last)
         if not len(block_ids):
             return
-        self._stamp += 1
-        for group, count in [(groups, len(block_ids))] if isinstance(groups, int) else enumerate(np.bincount(groups)):
-            self.blocks_held[group] -= int(count)
-            self.held_bytes -= int(count) * self._page_bytes[group]
+        self._begin_release(groups, len(block_ids))
         if self._on_evicted is not None:
             places = self._places(block_ids)
             is_published = self._owner[places] != NO_OWNER
@@ -185,6 +174,25 @@ class BlockPool:
                 block_ids, groups = block_ids[~is_published], of_groups(groups, ~is_published)
         self.free_list.free_held(block_ids, self._stamp)
         self._end_content(block_ids, groups)
+
+    def publish_and_release(
+        self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices, groups: int | Groups
+    ) -> None:
+        """Do ``publish_blocks`` for blocks that are not published, then ``release_blocks``, in fewer steps."""
+        places = self._places(block_ids)
+        self._owner[places], self._index[places] = owner, indices
+        if self._num_more_references:
+            self.release_blocks(block_ids, groups)
+            return
+        self._begin_release(groups, len(block_ids))
+        self._cache(block_ids, places, groups)
+
+    def _begin_release(self, groups: int | Groups, num_blocks: int) -> None:
+        """Count blocks as no longer held, at a new stamp."""
+        self._stamp += 1
+        for group, count in ((groups, num_blocks),) if isinstance(groups, int) else enumerate(np.bincount(groups)):
+            self.blocks_held[group] -= int(count)
+            self.held_bytes -= int(count) * self._page_bytes[group]
 
     def _remove_shared(self, places: Places) -> Places:
         """Remove one reference of blocks that may have several; return where blocks without references are first."""
@@ -203,7 +211,9 @@ class BlockPool:
             self._group[places] = groups
         self.num_cached += len(block_ids)
         priorities = self._stamp if self._policy is None else self._rank(self._policy, places, groups)
-        for group, where in equal_runs(groups if self._num_orders > 1 else 0):
+        if self._num_orders == 1:
+            self._orders[0].add(priorities, self._stamp, block_ids)
+        for group, where in equal_runs(groups) if self._num_orders > 1 else ():
             of_group = priorities if isinstance(priorities, int) else priorities[where]
             self._orders[group].add(of_group, self._stamp, block_ids[where])
         self.free_list.cache_held(block_ids, self._stamp)

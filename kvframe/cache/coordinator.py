@@ -20,7 +20,7 @@ from kvframe.cache.copy_on_write import PageCopier, SharedBlocks
 from kvframe.cache.eviction import of_groups
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.input_index import InputBlocks
-from kvframe.cache.live_range import NEVER, DeathLists
+from kvframe.cache.live_range import NEVER, DeathLists, Positions
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.rows import PLAIN, Counts, GroupKinds, RowNumbers, Rows, RowState
@@ -209,24 +209,29 @@ class KVCacheCoordinator:
         for s, stack, deaths in self._dying:
             start, stop = deaths.after(np.minimum(before, num_computed)), deaths.after(num_computed)
             places, which, blocks = deaths.between(start, stop)
-            at = stack.at(places, rows[which], blocks)
-            ids = stack.flat[at]
-            is_held = ids != 0
-            if np.count_nonzero(is_held):
-                stack.flat[at] = 0
-                places = of_groups(places, is_held)
-                groups = stack.groups[places] if isinstance(places, int) else stack.index[places]
-                if self._publisher is None:
-                    self._pool.release_blocks(ids[is_held], groups)
-                else:
-                    which, blocks, at, ids = which[is_held], blocks[is_held], at[is_held], ids[is_held]
-                    self._publisher.release_passed(s, places, rows[which], blocks, at, ids, groups)
+            if len(blocks):
+                self._release_each(s, stack, places, rows[which], blocks)
             nearest.append(deaths.nearest(stop))
         for row in rows.tolist() if self._kinds.has_inputs else ():
             if self._numbers.states[row].missing:
                 self._numbers.states[row].missing = frozenset()
                 self.allocator.note_capacity(np.array([row]))
         self._numbers.next_death[rows] = reduce(np.minimum, nearest) if nearest else NEVER
+
+    def _release_each(self, s: int, stack: TableStack, places: Positions | int, rows: Rows, blocks: Positions) -> None:
+        """Release blocks of groups of a stack and of rows, each named by its place, row and index."""
+        at = stack.at(places, rows, blocks)
+        ids = stack.flat[at]
+        if np.count_nonzero(ids) < len(ids):
+            is_held = ids != 0
+            rows, blocks, at, ids = rows[is_held], blocks[is_held], at[is_held], ids[is_held]
+            places = of_groups(places, is_held)
+        stack.flat[at] = 0
+        groups = stack.groups[places] if isinstance(places, int) else stack.index[places]
+        if self._publisher is not None:
+            self._publisher.release_passed(s, places, rows, blocks, at, ids, groups)
+        else:
+            self._pool.release_blocks(ids, groups)
 
     def _release_refused_of(self, row: int, num_computed: int) -> None:
         """Release a row's blocks after its computed tokens in groups that store few: the next step stores others."""

@@ -86,12 +86,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self,
-        kinds: GroupKinds,
-        numbers: RowNumbers,
-        *,
-        is_caching: bool,
-        eviction: EvictionPolicy | None,
+        self, kinds: GroupKinds, numbers: RowNumbers, *, is_caching: bool, eviction: EvictionPolicy | None
     ) -> None:
         """Start with an empty pool.
 

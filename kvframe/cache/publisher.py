@@ -276,7 +276,11 @@ class Publisher:
         # The leaf of a fork may begin before the pages that the row was given.
         is_of_leaf &= self._flat[s][at] == pages
         is_of_leaf &= self._tree.is_needed[s][places, blocks]
-        pool.publish_blocks(self._leaf_owner[rows][is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
+        owners = self._leaf_owner[rows]
+        if np.count_nonzero(is_of_leaf) == len(pages):
+            pool.publish_and_release(owners, pages, blocks, groups)
+            return
+        pool.publish_blocks(owners[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         self._flat[s][at[is_unowned & ~is_of_leaf]] = 0
         pool.release_blocks(pages, groups)
 
@@ -328,8 +332,8 @@ class Publisher:
         leaf.stop, leaf.num_pages = end, end // self._tree.sizes[0]
         leaf.pages = [self.row_pages[0][:, leaf.row, : leaf.num_pages].copy()]
         block_ids = leaf.pages[0][0, ::-1]
-        self._tree.pool.publish_blocks(leaf.owner, block_ids, np.arange(leaf.num_pages - 1, -1, -1))
-        self._tree.pool.release_blocks(block_ids, self._tree.groups[0][0])
+        indices, group = np.arange(leaf.num_pages - 1, -1, -1), self._tree.groups[0][0]
+        self._tree.pool.publish_and_release(leaf.owner, block_ids, indices, group)
         if self._tree.on_stored is not None:
             self._tree.on_stored(leaf, 0, end)
         return end
