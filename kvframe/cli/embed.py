@@ -14,7 +14,7 @@ import click
 from kvframe.cli.options import (
     block_size_option,
     cache_salt_option,
-    check_model,
+    check_model_exists,
     device_option,
     dtype_option,
     memory_option,
@@ -89,7 +89,7 @@ def embed(
     """
     texts = _read_texts(texts_file, token_ids_file)
     salts = read_salts(cache_salts, len(texts))
-    check_model(model)
+    check_model_exists(model)
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},

@@ -17,7 +17,7 @@ from kvframe.cli.options import (
     TEXT_TYPE,
     block_size_option,
     cache_salt_option,
-    check_model,
+    check_model_exists,
     device_option,
     dtype_option,
     json_option,
@@ -119,7 +119,7 @@ def generate(
     salts = read_salts(cache_salts, len(prompts))
     if saved_file is not None:
         prefixes.check_saved_file(saved_file)
-    check_model(model)
+    check_model_exists(model)
 
     from kvframe.engine.requests.request import SamplingParams
 

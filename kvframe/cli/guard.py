@@ -64,7 +64,7 @@ def run_guarded(command: Callable[[], Any]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def in_one_line(text: str) -> str:
+def joined_lines(text: str) -> str:
     """Return a message as one printable line, without its middle if it is long."""
     line = "; ".join(stripped for part in text.splitlines() if (stripped := part.strip()))
     return "".join(
@@ -93,7 +93,7 @@ def _sentence_of(error: BaseException) -> str | None:
     """Return the sentence that a user reads about an error; None if the error is a bug."""
     if isinstance(error, KVFrameError):
         return str(error)
-    import_failure = explain_failed_import(error, in_one_line(f"{type(error).__name__}: {error}"))
+    import_failure = explain_failed_import(error, joined_lines(f"{type(error).__name__}: {error}"))
     if import_failure is not None:
         return import_failure
     if isinstance(error, click.ClickException):
@@ -108,14 +108,14 @@ def _sentence_of(error: BaseException) -> str | None:
         # Errors of input files have the file's name, because these are opened by name.
         return f"standard output cannot be written: {reason}" if error.errno in _OUTPUT_ERRORS else reason
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in _MEMORY_SIGNS):
-        reason = in_one_line(str(error)).partition(";")[0]
+        reason = joined_lines(str(error)).partition(";")[0]
         return f"there is not enough memory{reason and f': {reason}'}"
     return None
 
 
 def _say(sentence: str) -> None:
     with suppress(OSError):  # if stderr is closed, the report is lost
-        click.echo(f"kvframe: {in_one_line(sentence)}", err=True)
+        click.echo(f"kvframe: {joined_lines(sentence)}", err=True)
 
 
 def _drop_output() -> None:

@@ -94,7 +94,7 @@ def read_stack(
     return attrs.evolve(stack, cache=_over(stack.cache, cache), engine=_over(stack.engine, engine))
 
 
-def check_model(path: Path) -> None:
+def check_model_exists(path: Path) -> None:
     """Raise ``ModelError`` for a model that does not exist, before anything heavy is loaded."""
     try:
         is_there = exists(path)
