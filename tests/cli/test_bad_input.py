@@ -58,7 +58,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
-def test_what_cannot_be_read_is_one_sentence(kind: str, suffix: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_sentence(kind: str, suffix: str, tmp_path: Path) -> None:
     make, reason = UNREADABLE[kind]
     path = tmp_path / f"file{suffix}"
     make(path)
@@ -165,7 +165,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert ("one", [path]) == (path.read_text(), [*path.parent.iterdir()])
 
 
-def test_nothing_is_written_over_what_kvframe_did_not_write(tmp_path: Path) -> None:
+def test_only_files_that_kvframe_wrote_are_replaced(tmp_path: Path) -> None:
     def is_ours(path: Path) -> bool:
         return path.read_text() == "ours"
 
@@ -186,7 +186,7 @@ def test_nothing_is_written_over_what_kvframe_did_not_write(tmp_path: Path) -> N
             check_place(tmp_path / name, is_ours)
 
 
-def test_saved_prefixes_replace_nothing_else(tmp_path: Path) -> None:
+def test_saved_prefixes_replace_only_such_files(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama"}')
     arguments = ("generate", tmp_path, "--prompt", "a", "--save-prefixes")
@@ -297,12 +297,12 @@ def test_a_closed_input_is_one_sentence() -> None:
     assert "- cannot be read: standard input is closed" == sentence_of(done)
 
 
-def test_closed_errors_change_nothing_else() -> None:
+def test_a_closed_stderr_changes_no_output() -> None:
     done = run_process("plan", LAYERS, preexec_fn=closing(2), stdout=subprocess.PIPE, stderr=None)
     assert (0, True) == (done.returncode, b"32 layers" in done.stdout)
 
 
-def test_a_reader_that_went_away_is_told_nothing() -> None:
+def test_a_closed_pipe_is_not_reported() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = run_process("plan", LAYERS, stdout=writing)
@@ -321,7 +321,7 @@ def test_utf_8_is_utf_8_in_every_locale() -> None:
     assert "there is no file or folder none" == sentence_of(done)
 
 
-def test_what_is_no_utf_8_is_one_sentence() -> None:
+def test_text_that_is_not_utf_8_is_one_sentence() -> None:
     command = [sys.executable, "-m", "kvframe", "generate", "none", "--prompt", b"\xff"]
     done = subprocess.run(command, stderr=subprocess.PIPE, check=False)
     assert "Invalid value for '--prompt': '\\udcff' is not UTF-8 text" in sentence_of(done)
@@ -332,7 +332,7 @@ def test_a_name_with_control_characters_is_shown_escaped() -> None:
 
 
 @pytest.mark.parametrize("variable", [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_no_escape_code_is_printed_where_none_is_wanted(
+def test_no_escape_code_is_printed_if_none_is_wanted(
     variable: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for stream in (sys.stdout, sys.stderr):
@@ -417,7 +417,7 @@ def test_an_interrupt_that_became_another_error_is_an_interrupt(capsys: pytest.C
     assert 130 == guard.run_guarded(command)
 
 
-def test_a_bug_shows_where_it_is_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_reported_as_one_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert guard.BUG_EXIT_CODE == guard.run_guarded(lambda: [][0])
     shown = capsys.readouterr().err
     assert "IndexError" in shown

@@ -1,3 +1,5 @@
+"""The commands that load no weights: plan, explain and plugins, in text and in JSON."""
+
 from __future__ import annotations
 
 import json
@@ -130,14 +132,14 @@ def test_plan_is_aligned_text_in_a_pipe(layers: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", ["8MiB", "auto"])
-def test_plan_says_what_a_run_allocates(model: Path, memory: str) -> None:
+def test_plan_states_the_allocation_of_a_run(model: Path, memory: str) -> None:
     arguments = () if memory == "auto" else ("--memory", memory)
     planned = run_json("plan", model, *arguments)
     with Engine.from_pretrained(model, stack=Stack.from_mapping({"cache": {"memory": memory}})) as engine:
         assert planned["total_bytes"] == engine.stats().cache_bytes
 
 
-def test_plan_says_what_host_memory_a_run_takes(model: Path, tmp_path: Path) -> None:
+def test_plan_states_the_host_memory_of_a_run(model: Path, tmp_path: Path) -> None:
     stack = tmp_path / "stack.toml"
     stack.write_text('[cache]\nmemory = "8MiB"\npreemption = "swap"\nswap_memory = "3MB"\n')
     planned = run_json("plan", model, "--stack", stack)
@@ -232,7 +234,7 @@ def test_inputs_are_planned_by_their_own_tokens(tmp_path: Path) -> None:
     assert "  one encoder token  2.00 KiB; 200.00 KiB for the longest input, 100\n" in shown
 
 
-def test_layers_with_different_windows_in_one_group_are_told_so(tmp_path: Path) -> None:
+def test_layers_with_different_windows_in_one_group_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "windows.json"
     wide = {"name": "wide", **WINDOW, "window": 512}
     path.write_text(json.dumps({**LAYERS, "layers": [*LAYERS["layers"], wide]}))  # type: ignore[misc]
@@ -368,7 +370,7 @@ def test_a_disabled_plugin_is_listed_with_its_reason(tmp_path: Path) -> None:
     assert ("disabled", f"{stack} disables it") == (plugin["status"], plugin["reason"])
 
 
-def test_explain_says_for_each_layer_what_was_chosen_and_why_not_the_others(layers: Path, tmp_path: Path) -> None:
+def test_explain_gives_each_layers_backend_and_the_reasons_against_others(layers: Path, tmp_path: Path) -> None:
     stack = tmp_path / "stack.toml"
     stack.write_text('[plugins]\ndisabled = ["cpu", "numba"]\n')
     explained = run_json("explain", layers, "--stack", stack)["layers"]
@@ -553,7 +555,7 @@ def test_a_table_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "─" in out
 
 
-def test_a_table_too_wide_for_the_terminal_is_told_row_by_row(
+def test_a_table_too_wide_for_the_terminal_is_printed_row_by_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -571,7 +573,7 @@ def test_a_table_too_wide_for_the_terminal_is_told_row_by_row(
     assert f"  second  {'delta' * 8}\n" in told
 
 
-def test_a_terminal_is_told_which_group_limits_prefix_hits(
+def test_a_terminal_shows_which_group_limits_prefix_hits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -587,7 +589,7 @@ def test_a_terminal_is_told_which_group_limits_prefix_hits(
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_is_told_what_takes_long_at_a_start(
+def test_a_terminal_shows_the_slow_parts_of_a_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)

@@ -89,7 +89,7 @@ def test_each_text_is_an_object_on_a_line(here: Path, saved: Models) -> None:
 
 
 @pytest.mark.parametrize(("pooling", "row"), [("cls", 0), ("last", -1)])
-def test_options_win_over_what_the_checkpoint_says(here: Path, saved: Models, pooling: str, row: int) -> None:
+def test_options_override_the_checkpoint(here: Path, saved: Models, pooling: str, row: int) -> None:
     found = run_json("encoder", "--token-ids", "ids.json", "--pooling", pooling, "--no-normalize")
     expected = states(saved.encoder, [5, 6, 7])[row]
     torch.testing.assert_close(torch.tensor(found[0]["embedding"]), expected, rtol=0, atol=1e-4)

@@ -1,3 +1,5 @@
+"""Prompts from files: text, JSON, JSON lines and token ids."""
+
 from pathlib import Path
 
 import pytest

@@ -164,7 +164,7 @@ def test_refused_prompts_keep_their_places(here: Path) -> None:
     assert [True] * 4 == [part in output["error"] for part, output in zip(says, outputs[1:5], strict=True)]
 
 
-def test_text_shows_each_prompt_and_what_became_of_it(here: Path) -> None:
+def test_text_shows_each_prompt_and_its_result(here: Path) -> None:
     result = run("generate", "text", "--prompt", "the cat", "--prompt", "", "--max-new-tokens", "2")
     assert 1 == result.exit_code
     assert result.stdout.startswith("the cat\n")

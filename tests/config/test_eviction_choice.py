@@ -45,7 +45,7 @@ def refusal(cache: dict[str, Any], **tables: Any) -> str:
     return str(caught.value)
 
 
-def test_least_recently_used_is_what_holds_where_nothing_is_said_and_needs_no_plugin() -> None:
+def test_least_recently_used_is_the_default_and_needs_no_plugin() -> None:
     without = {"plugins": {"disabled": ["scan_resistant"]}}
     assert LRU == chosen({}) == chosen({"eviction": "lru"}, **without)
 

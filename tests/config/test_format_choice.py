@@ -95,7 +95,7 @@ def test_a_layer_that_shares_a_cache_has_its_owners_format() -> None:
         group_layers(layers_of({"rules": [contrary]}, owner, middle, last))
 
 
-def test_what_stores_something_else_or_nothing_stays_as_it_is() -> None:
+def test_a_format_does_not_change_layers_without_keys_and_values() -> None:
     latents = described(name="latents", kind="mla", options={"latent_size": 8, "rope_size": 4, "head_size_v": 8})
     encoder = described(name="encoder", kind="encoder_only", options=SIZES)
     data = {"cache": {"format": "int8_token_head"}}
@@ -126,7 +126,7 @@ class LinesSpec(KVCacheSpec):
         return {"line": StateTensor((self.block_size, 80), "uint8")}
 
 
-def test_a_type_may_have_a_field_of_that_name_for_something_else() -> None:
+def test_a_type_may_use_the_field_name_format_for_another_purpose() -> None:
     registry = load_plugins(plugins=[plugin("mine", specs={"lines": LinesSpec})]).registry
     described_layer = LayerDescription(name="lines", kind="lines", query={}, options={"format": "utf-8"})
     description = ModelDescription(name="model", layers=(described_layer,), max_model_len=64)
@@ -178,7 +178,7 @@ def test_a_layer_that_a_format_cannot_store_is_named() -> None:
 # --- what is planned --------------------------------------------------------------------------------------------------
 
 
-def test_a_page_takes_what_its_formats_take_and_no_more() -> None:
+def test_a_page_has_exactly_the_bytes_of_its_formats() -> None:
     rule = {"kind": "full_attention", "spec": {"format": "int8_token_head"}}
     full, window = layers_of({"rules": [rule]})
     grouping = group_layers([full, window])

@@ -136,7 +136,7 @@ def test_folder_is_no_stack_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "reason"), [(b"[cache\n", "line 1"), (b"\xff\xfe", "start byte at byte 0")])
-def test_file_that_is_no_toml_says_where(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_an_error_in_the_syntax_of_toml_has_its_line(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "torn.toml"
     path.write_bytes(content)
     with pytest.raises(StackError, match=rf"torn\.toml: the stack file is not .*{reason}"):
@@ -276,7 +276,7 @@ def test_sizes(num_bytes: int, size: str | int) -> None:
 
 
 @pytest.mark.parametrize("size", ["", "GiB", "2 gigs", "-1GiB", "0", "0.1B", 0, -5, True, 1.5, "1e9", "2gib"])
-def test_what_is_no_size_is_refused(size: Any) -> None:
+def test_a_value_that_is_no_size_is_refused(size: Any) -> None:
     with pytest.raises(StackError, match="size"):
         parse_bytes(size)
 

@@ -49,7 +49,7 @@ def test_an_unreadable_entry_point_file_of_another_distribution_is_named(
     assert "reinstall or uninstall that distribution, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0" in sentence
 
 
-def test_what_the_sentence_says_helps_and_a_command_without_torch_needs_no_help(tmp_path: Path) -> None:
+def test_the_advice_of_the_sentence_helps_and_commands_without_torch_run_anyway(tmp_path: Path) -> None:
     FakeSite(tmp_path).write_metadata("bad-neighbour", "[scripts]\nno value\n")
     assert 0 == run_beside(tmp_path, "explain", LAYERS, TORCH_DEVICE_BACKEND_AUTOLOAD="0").returncode
     assert 0 == run_beside(tmp_path, "plan", LAYERS).returncode  # it loads no torch

@@ -86,7 +86,7 @@ def test_a_document_holds_nothing_that_a_plugin_printed(noisy: Path, arguments: 
     assert printed <= set(done.stderr.splitlines())
 
 
-def test_what_a_call_prints_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_call_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     call("it", print, "from a plugin")
     print("from kvframe")
     assert ("from kvframe\n", "from a plugin\n") == capsys.readouterr()

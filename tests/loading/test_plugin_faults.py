@@ -109,7 +109,7 @@ def test_a_hook_with_other_arguments_sets_its_own_plugin_aside(site: FakeSite, h
 
 @pytest.mark.parametrize("answer", ["5", "object()", "Mute()", "[]", "''", "b'no'"])
 @pytest.mark.parametrize("hook", [name for name in HOOKS if name != "kvframe_configure"])
-def test_a_hook_that_returns_something_else_sets_its_own_plugin_aside(site: FakeSite, hook: str, answer: str) -> None:
+def test_a_hook_that_returns_a_wrong_value_sets_only_its_plugin_aside(site: FakeSite, hook: str, answer: str) -> None:
     found = statuses(site, f"@hookimpl\ndef {hook}({arguments_of(hook)}): return {answer}\n")
     assert ("loaded", "") == found["good"]
     status, reason = found["bad"]
@@ -478,7 +478,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("answer", WRONG)
 @pytest.mark.parametrize(("interface", "method"), METHODS, ids=IDS)
-def test_a_method_that_returns_something_else_is_named(interface: Interface, method: str, answer: str) -> None:
+def test_a_method_that_returns_a_wrong_value_is_named(interface: Interface, method: str, answer: str) -> None:
     if (method, answer) in RIGHT:
         return
     registry = make_registry(interface.kind, broken(interface, method, lambda *_, **__: WRONG[answer]))
@@ -542,14 +542,14 @@ def use(made: type, good: type) -> None:
 
 
 @pytest.mark.parametrize(("good", "name", "value"), MISDECLARED)
-def test_what_a_class_declares_wrongly_is_named(good: type, name: str, value: Any) -> None:
+def test_a_wrong_declaration_of_a_class_is_named(good: type, name: str, value: Any) -> None:
     with one_sentence("'bad'", "bad_plugin", name):
         use(type("Bad", (good,), {name: value}), good)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize(("good", "name"), sorted({(good, name) for good, name, _ in MISDECLARED}, key=str))
-def test_what_a_class_declares_and_cannot_be_read_is_named(good: type, name: str, failure: str) -> None:
+def test_an_unreadable_declaration_of_a_class_is_named(good: type, name: str, failure: str) -> None:
     with one_sentence("'bad'", "bad_plugin", type(make_error(failure)).__name__):
         use(type("Bad", (good,), {name: Raises(failure)}), good)
 

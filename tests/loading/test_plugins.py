@@ -296,7 +296,7 @@ def test_older_minor_loads(site: FakeSite, monkeypatch: pytest.MonkeyPatch) -> N
     assert (record.status, record.api_version) == ("loaded", "1.3")
 
 
-def test_plugin_that_states_no_version_is_told_what_to_add(site: FakeSite) -> None:
+def test_plugin_that_states_no_version_is_refused_with_the_entry_to_add(site: FakeSite) -> None:
     module = site.add("kvframe-mute", "mute", GOOD, api=None)
     record = load_plugins().record("mute")
     assert record.status == "incompatible"
@@ -359,7 +359,7 @@ def test_disabling_one_of_two_by_its_id_loads_the_other(site: FakeSite) -> None:
     assert host.record("kvframe-b:fast").status == "disabled"
 
 
-def test_incompatible_plugin_clashes_with_nobody(site: FakeSite) -> None:
+def test_incompatible_plugin_clashes_with_no_other(site: FakeSite) -> None:
     site.add("kvframe-a", "fast", GOOD)
     site.add("kvframe-b", "fast", GOOD, api="v1_9")
     host = load_plugins()
@@ -524,7 +524,7 @@ def test_passed_module_can_be_disabled(site: FakeSite) -> None:
 
 
 @pytest.mark.parametrize("plugin", ["my_notebook", {}])
-def test_what_is_no_module_is_refused(site: FakeSite, plugin: Any) -> None:
+def test_a_value_that_is_no_module_is_refused(site: FakeSite, plugin: Any) -> None:
     with pytest.raises(PluginError, match=r"plugins=\[\.\.\.\] takes modules with kvframe hooks, not "):
         load_plugins(plugins=[plugin])
 

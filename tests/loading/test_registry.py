@@ -50,7 +50,7 @@ def test_name_that_one_plugin_claims_is_its_own() -> None:
     assert registry.backends.names() == ("fast",)
 
 
-def test_unknown_name_lists_what_exists_and_the_nearest() -> None:
+def test_unknown_name_lists_the_known_names_and_the_nearest() -> None:
     registry = Registry()
     registry.add([backend("triton", "kvframe-a"), backend("flash_attn", "kvframe-a")])
     with pytest.raises(UnknownNameError) as caught:
@@ -64,7 +64,7 @@ def test_unknown_name_says_which_plugins_were_set_aside(site: FakeSite) -> None:
         load_plugins().registry.backends.get("fast")
 
 
-def test_contested_name_belongs_to_nobody(site: FakeSite) -> None:
+def test_contested_name_has_no_owner(site: FakeSite) -> None:
     site.add("kvframe-a", "a", registers("backends", ("fast", "a:A"), ("only_a", "a:A")))
     site.add("kvframe-b", "b", registers("backends", ("fast", "b:B")))
     host = load_plugins()
@@ -166,7 +166,7 @@ def test_target_that_is_unfit_names_owner_name_and_cause(site: FakeSite, target:
     assert cause in str(caught.value)
 
 
-def test_missing_need_is_found_before_import_and_says_what_to_type(site: FakeSite) -> None:
+def test_missing_need_is_found_before_import_and_names_the_install_command(site: FakeSite) -> None:
     site.add(
         "kvframe-flash",
         "flash",
@@ -215,7 +215,7 @@ def test_a_library_that_is_too_old_is_found_before_import(
         assert expected == str(caught.value)
 
 
-def test_a_version_of_what_is_not_installed_under_that_name_is_not_asked_for() -> None:
+def test_the_version_of_a_distribution_that_is_not_installed_is_not_checked() -> None:
     assert () == Entry("backend", "x", "a:B", "a", "a:a", needs_versions="no-such-library>=3").outdated()
 
 
@@ -238,7 +238,7 @@ def test_the_versions_that_plugins_ask_for_are_those_of_their_extras() -> None:
     assert extras == asked
 
 
-def test_registered_backends_are_what_they_say() -> None:
+def test_registered_names_load_their_classes() -> None:
     registry = load_plugins().registry
     assert registry.specs.load("full_attention") is FullAttentionSpec
     assert registry.backends.load("torch").__name__ == "TorchBackend"
@@ -248,7 +248,7 @@ def test_registered_backends_are_what_they_say() -> None:
 # --- kvframe's own packages -------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_packages_is_what_the_packages_register() -> None:
+def test_the_table_of_packages_equals_their_registrations() -> None:
     plugins = Path(__file__).resolve().parents[2] / "plugins"
     provided = {}
     for file in plugins.glob("*/pyproject.toml"):

@@ -70,7 +70,7 @@ def test_inductor_compiles_a_model_that_passes_its_self_check(tmp_path: Path) ->
         assert expected == served(engine)
 
 
-def test_what_a_compiler_sees_of_attention_is_one_operator(models: Callable[[str], TinyModel]) -> None:
+def test_a_compiler_sees_attention_as_one_operator(models: Callable[[str], TinyModel]) -> None:
     seen: list[list[str]] = []
 
     def noting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -91,7 +91,7 @@ def test_a_model_that_keeps_a_state_is_refused(models: Callable[[str], TinyModel
     models("mamba").engine().close()
 
 
-def test_what_a_compiler_cannot_do_is_one_clear_error(models: Callable[[str], TinyModel]) -> None:
+def test_a_failure_of_the_compiler_is_one_clear_error(models: Callable[[str], TinyModel]) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler was found")
 

@@ -56,7 +56,7 @@ def trained_path(request: pytest.FixtureRequest, training: ModuleType, small_rec
     return path
 
 
-def test_the_demo_serves_what_generate_gives(demo: ModuleType, trained_path: Path) -> None:
+def test_the_demo_serves_the_tokens_of_generate(demo: ModuleType, trained_path: Path) -> None:
     served = demo.serve(trained_path)
     assert len(served.outputs) >= 32
     assert len(served.outputs) == served.num_equal

@@ -362,7 +362,7 @@ def test_the_self_check_passes(models: Any, family: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bart", "whisper"])
-def test_the_self_check_sees_positions_that_are_not_told(
+def test_the_self_check_finds_positions_that_are_not_passed(
     models: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without both of the two ways, of which a family has one or both.
@@ -418,7 +418,9 @@ def test_the_self_check_sees_a_wrong_table_of_biases(models: Any, monkeypatch: p
         ("llama", Prompt(), "empty_prompt"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_a_code(models: Any, family: str, prompt: Any, code: str) -> None:
+def test_an_input_that_cannot_be_served_is_refused_with_a_code(
+    models: Any, family: str, prompt: Any, code: str
+) -> None:
     with models(family).engine() as engine:
         with pytest.raises(RequestError) as caught:
             engine.add_request(prompt)
@@ -433,7 +435,7 @@ def test_text_without_a_tokenizer_is_refused(models: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [5, b"ab", "some text", Prompt(encoder=[5], decoder="some text"), [[5]], ids(1, 300)])
-def test_what_is_refused_takes_no_other_prompt_of_its_batch_with_it(models: Any, wrong: Any) -> None:
+def test_a_refused_prompt_leaves_the_others_of_its_batch(models: Any, wrong: Any) -> None:
     expected = generated(models("bart"), "bart", Prompt(encoder=[5, 6]), NUM_NEW_TOKENS)
     with models("bart").engine() as engine:
         first, refused, last = engine.generate([[5, 6], wrong, [5, 6]], GREEDY)

@@ -68,7 +68,7 @@ def on_torch(model: TinyModel, **options: Any) -> Engine:
 
 @pytest.mark.parametrize(("family", "kv_format"), CASES)
 @pytest.mark.parametrize("options", [{}, SMALL_STEPS], ids=["default", "small-steps"])
-def test_a_format_is_a_cache_of_what_it_reads_back(
+def test_a_format_equals_plain_pages_of_the_values_that_it_reads_back(
     models: Any, expected: Any, family: str, kv_format: KVFormat, options: dict[str, Any]
 ) -> None:
     tokens = expected(family, kv_format)
@@ -81,7 +81,9 @@ def test_a_format_is_a_cache_of_what_it_reads_back(
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda each: each.name)
-def test_the_reference_reads_what_the_torch_backend_reads(models: Any, expected: Any, kv_format: KVFormat) -> None:
+def test_the_reference_gives_the_tokens_of_the_torch_backend_on_every_format(
+    models: Any, expected: Any, kv_format: KVFormat
+) -> None:
     tokens = expected("llama", kv_format)
     with models("llama").engine(format=in_stack(kv_format), backend="torch_reference") as engine:
         assert tokens == served(engine)
@@ -120,7 +122,7 @@ def test_an_encoders_keys_and_values_are_stored_so_too(models: Any, family: str,
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda each: each.name)
-def test_fewer_bits_change_what_a_prompts_tokens_are_worth_in_proportion(models: Any, kv_format: KVFormat) -> None:
+def test_fewer_bits_change_a_prompts_likelihoods_in_proportion(models: Any, kv_format: KVFormat) -> None:
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
 
     def logprobs(**options: Any) -> torch.Tensor:
@@ -156,7 +158,7 @@ def test_a_model_is_compared_with_itself_on_plain_pages(models: Any, family: str
         assert "int4_token_head" in {group.spec.kv_format.name for group in engine.grouping.groups}
 
 
-def test_what_a_format_rounds_off_hides_no_wrong_attention(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rounding_of_a_format_hides_no_wrong_attention(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = TorchBackend.forward
     monkeypatch.setattr(
         TorchBackend, "forward", lambda self, layer, query, *rest: forward(self, layer, query * 1.01, *rest)
@@ -213,7 +215,7 @@ def test_a_format_that_raises_ends_the_requests_of_the_step_and_nothing_is_left_
         assert expected == served(engine)
 
 
-def test_a_format_that_does_not_say_what_it_stores_is_refused_at_the_start(models: Any) -> None:
+def test_a_format_without_state_tensors_is_refused_at_the_start(models: Any) -> None:
     class Silent(PlainFormat):
         name: ClassVar[str] = "silent"
 

@@ -46,7 +46,7 @@ def test_tokens_equal_those_of_generate(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_the_same_where_every_layer_keeps_every_token(models: Any, references: Any, family: str) -> None:
+def test_tokens_are_the_same_if_every_layer_keeps_every_token(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(hybrid=False, max_num_batched_tokens=24, max_num_seqs=4) as engine:
         assert expected == served(engine)
@@ -66,7 +66,7 @@ def test_preempted_requests_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_that_wait_for_room_for_all_of_them_give_the_same_tokens(
+def test_prompts_that_wait_for_enough_free_blocks_give_the_same_tokens(
     models: Any, references: Any, family: str
 ) -> None:
     expected = references(family)
@@ -137,7 +137,7 @@ OPTIONS = (
     ("family", "options", "arguments"),
     [*cover_values(FAMILIES, OPTIONS), *((family, *OPTIONS[0]) for family in MORE_FAMILIES)],
 )
-def test_plan_says_to_the_byte_what_a_run_allocates(
+def test_plan_states_the_allocation_of_a_run_to_the_byte(
     models: Any, family: str, options: dict[str, Any], arguments: list[str]
 ) -> None:
     model = models(family)

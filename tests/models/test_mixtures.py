@@ -66,7 +66,7 @@ def test_layers_of_a_kind_are_a_group(models: Any, mixture: str) -> None:
 
 
 @ALL
-def test_plan_says_to_the_byte_what_a_run_allocates_and_wastes_little(models: Any, mixture: str) -> None:
+def test_plan_states_the_allocation_to_the_byte_and_wastes_little(models: Any, mixture: str) -> None:
     model = models(mixture)
     command = ["plan", str(model.path), "--dtype", "float32", "--memory", "4MiB", "--json"]
     result = CliRunner().invoke(main, command)
@@ -153,7 +153,7 @@ def test_a_second_round_finds_the_prompts_of_the_first(models: Any, references: 
         assert computed == after.computed_tokens - before.computed_tokens
 
 
-def test_a_hit_ends_where_every_kind_of_layer_can_go_on(models: Any, references: Any) -> None:
+def test_a_hit_ends_at_a_token_from_which_every_kind_of_layer_can_continue(models: Any, references: Any) -> None:
     expected = references("each")
     states = {"checkpoints": "all", "block_size": 12}
     with models("each").engine(block_size=4, states=states) as engine:

@@ -214,7 +214,7 @@ def test_sharing_layers_never_project_keys_or_values(models: Any, references: An
     assert {str(block) for block in range(6 - num_skipped)} == projecting
 
 
-def test_a_step_in_which_nobody_generates_computes_one_row(models: Any) -> None:
+def test_a_step_without_generating_tokens_computes_one_row(models: Any) -> None:
     model = models("gemma3n")
     with (
         model.engine(prefill_skipping=SKIPPING, prefix_caching=False, max_num_batched_tokens=10) as engine,

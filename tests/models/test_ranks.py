@@ -47,13 +47,13 @@ def pairs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str
 
 
 @pytest.mark.parametrize("case", on_ranks.CASES)
-def test_two_ranks_give_what_one_process_gives(pairs: Mapping[str, Any], folder: Path, case: str) -> None:
+def test_two_ranks_give_the_results_of_one_process(pairs: Mapping[str, Any], folder: Path, case: str) -> None:
     assert [0, 0] == pairs["run_cases"]["codes"], pairs["run_cases"]["said"]
     expected = json.loads(json.dumps(on_ranks.CASES[case](folder)))
     assert expected == pairs["run_cases"]["result"][case]
 
 
-def test_the_cases_reach_what_they_are_for(pairs: Mapping[str, Any], folder: Path) -> None:
+def test_the_cases_reach_hits_preemption_and_swaps(pairs: Mapping[str, Any], folder: Path) -> None:
     found = pairs["run_cases"]["result"]
     assert found["serve_llama"]["cached"] > sum(map(len, PROMPTS))
     assert found["serve_gemma"]["counts"]["preemptions"] > 0 == found["serve_gemma"]["counts"]["swaps"]

@@ -199,7 +199,7 @@ def test_with_a_state_at_every_block_the_second_request_finds_the_prefix(long_mo
 
 
 @LONG_HYBRIDS
-def test_with_few_states_the_third_request_finds_the_one_kept_where_the_second_parted(
+def test_with_few_states_a_third_request_continues_where_the_second_differed_from_the_first(
     long_models: Any, family: str
 ) -> None:
     model, expected = long_models(family)
@@ -207,7 +207,7 @@ def test_with_few_states_the_third_request_finds_the_one_kept_where_the_second_p
         assert [WHOLE, WHOLE, REST, REST] == computed_each(engine, expected)
 
 
-def test_with_few_states_a_request_goes_on_where_one_ended(long_models: Any) -> None:
+def test_with_few_states_a_request_continues_an_earlier_one(long_models: Any) -> None:
     model, expected = long_models("bamba")
     with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:
         assert expected[0] == engine.generate([LONG[0]], GREEDY)[0].token_ids

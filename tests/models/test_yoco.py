@@ -164,7 +164,7 @@ def test_a_model_serves_one_engine_at_a_time(yoco: Example) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"architecture": "other"}', '{"model_type": "llama"}'])
-def test_a_config_of_something_else_is_not_recognised(yoco: Example, tmp_path: Path, text: str) -> None:
+def test_the_config_of_another_model_is_not_recognised(yoco: Example, tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     assert not yoco.adapter.YocoAdapter().recognises(tmp_path)
     assert yoco.adapter.YocoAdapter().recognises(yoco.path)
@@ -193,7 +193,7 @@ def test_tokens_equal_the_dense_forward(
 
 @SKIPPING
 @pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "all_full"])
-def test_tokens_behind_a_cached_prefix_equal_the_dense_forward(
+def test_tokens_after_a_cached_prefix_equal_the_dense_forward(
     yoco: Example, skipping: str | None, hybrid: bool
 ) -> None:
     with yoco.engine(skipping=skipping, hybrid=hybrid, prefix_caching=True, max_num_batched_tokens=32) as engine:
@@ -285,7 +285,7 @@ def test_a_policy_can_leave_skipping_off(yoco: Example) -> None:
         assert [len(PROMPTS[2]), *decodes, 1, *decodes] == rows
 
 
-def test_the_example_runs_and_shows_what_is_skipped() -> None:
+def test_the_example_runs_and_shows_the_skipped_rows() -> None:
     done = run_program(str(FOLDER / "run_yoco.py"))
     assert done.returncode == 0, done.stderr
     assert [

@@ -1,3 +1,5 @@
+"""Layer files: which keys they take, what the layers become, and the one sentence for each mistake."""
+
 import json
 from pathlib import Path
 

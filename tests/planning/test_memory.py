@@ -59,7 +59,9 @@ def test_one_byte_more_than_the_machine_has_is_refused() -> None:
         check_host_bytes(physical() + 1, "it is too much")
 
 
-def test_where_the_system_does_not_say_only_a_failed_allocation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_system_does_not_report_its_memory_only_a_failed_allocation_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(memory, "physical_bytes", lambda: None)
     check_host_bytes(MAX_SIZE, "it is too much")
     with (
@@ -117,7 +119,7 @@ def test_without_a_limit_the_machines_memory_counts(own: str, tmp_path: Path, mo
     assert pages == physical_bytes()
 
 
-def test_what_another_device_holds_is_not_compared_with_the_hosts_memory() -> None:
+def test_memory_of_another_device_is_not_compared_with_the_hosts() -> None:
     with allocating(physical() + 1, "for it", "less", "meta"):
         torch.empty(physical() + 1, dtype=torch.uint8, device="meta")
 
@@ -170,7 +172,7 @@ def test_an_engine_beyond_the_machine_is_refused(options: Any, said: str, models
         llama.engine(**options)
 
 
-def test_what_fits_alone_and_not_together_is_refused(models: Any) -> None:
+def test_parts_that_fit_alone_and_not_together_are_refused(models: Any) -> None:
     llama: TinyModel = models("llama")
     share = physical() * 6 // 10
     with pytest.raises(PlanError, match=r"for the cache, [1-9][0-9]+ to swap to"):

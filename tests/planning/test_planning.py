@@ -100,7 +100,7 @@ def test_a_hybrid_of_27_billion_parameters_wastes_under_one_percent() -> None:
     assert plan.total_bytes <= 2**30
 
 
-def test_what_is_left_over_behind_the_slabs_is_pages_of_the_group_that_takes_the_most() -> None:
+def test_the_memory_after_the_slabs_holds_pages_of_the_group_that_takes_the_most() -> None:
     window, whole = ranged(block_size=16, num_kv_heads=9, window=64), full(block_size=16, num_kv_heads=2)
     grouping = group_layers([layer("a", window), layer("b", whole)])
 
@@ -120,7 +120,7 @@ def test_what_is_left_over_behind_the_slabs_is_pages_of_the_group_that_takes_the
         assert 0 == plan.resized(2**21).num_rest_pages == plan.resized(2**23).num_rest_pages
 
 
-def test_no_page_behind_the_slabs_has_an_id_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_page_after_the_slabs_has_an_id_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     grouping = group_layers([layer("a", ranged(num_kv_heads=9, window=64)), layer("b", full())])
 
     def planned(memory_bytes: int) -> KVCachePlan:
@@ -135,7 +135,7 @@ def test_no_page_behind_the_slabs_has_an_id_that_is_too_large(monkeypatch: pytes
     assert (start.num_slabs, 1) == (plan.num_slabs, plan.num_rest_pages)
 
 
-def test_where_all_pages_have_one_size_nothing_is_left_over_but_what_is_no_slab() -> None:
+def test_if_all_pages_have_one_size_there_are_no_pages_after_the_slabs() -> None:
     plan = plan_cache(
         group_layers([layer("a", full())]), memory_bytes=2**16 + 100, max_model_len=64, max_num_batched_tokens=16
     )
@@ -151,7 +151,7 @@ def test_a_plan_of_nothing_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize("memory", ["auto", 1])
-def test_where_nothing_is_kept_no_memory_is_measured_and_none_checked(
+def test_if_no_layer_keeps_state_no_memory_is_measured_or_checked(
     memory: str | int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("kvframe.planning.sizing._available_bytes")
@@ -160,7 +160,7 @@ def test_where_nothing_is_kept_no_memory_is_measured_and_none_checked(
     assert (0, 0, 0) == (plan.total_bytes, plan.num_slabs, num_host_slabs(plan, stack))
 
 
-def test_auto_leaves_room_for_copies_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_counts_copies_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvframe.planning.sizing._available_bytes", lambda device: 2**22)
     kv_format = load_plugins().registry.formats.load("int8_token_head")()
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, format=kv_format)
@@ -190,7 +190,7 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
     memory=st.integers(2**16, 2**22),
     length=st.integers(1, 200),
 )
-def test_what_is_said_to_fit_fits_side_by_side(shapes: list[tuple[int, int, int]], memory: int, length: int) -> None:
+def test_as_many_requests_as_planned_fit_at_once(shapes: list[tuple[int, int, int]], memory: int, length: int) -> None:
     layers = [layer(str(i), ranged(block_size=b, num_kv_heads=h, window=w)) for i, (b, h, w) in enumerate(shapes)]
     try:
         plan = plan_cache(group_layers(layers), memory_bytes=memory, max_model_len=length, max_num_batched_tokens=32)

@@ -109,9 +109,7 @@ def kinds_of_layers(
 
 
 @pytest.mark.parametrize("file", CONFIGS)
-def test_a_layer_file_is_what_transformers_makes_of_the_published_config(
-    file: str, tmp_path: Path, registry: Registry
-) -> None:
+def test_a_layer_file_equals_the_layers_of_the_published_config(file: str, tmp_path: Path, registry: Registry) -> None:
     name, options = CONFIGS[file]
     config = getattr(transformers, f"{name}Config")(**options)
     config.architectures = [f"{MODELS.get(name, name)}For{HEADS.get(name, 'CausalLM')}"]

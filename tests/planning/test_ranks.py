@@ -50,7 +50,7 @@ def test_a_group_has_one_number_on_all_ranks_whether_they_have_layers_of_it_or_n
     assert all(each.total_bytes <= 2**16 for each in found.plans)
 
 
-def test_the_rank_with_the_least_room_decides_for_all() -> None:
+def test_the_rank_with_the_least_memory_decides_for_all_stages() -> None:
     roomy, tight = plan(*HYBRID), plan(*HYBRID, memory=(2**16, 2**15, 0))
     assert roomy.plans[1].num_slabs > tight.plans[1].num_slabs
     assert {tight.plans[1].num_slabs} == {each.num_slabs for each in tight.plans[:2]}
@@ -70,7 +70,7 @@ def test_a_rank_that_keeps_nothing_does_not_keep_the_others_from_caching() -> No
     assert not plan(*HYBRID, prefix_caching=False).prefix_caching
 
 
-def test_where_no_rank_keeps_anything_it_is_said_once_for_all() -> None:
+def test_if_no_rank_keeps_state_there_is_one_note_for_all() -> None:
     found = plan([layer("0", None)], [layer("1", None)], memory=(0, 0))
     assert [0, 0] == [each.total_bytes for each in found.plans]
     assert (False, True) == (found.prefix_caching, found.whole_prompts)
@@ -90,7 +90,7 @@ def test_a_layer_reads_no_cache_of_another_rank() -> None:
     requests=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20), st.booleans()), min_size=1, max_size=12),
     memory=st.integers(2**12, 2**14),
 )
-def test_managers_that_are_told_the_same_decide_the_same(requests: list[tuple[int, int, bool]], memory: int) -> None:
+def test_managers_with_equal_calls_make_equal_decisions(requests: list[tuple[int, int, bool]], memory: int) -> None:
     ranks = (
         [layer("0", full()), layer("1", full(num_kv_heads=3))],
         [layer("2", ranged(window=6)), layer("3", state())],
@@ -170,7 +170,7 @@ def test_ranks_of_a_tensor_parallel_group_may_lack_layers_of_a_group_or_all_of_t
     assert [0, 0] == [each.total_bytes for each in found.plans[2:]]
 
 
-def test_a_layer_that_the_first_rank_lacks_runs_where_its_own_rank_runs_it() -> None:
+def test_a_layer_that_the_first_rank_lacks_keeps_its_place_in_the_order() -> None:
     first, second = [layer("0", full()), layer("3", full())], [layer(str(number), full()) for number in range(4)]
     assert ("0", "1", "2", "3") == plan(first, second, tensor_parallel_size=2).whole.groups[0].layers
 

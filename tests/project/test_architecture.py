@@ -182,7 +182,7 @@ def test_the_flow_imports_no_built_in_type_and_no_test_kit() -> None:
     assert {module for module, names in imported.items() if any(name.startswith(beside) for name in names)} == set()
 
 
-def test_built_ins_use_only_what_a_plugin_may() -> None:
+def test_built_ins_import_public_modules_only() -> None:
     for module, path in core_files().items():
         if module.startswith("builtin"):
             assert {name for name in private_imports(path) if not name.startswith("kvframe.builtin")} == set(), module
@@ -202,7 +202,7 @@ def test_a_plugin_imports_only_public_modules_of_the_core(path: Path) -> None:
     assert private_imports(path) == set()
 
 
-def test_the_tests_of_plugins_import_what_plugins_may() -> None:
+def test_the_tests_of_plugins_import_public_modules_only() -> None:
     paths = sorted((ROOT / "plugins").glob("*/tests/*.py"))
     imported = {path.relative_to(ROOT).as_posix(): private_imports(path) for path in paths}
     assert len(paths) > 30
@@ -365,7 +365,7 @@ def types_asked_for(module: str) -> Iterator[str]:
             yield from (ast.unparse(right) for right in node.comparators)
 
 
-def test_the_core_never_asks_for_the_type_of_what_a_plugin_gives() -> None:
+def test_the_core_never_asks_for_the_type_of_a_plugins_object() -> None:
     types = {base.__name__ for base in CONTRACT} | set(REGISTERED.values())
     assert {module for module in FLOW_FILES if types & set(types_asked_for(module))} == set()
 

@@ -177,7 +177,7 @@ def commands(document: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("document", "command", "shown"), [(document, *each) for document in DOCUMENTS for each in commands(document)]
 )
-def test_commands_run_and_print_what_is_shown(
+def test_commands_run_and_print_the_shown_output(
     document: str, command: str, shown: str, workplace: Callable[[str], None]
 ) -> None:
     workplace(document)
@@ -224,7 +224,7 @@ def test_make_targets_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_a_newcomer_is_told_what_to_type(document: str) -> None:
+def test_the_first_documents_name_commands_of_make(document: str) -> None:
     assert make_targets(document)
 
 
@@ -384,7 +384,7 @@ def test_the_site_has_every_page() -> None:
 
 
 @pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 90), ("CHANGELOG.md", 45)])
-def test_what_is_read_first_is_short(document: str, most: int) -> None:
+def test_the_first_documents_are_short(document: str, most: int) -> None:
     assert len(read(document).splitlines()) <= most
 
 
@@ -438,6 +438,6 @@ def leads_somewhere(document: str, target: str) -> bool:
     return anchor in {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_changelog_starts_with_what_is_not_released() -> None:
+def test_the_changelog_starts_with_the_unreleased_version() -> None:
     version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
     assert f"[Unreleased]: {version}" == re.findall(r"^## (.+)$", read("CHANGELOG.md"), flags=re.MULTILINE)[0]

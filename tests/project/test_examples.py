@@ -109,6 +109,6 @@ def test_a_layer_file_has_the_layers_of_its_model(name: str, num_layers: int, nu
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "stacks").iterdir()), ids=lambda path: path.name)
-def test_a_stack_is_valid_and_names_what_is_there(path: Path) -> None:
+def test_a_stack_is_valid_and_names_registered_things(path: Path) -> None:
     stack = Stack.from_file(path)
     stack.check_names(load_plugins(stack.plugins).registry)
