@@ -17,7 +17,7 @@ from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder,
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata
-from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance, bias_columns
+from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -150,7 +150,8 @@ class TorchReferenceBackend(AttentionBackend):
             values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
             assert values_cpu is not None
             seq_starts = values_cpu.tolist()
-        bias = self._bias_by_distance(layer)
+        assert layer.query is not None
+        bias = None if layer.query.relative_bias is None else self.bias_tables[layer.name]
         for request in range(metadata.num_reqs):
             seq_len = int(metadata.seq_lens_cpu[request])
             num_new = starts[request + 1] - starts[request]
@@ -170,9 +171,3 @@ class TorchReferenceBackend(AttentionBackend):
                     None if bias is None else bias[:, bias_columns(positions - position, bias.shape[1] // 2)],
                 )
         return output, lse
-
-    def _bias_by_distance(self, layer: LayerSpec) -> torch.Tensor | None:
-        assert layer.query is not None
-        if layer.query.relative_bias is None:
-            return None
-        return bias_by_distance(layer.query.relative_bias, self.parameters[layer.name][RELATIVE_BIAS])

@@ -14,6 +14,7 @@ from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder
+from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 
@@ -181,17 +182,25 @@ class AttentionBackend(ABC):
         self.device = device
         self.options = options
         self.parameters: dict[str, Mapping[str, torch.Tensor]] = {}
+        self.bias_tables: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take the learned tensors of one layer's attention.
 
-        Called once for each layer that has any, when the model is attached. The default keeps them in ``parameters``.
+        Called once for each layer that has any, when the model is attached. The default keeps them in ``parameters``. A
+        learned bias is also kept in ``bias_tables``, by distance: ``[num_heads, 2 * max_distance + 1], device``, as
+        ``bias_by_distance`` returns it, in float32 or in float64 if the parameter has it.
 
         Args:
             layer: The layer, as the group's wrapper chain leaves it.
             parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device; not written to.
         """
         self.parameters[layer.name] = parameters
+        bias = None if layer.query is None else layer.query.relative_bias
+        if bias is not None:
+            table = parameters[RELATIVE_BIAS]
+            wide = torch.promote_types(table.dtype, torch.float32)
+            self.bias_tables[layer.name] = bias_by_distance(bias, table.to(wide))
 
     def make_builder(self) -> AttentionMetadataBuilder:
         """Return the group's metadata builder; the default passes the batch metadata on unchanged."""

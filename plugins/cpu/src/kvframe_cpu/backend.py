@@ -11,7 +11,6 @@ from kvframe_kernels.cpu.build import BuildError, load_library
 from kvframe_kernels.cpu.write import write_kv
 
 from kvframe.contract import (
-    RELATIVE_BIAS,
     SEQ_STARTS,
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -21,7 +20,6 @@ from kvframe.contract import (
     KVCache,
     LayerSpec,
     Slots,
-    bias_by_distance,
 )
 
 
@@ -102,15 +100,6 @@ class CpuBackend(AttentionBackend):
             key_factor=getattr(spec.kv_format, "k_scale", 1.0),
             value_factor=getattr(spec.kv_format, "v_scale", 1.0),
         )
-        self._bias_by_distance: dict[str, torch.Tensor] = {}
-
-    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep the layer's tensors, with the bias as a table by distance."""
-        super().bind(layer, parameters)
-        assert layer.query is not None
-        if layer.query.relative_bias is not None:
-            table = parameters[RELATIVE_BIAS]
-            self._bias_by_distance[layer.name] = bias_by_distance(layer.query.relative_bias, table).float()
 
     def make_builder(self) -> CpuMetadataBuilder:
         """Return the builder."""
@@ -151,7 +140,7 @@ class CpuBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(metadata, Batch)
-        bias = self._bias_by_distance.get(layer.name)
+        bias = self.bias_tables.get(layer.name)
         scales = Scales(
             key_scale=kv_cache.get("k_scale"),
             value_scale=kv_cache.get("v_scale"),

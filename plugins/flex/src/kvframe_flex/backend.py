@@ -12,13 +12,11 @@ import torch
 from torch.nn.functional import pad
 
 from kvframe.contract import (
-    RELATIVE_BIAS,
     SEQ_STARTS,
     AttentionBackend,
     Capabilities,
     KVCache,
     LayerSpec,
-    bias_by_distance,
 )
 from kvframe_flex.builder import DenseBatch, FlexMetadataBuilder
 from kvframe_flex.kernel import Kernel, Scores, keep_static
@@ -70,17 +68,13 @@ class FlexBackend(AttentionBackend):
         self._visibility = Visibility(spec.mask_function, spec.mask, query.has_sinks, live_ranges)
         self._num_heads = query.num_heads
         self._kernel = Kernel(spec.mask_function, Scores.of(query), device, (options or FlexOptions()).compile)
-        self._bias_by_distance: dict[str, torch.Tensor] = {}
         self._scratch: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep the layer's tensors, with the bias as a table by distance."""
+        """Keep the layer's tensors; the sizes of its bias are constants of the kernel."""
         super().bind(layer, parameters)
-        assert layer.query is not None
-        if layer.query.relative_bias is not None:
-            by_distance = bias_by_distance(layer.query.relative_bias, parameters[RELATIVE_BIAS]).float()
-            keep_static(by_distance)
-            self._bias_by_distance[layer.name] = by_distance
+        if layer.name in self.bias_tables:
+            keep_static(self.bias_tables[layer.name])
 
     def make_builder(self) -> FlexMetadataBuilder:
         """Return the builder of the step's dense batches."""
@@ -120,7 +114,7 @@ class FlexBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
         size_v = kv_cache["v"].shape[-1]
-        bias = self._bias_by_distance.get(layer.name)
+        bias = self.bias_tables.get(layer.name)
         if sinks is not None:
             sinks = sinks.float()
             keep_static(sinks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import attrs
@@ -11,7 +11,6 @@ from kvframe_kernels.jit.attention import Batch, paged_attention
 from kvframe_kernels.jit.plan import Mask, plan
 
 from kvframe.contract import (
-    RELATIVE_BIAS,
     SEQ_STARTS,
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -19,7 +18,6 @@ from kvframe.contract import (
     CommonAttentionMetadata,
     KVCache,
     LayerSpec,
-    bias_by_distance,
 )
 
 
@@ -90,19 +88,6 @@ class NumbaBackend(AttentionBackend):
         preference=5,
     )
 
-    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
-        """Keep the group's layers."""
-        super().__init__(layers, device)
-        self._bias_by_distance: dict[str, torch.Tensor] = {}
-
-    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep the layer's tensors, with the bias as a table by distance."""
-        super().bind(layer, parameters)
-        assert layer.query is not None
-        if layer.query.relative_bias is not None:
-            table = parameters[RELATIVE_BIAS]
-            self._bias_by_distance[layer.name] = bias_by_distance(layer.query.relative_bias, table)
-
     def make_builder(self) -> NumbaMetadataBuilder:
         """Return the builder of the step's work."""
         return NumbaMetadataBuilder(self.layers[0])
@@ -146,7 +131,7 @@ class NumbaBackend(AttentionBackend):
             scale=layer.query.scale,
             soft_cap=layer.query.soft_cap,
             sinks=sinks,
-            bias=self._bias_by_distance.get(layer.name),
+            bias=self.bias_tables.get(layer.name),
             lse=lse,
             out=out,
         )

@@ -12,7 +12,6 @@ from kvframe_kernels.triton.write import write_kv
 
 from kvframe.contract import (
     PLAIN,
-    RELATIVE_BIAS,
     SEQ_STARTS,
     AttentionBackend,
     Capabilities,
@@ -20,7 +19,6 @@ from kvframe.contract import (
     LayerSpec,
     PageCopier,
     Slots,
-    bias_by_distance,
 )
 from kvframe_triton.builder import TritonMetadata, TritonMetadataBuilder
 
@@ -83,15 +81,12 @@ class TritonBackend(AttentionBackend):
             v_scale=getattr(kv_format, "v_scale", 1.0),
             num_cores=num_cores(device),
         )
-        self._bias_by_distance: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep the layer's tensors, with the bias as a table by distance."""
+        """Keep the layer's tensors, and the logarithms of its bias to base 2, in which the kernels compute."""
         super().bind(layer, parameters)
-        assert layer.query is not None
-        if layer.query.relative_bias is not None:
-            table = bias_by_distance(layer.query.relative_bias, parameters[RELATIVE_BIAS].float())
-            self._bias_by_distance[layer.name] = table * LOG2_E
+        if layer.name in self.bias_tables:
+            self.bias_tables[layer.name] = self.bias_tables[layer.name] * LOG2_E
 
     def make_builder(self) -> TritonMetadataBuilder:
         """Return the builder of the step's work items."""
@@ -146,7 +141,7 @@ class TritonBackend(AttentionBackend):
             causal=metadata.causal,
             has_starts=metadata.has_starts,
             sinks=sinks,
-            bias=self._bias_by_distance.get(layer.name),
+            bias=self.bias_tables.get(layer.name),
             lse=lse,
         )
         for launch in launches:
