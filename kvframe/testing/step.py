@@ -120,12 +120,12 @@ def run_step(
 
     if not case.is_cross:
         key, value = packed(lambda each: each.key), packed(lambda each: each.value)
-        for stored in _turns(len(key), host):
+        for turn in _turns(len(key), host):
             # A token that is skipped must not reach a page.
-            shown = stored.to(device)[:, None, None]
+            shown = turn.to(device)[:, None, None]
             slots = Slots(metadata.slot_mapping.masked_fill(~shown.view(-1), -1), metadata.block_size)
-            rows = (host.rows(each.masked_fill(~shown, 1)) for each in (key, value))
-            write(writer, case, *rows, storage, slots)
+            stored_key, stored_value = (host.rows(each.masked_fill(~shown, 1)) for each in (key, value))
+            write(writer, case, stored_key, stored_value, storage, slots)
     guard = WriteGuard([storage.pool, *tensors_of(metadata)])
     wrapped = apply_chain(chain, metadata)
     guard.check("a wrapper wrote to the batch metadata")
