@@ -112,7 +112,7 @@ def test_hidden_tokens_padding_and_static_shapes() -> None:
     run([(40, 1), (9, 1)], hidden=[17, 8], num_padding=2, static=True)
 
 
-def test_queries_may_see_what_is_behind_them() -> None:
+def test_queries_may_see_tokens_after_them() -> None:
     run([(10, 9), (0, 4)], causal=False)
 
 

@@ -34,8 +34,8 @@ class Capabilities:
         dtypes: Cache and query dtypes by torch's name.
         masks: Mask features: ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``; ``mask_function``
             for every mask that ``KVCacheSpec.mask_function`` describes; ``live_range`` for every mask at all, derived
-            from ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also where a query sees fewer
-            tokens than are live.
+            from ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also if a query sees
+            fewer tokens than are live.
         extensions: Extensions of the batch metadata that it supports (``{"seq_starts"}``).
         state: Names of the state tensors that it reads in the plain format (``{"k", "v"}``).
         formats: Formats of stored keys and values that it reads and writes itself.
@@ -156,8 +156,8 @@ class Capabilities:
         if query.has_sinks and not self.sinks:
             refuse("sinks", "does not add learned sinks")
         if self.reads_dead_tokens and spec.mask is not None and spec.mask.window == 1:
-            # Between steps nothing is live, so that the page of the next token may be another one.
-            refuse("mask_window", "reads what lies before a window, and before one of a single token nothing is kept")
+            # Between steps no token is live, so the next token may be in another page.
+            refuse("mask_window", "reads tokens before a window, and no token is kept before a window of one token")
         if query.relative_bias is not None and not self.relative_bias:
             refuse("relative_bias", "adds no learned bias to the scores")
         if self.head_sizes is not None and query.head_size not in self.head_sizes:

@@ -31,7 +31,7 @@ class LayerDescription:
 
 
 PoolingMode = Literal["mean", "cls", "last"]
-"""Which hidden states of a text make its embedding: all of its tokens', on average; its first one's; its last one's."""
+"""Which hidden states of a text make its embedding: the mean of all tokens', the first token's, the last token's."""
 
 
 @attrs.frozen
@@ -39,7 +39,7 @@ class Pooling:
     """How hidden states become an embedding.
 
     Attributes:
-        mode: The tokens that it is made of.
+        mode: The tokens whose hidden states make it.
         normalize: Whether the embedding is divided by its length.
     """
 
@@ -59,7 +59,7 @@ class ModelDescription:
         eos_token_ids: Ids that end a request.
         max_input_lens: For each sequence that requests have beside their own tokens (``"encoder"``), the most tokens
             of it.
-        generates: Whether it gives logits for a next token; False for a model whose hidden states are what it is for.
+        generates: Whether it gives logits for a next token; False for a model that is used for its hidden states.
     """
 
     name: str

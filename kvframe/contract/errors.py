@@ -109,7 +109,7 @@ class BackendError(KVFrameError):
 
         Args:
             message: The sentence for a person.
-            code: The ``snake_case`` code for a program: that of a ``Refusal``, where one is the reason.
+            code: The ``snake_case`` code for a program: that of the ``Refusal`` if one is the reason.
         """
         super().__init__(message)
         self.code = code

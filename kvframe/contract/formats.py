@@ -33,7 +33,7 @@ ITEM_BYTES: Mapping[str, int] = {
 """Bytes per element of every dtype a state tensor may have, by torch's name."""
 
 STATE_ALIGNMENT_BYTES = 16
-"""Every layer's part of a page starts at a multiple of this, the width of a vector load."""
+"""The part of a page that belongs to a layer starts at a multiple of this, the width of a vector load."""
 
 
 def align_up(num: int, multiple: int) -> int:
@@ -163,14 +163,14 @@ class PlainFormat(KVFormat):
 
 
 def state_of(kv_format: KVFormat, state_tensors: Callable[[], Mapping[str, StateTensor]]) -> Mapping[str, StateTensor]:
-    """Return the tensors of one block, as a format that is not trusted gives them.
+    """Return the tensors of one block from a format of a plugin, whose answer is checked.
 
     Args:
         kv_format: The format.
         state_tensors: Calls its function of that name.
 
     Raises:
-        SpecError: It says so, raises something else, or gives no tensors; which, in one sentence.
+        SpecError: The format raises, or returns anything but tensors; the message says which.
     """
     whose = f"KV format {kv_format.name!r}"
     try:
@@ -188,4 +188,4 @@ def state_of(kv_format: KVFormat, state_tensors: Callable[[], Mapping[str, State
 
 
 PLAIN: KVFormat = PlainFormat()
-"""The format of layers that say nothing else."""
+"""The format of layers that name no other."""

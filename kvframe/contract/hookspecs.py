@@ -77,7 +77,7 @@ class HookSpecs:
     def kvframe_configure(self, settings: Mapping[str, Any]) -> None:
         """Take the plugin's own table of the stack file, ``[plugin.<name>]``.
 
-        Called once, before anything is registered, with an empty mapping where the stack says nothing. A stack that
+        Called once, before anything is registered, with an empty mapping if the stack says nothing. A stack that
         has settings for a plugin without this hook is refused.
 
         Args:

@@ -125,7 +125,7 @@ class LoadedModel(ABC):
         """Return how hidden states become an embedding; None if the checkpoint does not say.
 
         Raises:
-            ModelError: In a way that kvframe does not know.
+            ModelError: The checkpoint names a way that kvframe does not know.
         """
         return None
 
@@ -165,7 +165,7 @@ class LoadedModel(ABC):
             run_packed: ``run_packed(prompts: list[list[int]], last_only: bool = False, inputs = ()) ->
                 list[torch.Tensor]``: logits ``[len(prompt), vocab_size]`` of each prompt, computed through the attached
                 layers in one batch. With ``last_only``, only the last token of each prompt generates, and its logits
-                ``[1, vocab_size]`` come back: what a model that can skip compares too, where its layers skip something.
+                ``[1, vocab_size]`` come back. A model that can skip compares these too, if its layers skip something.
                 ``inputs`` holds for each prompt what it brings beside its tokens, by sequence: ``{"encoder":
                 ModelInput(…)}``.
         """
@@ -220,8 +220,8 @@ class LoadedModel(ABC):
             The input; None if the request has none and the model can compute without it.
 
         Raises:
-            RequestError: It is not what the model takes (``bad_input``), or missing (``missing_input``).
-            ModelError: It is text, and the model has no tokenizer.
+            RequestError: The model does not take such a value (``bad_input``), or needs one (``missing_input``).
+            ModelError: The value is text, and the model has no tokenizer.
         """
         raise RequestError(f"{self.description.name} takes no {sequence} input", code="bad_input")
 
@@ -239,9 +239,9 @@ class LoadedModel(ABC):
     def compute_inputs(self, inputs: Mapping[str, Sequence[ModelInput]]) -> None:
         """Compute the input sequences of a step's new requests, for the next ``forward`` only.
 
-        Called before ``forward`` in each step of a model that takes inputs, with nothing in it in most. The layers that
+        Called before ``forward`` in each step of a model that takes inputs; in most steps without any. The layers that
         keep state of a sequence are then called with the keys and values of the new inputs alone, packed in their
-        order; in a step without, what they are given is not looked at.
+        order; in a step without inputs, they ignore the keys and values that they are given.
 
         Args:
             inputs: By sequence, the inputs whose state the step stores, in the order of their requests.
@@ -261,7 +261,7 @@ class LoadedModel(ABC):
 
         None is the default: then each new token is decoded by ``decode`` together with a few before it. Called when the
         first tokens of a request are read. Every call of the function gets the tokens after those of the last call, and
-        returns the text that they add: nothing as long as it ends within a character, whose text a later call returns.
+        returns the text that they add: no text while they end within a character, whose text a later call returns.
         All of this text together is the one that ``decode`` returns for these tokens after ``token_ids``. If a call
         raises, ``decode`` is used from there on.
 

@@ -15,10 +15,11 @@ from kvframe.contract.model import Attend
 
 
 class OpaqueAttention:
-    """Calls a layer's attention as an operator, at compile time and after.
+    """Calls a layer's attention as an operator, while a model is compiled and when it runs.
 
-    The operator writes to pages that no compiler knows of. It is never left out or moved before what it depends on:
-    its output is used, and what a layer reads of another's pages, that layer wrote on the way to the query.
+    The operator writes to pages that the compiler does not know. The compiler still neither removes it, because its
+    output is used, nor runs it too early: if a layer reads pages that another layer writes, its query depends on the
+    output of that layer.
     """
 
     def __init__(self, attend: Attend, head_size_v: int) -> None:
@@ -51,7 +52,7 @@ class OpaqueAttention:
         value: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Do what the operator stands for."""
+        """Call the layer's attention."""
         return self._attend(query, key, value, sinks)
 
 
@@ -71,7 +72,7 @@ def _attend(
     layer: str,
     head_size_v: int,
 ) -> torch.Tensor:
-    # As the compiler was told: memory of its own, without gaps.
+    # The compiler expects contiguous memory that no argument shares.
     output = _CALLS[layer].run(query, key, value, sinks).contiguous()
     memory = output.untyped_storage().data_ptr()
     taken = (each for each in (query, key, value, sinks) if each is not None)

@@ -21,7 +21,8 @@ def bias_by_distance(bias: RelativeBias, table: torch.Tensor) -> torch.Tensor:
 
     Returns:
         ``[num_heads, 2 * max_distance + 1], device``, in the table's dtype: column ``max_distance + d`` is what a key
-        ``d`` tokens after its query gets, negative for one before it. Further away, the first or last column holds.
+        ``d`` tokens after its query gets, negative for one before it. For larger distances, the first
+        or last column applies.
     """
     buckets = distance_buckets(bias).to(table.device, non_blocking=True)
     return table.index_select(0, buckets).t().contiguous()
@@ -36,7 +37,8 @@ def distance_buckets(bias: RelativeBias) -> torch.Tensor:
     """Return the bucket of each distance from ``-max_distance`` to ``max_distance``, as T5 counts them.
 
     Half of a direction's buckets are single distances; the others grow by a constant factor up to ``max_distance``.
-    The logarithm is float32's, on the host: a distance at the edge of a bucket falls where it did in training.
+    The logarithm is float32's, on the host, so a distance at the edge of a bucket is in the bucket that it had in
+    training.
 
     Args:
         bias: How distances fall into buckets.
@@ -54,7 +56,7 @@ def distance_buckets(bias: RelativeBias) -> torch.Tensor:
         distance = -distance.clamp(max=0)
     num_exact = num_buckets // 2
     growth = torch.log(distance.float() / num_exact) / math.log(bias.max_distance / num_exact)
-    # Of a distance of 0 the logarithm is -inf, which is no number of buckets; it is within the exact ones.
+    # The logarithm of a distance of 0 is -inf, which is no bucket. Such a distance has an exact one.
     wide = num_exact + (growth.clamp(min=0) * (num_buckets - num_exact)).long()
     wide.clamp_(max=num_buckets - 1)
     return first + torch.where(distance < num_exact, distance, wide)

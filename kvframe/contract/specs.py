@@ -137,9 +137,9 @@ class KVCacheSpec(ABC):
     def states_per_block(self) -> int:
         """How many states a page of a state layer holds, the first dimension of each of its tensors.
 
-        The state after token ``p`` lies in the page of its block, at ``p % states_per_block``. More than one lets a
-        step be taken back in part: after fewer tokens than were computed, as many as are kept beside the last, the
-        request goes on from the state that it had there. Not so its first step.
+        The state after token ``p`` lies in the page of its block, at ``p % states_per_block``. With more than one, a
+        step can be undone in part: the last tokens are dropped, as many as there are states beside the last one, and
+        the request continues from the state before them. The first step of a request cannot be undone in part.
         """
         return 1
 
@@ -147,10 +147,10 @@ class KVCacheSpec(ABC):
     def num_rollback_states(self) -> int:
         """How many states a running request keeps beside the one in its block's page, so that drafts can be rejected.
 
-        A page of the type holds one state then, so that a checkpoint, the page of a full block, costs one state. The
-        other states lie in pages that only running requests have, and that are released at their block's end. With
-        ``states_per_block`` every page would hold several; a type has one or the other. It is for a type whose live
-        range is the last token.
+        A page of such a type holds one state, so a checkpoint, the page of a full block, costs one state. The other
+        states lie in pages that only running requests have, and that are released at the end of their block. With
+        ``states_per_block`` every page would hold several states, so a type has at most one of the two. The live range
+        of such a type is the last token.
         """
         return 0
 
@@ -245,7 +245,7 @@ class KVCacheSpec(ABC):
         """
         steps: Iterable[tuple[int, int]] = ((n, min(max_new_tokens, num_tokens - n)) for n in range(num_tokens))
         if type(self).stored_blocks is not KVCacheSpec.stored_blocks and self.block_size < num_tokens:
-            # Of what is stored, a step that ends within the last block may need more than one that ends with it.
+            # A step that ends within the last block may store more blocks than one that ends with it.
             steps = itertools.chain(steps, self._steps_into_last_block(num_tokens, max_new_tokens))
         return max(itertools.starmap(self.num_resident_blocks, steps), default=0)
 

@@ -25,10 +25,10 @@ class StateRound:
 
     Attributes:
         rows: ``[num_rows], int64, device``: the packed tokens, each of another request.
-        source_pages: ``[num_rows], int64, device``: the page with the state before the token; there is one. It is the
-            block id at which the layers find the state: of a rollback page, that of one of its parts.
+        source_pages: ``[num_rows], int64, device``: the page with the state before the token. Each of these tokens has
+            one. It is the block id at which the layers find the state: of a rollback page, that of one of its parts.
         source_places: ``[num_rows], int64, device``: which of the page's states that is.
-        target_pages: ``[num_rows], int64, device``: the page that gets the state after the token; no two are one.
+        target_pages: ``[num_rows], int64, device``: the page that gets the state after the token. All differ.
         target_places: ``[num_rows], int64, device``: which of its states.
     """
 
@@ -51,12 +51,12 @@ class StateRound:
 
 @attrs.frozen
 class StateRun:
-    """Tokens of one request that follow each other, up to where a state is kept.
+    """Consecutive tokens of one request; only the state after the last of them is kept.
 
     Attributes:
         start: The first packed row.
         stop: The row after the last one.
-        source: Page, and which of its states, before the first token; None where nothing is before it.
+        source: Page, and which of its states, before the first token; None if the request has no earlier token.
         target: Page, and which of its states, that gets the state after the last token.
     """
 
@@ -88,8 +88,9 @@ class StateStep:
     of the step wrote, so they are taken in order: all rounds, then all runs.
 
     Attributes:
-        rounds: Tokens of requests that go on by few: the first of each, the second of those that have one, and so on.
-        runs: The tokens of the other requests, cut where a state is kept; those of a request without a past among them.
+        rounds: Tokens of requests that compute few: the first of each, the second of those that have one, and so on.
+        runs: Tokens of the other requests, divided after each token whose state is kept. A request without earlier
+            tokens has runs.
     """
 
     rounds: tuple[StateRound, ...]
@@ -97,7 +98,7 @@ class StateStep:
 
 
 def _check_state(name: str, state: torch.Tensor, shape: tuple[int, ...]) -> None:
-    # One of another shape might be spread over all requests.
+    # A state of another shape could be broadcast over all requests.
     if state.shape != shape:
         raise ModelError(
             f"the model gives a state {name!r} of the shape {list(state.shape)}, and its page takes {list(shape)}: "

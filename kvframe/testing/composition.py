@@ -85,7 +85,7 @@ INTRODUCTION = """\
 # Which wrappers and backends compose
 
 Every chain of up to two wrappers, before every backend, on every kind of layer that stores what the backend reads. A
-layer that shares another's cache has a row of its own where it fares differently. A cell says one of two things:
+layer that shares another's cache has a row of its own if its results differ. A cell says one of two things:
 
 - equal: mixed batches, decodes with draft tokens and unfinished prefills, also padded to the sizes of a graph, gave
   what dense attention under the layer's own mask gives, within the error of the dtype;

@@ -34,8 +34,8 @@ def lengths(requests: Requests) -> tuple[np.ndarray, np.ndarray]:
     return np.array([each.num_computed for each in requests]), np.array([each.num_new for each in requests])
 
 
-def is_satisfied(wish: BatchOrder, requests: Requests) -> bool:
-    ranks = wish.ranks(*lengths(requests)).tolist()
+def is_satisfied(order: BatchOrder, requests: Requests) -> bool:
+    ranks = order.ranks(*lengths(requests)).tolist()
     return bool(ranks == sorted(ranks))
 
 
@@ -84,7 +84,7 @@ def test_requests_are_put_in_the_order_that_is_asked_for_and_stay_in_theirs_othe
     assert [1, 4, 2, 5, 0, 3] == order.tolist()
 
 
-def test_without_a_wish_requests_stay() -> None:
+def test_without_an_order_requests_stay() -> None:
     assert find_order([], *lengths([EXTEND_OF_9, DECODE])) is None
 
 
@@ -93,7 +93,7 @@ def test_requests_that_are_in_order_stay() -> None:
     assert find_order([FULL, BatchOrder()], *lengths(requests)) is None
 
 
-def test_wishes_that_agree_share_one_order() -> None:
+def test_orders_that_agree_are_met_by_one_order() -> None:
     requests = [EXTEND_OF_9, FRESH_OF_3, DECODE]
     order = find_order([LATENT, BatchOrder()], *lengths(requests))
     assert order is not None
@@ -101,34 +101,34 @@ def test_wishes_that_agree_share_one_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "expected"), [([FULL, LATENT], [2, 1, 0]), ([LATENT, FULL], [0, 2, 1])], ids=["full", "latent"]
+    ("orders", "expected"), [([FULL, LATENT], [2, 1, 0]), ([LATENT, FULL], [0, 2, 1])], ids=["full", "latent"]
 )
-def test_of_wishes_that_contradict_each_other_the_first_is_satisfied(
-    wishes: Sequence[BatchOrder], expected: list[int]
+def test_of_orders_that_contradict_each_other_the_first_is_satisfied(
+    orders: Sequence[BatchOrder], expected: list[int]
 ) -> None:
     requests = [FRESH_OF_3, EXTEND_OF_9, DECODE]
-    order = find_order(wishes, *lengths(requests))
+    order = find_order(orders, *lengths(requests))
     assert order is not None
     assert expected == order.tolist()
-    assert [True, False] == [is_satisfied(wish, arranged(requests, order)) for wish in wishes]
+    assert [True, False] == [is_satisfied(each, arranged(requests, order)) for each in orders]
 
 
 @settings(max_examples=100, deadline=None)
-@given(requests=BATCHES, wishes=st.lists(ORDERS, min_size=1, max_size=3))
-def test_no_order_satisfies_more_with_the_first_wishes_first(requests: Requests, wishes: Sequence[BatchOrder]) -> None:
+@given(requests=BATCHES, orders=st.lists(ORDERS, min_size=1, max_size=3))
+def test_no_order_satisfies_more_with_the_first_orders_first(requests: Requests, orders: Sequence[BatchOrder]) -> None:
     def satisfied(order: Sequence[int]) -> list[bool]:
         return [all(ranks[order[i]] <= ranks[order[i + 1]] for i in range(len(order) - 1)) for ranks in all_ranks]
 
-    all_ranks = [wish.ranks(*lengths(requests)).tolist() for wish in wishes]
+    all_ranks = [each.ranks(*lengths(requests)).tolist() for each in orders]
     best = max(satisfied(order) for order in itertools.permutations(range(len(requests))))
-    order = find_order(wishes, *lengths(requests))
+    order = find_order(orders, *lengths(requests))
     found = list(range(len(requests))) if order is None else order.tolist()
     assert sorted(found) == list(range(len(requests)))
     assert best == satisfied(found)
     assert best[0]
     told_apart = [[ranks[index] for ranks, held in zip(all_ranks, best, strict=True) if held] for index in found]
     alike = [(a, b) for (a, x), (b, y) in itertools.pairwise(zip(found, told_apart, strict=True)) if x == y]
-    assert all(before < behind for before, behind in alike)
+    assert all(before < after for before, after in alike)
 
 
 @settings(max_examples=100, deadline=None)
@@ -184,7 +184,7 @@ def test_requests_of_one_kind_stay_in_their_order_in_a_batch_of_any_size() -> No
     assert expected == permute(metadata_of(requests), FULL)[1].requests.tolist()
 
 
-def test_a_row_without_tokens_goes_behind_the_others() -> None:
+def test_a_row_without_tokens_comes_after_the_others() -> None:
     metadata = metadata_of([DECODE, DECODE, DECODE])
     starts = torch.tensor([0, 1, 1, 3], dtype=torch.int32)
     metadata = attrs.evolve(metadata, query_start_loc=starts, query_start_loc_cpu=starts.clone())
@@ -228,7 +228,7 @@ def test_nothing_is_read_from_the_device() -> None:
     }
 
 
-def test_a_group_whose_wish_is_not_met_gets_an_order_of_its_own() -> None:
+def test_a_group_whose_order_is_not_met_gets_an_order_of_its_own() -> None:
     requests = [FRESH_OF_3, EXTEND_OF_9, DECODE]
     packed = arranged(requests, find_order([FULL, LATENT], *lengths(requests)))
     metadata = metadata_of(packed)

@@ -133,16 +133,16 @@ INTERPRETED = ("triton", "triton_mla")
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_two_wrappers_compute_some_of_the_grid(backend: str, registry: Registry) -> None:
-    check_behind_wrappers(backend, registry, () if backend in INTERPRETED else TOGETHER)
+    check_after_wrappers(backend, registry, () if backend in INTERPRETED else TOGETHER)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("backend", INTERPRETED)
 def test_the_two_wrappers_compute_every_pair_of_traits(backend: str, registry: Registry) -> None:
-    check_behind_wrappers(backend, registry, TOGETHER)
+    check_after_wrappers(backend, registry, TOGETHER)
 
 
-def check_behind_wrappers(backend: str, registry: Registry, together: Sequence[tuple[str, str]]) -> None:
+def check_after_wrappers(backend: str, registry: Registry, together: Sequence[tuple[str, str]]) -> None:
     backend_class = registry.backends.load(backend)
     devices = backend_class.capabilities.devices
     names = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))

@@ -98,7 +98,7 @@ def test_a_name_that_no_case_has_is_an_error() -> None:
         make_cases(CAPABILITIES, formats=(), only="ful-*")
 
 
-def test_a_chain_that_nothing_goes_behind_is_an_error() -> None:
+def test_a_chain_that_no_layer_can_follow_is_an_error() -> None:
     chunked = load_plugins().registry.wrappers.load("chunked_local")()
     with pytest.raises(ConformanceError, match=r"no case after chunked_local[+]chunked_local"):
         make_cases(CAPABILITIES, chains=[(chunked, chunked)], formats=())

@@ -259,7 +259,7 @@ class CountsInPlace(KeepGenerating):
 STEP = (Request(9, 1), Request(0, 7), Request(8, 6, 0), Request(11, 3, 3))
 
 
-def case_behind(wrapper: MetadataWrapper, num_padding: int = 0, **options: Any) -> Case:
+def case_after(wrapper: MetadataWrapper, num_padding: int = 0, **options: Any) -> Case:
     layer = share_cache(make_layer(CAPABILITIES, block_size=4, **options))
     return Case(name="step", layer=layer, requests=STEP, num_padding=num_padding, wrappers=(wrapper,))
 
@@ -280,7 +280,7 @@ def case_behind(wrapper: MetadataWrapper, num_padding: int = 0, **options: Any) 
 )
 def test_the_kit_says_what_a_wrong_wrapper_got_wrong(wrapper: MetadataWrapper, message: str) -> None:
     options = {"chunk": 6} if isinstance(wrapper, CutChunks) else {}
-    case = case_behind(wrapper, num_padding=2 if isinstance(wrapper, ForgetsPadding) else 0, **options)
+    case = case_after(wrapper, num_padding=2 if isinstance(wrapper, ForgetsPadding) else 0, **options)
     with pytest.raises(ConformanceError, match=f"^TorchReferenceBackend on step: .*{message}"):
         check_backend(TorchReferenceBackend, case)
 
@@ -304,10 +304,10 @@ class NarrowsInSilence(Narrows):
     effects = frozenset()
 
 
-def test_behind_a_wrapper_that_changes_the_mask_the_mask_that_it_declares_is_computed() -> None:
-    check_backend(TorchReferenceBackend, case_behind(Narrows()))
+def test_after_a_wrapper_that_changes_the_mask_the_mask_that_it_declares_is_computed() -> None:
+    check_backend(TorchReferenceBackend, case_after(Narrows()))
     with pytest.raises(ConformanceError, match="wrong, the first at position 9 of request 0"):
-        check_backend(TorchReferenceBackend, case_behind(NarrowsInSilence()))
+        check_backend(TorchReferenceBackend, case_after(NarrowsInSilence()))
 
 
 class IgnoresSeqStarts(TorchReferenceBackend):
@@ -334,11 +334,11 @@ def failures(backend: type[AttentionBackend], cases: list[Case]) -> set[str]:
     return failed
 
 
-def test_a_backend_that_ignores_hidden_starts_fails_alone_and_behind_a_chain() -> None:
+def test_a_backend_that_ignores_hidden_starts_fails_alone_and_after_a_chain() -> None:
     alone = [case for case in make_cases(CAPABILITIES) if case.name == "full-block=16-hidden_starts"]
-    behind = [case for case in chain_cases() if case.name == "cut_chunks-chunk=6-block=16-mixed"]
-    assert {case.name for case in alone + behind} == failures(IgnoresSeqStarts, alone + behind)
-    assert len(alone + behind) == 2
+    wrapped = [case for case in chain_cases() if case.name == "cut_chunks-chunk=6-block=16-mixed"]
+    assert {case.name for case in alone + wrapped} == failures(IgnoresSeqStarts, alone + wrapped)
+    assert len(alone + wrapped) == 2
 
 
 def test_a_layer_that_shares_a_cache_reads_the_owners() -> None:
@@ -353,7 +353,7 @@ def test_a_layer_that_shares_a_cache_reads_the_owners() -> None:
 
     writers: list[LayerSpec] = []
     readers: list[LayerSpec] = []
-    check_backend(Recorder, case_behind(KeepGenerating()))
+    check_backend(Recorder, case_after(KeepGenerating()))
     assert {"owner": None} == {layer.name: layer.shares_with for layer in writers}
     assert {"layer": "owner"} == {layer.name: layer.shares_with for layer in readers}
 

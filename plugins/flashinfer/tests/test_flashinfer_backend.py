@@ -35,8 +35,8 @@ from kvframe.testing.staging import check_staging
 FORMATS = ("plain", "fp8_tensor", "int8_token_head")
 """Formats of the cases: a backend handles copies of pages in the same way for every format."""
 CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
-BEHIND = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal", "block_size")]
-"""What comes up together in the sample of cases behind wrappers."""
+AFTER_WRAPPERS = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal", "block_size")]
+"""Traits whose pairs all occur in the sample of cases after wrappers."""
 
 
 # --- a stand-in for FlashInfer 0.6.9 ----------------------------------------------------------------------------------
@@ -276,16 +276,16 @@ def test_it_serves_two_layers_and_steps_at_real_sizes(library: ModuleType) -> No
         check_run(backend_class, run)
 
 
-def test_it_computes_the_grid_behind_wrappers(library: ModuleType) -> None:
+def test_it_computes_the_grid_after_wrappers(library: ModuleType) -> None:
     backend_class = load()
     found = cases(backend_class, wrapped=True)
     assert 100 < len(found)
-    for case in sample(found, BEHIND):
+    for case in sample(found, AFTER_WRAPPERS):
         check_backend(backend_class, case)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "behind wrappers"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "after wrappers"])
 def test_it_computes_the_whole_grid(wrapped: bool, library: ModuleType) -> None:
     backend_class = load()
     for case in cases(backend_class, wrapped=wrapped):
@@ -293,7 +293,7 @@ def test_it_computes_the_whole_grid(wrapped: bool, library: ModuleType) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "behind wrappers"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "after wrappers"])
 def test_the_library_computes_the_grid_on_a_gpu(wrapped: bool) -> None:
     try:
         backend_class = load_plugins().registry.backends.load("flashinfer")

@@ -229,7 +229,7 @@ def test_a_block_mask_tells_blocks_that_are_seen_whole_from_those_seen_in_part()
     assert [0, 1] == full_blocks[0, 0, 2, :2].tolist()
 
 
-def test_rows_behind_a_single_query_change_no_block() -> None:
+def test_rows_after_a_single_query_change_no_block() -> None:
     seen = torch.ones(1, 1, 256, dtype=torch.bool)
     seen[..., -1] = False
     counts, blocks, full_counts, full_blocks = find_blocks(seen)
