@@ -139,27 +139,27 @@ def measure(batch: Batch, all_engines: Engines, repeats: int, advance: Callable[
 
 def _figures(batch: Batch, served: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of one turn."""
-    steps = {
-        name: 1e3 * statistics.median(served[f"{name}_seconds"])
-        for name in ("step", "host")
-        if served[f"{name}_seconds"]
-    }
-    return {
+    found = {
         "seconds": served["seconds"],
         "cpu_seconds": served["cpu_seconds"],
         "generated_per_second": batch.num_prompts * batch.num_new_tokens / served["seconds"],
         "prompts_per_second": batch.num_prompts * batch.shortest / served["first_seconds"],
-        **{f"{name}_ms": value for name, value in steps.items()},
     }
+    if "steps" in served:
+        found["prompts_attention"] = served["first_attention_seconds"] / served["first_seconds"]
+        found |= {f"{part}_ms": 1e3 * statistics.median(times) for part, times in served["steps"].items()}
+    return {name: value for name, value in found.items() if value}
 
 
 COLUMNS = {
     "generated_per_second": ("generated tokens/s", "{:,.0f}"),
     "times_as_fast_as_vllm": ("times as fast as vLLM", "{:.2f}"),
     "prompts_per_second": ("prompt tokens/s", "{:,.0f}"),
+    "prompts_attention": ("of their time in attention", "{:.0%}"),
     "cpu_seconds": ("processor time, s", "{:,.1f}"),
     "step_ms": ("a decode step, ms", "{:,.2f}"),
-    "host_ms": ("of it not in the model, ms", "{:,.2f}"),
+    "attention_ms": ("of it in attention, ms", "{:,.2f}"),
+    "host_ms": ("not in the model, ms", "{:,.2f}"),
     "host_beside_vllm": ("as a share of vLLM's", "{:.2f}"),
     "equal_prompts": ("prompts with kvframe's tokens", "{:.2f}"),
 }

@@ -13,7 +13,6 @@ from benchmarks.engine.peers import load_plain
 from benchmarks.engine.stepping import (
     MAX_NUM_BATCHED_TOKENS,
     BatchEngine,
-    ModelClock,
     Prompts,
     Served,
     Setting,
@@ -22,6 +21,7 @@ from benchmarks.engine.stepping import (
 )
 from benchmarks.harness.models import silence_transformers
 from kvframe import Engine, SamplingParams, Stack
+from kvframe.attention.layer import AttentionLayer
 
 
 class KVFrame(SteppedEngine):
@@ -29,6 +29,7 @@ class KVFrame(SteppedEngine):
 
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
+        super().__init__()
         silence_transformers()
         cache = {"memory": setting.memory, "prefix_caching": False}
         engine = {
@@ -41,8 +42,8 @@ class KVFrame(SteppedEngine):
         self._engine = Engine.from_pretrained(setting.path, stack=stack)
         self._numbers: dict[str, int] = {}
         adapter: Any = self._engine.model
-        self.clock = ModelClock()
-        self.clock.watch(adapter, "compiled") if setting.is_compiled else self.clock.watch(adapter.model, "forward")
+        self.model_clock.watch(*((adapter, "compiled") if setting.is_compiled else (adapter.model, "forward")))
+        self.attention_clock.watch(AttentionLayer, "__call__")
 
     def add(self, prompts: Prompts, num_new_tokens: int) -> None:
         """Add the requests."""
@@ -103,6 +104,4 @@ class Transformers(BatchEngine):
             "seconds": time.perf_counter() - start,
             "first_seconds": first.time - start,
             "cpu_seconds": cpu_seconds() - cpu,
-            "step_seconds": [],
-            "host_seconds": [],
         }

@@ -35,6 +35,10 @@ class Setting:
     is_compiled: bool = False
 
 
+STEP_PARTS = ("step", "host", "attention")
+"""A whole decode; of it what is not in the model; and what is in its attention layers."""
+
+
 class ModelClock:
     """Adds up the seconds that a model's functions take.
 
@@ -69,8 +73,8 @@ class BatchEngine(ABC):
 
         Returns:
             ``tokens``; ``seconds`` of the whole and ``first_seconds`` until each request had a token; ``cpu_seconds``
-            of all threads; and for each step in which every request got its next token ``step_seconds``, and
-            ``host_seconds`` without the model's functions, both empty if the engine does not show its steps.
+            of all threads. If the engine shows its steps, also ``first_attention_seconds``, those in attention until
+            then; and for ``steps`` in which every request got its next token the seconds of each, by ``STEP_PARTS``.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -80,7 +84,9 @@ class BatchEngine(ABC):
 class SteppedEngine(BatchEngine):
     """An engine that shows its steps."""
 
-    clock: ModelClock
+    def __init__(self) -> None:
+        """Make the clocks: of the model with its attention, and of its attention layers."""
+        self.model_clock, self.attention_clock = ModelClock(), ModelClock()
 
     @abstractmethod
     def add(self, prompts: Prompts, num_new_tokens: int) -> None:
@@ -97,29 +103,34 @@ class SteppedEngine(BatchEngine):
     def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
         """Serve a batch."""
         tokens: list[list[int]] = [[] for _ in prompts]
-        steps: list[tuple[float, float]] = []
-        first = 0.0
+        steps: list[tuple[float, float, float]] = []
+        first, first_attention = 0.0, 0.0
         start, cpu = time.perf_counter(), cpu_seconds()
         self.add(prompts, num_new_tokens)
         while self.has_unfinished():
-            began, in_model = time.perf_counter(), self.clock.seconds
+            before = self._read()
             new = self.step()
-            ended = time.perf_counter()
+            passed = [end - start for start, end in zip(before, self._read(), strict=True)]
             for index, ids in new:
                 tokens[index] += ids
             if first:
                 if len(new) == len(prompts):
-                    steps.append((ended - began, ended - began - self.clock.seconds + in_model))
-            elif all(tokens):
-                first = ended - start
+                    steps.append((passed[0], passed[0] - passed[1], passed[2]))
+                continue
+            first_attention += passed[2]
+            if all(tokens):
+                first = time.perf_counter() - start
         return {
             "tokens": tokens,
             "seconds": time.perf_counter() - start,
             "first_seconds": first,
             "cpu_seconds": cpu_seconds() - cpu,
-            "step_seconds": [whole for whole, _ in steps[WARM_STEPS:]],
-            "host_seconds": [host for _, host in steps[WARM_STEPS:]],
+            "first_attention_seconds": first_attention,
+            "steps": dict(zip(STEP_PARTS, zip(*steps[WARM_STEPS:], strict=True), strict=False)),
         }
+
+    def _read(self) -> tuple[float, float, float]:
+        return time.perf_counter(), self.model_clock.seconds, self.attention_clock.seconds
 
 
 def cpu_seconds() -> float:

@@ -9,9 +9,10 @@ from typing import Any
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import RequestOutputKind
 
-from benchmarks.engine.stepping import MAX_NUM_BATCHED_TOKENS, ModelClock, Prompts, Setting, SteppedEngine
+from benchmarks.engine.stepping import MAX_NUM_BATCHED_TOKENS, Prompts, Setting, SteppedEngine
 
 
 class VLLM(SteppedEngine):
@@ -19,6 +20,7 @@ class VLLM(SteppedEngine):
 
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
+        super().__init__()
         llm = LLM(
             setting.path,
             skip_tokenizer_init=True,
@@ -29,9 +31,15 @@ class VLLM(SteppedEngine):
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             max_num_seqs=setting.max_num_seqs,
         )
-        self.clock = ModelClock()
-        llm.apply_model(lambda model: self.clock.watch(model, "forward", "compute_logits"))
         self._engine: Any = llm.llm_engine
+        llm.apply_model(lambda model: self.model_clock.watch(model, "forward", "compute_logits"))
+        if not setting.is_compiled:  # compiled code calls no layer
+            llm.apply_model(self._watch_attention)
+
+    def _watch_attention(self, model: Any) -> None:
+        for layer in model.modules():
+            if isinstance(layer, Attention):
+                self.attention_clock.watch(layer, "forward")
 
     def add(self, prompts: Prompts, num_new_tokens: int) -> None:
         """Add the requests; their outputs say what is new."""

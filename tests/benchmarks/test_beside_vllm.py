@@ -49,7 +49,8 @@ class ThreeSteps(SteppedEngine):
     """Two prompts: the first step gives one a token, and each of the next steps gives both one."""
 
     def __init__(self) -> None:
-        self.clock, self.left = ModelClock(), [[0], *[[0, 1]] * 5, [1]]
+        super().__init__()
+        self.left = [[0], *[[0, 1]] * 5, [1]]
 
     def add(self, prompts: Any, num_new_tokens: int) -> None:
         assert [[5], [6]] == prompts
@@ -58,7 +59,8 @@ class ThreeSteps(SteppedEngine):
         return bool(self.left)
 
     def step(self) -> list[tuple[int, list[int]]]:
-        self.clock.seconds += 1
+        self.model_clock.seconds += 1
+        self.attention_clock.seconds += 0.5
         return [(index, [7]) for index in self.left.pop(0)]
 
 
@@ -66,8 +68,11 @@ def test_decodes_of_all_requests_count_but_for_the_first_two() -> None:
     served = ThreeSteps().serve([[5], [6]], 6)
     assert [[7] * 6, [7] * 6] == served["tokens"]
     # Of the five steps in which both get a token, the first ends the prompts.
-    assert 2 == len(served["step_seconds"])
-    assert [pytest.approx(whole - 1) for whole in served["step_seconds"]] == served["host_seconds"]
+    assert 2 == len(served["steps"]["step"])
+    assert [pytest.approx(whole - 1) for whole in served["steps"]["step"]] == list(served["steps"]["host"])
+    assert (0.5, 0.5) == served["steps"]["attention"]
+    # Of the first step, and of the one in which the other prompt got its first token.
+    assert 1.0 == served["first_attention_seconds"]
 
 
 def test_a_clock_counts_what_it_watches() -> None:
