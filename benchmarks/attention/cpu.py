@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from benchmarks.attention.shapes import Shape
 from benchmarks.harness import options
 from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.process import EngineProcess, find_vllm, timed
+from benchmarks.harness.process import EngineProcess, find_vllm, start_engines, timed
 from benchmarks.harness.record import benchmark, progress, ratios
 from benchmarks.harness.record import rounds as by_turns
 from kvframe.loading.plugins import load_plugins
@@ -88,20 +87,12 @@ def measure(
     return {"shape": described, "ceiling": ceilings, "systems": found, "refused": refused}
 
 
-def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> Mapping[str, Path | str]:
-    """Return the interpreter of each system; vLLM is left out, and this said, if it is not installed."""
+def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> Sequence[str]:
+    """Return the systems that were named, or all that serve a shape; refuse vLLM if it is named and not installed."""
+    if VLLM in names and find_vllm(peer) is None:
+        raise click.UsageError(f"vLLM is not in {peer}; run make peer")
     usable = usable_backends(load_plugins().registry, "cpu")[0]
-    serving = [name for name in usable if not all(map(KVFrame(name).why_not, shapes))]
-    found: dict[str, Path | str] = dict.fromkeys(names or [*serving, VLLM], sys.executable)
-    if VLLM in found:
-        python = find_vllm(peer)
-        if python is not None:
-            found[VLLM] = python
-        elif names:
-            raise click.UsageError(f"vLLM is not in {peer}; run make peer")
-        else:
-            del found[VLLM]
-    return found
+    return names or [*(name for name in usable if not all(map(KVFrame(name).why_not, shapes))), VLLM]
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -175,17 +166,19 @@ def main(rounds: int, threads: int, shapes: Sequence[Shape], systems: Sequence[s
     """Measure attention steps of one layer, each with all systems by turns, and write one JSON file and one page."""
     file = os.memfd_create("attention")
     os.truncate(file, max(map(Buffers.num_bytes, shapes)))
-    with ExitStack() as stack:
-        stack.callback(os.close, file)
-        workers = []
-        for name, python in find_systems(systems, shapes, peer).items():
-            command = [python, "-m", "benchmarks.attention.cpu_worker", name, str(threads), str(file)]
-            is_other = name == VLLM
-            worker = EngineProcess(name, command, threads=threads, is_of_other_environment=is_other, files=[file])
-            workers.append(stack.enter_context(worker))
-        with progress("measuring", len(shapes) * rounds) as advance, torch.inference_mode():
+    worker = "benchmarks.attention.cpu_worker"
+    arguments = {name: (worker, name, str(threads), str(file)) for name in find_systems(systems, shapes, peer)}
+    try:
+        with (
+            start_engines(arguments, peer, threads=threads, files=[file]) as engines,
+            progress("measuring", len(shapes) * rounds) as advance,
+            torch.inference_mode(),
+        ):
+            workers = list(engines.values())
             found = {shape.name: measure(shape, workers, file, rounds, advance) for shape in shapes}
-    versions = {worker.name: worker.versions for worker in workers}
+            versions = {name: engine.versions for name, engine in engines.items()}
+    finally:
+        os.close(file)
     return {"repeats": rounds, "versions": versions, "shapes": found}
 
 

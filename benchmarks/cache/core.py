@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +13,12 @@ from benchmarks.cache.setting import Side
 from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
 from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.process import EngineProcess, find_vllm
+from benchmarks.harness.process import EngineProcess, start_engines
 from benchmarks.harness.record import benchmark, progress, ratios
 from benchmarks.harness.record import rounds as by_turns
 
-
-@contextmanager
-def start_engines(peer: Path) -> Iterator[dict[str, EngineProcess]]:
-    """Start kvframe's process and, if it is installed, vLLM's; say so if it is not. Both end with the block."""
-    worker = ("-m", "benchmarks.cache.worker")
-    with ExitStack() as stack:
-        engines = {"kvframe": EngineProcess("kvframe", [sys.executable, *worker, "kvframe"])}
-        python = find_vllm(peer)
-        if python is not None:
-            engines["vllm"] = EngineProcess("vLLM", [python, *worker, "vllm"], is_of_other_environment=True)
-        for engine in engines.values():
-            stack.enter_context(engine)
-        yield engines
+ENGINES = {name: ("benchmarks.cache.worker", name) for name in ("kvframe", "vllm")}
+"""What answers for each engine."""
 
 
 def versions_of(engines: Mapping[str, EngineProcess]) -> dict[str, str]:
@@ -141,7 +128,7 @@ def _sides(measured: Mapping[str, Any]) -> str:
 @options.peer
 def main(rounds: int, cases: Sequence[Case], peer: Path) -> dict[str, Any]:
     """Measure pieces of work of the cache core, all sides by turns, and write one JSON file and one page."""
-    with start_engines(peer) as engines, progress("measuring", len(cases) * rounds) as advance:
+    with start_engines(ENGINES, peer) as engines, progress("measuring", len(cases) * rounds) as advance:
         found = {case.name: measure(case, engines, rounds, advance) for case in cases}
         return {"repeats": rounds, "versions": versions_of(engines), "cases": found}
 

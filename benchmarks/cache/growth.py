@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cache.core import RATIO, core_heading, measure, start_engines, versions_of
+from benchmarks.cache.core import ENGINES, RATIO, core_heading, measure, versions_of
 from benchmarks.cache.growth_axes import Axis, standard_axes, tiny_axis
 from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
 from benchmarks.harness.pages import page, spread, table
 from benchmarks.harness.plots import plots
+from benchmarks.harness.process import start_engines
 from benchmarks.harness.record import benchmark, progress
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -85,7 +86,7 @@ def main(rounds: int, axes: Sequence[Axis], peer: Path) -> dict[str, Any]:
     """Measure decode steps as one size grows; write a record, a page and a plot."""
     found = {}
     with (
-        start_engines(peer) as engines,
+        start_engines(ENGINES, peer) as engines,
         progress("measuring", rounds * sum(len(axis.cases) for axis in axes)) as advance,
     ):
         for axis in axes:

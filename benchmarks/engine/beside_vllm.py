@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import attrs
 
@@ -17,7 +17,7 @@ from benchmarks.engine.stepping import Setting
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
 from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.process import EngineProcess, find_vllm
+from benchmarks.harness.process import EngineProcess, start_engines
 from benchmarks.harness.record import benchmark, progress, ratios, rounds
 from kvframe.loading.checks import parse_bytes
 
@@ -54,55 +54,20 @@ WORKLOADS = (
 )
 
 
-class Engines:
-    """A process for each system that was asked for, with one model loaded in each."""
-
-    def __init__(self, threads: int, peer: Path) -> None:
-        """Start none yet.
-
-        Args:
-            threads: Of each.
-            peer: Where vLLM is; if it is not there, it is left out, and this is said once.
-        """
-        self._threads = threads
-        self._vllm = find_vllm(peer)
-        self._running: dict[str, EngineProcess] = {}
-
-    def serving(self, batch: Batch, path: Path) -> list[EngineProcess]:
-        """Return the systems of a batch with its model loaded."""
-        setting = Setting(
-            path=str(path), dtype=batch.dtype, memory=parse_bytes(batch.memory), max_num_seqs=batch.num_prompts
-        )
-        found = []
-        for name in batch.systems:
-            system = name.removesuffix(COMPILED)
-            python = self._vllm if system == VLLM else Path(sys.executable)
-            if python is None:
-                continue
-            if name not in self._running:
-                command: list[str | Path] = [python, "-m", "benchmarks.engine.worker", system.lower()]
-                is_other = system == VLLM
-                self._running[name] = EngineProcess(
-                    name, command, threads=self._threads, is_of_other_environment=is_other, variables=KEEPS_MEMORY
-                )
-            found.append(self._running[name])
-            found[-1].ask({"setting": {**dataclasses.asdict(setting), "is_compiled": name != system}})
-        return found
-
-    def versions(self) -> dict[str, dict[str, str]]:
-        """Return what each system's figures depend on."""
-        return {name: engine.versions for name, engine in self._running.items() if not name.endswith(COMPILED)}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        """End all of them."""
-        for engine in self._running.values():
-            engine.__exit__()
+def load(batch: Batch, path: Path, engines: Mapping[str, EngineProcess]) -> list[EngineProcess]:
+    """Return the engines that serve a batch, with its model loaded."""
+    setting = Setting(
+        path=str(path), dtype=batch.dtype, memory=parse_bytes(batch.memory), max_num_seqs=batch.num_prompts
+    )
+    found = [engines[name] for name in batch.systems if name in engines]
+    for engine in found:
+        engine.ask({"setting": {**dataclasses.asdict(setting), "is_compiled": engine.name.endswith(COMPILED)}})
+    return found
 
 
-def measure(batch: Batch, all_engines: Engines, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
+def measure(
+    batch: Batch, all_engines: Mapping[str, EngineProcess], repeats: int, advance: Callable[[int], None]
+) -> dict[str, Any]:
     """Let the engines take turns on a batch, the order turned by one in each round.
 
     Raises:
@@ -110,7 +75,7 @@ def measure(batch: Batch, all_engines: Engines, repeats: int, advance: Callable[
     """
     path = models.path_of(batch.model)
     vocab_size = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    engines = all_engines.serving(batch, path)
+    engines = load(batch, path, all_engines)
     found: dict[str, dict[str, list[float]]] = {engine.name: {} for engine in engines}
     for repeat, order in rounds(engines, repeats, warm_up=True):
         prompts, tokens = batch.prompts(repeat, vocab_size), {}
@@ -201,9 +166,15 @@ def write_report(record: Mapping[str, Any]) -> str:
 def main(repeats: int, threads: int, workloads: Sequence[Batch], peer: Path) -> dict[str, Any]:
     """Measure whole engines on batches, all systems by turns, and write one JSON file and one page."""
     models.silence_transformers()
-    with Engines(threads, peer) as engines, progress("measuring", len(workloads) * (repeats + 1)) as advance:
+    names = dict.fromkeys(name for batch in workloads for name in batch.systems)
+    arguments = {name: ("benchmarks.engine.worker", name.removesuffix(COMPILED).lower()) for name in names}
+    with (
+        start_engines(arguments, peer, threads=threads, variables=KEEPS_MEMORY) as engines,
+        progress("measuring", len(workloads) * (repeats + 1)) as advance,
+    ):
         found = {batch.name: measure(batch, engines, repeats, advance) for batch in workloads}
-        return {"repeats": repeats, "versions": engines.versions(), "workloads": found}
+        versions = {name: engine.versions for name, engine in engines.items() if not name.endswith(COMPILED)}
+    return {"repeats": repeats, "versions": versions, "workloads": found}
 
 
 if __name__ == "__main__":

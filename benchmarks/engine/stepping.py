@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -135,4 +135,5 @@ class SteppedEngine(BatchEngine):
 
 def cpu_seconds() -> float:
     """Return the processor time of this process, all its threads, and its processes that have ended."""
-    return sum(os.times()[:4])
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

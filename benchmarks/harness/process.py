@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -95,6 +96,34 @@ def find_vllm(peer: Path) -> Path | None:
         return python
     print(f"vLLM is not in {peer}: measured without it; make peer installs it", file=sys.stderr)
     return None
+
+
+@contextmanager
+def start_engines(
+    arguments: Mapping[str, Sequence[str]], peer: Path, **options: Any
+) -> Iterator[dict[str, EngineProcess]]:
+    """Start a process for each engine, vLLM's in its own environment; they end with the block.
+
+    Args:
+        arguments: By the engine's name, the module that answers and its arguments. A name that begins with ``vllm``, in
+            any case, is vLLM's: such engines are left out, and this is said, if it is not installed.
+        peer: Where ``make peer`` installed vLLM.
+        options: Of each ``EngineProcess``.
+    """
+    with ExitStack() as stack:
+        engines = {}
+        vllm = find_vllm(peer) if any(map(_is_vllm, arguments)) else None
+        for name, (module, *rest) in arguments.items():
+            python = vllm if _is_vllm(name) else Path(sys.executable)
+            if python is not None:
+                command = [python, "-m", module, *rest]
+                engine = EngineProcess(name, command, is_of_other_environment=python == vllm, **options)
+                engines[name] = stack.enter_context(engine)
+        yield engines
+
+
+def _is_vllm(name: str) -> bool:
+    return name.lower().startswith("vllm")
 
 
 def answer_questions(load: Callable[[], tuple[Mapping[str, str], Callable[[dict[str, Any]], Any]]]) -> None:
