@@ -116,7 +116,7 @@ def start_engines(
         for name, (module, *rest) in arguments.items():
             python = vllm if _is_vllm(name) else Path(sys.executable)
             if python is not None:
-                command = [python, "-m", module, *rest]
+                command: list[str | Path] = [python, "-m", module, *rest]
                 engine = EngineProcess(name, command, is_of_other_environment=python == vllm, **options)
                 engines[name] = stack.enter_context(engine)
         yield engines
