@@ -31,9 +31,9 @@ class Build:
     Attributes:
         reuse: The number of the builder.
         common: What it builds from: wrapped metadata, in the order of requests that it asks for; None once it ran.
-        num_rows: As in ``GroupMetadata``.
-        permutation: Likewise.
-        like: The index of an earlier build that differs in block tables and slots only; None for none.
+        num_rows: Query rows that a layer has to give, padding included.
+        permutation: The permutation into the order that the builder asks for; None if the batch is in that order.
+        like: The index of an earlier build that differs only in block tables and slots; None if there is none.
         built: What the builder made.
     """
 
@@ -45,7 +45,7 @@ class Build:
     built: Any = None
 
     def take(self) -> CommonAttentionMetadata:
-        """Return what the builder builds from, once: after that, nothing of it needs to go to the device."""
+        """Return what the builder builds from, and drop it: it need not be copied to the device then."""
         common, self.common = self.common, None
         assert common is not None
         return common
@@ -53,10 +53,10 @@ class Build:
 
 @attrs.define(eq=False)
 class PreparedStep:
-    """What the host worked out for a step: everything that goes to the device.
+    """What the host made for a step: everything that is copied to the device.
 
     Attributes:
-        builds: What builders made on the host, or are to make on the device.
+        builds: What builders have made on the host, or will make on the device.
         of_groups: For each attention group, the index of its build.
         slots: For each cache group that stores something, where it stores what the step computes.
         states: What the state layers compute; empty if there are none.
@@ -77,7 +77,7 @@ class GroupMetadata:
     Attributes:
         metadata: What the backend's builder made.
         num_rows: Query rows that a layer has to give, padding included.
-        permutation: The way into the order of tokens that the backend asked for, and back; None if it is the batch's.
+        permutation: The permutation into the order that the backend asks for; None if the batch is in that order.
         slots: Where the layers store what they are given; None if they store nothing.
     """
 
@@ -89,13 +89,14 @@ class GroupMetadata:
 
 @attrs.frozen(eq=False)
 class _Reader:
-    """One attention group, with small numbers for what it has in common with others.
+    """One attention group, with numbers that are equal for groups that can share work.
 
     Attributes:
         group: The group.
-        place: Where the end of its chain stands in the step's list of metadata.
-        reuse: Equal for groups that read the same metadata if theirs is wrapped to the same.
-        chain: Equal for groups with equal chains that keep state of one sequence, of any cache group.
+        place: The index of its wrapped metadata in the step's list of metadata.
+        reuse: The number of its builder: equal for groups that can read the same built metadata.
+        chain: The number of its chain and sequence: equal for groups, of any cache group, that apply equal wrappers to
+            metadata of one sequence.
         not_causal: Why its backend cannot take a batch that is not causal; None if it can.
     """
 
@@ -136,11 +137,11 @@ def _overrides(builder: AttentionMetadataBuilder, method: str) -> bool:
 
 
 class MetadataPlan:
-    """What has to be worked out in a step, found once at set-up.
+    """The wrapper calls and builders of a step, found once at set-up.
 
-    Chains of one cache group that begin alike share their beginning. Groups that end with the very same wrapped
-    metadata and can read the same built metadata share it; those of another cache group take it over with their own
-    block table. Nothing is kept from one step to the next.
+    Wrappers that several chains of a cache group begin with are applied once. Attention groups with the same wrapped
+    metadata and equal builders share what is built. If only block tables and slots differ, as between cache groups, the
+    builder replaces the fields that depend on these. Nothing is kept from one step to the next.
     """
 
     def __init__(
@@ -156,12 +157,12 @@ class MetadataPlan:
         Args:
             groups: All attention groups.
             num_cache_groups: All cache groups.
-            pages: By cache group, a state tensor of its layers, as long as there are pages that block ids may name;
-                without it, ids are not checked for being too high.
+            pages: For each cache group, a state tensor of its layers. Its length is the number of block ids. If it is
+                missing, block ids are not checked for being too large.
             audited: Whether the results of wrappers are checked on the device too; then each step waits for it.
         """
-        # Of each wrapper call: the metadata that it takes, by its place in the step's list, which starts with one per
-        # cache group.
+        # Each wrapper call, and the index of the metadata that it takes. A step's list of metadata begins with one for
+        # each cache group; each call appends its result.
         self._calls: list[tuple[int, WrapperCall]] = []
         self._readers: list[_Reader] = []
         self._builders: dict[int, _Builder] = {}
@@ -186,17 +187,17 @@ class MetadataPlan:
             self._builders.setdefault(reuse, _Builder.of(group.builder))
 
     def prepare(self, metadata: Sequence[CommonAttentionMetadata]) -> PreparedStep:
-        """Apply every chain, put requests into the order that a builder asks for, and run the builders of the host.
+        """Apply every chain, reorder requests for builders that ask for it, and run the builders of the host.
 
         Args:
-            metadata: A step, one value per cache group; on the host, if the tensors of the result are to go to the
-                device together.
+            metadata: A step, one value per cache group. If it lies on the host, one copy can bring the result to the
+                device.
 
         Raises:
             WrapperError: A wrapper cannot take the step.
-            BackendError: What a chain returns is not causal, and its backend takes causal batches only; it has upper
-                bounds of lengths, and the builder needs exact ones (``inexact_lens``); the step says for each request
-                whether it is causal (``causal_per_request``); or a builder raised something (``failed``).
+            BackendError: The step says for each request whether it is causal (``causal_per_request``). Or the result of
+                a chain is not causal, and the backend takes causal batches only; or it has upper bounds of lengths, and
+                the builder needs exact ones (``inexact_lens``). Or a builder raised something (``failed``).
         """
         for common in metadata:
             if type(common.causal) is not bool:
@@ -213,7 +214,7 @@ class MetadataPlan:
         return PreparedStep(sharing.builds, of_groups)
 
     def build(self, prepared: PreparedStep) -> list[GroupMetadata]:
-        """Return what each attention group reads, after the builders that did not run on the host.
+        """Run the builders that did not run on the host, and return what each attention group reads.
 
         Args:
             prepared: What ``prepare`` returned, its tensors on the device.
@@ -232,7 +233,7 @@ class MetadataPlan:
         ]
 
     def _run(self, builds: Sequence[Build], unbuilt: Sequence[Build]) -> None:
-        """Run the builders of some of a step's builds: those of a class together, then those that differ in tables."""
+        """Make some of a step's builds: first those that stand for others, then those that differ in tables only."""
         together: dict[type[AttentionMetadataBuilder], list[Build]] = {}
         for build in unbuilt:
             if build.like is not None:
@@ -286,10 +287,10 @@ class MetadataPlan:
 
 
 class _Sharing:
-    """Finds what has to be built in a step: once for groups that read the same.
+    """Finds what has to be built in a step: one build for all groups that read the same.
 
     Attributes:
-        builds: What has to be built.
+        builds: The builds so far.
     """
 
     def __init__(self) -> None:
@@ -299,7 +300,7 @@ class _Sharing:
         self._ordered: dict[tuple[BatchOrder, int, int], tuple[CommonAttentionMetadata, Permutation]] = {}
 
     def build_of(self, reader: _Reader, common: CommonAttentionMetadata) -> int:
-        """Return the index of the build that a group reads, which is a new one unless another group reads it too."""
+        """Return the index of the build that a group reads: another group's if it reads the same, or a new one."""
         key = (reader.reuse, id(common))
         known = self._known.get(key)
         if known is not None:
@@ -310,7 +311,7 @@ class _Sharing:
             common, permutation = self._permute(builder.batch_order, reader.chain, common)
         index, like = len(self.builds), None
         if builder.table_fields is not None:
-            # After equal chains, cache groups of one sequence and block size see the same step but for their tables.
+            # After equal chains, only the tables differ between cache groups of one sequence and block size.
             first = self._first.setdefault((reader.reuse, reader.chain, common.block_size), index)
             like = None if first == index else first
         self.builds.append(Build(reader.reuse, common, num_rows, permutation, like))

@@ -14,7 +14,7 @@ def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntAr
 
     Args:
         metadata: The step.
-        mask: The mask; one without window or chunk hides no whole block.
+        mask: The mask. If it has no window and no chunk, every block up to the request's end may be seen.
 
     Returns:
         ``[num_pages], int64, host``: indices in the flattened block table.

@@ -67,16 +67,16 @@ class CopyScratch:
             num_bytes = (1 + num_pages) * sum(tensor.num_bytes for tensor in state.values())
             if num_bytes > self._max_static_bytes:
                 raise NotReplayableError(
-                    f"copies of the pages of so many and so long requests take {num_bytes} bytes, more than those of "
-                    f"all pages that there are, {self._max_static_bytes}"
+                    f"copies of the pages of the graph's requests take {num_bytes} bytes, more than the "
+                    f"{self._max_static_bytes} bytes of copies of all pages"
                 )
         return {name: self._take((name, tensor), 1 + num_pages, is_static) for name, tensor in state.items()}
 
     def _take(self, key: tuple[str, StateTensor], num_pages: int, is_static: bool) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape[0] < num_pages:
-            # Outside of inference mode, so that a later call may write to it in either mode. Some pages are spare, so
-            # that not every page that a request grows by costs an allocation.
+            # Allocated outside of inference mode, so that a later call may write to it in either mode. An eighth is
+            # spare, so that requests can grow by some pages without another allocation.
             num_made = num_pages + num_pages // 8
             num_bytes, advice = num_made * key[1].num_bytes, "a smaller max_num_seqs, or a backend that needs no copies"
             with (
@@ -161,7 +161,7 @@ class CopyingBackend(AttentionBackend):
         self._scratch = scratch
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Hand the layer's learned tensors on."""
+        """Pass the layer's learned tensors on to the backend."""
         self.inner.bind(self._plain[layer.name], parameters)
 
     def make_builder(self) -> CopyingBuilder:
@@ -255,13 +255,13 @@ class CopyingBuilder(AttentionMetadataBuilder):
         ]
 
     def finish(self, built: Any) -> CopiedMetadata:
-        """Let the backend's builder finish its own."""
+        """Let the backend's builder finish what it built."""
         inner = self.inner.finish(built.built)
         copied: CopiedMetadata = built if inner is built.built else attrs.evolve(built, built=inner)
         return copied
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
-        """Return the pages to copy of another block table."""
+        """Return the pages to copy, read from another block table."""
         index, num_columns = built.index_cpu, metadata.block_table.shape[1]
         if num_columns != built.num_columns:
             row = torch.div(index, built.num_columns, rounding_mode="floor")

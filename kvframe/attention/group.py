@@ -28,13 +28,14 @@ class AttentionGroup:
     """The layers of one cache group that have the same spec, query side, wrapper chain and backend.
 
     Attributes:
-        cache_group: Index of the cache group; of step-local layers, the place of their metadata after those.
+        cache_group: Index of the cache group. For step-local layers, which have none, the index of their metadata,
+            which follows that of all cache groups.
         layers: The layers: those that keep a cache, then those that read another layer's, each in the model's order.
         wrapped: Any of the layers, as the backend after the chain sees it.
         wrappers: Their wrapper chain.
-        wrapper_ids: What each of the wrappers is, with its parameters.
+        wrapper_ids: The identity of each wrapper: its class and its parameters.
         backend_name: The registered name of their backend.
-        backend_id: What the backend is, with its parameters.
+        backend_id: The identity of the backend: its class and its parameters.
         backend: The backend's instance for this group.
         builder: Its metadata builder.
         not_causal: Why its backend cannot take a batch that is not causal; None if it can.
@@ -65,11 +66,11 @@ class AttentionGroup:
 
     @property
     def capture(self) -> GraphCapture:
-        """For which batches the group's whole path, chain and builder, can be captured.
+        """The batches for which the group's chain and builder can be captured.
 
-        A builder that asks for an order may get a permutation of its own in one step and none in the next: not so
-        where all requests are of one kind. What comes out of a wrapper with effects may have requests of several
-        lengths where those that went in are alike, but for single tokens.
+        A builder that asks for an order may get a permutation in one step and none in the next. This cannot happen if
+        all requests are of one kind. A wrapper with effects may turn requests of equal lengths into requests of
+        several lengths, unless each computes a single token.
         """
         order, limit = self.builder.batch_order, GraphCapture.ALWAYS
         if order is not None:
@@ -80,7 +81,7 @@ class AttentionGroup:
 
     @property
     def reuse_key(self) -> Hashable:
-        """What groups have in common that can read the same metadata, if theirs is wrapped to the same."""
+        """A key that is equal for groups that can share built metadata, if their wrapped metadata is the same."""
         key = self.builder.reuse_key
         return self.backend_id, (self.wrapped.spec, self.wrapped.query) if key is None else key
 
@@ -101,8 +102,7 @@ def form_groups(
         grouping: The cache groups.
         device: Where the backends run.
         local: For each step-local layer, the place of its metadata among theirs; None for no such layer.
-        scratch: Memory for copies of pages, which backends are given that do not read their layers' format; a new one
-            unless given.
+        scratch: Memory for copies of pages, for backends that do not read their layers' format; a new one unless given.
 
     Raises:
         BackendError: A backend could not be set up; names the backend, the layer and the method.

@@ -1,4 +1,4 @@
-"""One attention layer at run time: it holds its cache, its backend and the metadata of the current step."""
+"""One attention layer at run time: stores the keys and values of a step in pages, and calls its backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GroupStep:
 
 
 class ServedLayer:
-    """One attention layer on its backend: what it is called with is handed over, and what it returns is checked.
+    """One attention layer on its backend: passes the calls on, and checks what the backend returns.
 
     Attributes:
         spec: The layer's spec.

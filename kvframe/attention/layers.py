@@ -1,4 +1,4 @@
-"""All attention layers of a model at run time, and the step that they compute."""
+"""All attention layers of a model at run time: begins each step by building what the layers read in it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             views: Each layer's state tensors.
             device: Where the backends run.
             skipped: The layers that were chosen to be skipped.
-            local: The scratch pages of the layers that keep nothing; None where every layer keeps something.
+            local: The scratch pages of the layers that keep nothing; None if every layer keeps something.
             max_static_copies: The most bytes of the copies of pages that a graph reads; None for any.
             audited: Whether the results of wrappers are checked on the device too; then each step waits for it.
 
@@ -110,14 +110,14 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
 
     @property
     def capture(self) -> GraphCapture:
-        """For which batches the metadata of all groups can be captured as part of a graph."""
+        """The batches for which the metadata of all groups can be captured as part of a graph."""
         if self.states:
             return GraphCapture.NEVER  # the pages that a step reads and writes are found on the host
         return min((group.capture for group in self.groups), default=GraphCapture.ALWAYS)
 
     @property
     def least_captured(self) -> str:
-        """The layer that limits ``capture`` and its backend, in words."""
+        """A phrase that names the layer that limits ``capture``, and its backend."""
         if self.states:
             return f"layer {next(iter(self.states))!r}, which keeps a state"
         group = min(self.groups, key=lambda group: group.capture)
@@ -127,8 +127,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
     def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
         """Return the order in which to pack a step's requests, so that the backends need not reorder them.
 
-        If the orders contradict each other, those of groups with more layers come first, and the other groups see
-        the batch in an order of their own.
+        If two groups ask for orders that contradict each other, the group with more layers gets its order, and the
+        other group reorders the batch for itself.
 
         Args:
             num_computed: ``[num_reqs]``: tokens of each request that were computed before.
@@ -149,16 +149,16 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
     ) -> tuple[torch.Tensor, ...]:
         """Build every attention group's metadata of a step, and work out which states the state layers read and write.
 
-        Metadata that lies on the host goes through the chains there. Then all that the step needs goes to the device in
-        one copy, and the builders build. What a builder copies by itself comes on top.
+        Wrapper chains are applied on the host if the metadata lies there, and builders that build on the host do so.
+        Then one copy brings everything to the device, and the other builders build. A builder may make further copies.
 
         Args:
-            metadata: The batch, one value per cache group, and after them what ``local.metadata`` returns of it; on
-                the host, or on the device.
-            batch: What the metadata was made of. Read only where there are state layers, or groups that keep state of
-                an input sequence.
-            tables: The block tables that it was made with. Likewise.
-            inputs: Further tensors of the step, on the host, such as its token ids; they go along.
+            metadata: The batch, one value per cache group, and then what ``local.metadata`` returns for it. The tensors
+                lie on the host or on the device.
+            batch: What the metadata was made of. It is read if there are state layers, or groups that keep state of an
+                input sequence.
+            tables: The block tables that the metadata was made with. They are read if the batch is.
+            inputs: Further tensors of the step, on the host, such as its token ids. They are copied too.
 
         Returns:
             ``inputs`` on the device.
@@ -175,7 +175,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             prepared, inputs = self._staging.to_device((prepared, inputs))
         if prepared.states:
             self.states.select(prepared.states)
-        self._read(self._plan.build(prepared), prepared.kept_rows)
+        self._give(self._plan.build(prepared), prepared.kept_rows)
         return inputs
 
     def capture_step(
@@ -195,7 +195,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         memory = StagedMemory.of((prepared, inputs), self._staging.device)
         prepared, inputs = self._staging.to_device((prepared, inputs), memory)
         captured = CapturedStep.of(memory, self._plan.build(prepared), prepared.kept_rows, inputs)
-        self._read(captured.groups, captured.kept_rows)
+        self._give(captured.groups, captured.kept_rows)
         return captured
 
     def replay_step(
@@ -206,7 +206,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         Args:
             captured: What ``capture_step`` returned.
             metadata: As for ``capture_step``, at the same sizes.
-            inputs: Likewise.
+            inputs: As for ``begin_step``, of the same shapes.
 
         Raises:
             NotReplayableError: Something other than the values of tensors differs from what was captured.
@@ -215,10 +215,10 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         prepared = self._prepare(metadata, None, None)
         prepared, _ = self._staging.to_device((prepared, inputs), captured.memory)
         captured.refresh(self._plan.build(prepared), prepared.kept_rows)
-        self._read(captured.groups, captured.kept_rows)
+        self._give(captured.groups, captured.kept_rows)
 
-    def _read(self, groups: Sequence[GroupMetadata], kept_rows: torch.Tensor | None) -> None:
-        """Let the layers read a step."""
+    def _give(self, groups: Sequence[GroupMetadata], kept_rows: torch.Tensor | None) -> None:
+        """Give each group's layers what they read in a step."""
         for step, read in zip(self._steps, groups, strict=True):
             step.read = read
         self.kept_rows = kept_rows

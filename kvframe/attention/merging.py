@@ -1,6 +1,6 @@
 """Attends to the keys of each query in parts, as a wrapper divides them, and merges the results.
 
-The backend and its builder work on one part at a time, and learn nothing of the others.
+The backend and its builder work on one part at a time, and do not know of the other parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PartsMetadata:
 
     Attributes:
         built: What the backend's own builder made, for each part.
-        orders: The way of each part into the order that this builder asks for; None if it is in that order.
+        orders: For each part, the permutation into the order that this builder asks for; None if it is in that order.
     """
 
     built: tuple[Any, ...]
@@ -44,7 +44,7 @@ class MergingBackend(AttentionBackend):
 
         Args:
             inner: The backend; it returns the log-sum-exp.
-            wrapper: What divides the keys, the last wrapper of the layers' chain.
+            wrapper: The wrapper that divides the keys, the last one of the layers' chain.
             layers: The layers.
             device: Where their caches lie.
         """
@@ -53,7 +53,7 @@ class MergingBackend(AttentionBackend):
         self._wrapper = wrapper
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Hand the layer's learned tensors on."""
+        """Pass the layer's learned tensors on to the backend."""
         self.inner.bind(layer, parameters)
 
     def make_builder(self) -> MergingBuilder:
@@ -103,7 +103,7 @@ class MergingBuilder(AttentionMetadataBuilder):
 
         Args:
             inner: The backend's builder.
-            wrapper: What divides the keys.
+            wrapper: The wrapper that divides the keys.
             layers: The group's layers.
         """
         self.inner = inner
@@ -129,7 +129,7 @@ class MergingBuilder(AttentionMetadataBuilder):
         return PartsMetadata(tuple(built), tuple(orders))
 
     def finish(self, built: Any) -> PartsMetadata:
-        """Let the backend's builder finish its own."""
+        """Let the backend's builder finish what it built for each part."""
         finished: PartsMetadata = attrs.evolve(built, built=tuple(self.inner.finish(each) for each in built.built))
         return finished
 

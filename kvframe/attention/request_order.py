@@ -54,14 +54,14 @@ def is_ordered(order: BatchOrder, metadata: CommonAttentionMetadata) -> bool:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Permutation:
-    """The way from the batch's order to the order of one group, and back.
+    """The permutation from the batch's order to the order of one group, and its inverse.
 
     Attributes:
         requests: ``[num_reqs], int64, device``: the index in the batch of the request at each place of the order.
         tokens: ``[num_tokens], int64, device``: the same for the packed tokens, padded ones included.
             The group's layers are given ``query.index_select(0, tokens)``.
-        inverse: ``[num_tokens], int64, device``: the way back:
-            ``output.index_select(0, inverse)`` is in the batch's order.
+        inverse: ``[num_tokens], int64, device``: the inverse of ``tokens``: ``output.index_select(0, inverse)`` is in
+            the batch's order.
     """
 
     requests: torch.Tensor
@@ -74,7 +74,7 @@ def permute(metadata: CommonAttentionMetadata, order: BatchOrder) -> tuple[Commo
 
     Args:
         metadata: The step's metadata after the group's wrapper chain. Never written to.
-        order: What the group asks for.
+        order: The order that the group asks for.
 
     Returns:
         The metadata of the same requests and tokens in that order, padded tokens still last; and the

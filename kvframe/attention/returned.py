@@ -17,10 +17,10 @@ BuilderT = TypeVar("BuilderT", bound=AttentionMetadataBuilder)
 def build_all(
     builder_class: type[BuilderT], builds: Sequence[tuple[BuilderT, CommonAttentionMetadata]]
 ) -> Sequence[Any]:
-    """Return what builders of one class build together, one thing for each.
+    """Return what builders of one class build together, one value for each.
 
     Raises:
-        BackendError: It is not a list, or has another length.
+        BackendError: They returned something other than a sequence with one value for each builder.
     """
     built = builder_class.build_together(builds)
     if not isinstance(built, Sequence) or len(built) != len(builds):
@@ -36,8 +36,8 @@ def refresh_fields(builder: AttentionMetadataBuilder, built: Any, metadata: Comm
 
     Args:
         builder: Its builder.
-        built: What it built, or what another with an equal ``reuse_key`` did.
-        metadata: What differs in the block table and the slots only.
+        built: What it built, or what a builder with an equal ``reuse_key`` built.
+        metadata: The metadata of the other cache group, which differs in the block table and the slots only.
 
     Raises:
         BackendError: The builder returned other fields than the ``table_fields`` that it declares.

@@ -85,7 +85,7 @@ class _Places:
         return starts
 
     def after(self, requests: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the page that holds the state after each token (0 for none), and its index there."""
+        """Return the page that holds the state after each token (0 for none), and the state's index in the page."""
         rows, blocks = self.rows[requests], positions // self.spec.block_size
         pages = self.table[rows, blocks].astype(np.int64)
         if self.rollback is None:
@@ -117,7 +117,7 @@ class _Places:
 
 
 def _round(places: _Places, index: int, in_rounds: npt.NDArray[np.bool_], device: torch.device) -> StateRound:
-    """Return the ``index``-th tokens of the requests that are computed in rounds and have so many."""
+    """Return the round of the ``index``-th new token of each request that is computed in rounds and has that many."""
     requests = np.flatnonzero(in_rounds & (places.query_lens > index))
     positions = places.num_computed[requests] + index
     sources, targets = places.after(requests, positions - 1), places.after(requests, positions)
@@ -214,7 +214,7 @@ class StateLayers(Mapping[str, StateLayer]):
 
         Args:
             batch: The step; None if there are no layers.
-            tables: The block tables of all cache groups; likewise.
+            tables: The block tables of all cache groups; None if there are no layers.
         """
         steps = []
         for group, (first, *_) in self._alike:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -57,8 +57,15 @@ class StepBatch:
     inputs: Mapping[str, InputBatch] = NO_INPUTS
 
     @cached_property
+    def max_query_len(self) -> int:
+        """The most tokens that a request computes."""
+        return int(self.query_lens.max())
+
+    @cached_property
     def token_positions(self) -> tuple[IntArray, IntArray]:
         """For each packed token, its request's index in the batch and its position: ``[num_tokens]`` both."""
+        if self.max_query_len == 1:
+            return np.arange(len(self.rows)), self.num_computed.copy()
         requests = np.repeat(np.arange(len(self.rows)), self.query_lens)
         starts = np.cumsum(self.query_lens) - self.query_lens
         return requests, np.arange(len(requests)) + (self.num_computed - starts)[requests]
@@ -76,6 +83,11 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
         tables: The groups' block tables, with room for every token of the batch and for its inputs.
         device: Where the backends run.
     """
+    is_host = device.type == "cpu"
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if is_host else tensor.to(device, non_blocking=True)
+
     num_reqs = len(batch.rows)
     query_start_loc = np.zeros(num_reqs + 1, dtype=np.int32)
     np.cumsum(batch.query_lens, out=query_start_loc[1:])
@@ -87,27 +99,23 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
     generating = batch.generating_indices if num_generating else np.array([num_tokens - 1])
     query_start_loc_cpu, seq_lens_cpu = torch.from_numpy(query_start_loc), torch.from_numpy(seq_lens)
     generating_cpu = torch.from_numpy(generating)
-    query_start_loc_device = query_start_loc_cpu.to(device, non_blocking=True)
-    seq_lens_device = seq_lens_cpu.to(device, non_blocking=True)
-    generating_device = generating_cpu.to(device, non_blocking=True)
-    max_query_len, max_seq_len = int(batch.query_lens.max()), int(seq_lens.max())
     shared: dict[str, Any] = {
-        "query_start_loc": query_start_loc_device,
+        "query_start_loc": there(query_start_loc_cpu),
         "query_start_loc_cpu": query_start_loc_cpu,
         "num_reqs": num_reqs,
         "num_actual_tokens": num_tokens,
-        "max_query_len": max_query_len,
+        "max_query_len": batch.max_query_len,
         "num_generating": num_generating,
-        "generating_indices": generating_device,
+        "generating_indices": there(generating_cpu),
         "generating_indices_cpu": generating_cpu,
         "extensions": batch.extensions,
     }
     # What the queries see of each sequence.
     seen: dict[str, dict[str, Any]] = {
         TOKENS: {
-            "seq_lens": seq_lens_device,
+            "seq_lens": there(seq_lens_cpu),
             "seq_lens_cpu": seq_lens_cpu,
-            "max_seq_len": max_seq_len,
+            "max_seq_len": int(seq_lens.max()),
             "causal": True,
         }
     }
@@ -115,18 +123,16 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
     for stack in tables.stacks:
         size, sequence = stack.block_size, stack.sequence
         if sequence not in seen:
-            seen[sequence] = _seen_of_input(batch, sequence, device)
+            seen[sequence] = _seen_of_input(batch, sequence, there)
         # At least one column, so that no backend is given an empty table.
         width = max(1, -(-seen[sequence]["max_seq_len"] // size))
-        block_tables = stack.ids[:, batch.rows, :width]
-        block_tables_device = torch.from_numpy(block_tables).to(device, non_blocking=True).unbind()
-        slots_device: Sequence[torch.Tensor]
+        block_tables = there(torch.from_numpy(stack.ids[:, batch.rows, :width])).unbind()
+        slots: Sequence[torch.Tensor]
         if sequence == TOKENS:
-            slots = _slots(stack, batch.rows, requests, positions)
-            slots_device = torch.from_numpy(slots).to(device, non_blocking=True).unbind()
+            slots = there(torch.from_numpy(_slots(stack, batch.rows, requests, positions))).unbind()
         else:
-            slots_device = [torch.zeros(num_tokens, dtype=torch.int64, device=device)] * len(stack.groups)
-        for group, block_table, slot_mapping in zip(stack.groups, block_tables_device, slots_device, strict=True):
+            slots = [torch.zeros(num_tokens, dtype=torch.int64, device=device)] * len(stack.groups)
+        for group, block_table, slot_mapping in zip(stack.groups, block_tables, slots, strict=True):
             found[group] = CommonAttentionMetadata(
                 **shared,
                 **seen[sequence],
@@ -137,13 +143,13 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
     return tuple(found[group] for group in sorted(found))
 
 
-def _seen_of_input(batch: StepBatch, sequence: str, device: torch.device) -> dict[str, Any]:
+def _seen_of_input(batch: StepBatch, sequence: str, there: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return the metadata fields that say what queries see of an input sequence: all of it, in no order."""
     inputs = batch.inputs.get(sequence)
     lens = np.zeros(len(batch.rows), np.int32) if inputs is None else inputs.lens.astype(np.int32)
     lens_cpu = torch.from_numpy(lens)
     return {
-        "seq_lens": lens_cpu.to(device, non_blocking=True),
+        "seq_lens": there(lens_cpu),
         "seq_lens_cpu": lens_cpu,
         "max_seq_len": int(lens.max()),
         "causal": False,

@@ -1,7 +1,7 @@
 """Checks the values of a step's metadata: a kernel that reads a wrong one reads foreign memory.
 
-What the host knows is checked of everything that a wrapper changes. What lies in the tensors that kernels read is
-checked if they lie on the host, and on a device only if the stack's ``audit`` is on, because that waits for the device.
+Numbers and host copies are checked if a wrapper changed them. The tensors that kernels read are checked if they lie on
+the host. On a device they are checked only if the stack's ``audit`` is on, because the check waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def find_contradiction(metadata: CommonAttentionMetadata, given: CommonAttention
 
     Args:
         metadata: The metadata; ``find_misfit`` finds nothing.
-        given: What a wrapper made it of: what is the very same there is not checked again. None to check everything.
+        given: What a wrapper made it of: what the wrapper left as it was is not checked. None to check everything.
     """
     if given is None or not _same_rows(metadata, given):
         problem = _find_wrong_rows(metadata)
@@ -43,11 +43,11 @@ def find_wrong_tensor(
     given: CommonAttentionMetadata | None = None,
     num_block_ids: int | None = None,
 ) -> str | None:
-    """Return in one sentence what is wrong of tensors that kernels read; None if nothing is. Waits for their device.
+    """Return in one sentence which tensor that kernels read is wrong; None if none is. Waits for their device.
 
     Args:
         metadata: The metadata; ``find_contradiction`` finds nothing.
-        given: What a wrapper made it of: the very same tensors are not checked again. None to check everything.
+        given: What a wrapper made it of: tensors that the wrapper left as they were are not checked. None to check all.
         num_block_ids: Pages that a block id may name; None if that is not known.
     """
     for name in _COPIED:
@@ -81,7 +81,7 @@ def find_wrong_tensor(
 
 
 def find_foreign_id(metadata: CommonAttentionMetadata, given: CommonAttentionMetadata) -> str | None:
-    """Return which blocks or slots a wrapper names that are not of the step that it was given; None if there are none.
+    """Return in one sentence which block or slot of a wrapper's result its input does not have; None if there is none.
 
     Waits for their device, and takes time in proportion to the block tables.
 

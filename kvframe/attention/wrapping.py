@@ -1,7 +1,7 @@
 """Applies wrappers to metadata, and checks every result before a kernel reads it.
 
-A kernel that reads a wrong length or a wrong block id reads foreign memory, and the process ends. Builders and backends
-are trusted: what they make of right metadata is their own.
+A kernel that reads a wrong length or a wrong block id reads foreign memory, and the process ends. What builders and
+backends make of right metadata is not checked.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 
 MISTAKES = frozenset({"changed_field", "failed", "lost_extension", "wrong_parts", "wrong_shape", "wrong_value"})
-"""Codes of the errors that a right wrapper never causes, whatever the step."""
+"""Codes of the errors that only a mistake in a wrapper causes."""
 
 
 def apply_wrapper(
     wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, layers: Sequence[str] = ()
 ) -> CommonAttentionMetadata:
-    """Apply one wrapper, and hold it to what it declares.
+    """Apply one wrapper, and check that its result is what it declares.
 
     Args:
         wrapper: The wrapper, made for the layers that will read the result.
@@ -204,9 +204,9 @@ class WrapperCall:
 
     Attributes:
         wrapper: The wrapper, made for the layers.
-        layers: The names of the layers that read what comes of it.
-        pages: A state tensor of these layers, as long as there are pages that block ids may name; None if there is
-            none to ask. A cache that is resized resizes it.
+        layers: The names of the layers that read its result.
+        pages: A state tensor of these layers, whose length is the number of block ids; None if it is not known. If the
+            cache is resized, this tensor is too.
     """
 
     wrapper: MetadataWrapper
@@ -218,17 +218,17 @@ class WrapperCall:
         return None if self.pages is None else self.pages.shape[0]
 
     def __call__(self, given: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return what the wrapper makes of a step.
+        """Apply the wrapper to a step.
 
-        What it changed is checked: numbers and host copies always, the other tensors if they lie on the host too, as
-        they do in an engine unless a step's extension lies on the device only.
+        What it changed is checked: numbers and host copies always, the other tensors if they lie on the host. In an
+        engine they do, unless an extension of the step lies on the device only.
 
         Args:
             given: The step's metadata, or what another wrapper made of it.
 
         Raises:
-            WrapperError: What ``apply_wrapper`` raises; or a tensor is not what its host copy says, or names a page
-                that there is none of (``wrong_value``).
+            WrapperError: As ``apply_wrapper`` raises it; or a tensor differs from its host copy, or a block id is too
+                large (``wrong_value``).
         """
         made = apply_wrapper(self.wrapper, given, self.layers)
         if made is not given and made.slot_mapping.is_cpu:
@@ -236,14 +236,14 @@ class WrapperCall:
         return made
 
     def audit(self, given: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return the same, with everything checked on any device: waits for it, and takes time for each block id.
+        """Apply the wrapper, and check everything on any device: waits for it, and takes time for each block id.
 
         Args:
             given: The step's metadata, or what another wrapper made of it.
 
         Raises:
-            WrapperError: What a call raises; or the wrapper wrote to its input, or names blocks or slots that are not
-                those of the step.
+            WrapperError: As a call raises it; or the wrapper wrote to its input, or its result has blocks or slots that
+                its input does not have.
         """
         before = {name: tensor.clone() for name, tensor in _tensors(given).items()}
         made = apply_wrapper(self.wrapper, given, self.layers)

@@ -14,8 +14,8 @@ from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.prefixes.fingerprint import fingerprint_of
-from kvframe.engine.prefixes.named import Prefixes
-from kvframe.engine.prefixes.saved import SavedPrefix, SavedPrefixes, checked_path
+from kvframe.engine.prefixes.of_prompts import PromptPrefixes
+from kvframe.engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
 from kvframe.engine.requests.batch import checked_params, params_for_each, params_of_each, sample_ids
 from kvframe.engine.requests.params import SamplingParams
 from kvframe.engine.requests.prompt import AnyPrompt, prompts_of
@@ -194,8 +194,8 @@ class Engine(EngineCore[Request]):
                 request of the greatest length (``no_room``).
             ModelError: As for ``add_request``.
         """
-        pin = self._prefixes.pin(prompt, cache_salt)
-        self._turns.if_lost(lambda: self._prefixes.unpin(pin))
+        pin = self._prompt_prefixes.pin(prompt, cache_salt)
+        self._turns.if_lost(lambda: self._prompt_prefixes.unpin(pin))
         return pin
 
     @verb
@@ -207,7 +207,7 @@ class Engine(EngineCore[Request]):
         """
         if not isinstance(pin, Pin):
             raise RequestError(f"unpin takes what pin_prefix returned, not {shown(pin)}", code="bad_pin")
-        self._prefixes.unpin(pin)
+        self._prompt_prefixes.unpin(pin)
 
     @verb
     def save_prefixes(
@@ -236,7 +236,7 @@ class Engine(EngineCore[Request]):
         """
         with self._turns.let_through():
             prompts = prompts_of(prompts)
-        return self._saved_prefixes.save(checked_path(path, "unwritable"), prompts, cache_salt)
+        return self._prefix_files.save(checked_path(path, "unwritable"), prompts, cache_salt)
 
     @verb
     def load_prefixes(self, path: str | Path, *, cache_salt: str | None = None) -> list[SavedPrefix]:
@@ -263,7 +263,7 @@ class Engine(EngineCore[Request]):
                 (``busy``), or the salt is not a salt (``bad_salt``). Nothing was changed.
             ModelError: The model's adapter does not identify the model.
         """
-        loaded = self._saved_prefixes.load(checked_path(path, "unreadable"), cache_salt)
+        loaded = self._prefix_files.load(checked_path(path, "unreadable"), cache_salt)
         self._cache_events.deliver()
         return loaded
 
@@ -371,8 +371,8 @@ class Engine(EngineCore[Request]):
         return count if count <= self.stack.engine.max_samples else 1
 
     @cached_property
-    def _prefixes(self) -> Prefixes:
-        return Prefixes(
+    def _prompt_prefixes(self) -> PromptPrefixes:
+        return PromptPrefixes(
             self._manager, self._admission, self._serve_one, self._scheduler.note_pin, self._turns.let_through
         )
 
@@ -381,16 +381,16 @@ class Engine(EngineCore[Request]):
         return fingerprint_of(self.model)
 
     @cached_property
-    def _saved_prefixes(self) -> SavedPrefixes:
+    def _prefix_files(self) -> PrefixFiles:
         if self._ranks is not None:
             raise PrefixFileError(
                 f"each of the {self._ranks.num_ranks} ranks has a share of the heads, and a file of saved prefixes "
                 "holds all of them: save and load prefixes in one process, or keep them cached with pin_prefix",
                 "several_ranks",
             )
-        return SavedPrefixes(
+        return PrefixFiles(
             self._manager,
-            self._prefixes,
+            self._prompt_prefixes,
             self.grouping,
             self._storage,
             lambda: self._fingerprint,

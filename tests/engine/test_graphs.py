@@ -75,8 +75,8 @@ def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
         assert expected == served(engine)
         graphs = graphs_of(engine)
         assert graphs.num_replays >= 4
-        assert {1} == {sizes.query_len for sizes in graphs._held}
-        assert len({sizes.max_seq_len for sizes in graphs._held}) > 1
+        assert {1} == {sizes.query_len for sizes in graphs._graphs}
+        assert len({sizes.max_seq_len for sizes in graphs._graphs}) > 1
     if family == "llama4_text":
         assert any(wrapper.name == "chunked_local" for choice in engine.choices for wrapper in choice.wrappers)
 
@@ -94,7 +94,7 @@ def test_steps_of_several_tokens_a_request_are_replayed_too(
         expected = [output.token_ids for output in engine.generate(prompts, GREEDY)]
     with models(family).engine(**options, backend=backend, graphs=[1, 2, 4, 8], graph_query_lens=[1, 4, 9]) as engine:
         assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
-        held = graphs_of(engine)._held
+        held = graphs_of(engine)._graphs
         assert {1, 4, 9} == {sizes.query_len for sizes in held}
         assert {True, False} == {sizes.all_generate for sizes in held}
         # The second time, nothing is captured.
@@ -217,7 +217,7 @@ def test_the_usual_steps_are_captured_before_the_first_request(
         expected = served(engine)
     with model.engine(backend="capturable", graphs=[1, 2, 4, 8], max_model_len=96) as engine:
         assert [(count, 1, 96) for count in (8, 4, 2, 1)] == [
-            (sizes.num_reqs, sizes.query_len, sizes.max_seq_len) for sizes in graphs_of(engine)._held
+            (sizes.num_reqs, sizes.query_len, sizes.max_seq_len) for sizes in graphs_of(engine)._graphs
         ]
         assert expected == served(engine)
         assert 4 == graphs_of(engine).num_graphs
@@ -374,7 +374,7 @@ def test_sizes_that_no_step_can_have_cost_nothing(models: Callable[[str], TinyMo
         expected = served(engine)
     with models("llama").engine(**options, graphs=[2, 2, huge], graph_query_lens=[1, huge]) as engine:
         assert expected == served(engine)
-        assert {2, 3} == {sizes.num_reqs for sizes in graphs_of(engine)._held}
-        assert {1} == {sizes.query_len for sizes in graphs_of(engine)._held}
+        assert {2, 3} == {sizes.num_reqs for sizes in graphs_of(engine)._graphs}
+        assert {1} == {sizes.query_len for sizes in graphs_of(engine)._graphs}
     with pytest.raises(StackError, match=r"graph_query_lens is \[2147483647\], and a request computes at most \d+ tok"):
         models("llama").engine(**options, graphs="auto", graph_query_lens=[huge])

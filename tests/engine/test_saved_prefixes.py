@@ -149,7 +149,7 @@ def test_an_input_is_in_a_file_by_a_key_that_other_processes_make_from_the_secre
 def test_a_prefix_with_an_input_is_not_saved_without_a_key(whisper: TinyModel, tmp_path: Path) -> None:
     (tmp_path / "prefixes").write_bytes(b"before")
     with whisper.engine(block_size=4) as engine:
-        with pytest.raises(PrefixFileError, match=r"cannot name what its prompts bring for an .*; set key") as refused:
+        with pytest.raises(PrefixFileError, match=r"cannot hold prompts with an input .*; set key") as refused:
             engine.save_prefixes(tmp_path / "prefixes", [heard(LOG_MEL, 3, 5, 7, 9)])
         assert "no_key" == refused.value.code
         assert (0, []) == (engine.stats().computed_tokens, list(engine._manager.published()))

@@ -260,5 +260,5 @@ def test_copies_of_a_graph_that_would_take_more_than_those_of_all_pages_are_not_
     with model.engine(**options, graphs=[1, 8]) as engine:
         assert expected == served(engine)
         runner: Any = engine._runner
-        assert {1} == {sizes.num_reqs for sizes in runner.graphs._held}
+        assert {1} == {sizes.num_reqs for sizes in runner.graphs._graphs}
     assert any("steps of 8 requests run without a graph: copies of" in record.message for record in caplog.records)

@@ -35,7 +35,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @attrs.frozen(eq=False)
-class _Held:
+class _CapturedGraph:
     step: CapturedStep
     graph: StepGraph
     output: torch.Tensor
@@ -84,7 +84,7 @@ class StepGraphs:
         )
         self._max_num_tokens = max_num_batched_tokens
         self._make_graph = graph_factory(device)
-        self._held: dict[GraphSizes, _Held] = {}
+        self._graphs: dict[GraphSizes, _CapturedGraph] = {}
         self._uncapturable: set[GraphSizes] = set()
         self._reasons: set[str] = set()
         self.num_replays = 0
@@ -146,7 +146,7 @@ class StepGraphs:
     @property
     def num_graphs(self) -> int:
         """The number of captured graphs."""
-        return len(self._held)
+        return len(self._graphs)
 
     def sizes_for(self, batch: StepBatch, num_wanted: int) -> GraphSizes | None:
         """Return the sizes of the graph that can replay a step; None if no graph fits it.
@@ -218,24 +218,24 @@ class StepGraphs:
             torch.from_numpy(np.pad(positions, (0, sizes.num_tokens - len(positions)))),
             torch.from_numpy(np.pad(wanted, (0, sizes.num_wanted - len(wanted)), mode="edge")),
         )
-        held = self._held.get(sizes)
+        captured = self._graphs.get(sizes)
         try:
-            if held is None:
-                held = self._held[sizes] = self._capture(padded, inputs)
+            if captured is None:
+                captured = self._graphs[sizes] = self._capture(padded, inputs)
             else:
-                self._layers.replay_step(held.step, padded, inputs)
-                held.graph.replay()
+                self._layers.replay_step(captured.step, padded, inputs)
+                captured.graph.replay()
                 self.num_replays += 1
         except (NotReplayableError, CaptureError) as error:
-            self._held.pop(sizes, None)
+            self._graphs.pop(sizes, None)
             self._uncapturable.add(sizes)
             if str(error) not in self._reasons:
                 self._reasons.add(str(error))
                 _log.warning("steps of %d requests run without a graph: %s", sizes.num_reqs, error)
             return None
-        return held.output
+        return captured.output
 
-    def _capture(self, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]) -> _Held:
+    def _capture(self, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]) -> _CapturedGraph:
         step, graph = self._layers.capture_step(metadata, inputs), self._make_graph()
         token_ids, positions, wanted = step.inputs
         try:
@@ -246,4 +246,4 @@ class StepGraphs:
             raise
         except Exception as error:
             raise CaptureError(f"its capture raised {type(error).__name__}: {error}") from error
-        return _Held(step, graph, output)
+        return _CapturedGraph(step, graph, output)

@@ -1,1 +1,1 @@
-"""Prefixes that an engine keeps by name, and the files that they are saved to."""
+"""Prefixes of given prompts that an engine computes and pins, and the files that it saves them to."""

@@ -24,7 +24,7 @@ from kvframe.contract.errors import PrefixFileError, RequestError, shown
 from kvframe.engine.prefixes.file_format import FilePrefix, Places
 from kvframe.engine.prefixes.file_reader import PrefixFileReader
 from kvframe.engine.prefixes.file_writer import PrefixFileWriter
-from kvframe.engine.prefixes.named import Prefixes
+from kvframe.engine.prefixes.of_prompts import PromptPrefixes
 from kvframe.engine.requests.prompt import AnyPrompt
 from kvframe.engine.requests.salts import check_salt, salt_of_each
 from kvframe.planning.groups import Grouping
@@ -66,13 +66,13 @@ def checked_path(path: Any, code: str) -> Path:
     return Path(path)
 
 
-class SavedPrefixes:
+class PrefixFiles:
     """Writes and reads files of an engine's prefixes."""
 
     def __init__(
         self,
         manager: KVCacheManager,
-        prefixes: Prefixes,
+        prefixes: PromptPrefixes,
         grouping: Grouping,
         storage: KVCacheStorage,
         fingerprint: Callable[[], Mapping[str, str]],
@@ -120,8 +120,8 @@ class SavedPrefixes:
         has_inputs = any(prefix.inputs for prefix in prefixes)
         if has_inputs and self._key is None:
             raise PrefixFileError(
-                f"{path} cannot name what its prompts bring for an encoder: another process would not know it again; "
-                f"set key in the stack's [cache], {_A_KEY}, here and where it is loaded",
+                f"{path} cannot hold prompts with an input for an encoder, because no other process has the secret of "
+                f"the keys of inputs; set key in the [cache] of both engines' stacks, to {_A_KEY}",
                 code="no_key",
             )
         saved = []

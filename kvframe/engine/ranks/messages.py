@@ -53,9 +53,9 @@ class StepMessage:
 
     Attributes:
         rows: As in ``StepBatch``.
-        num_computed: Likewise.
-        query_lens: Likewise.
-        generating_indices: Likewise.
+        num_computed: As in ``StepBatch``.
+        query_lens: As in ``StepBatch``.
+        generating_indices: As in ``StepBatch``.
         logits_indices: The packed tokens whose logits are wanted; None if they are the generating ones.
         tokens: ``[num_tokens], int64``: the packed tokens.
         inputs: By sequence, the requests' inputs.

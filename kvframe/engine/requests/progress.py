@@ -59,7 +59,6 @@ class RequestProgress:
             for none, and after the first try.
         finish_reason: Why it ended; None until then.
         error: One sentence if the reason is ``error``.
-        error: One sentence where the reason is ``error``.
     """
 
     request_id: str

@@ -75,8 +75,8 @@ class Reading:
     Attributes:
         state: The state after it.
         num_held: Characters at the end of the text so far that may begin a string.
-        found_at: The index in the part where the first string that ends in it begins, negative if it begins before
-            the part; None if none is found.
+        found_at: The index in the part at which the first string that was found begins, negative if it begins before
+            the part; None if none was found.
     """
 
     state: int

@@ -67,7 +67,7 @@ class EmbeddingRequest(RequestProgress):
             request_id: Unique among the requests in the engine.
             token_ids: Checked token ids, at least one.
             pooling: How its embedding is made: of its last token alone, or of others too.
-            cache_salt: It shares cached prefixes with requests of the same one.
+            cache_salt: The request shares cached prefixes with requests of the same salt.
         """
         request = cls(
             request_id=request_id,

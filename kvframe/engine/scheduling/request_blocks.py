@@ -23,8 +23,8 @@ class RequestBlocks(Generic[RequestT]):
         Args:
             cache: Where requests get their blocks.
             stats: The counters to update.
-            max_num_batched_tokens: As of ``Scheduler``.
-            reserve_prompts: Likewise.
+            max_num_batched_tokens: As for ``Scheduler``.
+            reserve_prompts: As for ``Scheduler``.
         """
         self._cache = cache
         self._stats = stats
@@ -102,7 +102,7 @@ class RequestBlocks(Generic[RequestT]):
             if others_run:
                 return 0
             fits = self._cache.swap_in(request.request_id, num_tokens, use_prefix=False)
-            assert fits, "the plan promised room for a lone request"
+            assert fits, "the plan guarantees enough blocks for a lone request"
         request.is_swapped = False
         request.row = self._cache.row(request.request_id)
         return num_scheduled
@@ -132,7 +132,7 @@ class RequestBlocks(Generic[RequestT]):
             self.release(request)
             if others_run:
                 return 0
-            assert not request.runs_alone, "the plan promised room for a lone request"
+            assert not request.runs_alone, "the plan guarantees enough blocks for a lone request"
             request.runs_alone = True
         request.row = self._cache.row(request.request_id)
         request.num_computed = hit

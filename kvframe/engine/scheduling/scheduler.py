@@ -309,8 +309,8 @@ class Scheduler(Generic[RequestT]):
                 return False
             victim = self.running[-1]
             if len(self.running) == 1:
-                # By the plan a lone request fits, unless its blocks are scattered over slabs of other groups.
-                assert not victim.runs_alone, "the plan promised room for a lone request"
+                # The plan has enough blocks for a lone request, unless they are scattered over slabs of other groups.
+                assert not victim.runs_alone, "the plan guarantees enough blocks for a lone request"
                 victim.runs_alone = True
             self._preempt(victim)
             if victim is request:

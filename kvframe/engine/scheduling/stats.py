@@ -17,7 +17,7 @@ class SchedulerStats:
         prompt_tokens: Prompt tokens of the requests that were admitted, each request counted once.
         cached_prompt_tokens: Those of them that a cached prefix, or another sample of the same prompt, covered.
         computed_tokens: Tokens computed, including those recomputed after a preemption.
-        computed_input_tokens: Likewise, tokens of the inputs that requests bring, such as an encoder's.
+        computed_input_tokens: Tokens computed of the inputs that requests bring, such as an encoder's.
         generated_tokens: Tokens generated.
         preemptions: Times that a running request was preempted.
         swaps: Preemptions whose state was kept in host memory.
@@ -49,7 +49,7 @@ class EngineStats:
         lookups: Per cache group, the results of prefix lookups, and how often the group could not continue where
             another group could. If the hit rate is low, this shows which group limits it.
         computed_tokens: Tokens computed, including those recomputed after a preemption.
-        computed_input_tokens: Likewise, tokens of the inputs that requests bring, such as an encoder's.
+        computed_input_tokens: Tokens computed of the inputs that requests bring, such as an encoder's.
         generated_tokens: Tokens generated.
         preemptions: Times that a running request was preempted.
         swaps: Preemptions whose state was kept in host memory.

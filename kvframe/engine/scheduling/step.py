@@ -1,4 +1,4 @@
-"""The running requests, the step that the scheduler chooses of them, and the batch that the model runs."""
+"""The running requests as arrays, the step that the scheduler chooses, and the packed batch that the model runs."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class ScheduledStep(Generic[RequestT]):
         requests: The requests of the step, each once.
         admitted: The requests that were admitted in this step.
         rows: ``[num_reqs], int64, host``: the row of each request.
-        num_computed: Likewise, its tokens that were computed before.
-        num_known: Likewise, all its tokens that are known.
-        num_scheduled: Likewise, its tokens that the step computes, at least one.
+        num_computed: ``[num_reqs], int64, host``: its tokens that were computed before.
+        num_known: ``[num_reqs], int64, host``: all its tokens that are known.
+        num_scheduled: ``[num_reqs], int64, host``: its tokens that the step computes, at least one.
         num_tokens: Tokens that the step computes.
     """
 
@@ -111,9 +111,9 @@ class ScheduledStep(Generic[RequestT]):
 class PackedStep(StepBatch, Generic[RequestT]):
     """A step's batch, with its requests in the order in which their tokens are packed, and the use of each logits row.
 
-    The logits of the tokens that generate (``generating_indices``) are wanted. Each such token has one logits row. They
-    are the last tokens of a request: its last known token, from whose logits the next token is sampled, and prompt
-    tokens, if the request wants log-probabilities of its prompt.
+    The model returns a row of logits for each token that generates (``generating_indices``). Two kinds of tokens do:
+    the last known token of a request, from whose logits the next token is sampled; and the prompt tokens of a request
+    that wants log-probabilities of its prompt.
 
     Attributes:
         requests: The requests.

@@ -1,4 +1,4 @@
-"""Named prefixes: an engine computes their whole blocks on request, and pins them."""
+"""Computes the prefixes of given prompts, the part that is whole blocks, and pins them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Compute(Protocol):
         """Serve the request; raise ``RequestError`` if it fails."""
 
 
-class Prefixes:
+class PromptPrefixes:
     """Computes and keeps prefixes of prompts."""
 
     def __init__(
