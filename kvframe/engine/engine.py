@@ -16,7 +16,7 @@ from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.prefixes.fingerprint import fingerprint_of
 from kvframe.engine.prefixes.of_prompts import PromptPrefixes
 from kvframe.engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
-from kvframe.engine.requests.batch import checked_params, params_for_each, params_of_each, sample_ids
+from kvframe.engine.requests.batch import checked_params, make_samples, params_for_each, sample_ids
 from kvframe.engine.requests.params import SamplingParams
 from kvframe.engine.requests.prompt import AnyPrompt, prompts_of
 from kvframe.engine.requests.request import Request, RequestOutput
@@ -309,30 +309,18 @@ class Engine(EngineCore[Request]):
         # Reading a prompt may take long, and changes no state.
         with self._turns.let_through():
             token_ids, inputs = self._admission.admit(prompt, params)
-            stops = StopStrings(params.stop) if params.stop else NO_STOPS
-        ids = [self._new_id(each) for each in sample_ids(request_id, params.n)]
-        requests = [
-            Request.create(
-                each_id,
-                token_ids,
-                each,
-                eos_token_ids=self.model.description.eos_token_ids,
-                max_model_len=self._max_model_len,
-                text_stream=TextStream(self._decode, token_ids, stops, self.model.decode_stream)
-                if self._admission.has_text
-                else None,
-                inputs=inputs,
-                cache_salt=cache_salt,
-                asked_id=request_id,
-                sample=sample,
-            )
-            for sample, (each_id, each) in enumerate(zip(ids, params_of_each(params), strict=True))
-        ]
-        if len(requests) > 1 and self.plan.groups:
-            # Each sample computes the prompt's last token itself, because it samples from the logits of that token.
-            requests[0].pause_at = len(token_ids) - 1
-            for request in requests[1:]:
-                request.forks_from = requests[0]
+            stops, has_text = StopStrings(params.stop) if params.stop else NO_STOPS, self._admission.has_text
+        requests = make_samples(
+            [self._new_id(each) for each in sample_ids(request_id, params.n)],
+            token_ids,
+            params,
+            lambda: TextStream(self._decode, token_ids, stops, self.model.decode_stream) if has_text else None,
+            forks=bool(self.plan.groups),
+            eos_token_ids=self.model.description.eos_token_ids,
+            max_model_len=self._max_model_len,
+            inputs=inputs,
+            cache_salt=cache_salt,
+        )
         self._add(requests)
         return requests
 

@@ -1,14 +1,16 @@
-"""The parameters of a batch's requests, and several samples of one prompt as separate requests."""
+"""Makes the requests of a batch: their parameters, and the samples of one prompt as separate requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 
 from kvframe.contract.errors import shown
 from kvframe.engine.requests.params import SamplingParams, bad_params
+from kvframe.engine.requests.request import Request
+from kvframe.engine.requests.text import TextStream
 
 DEFAULT_PARAMS = SamplingParams()
 """Greedy, 64 tokens."""
@@ -51,7 +53,40 @@ def sample_ids(request_id: str, count: int) -> list[str]:
     return [request_id, *(f"{request_id}/{index}" for index in range(1, count))]
 
 
-def params_of_each(params: SamplingParams) -> list[SamplingParams]:
+def make_samples(
+    ids: Sequence[str],
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    make_text_stream: Callable[[], TextStream | None],
+    *,
+    forks: bool,
+    **shared: Any,
+) -> list[Request]:
+    """Return the samples of one prompt as requests.
+
+    Args:
+        ids: Their ids, the first one the id that the owner uses.
+        token_ids: The prompt.
+        params: The parameters of the prompt; sample ``i`` has the seed ``seed + i``.
+        make_text_stream: Returns what turns the tokens of one sample into text; None if there is no tokenizer.
+        forks: Whether the other samples fork from the first one, so that the prompt is computed once.
+        shared: Further arguments of ``Request.create``, equal for all samples.
+    """
+    requests = [
+        Request.create(
+            each_id, token_ids, each, text_stream=make_text_stream(), asked_id=ids[0], sample=sample, **shared
+        )
+        for sample, (each_id, each) in enumerate(zip(ids, _params_of_each(params), strict=True))
+    ]
+    if len(requests) > 1 and forks:
+        # Each sample computes the prompt's last token itself, because it samples from the logits of that token.
+        requests[0].pause_at = len(token_ids) - 1
+        for request in requests[1:]:
+            request.forks_from = requests[0]
+    return requests
+
+
+def _params_of_each(params: SamplingParams) -> list[SamplingParams]:
     """Return the params of each sample, as if it were a request of its own: sample ``i`` has the seed ``seed + i``."""
     if params.n == 1:
         return [params]

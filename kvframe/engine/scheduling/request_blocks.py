@@ -1,7 +1,8 @@
-"""Gives requests their blocks, swaps them out and in, and releases their blocks."""
+"""Gives requests their blocks, swaps and releases them, and tells which requests will have blocks that others share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic
 
 from kvframe.engine.requests.progress import RequestProgress, RequestT
@@ -159,3 +160,34 @@ class RequestBlocks(Generic[RequestT]):
         except BaseException:
             self.release(request)
             raise
+
+
+def is_being_computed(request: RequestT, admitted: Sequence[RequestT], counts: Sequence[int], block_size: int) -> bool:
+    """Return whether a request admitted in this step computes state that ``request`` can share in the next step.
+
+    That is the state of an equal input, or of a block of equal tokens after equal inputs. Only requests with the
+    same salt count: the timing of others must not reveal them.
+
+    Args:
+        request: A request that waits.
+        admitted: The requests that are admitted in this step so far.
+        counts: The number of tokens that each of them computes.
+        block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
+    """
+    if not block_size or not request.uses_prefix or request.is_swapped:
+        return False
+    most = len(request.token_ids) - 1
+    for other, count in zip(admitted, counts, strict=True):
+        if other.cache_salt != request.cache_salt:
+            continue
+        if any(other.input_sequences[name] == request.input_sequences.get(name) for name in other.new_inputs):
+            return True
+        if other.input_sequences != request.input_sequences:
+            continue
+        first = other.num_computed // block_size * block_size
+        last = min(other.num_computed + count, most) // block_size * block_size
+        # One comparison is enough: of the tokens up to the end of the first block that the other request computes.
+        stop = first + block_size
+        if stop <= last and other.token_ids[:stop] == request.token_ids[:stop]:
+            return True
+    return False

@@ -21,7 +21,7 @@ from kvframe.contract.errors import KVFrameError
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import FinishReason, RequestT
-from kvframe.engine.scheduling.request_blocks import RequestBlocks
+from kvframe.engine.scheduling.request_blocks import RequestBlocks, is_being_computed
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.stats import SchedulerStats
 from kvframe.engine.scheduling.step import RunningRequests, ScheduledStep
@@ -351,7 +351,7 @@ class Scheduler(Generic[RequestT]):
                 break
             if self._whole_prompts and len(request.token_ids) > budget:
                 break
-            if self._is_being_computed(request, admitted, counts):
+            if is_being_computed(request, admitted, counts, self._shared_block_size):
                 break
             other = request.forks_from
             if other is not None and other.row >= 0 and other.num_computed < other.pause_at:
@@ -374,33 +374,3 @@ class Scheduler(Generic[RequestT]):
             counts.append(count)
             budget -= count
         return budget
-
-    def _is_being_computed(self, request: RequestT, admitted: Sequence[RequestT], counts: Sequence[int]) -> bool:
-        """Return whether a request admitted in this step computes state that ``request`` can share in the next step.
-
-        That is the state of an equal input, or of a block of equal tokens after equal inputs. Only requests with the
-        same salt count: the timing of others must not reveal them.
-
-        Args:
-            request: A request that waits.
-            admitted: The requests that are admitted in this step so far.
-            counts: The number of tokens that each of them computes.
-        """
-        size = self._shared_block_size
-        if not size or not request.uses_prefix or request.is_swapped:
-            return False
-        most = len(request.token_ids) - 1
-        for other, count in zip(admitted, counts, strict=True):
-            if other.cache_salt != request.cache_salt:
-                continue
-            if any(other.input_sequences[name] == request.input_sequences.get(name) for name in other.new_inputs):
-                return True
-            if other.input_sequences != request.input_sequences:
-                continue
-            first = other.num_computed // size * size
-            last = min(other.num_computed + count, most) // size * size
-            # One comparison is enough: of the tokens up to the end of the first block that the other request computes.
-            stop = first + size
-            if stop <= last and other.token_ids[:stop] == request.token_ids[:stop]:
-                return True
-        return False
