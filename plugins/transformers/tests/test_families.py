@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,20 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Return the checkpoint folder of a tiny model of a family, and the plain model; made once."""
+    folder = tmp_path_factory.mktemp("families")
+    return cache(lambda family: (folder / family, save_tiny(folder / family, family)))
+
+
 @pytest.mark.parametrize("family", ALL)
-def test_packed_prompts_give_the_plain_logits(family: str, tmp_path: Path, dense_layers: Any) -> None:
-    plain = save_tiny(tmp_path, family)
+def test_packed_prompts_give_the_plain_logits(family: str, saved: Any, dense_layers: Any) -> None:
+    path, plain = saved(family)
     prompts = [prompt(3, 1), prompt(21, 2), prompt(1, 3)]
     with torch.inference_mode():
         expected = [plain(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts]
-    model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    model = TransformersAdapter().load(path, device="cpu", dtype="float32")
     layers = dense_layers(model.description.layers)
     model.attach(layers)
     got = layers.run_packed(model, prompts)
@@ -35,12 +43,12 @@ def test_packed_prompts_give_the_plain_logits(family: str, tmp_path: Path, dense
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_chunks_of_several_requests_give_the_plain_logits(family: str, tmp_path: Path, dense_layers: Any) -> None:
-    plain = save_tiny(tmp_path, family)
+def test_chunks_of_several_requests_give_the_plain_logits(family: str, saved: Any, dense_layers: Any) -> None:
+    path, plain = saved(family)
     first, second = prompt(20, 4), prompt(13, 5)
     with torch.inference_mode():
         expected = [plain(torch.tensor([ids]), use_cache=False).logits[0] for ids in (first, second)]
-    model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    model = TransformersAdapter().load(path, device="cpu", dtype="float32")
     layers = dense_layers(model.description.layers)
     model.attach(layers)
     got: dict[int, list[torch.Tensor]] = {0: [], 1: []}
@@ -58,9 +66,9 @@ def test_chunks_of_several_requests_give_the_plain_logits(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_the_self_check_accepts_it(family: str, tmp_path: Path, dense_layers: Any) -> None:
-    save_tiny(tmp_path, family)
-    model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+def test_the_self_check_accepts_it(family: str, saved: Any, dense_layers: Any) -> None:
+    path, _ = saved(family)
+    model = TransformersAdapter().load(path, device="cpu", dtype="float32")
     layers = dense_layers(model.description.layers)
     model.attach(layers)
     model.self_check(partial(layers.run_packed, model))
