@@ -92,9 +92,8 @@ def audit_each_verb(manager: Any) -> None:
 
     The ``AssertionError`` names the last verb. Other managers pay nothing: the verbs are replaced on this one only.
     """
-    kind = type(manager)
-    for name in dir(kind):
-        if not name.startswith("_") and name not in READERS and callable(getattr(kind, name)):
+    for name in dir(type(manager)):
+        if not name.startswith("_") and name not in READERS and callable(getattr(type(manager), name)):
             setattr(manager, name, _audited(manager, name))
 
 

@@ -102,7 +102,7 @@ class LiveRange:
 
 
 class DeathLists:
-    """The deaths of the blocks of some groups: one list for each live range, in the order of the deaths.
+    """The deaths of the blocks of some groups: one list for each group, in the order of the deaths.
 
     The blocks of a group die at the same numbers of computed tokens in every request, and in the same order. The lists
     say what died between two commits, for many rows and groups at once.
@@ -112,21 +112,19 @@ class DeathLists:
     """
 
     def __init__(self, live: Sequence[tuple[int, LiveRange]]) -> None:
-        """Sort the deaths of groups, each given with a number; groups may share a live range."""
+        """Sort the deaths of groups, each given with a number."""
         self.places = np.array([place for place, _ in live], dtype=np.int64)
-        kinds = {id(each): each for _, each in live}
         # Each list ends with a death that no row reaches. All lists are searched as one array, in which the numbers of
         # each list are larger than those of the list before.
-        size = max(len(each.deaths) for each in kinds.values()) + 1
-        span = max(each.block_size * size for each in kinds.values()) + 2
-        at, blocks = np.full((len(kinds), size), NEVER), np.zeros((len(kinds), size), dtype=np.int64)
-        for kind, each in enumerate(kinds.values()):
-            blocks[kind, :-1] = order = np.argsort(each.deaths, kind="stable")
-            at[kind, :-1] = each.deaths[order]
-        starts = span * np.arange(len(kinds))[:, None]
-        self._keys = (np.minimum(at, span - 1) + starts).reshape(-1)
+        size = max(len(each.deaths) for _, each in live) + 1
+        span = max(each.block_size * size for _, each in live) + 2
+        at, blocks = np.full((len(live), size), NEVER), np.zeros((len(live), size), dtype=np.int64)
+        for number, (_, each) in enumerate(live):
+            blocks[number, :-1] = order = np.argsort(each.deaths, kind="stable")
+            at[number, :-1] = each.deaths[order]
+        self._start = span * np.arange(len(live))[:, None]
+        self._keys = (np.minimum(at, span - 1) + self._start).reshape(-1)
         self._at, self._blocks = at.reshape(-1), blocks.reshape(-1)
-        self._start = starts[[list(kinds).index(id(each)) for _, each in live]]
 
     def after(self, num_computed: Positions) -> Positions:
         """Return ``[num_groups, n]``: where in the lists the first death after each number of computed tokens is."""

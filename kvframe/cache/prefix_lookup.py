@@ -88,11 +88,7 @@ class PrefixCache:
     def __init__(
         self, kinds: GroupKinds, numbers: RowNumbers, *, is_caching: bool, eviction: EvictionPolicy | None
     ) -> None:
-        """Start with an empty pool.
-
-        Raises:
-            PluginError: The eviction policy gives a wrong answer.
-        """
+        """Start with an empty pool; a wrong answer of the eviction policy raises a ``PluginError``."""
         plan = kinds.plan
         self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
         self.publisher = Publisher(self.tree, kinds, numbers)
@@ -166,19 +162,16 @@ class PrefixCache:
 
     def _limiting(self, held: Sequence[tuple[LiveRange, Pages]], found: Sequence[int], hit: int) -> list[int]:
         """Return the groups that could not continue from a longer prefix, though another group could."""
-        longer = {num_tokens for num_tokens in found if num_tokens > hit}
-        return [
-            group
-            for group, (live, row) in zip(self._groups, held, strict=True)
-            if any(self._lacks(live, row, num_tokens) for num_tokens in longer)
-        ]
 
-    def _lacks(self, live: LiveRange, pages: Pages, num_tokens: int) -> bool:
-        """Return whether a group cannot continue from so many tokens."""
-        if num_tokens % self._alignment:
-            # No hit of all groups ends here. A group whose blocks end elsewhere cannot continue from it.
-            return num_tokens % live.block_size > 0
-        return live.longest_prefix(pages, num_tokens) < num_tokens
+        def lacks(live: LiveRange, pages: Pages, num_tokens: int) -> bool:
+            if num_tokens % self._alignment:
+                # No hit of all groups ends here. A group whose blocks end elsewhere cannot continue from it.
+                return num_tokens % live.block_size > 0
+            return live.longest_prefix(pages, num_tokens) < num_tokens
+
+        longer = {num_tokens for num_tokens in found if num_tokens > hit}
+        held_by = zip(self._groups, held, strict=True)
+        return [group for group, (live, row) in held_by if any(lacks(live, row, num_tokens) for num_tokens in longer)]
 
     def _find_inputs(
         self, inputs: Sequence[InputBlocks]
@@ -221,11 +214,7 @@ class PrefixCache:
         self.inputs.remove_all()
 
     def resize(self, plan: KVCachePlan) -> bool:
-        """Have the slabs of another plan, which differs in their number only; evict cached pages of removed slabs.
-
-        Returns:
-            False, and nothing changed, if a page of a slab to be removed is held.
-        """
+        """Have another plan's number of slabs; return False if a page of a slab to be removed is held."""
         return not plan.groups or self.pool.resize(plan, _reserve(plan))
 
     def log_events_to(self, log: EventLog | None) -> None:

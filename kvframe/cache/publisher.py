@@ -177,7 +177,10 @@ class Publisher:
             self._fill_missing(row, node, max(offset, cursor.offset), known)
             offset = known
             if offset < min(end, node.stop):
-                node = self._split_node(node, offset)
+                lower, node = node, self._tree.split_node(node, offset)
+                if lower.row >= 0:
+                    self._forget_run(lower.row, node.start, offset)
+                    self._leaf_start[lower.row] = offset
         cursor.node, cursor.offset = node, max(end, cursor.offset)
         self._next_publication[row] = cursor.offset + self._tree.unit
 
@@ -209,14 +212,6 @@ class Publisher:
         self._forget_run(row, start, stop)
         if self._tree.on_stored is not None:
             self._tree.on_stored(node, start, stop)
-
-    def _split_node(self, node: RadixNode, at: int) -> RadixNode:
-        """Split a node and return the upper part."""
-        upper = self._tree.split_node(node, at)
-        if node.row >= 0:
-            self._forget_run(node.row, upper.start, at)
-            self._leaf_start[node.row] = at
-        return upper
 
     def _forget_run(self, row: int, start: int, stop: int) -> None:
         """Forget a row's pages of the blocks in tokens ``[start, stop)``: they belong to a node that does not grow."""

@@ -119,7 +119,7 @@ class Slabs:
     def _take_some(self, group: int, count: int, taken: list[int], budget: int, pool: BlockPool) -> None:
         """Take at least one block and at most ``count``, or make one free; use at most ``budget`` idle slabs."""
         has_free_slab = budget > 0 and bool(self._free_slabs)
-        slab = self._first_slab(self._open_held[group])
+        slab = next((each for each in self._open_held[group] if each != self._num_slabs), None)
         if slab is None and budget > 0:
             slab = next(iter(self._open_idle[group]), None)
         if slab is None and not has_free_slab and self._num_slabs in self._open_held[group]:
@@ -136,15 +136,9 @@ class Slabs:
             else:
                 pool.evict_among(self._blocks_of(slab), self._per_slab[self._group[slab]])
         else:
-            slab = self._first_slab(self._cached_held[group])
-            pool.evict_among(self._blocks_of(self._num_slabs if slab is None else slab), count)
-
-    def _first_slab(self, slabs: _SlabSet) -> int | None:
-        """Return the first of some slabs, but not the rest after the last slab."""
-        for slab in slabs:
-            if slab != self._num_slabs:
-                return slab
-        return None
+            # The rest after the last slab comes last.
+            slab = next((each for each in self._cached_held[group] if each != self._num_slabs), self._num_slabs)
+            pool.evict_among(self._blocks_of(slab), count)
 
     def _take_from(self, slab: int, group: int, count: int, taken: list[int]) -> None:
         free = self._free[slab]

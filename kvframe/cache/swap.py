@@ -118,9 +118,7 @@ class Swapper:
         """Release the pages of a row in host memory."""
         assert self.host_pool is not None
         for group, copies in enumerate(stored.copies):
-            held = copies[copies != 0].astype(np.int32)
-            if len(held):
-                self.host_pool.release_blocks(held, group)
+            self.host_pool.release_blocks(copies[copies != 0].astype(np.int32), group)
 
     def audit_copies(self, swapped: Iterable[StoredRow]) -> None:
         """Check that the copies of these rows, and no others, are the held pages of the host memory."""
