@@ -22,9 +22,9 @@ from benchmarks.harness.record import benchmark, progress, ratios, rounds
 from kvframe.loading.checks import parse_bytes
 
 KVFRAME, VLLM, TRANSFORMERS = "kvframe", "vLLM", "transformers"
-COMPILED = ", compiled"
-WARM_PROMPTS = 4
-"""Of the round that is not counted."""
+COMPILED, PACKED = ", compiled", ", packed"
+WARM_PROMPTS, WARM_TOKENS = 4, 8
+"""Of the round that is not counted: its prompts, and the new tokens of each."""
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 """Lets the C library keep freed memory, as docs/serving.md advises on a CPU; the same for all systems."""
 
@@ -39,10 +39,10 @@ class Batch(Workload):
     """
 
     dtype: str = "float32"
-    systems: Sequence[str] = (KVFRAME, VLLM, TRANSFORMERS)
+    systems: Sequence[str] = (KVFRAME, KVFRAME + PACKED, VLLM, TRANSFORMERS)
 
 
-SYSTEMS = (KVFRAME, KVFRAME + COMPILED, VLLM, VLLM + COMPILED, TRANSFORMERS)
+SYSTEMS = (KVFRAME, KVFRAME + PACKED, KVFRAME + COMPILED, VLLM, VLLM + COMPILED, TRANSFORMERS)
 LLAMA: dict[str, Any] = {"model": "bench-llama-100m", "memory": "1GiB", "num_prompts": 32, "shortest": 512}
 SMALL: dict[str, Any] = {"memory": "256MiB", "num_prompts": 64, "shortest": 64, "num_new_tokens": 64}
 WORKLOADS = (
@@ -61,7 +61,8 @@ def load(batch: Batch, path: Path, engines: Mapping[str, EngineProcess]) -> list
     )
     found = [engines[name] for name in batch.systems if name in engines]
     for engine in found:
-        engine.ask({"setting": {**dataclasses.asdict(setting), "is_compiled": engine.name.endswith(COMPILED)}})
+        ways = {"is_compiled": engine.name.endswith(COMPILED), "is_packed": engine.name.endswith(PACKED)}
+        engine.ask({"setting": {**dataclasses.asdict(setting), **ways}})
     return found
 
 
@@ -79,10 +80,11 @@ def measure(
     found: dict[str, dict[str, list[float]]] = {engine.name: {} for engine in engines}
     for repeat, order in rounds(engines, repeats, warm_up=True):
         prompts, tokens = batch.prompts(repeat, vocab_size), {}
+        num_new_tokens = batch.num_new_tokens
         if repeat < 0:
-            prompts = prompts[:WARM_PROMPTS]
+            prompts, num_new_tokens = prompts[:WARM_PROMPTS], WARM_TOKENS
         for engine in order:
-            served = engine.ask({"prompts": prompts, "num_new_tokens": batch.num_new_tokens})
+            served = engine.ask({"prompts": prompts, "num_new_tokens": num_new_tokens})
             tokens[engine.name] = served.pop("tokens")
             if repeat >= 0:
                 for name, value in _figures(batch, served).items():
@@ -167,13 +169,13 @@ def main(repeats: int, threads: int, workloads: Sequence[Batch], peer: Path) -> 
     """Measure whole engines on batches, all systems by turns, and write one JSON file and one page."""
     models.silence_transformers()
     names = dict.fromkeys(name for batch in workloads for name in batch.systems)
-    arguments = {name: ("benchmarks.engine.worker", name.removesuffix(COMPILED).lower()) for name in names}
+    arguments = {name: ("benchmarks.engine.worker", name.partition(",")[0].lower()) for name in names}
     with (
         start_engines(arguments, peer, threads=threads, variables=KEEPS_MEMORY) as engines,
         progress("measuring", len(workloads) * (repeats + 1)) as advance,
     ):
         found = {batch.name: measure(batch, engines, repeats, advance) for batch in workloads}
-        versions = {name: engine.versions for name, engine in engines.items() if not name.endswith(COMPILED)}
+        versions = {name: engine.versions for name, engine in engines.items() if "," not in name}
     return {"repeats": repeats, "versions": versions, "workloads": found}
 
 

@@ -38,7 +38,8 @@ class KVFrame(SteppedEngine):
             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
             "max_num_seqs": setting.max_num_seqs,
         }
-        stack = Stack.from_mapping({"cache": cache, "engine": engine})
+        plugin = {"transformers": {"pack_weights": setting.is_packed}}
+        stack = Stack.from_mapping({"cache": cache, "engine": engine, "plugin": plugin})
         self._engine = Engine.from_pretrained(setting.path, stack=stack)
         self._numbers: dict[str, int] = {}
         adapter: Any = self._engine.model

@@ -26,6 +26,7 @@ class Setting:
         memory: Of the cache, in bytes.
         max_num_seqs: The most requests at a time.
         is_compiled: Whether the engine compiles the model, if it can.
+        is_packed: Whether kvframe keeps packed copies of weights; vLLM always packs them.
     """
 
     path: str
@@ -33,6 +34,7 @@ class Setting:
     memory: int
     max_num_seqs: int
     is_compiled: bool = False
+    is_packed: bool = False
 
 
 STEP_PARTS = ("step", "host", "attention")

@@ -24,6 +24,7 @@ from kvframe_transformers.discovery import discover_layers
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions
 from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
 from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank
 
 UNLIMITED = 1 << 20
@@ -82,8 +83,12 @@ class TransformersAdapter(ModelAdapter):
             planned: Any = build_without_weights(config, description.name)
             description, options = share_of_rank(description, planned, size), options_of_ranks(planned, device)
         model, tokenizer = load_weights(path, config, device, _DTYPES[dtype], **options), load_tokenizer(path)
+        loaded: TransformersModel
         if config.is_encoder_decoder:
             build = partial(build_without_weights, config, description.name)
-            return EncoderDecoderModel(model, tokenizer, description, build)
-        first_position = 0 if description.generates else find_first_position(model)
-        return TransformersModel(model, tokenizer, description, path, first_position)
+            loaded = EncoderDecoderModel(model, tokenizer, description, build)
+        else:
+            first_position = 0 if description.generates else find_first_position(model)
+            loaded = TransformersModel(model, tokenizer, description, path, first_position)
+        loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
+        return loaded

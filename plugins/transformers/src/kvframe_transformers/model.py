@@ -30,6 +30,7 @@ from kvframe_transformers.checkpoint import one_sentence, quiet
 from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
+from kvframe_transformers.packed import PackedLinears
 from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunningStep, running, running_step
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.sentence_transformers import read_pooling
@@ -46,10 +47,12 @@ class TransformersModel(LoadedModel):
 
     Invariant: outside of ``attach`` … ``detach`` the model is exactly as transformers loaded it. While it is attached,
     only these differ: the name of its attention implementation, the switches of replaced temperatures, the expansions
-    of latents, the forwards of mixers that keep a state, and hooks on the layers that leave rows out.
+    of latents, the forwards of mixers that keep a state and of linear layers that are packed, and hooks on the layers
+    that leave rows out.
 
     Attributes:
         compiled: The compiled model; None if it is not compiled.
+        packs_weights: Whether linear layers on a CPU multiply by packed copies of their weights, unless it is compiled.
     """
 
     def __init__(
@@ -87,13 +90,17 @@ class TransformersModel(LoadedModel):
         self._latents = _NO_LATENTS
         self._cutter: RowCutter | None = None
         self.compiled: CompiledBody | None = None
+        self.packs_weights = False
+        self._packed: PackedLinears | None = None
 
     def without_head(self) -> LoadedModel:
         """Return the same model without its head; it gives its last hidden states."""
         if not self.description.generates:
             return self
         description = attrs.evolve(self.description, generates=False)
-        return TransformersModel(self.model, self.tokenizer, description, self._folder, self._first_position)
+        headless = TransformersModel(self.model, self.tokenizer, description, self._folder, self._first_position)
+        headless.packs_weights = self.packs_weights
+        return headless
 
     def pooling(self) -> Pooling | None:
         """Return the pooling in the checkpoint's files for sentence-transformers; None if it has none."""
@@ -157,6 +164,8 @@ class TransformersModel(LoadedModel):
             for name, tensors in parameters.items():
                 layers[name].bind(tensors)
             self._mixers.switch_on(self._drivers)
+            if self.packs_weights:
+                self._packed = PackedLinears(self._body)
             self._layers = layers
         except BaseException:
             self.detach()
@@ -174,6 +183,7 @@ class TransformersModel(LoadedModel):
         if self._drivers or self.description.max_input_lens:
             why = "keeps a state" if self._drivers else "has an encoder"
             raise ModelError(f"{self.description.name} {why}, and cannot be compiled; leave compile out")
+        self._unpack()  # the compiler cannot trace packed weights
         modules = self._modules()
         sizes = {modules[layer.name]: _value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend)
@@ -193,6 +203,7 @@ class TransformersModel(LoadedModel):
         self._temperatures.switch_on()
         self._mixers.switch_off()
         self._latents.switch_off()
+        self._unpack()
         if self.compiled is not None:
             self.compiled.remove()
         self.compiled = None
@@ -206,6 +217,11 @@ class TransformersModel(LoadedModel):
         self._original = []
         self._routes = {}
         self._layers = None
+
+    def _unpack(self) -> None:
+        if self._packed is not None:
+            self._packed.remove()
+        self._packed = None
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Run one packed step; the attention layers already hold the step's metadata.

@@ -1,0 +1,75 @@
+"""Linear layers multiply by packed copies of their weights while a model serves, and by their own before and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvframe_transformers.packed import PackedLinears
+from kvframe_transformers.plugin import kvframe_configure
+from kvframe_transformers.testing import save_tiny
+from torch import nn
+
+from kvframe import Engine, SamplingParams, Stack
+from kvframe.contract import StackError
+
+PROMPTS = [[5, 9, 17, 3], [7] * 11]
+
+
+def stack_of(**settings: Any) -> Stack:
+    return Stack.from_mapping({"cache": {"memory": "1MiB"}, "plugin": {"transformers": settings}})
+
+
+def forwards(model: Any) -> list[bool]:
+    return ["forward" in vars(module) for module in model.modules() if type(module) is nn.Linear]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_computes_what_it_did(dtype: torch.dtype) -> None:
+    layers = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 17, bias=False)).to(dtype)
+    rows = torch.randn(1, 5, 40, dtype=dtype)
+    with torch.inference_mode():
+        expected = layers(rows)
+        packed = PackedLinears(layers)
+        assert 2 == len(packed)
+        # The copies are used: the layers' own weights may hold anything.
+        with torch.no_grad():
+            layers[0].weight.fill_(torch.nan)
+        torch.testing.assert_close(layers(rows), expected)
+        packed.remove()
+        assert layers(rows).isnan().all()
+
+
+def test_other_layers_are_left_alone() -> None:
+    class Special(nn.Linear):
+        pass
+
+    assert 0 == len(PackedLinears(nn.Sequential(Special(4, 4), nn.Linear(4, 4, dtype=torch.float64), nn.LayerNorm(4))))
+
+
+def test_a_packed_model_generates_the_same_and_is_given_back(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    params, outputs = SamplingParams(max_new_tokens=12, ignore_eos=True), []
+    for packs in (False, True):
+        with Engine.from_pretrained(tmp_path, stack=stack_of(pack_weights=packs)) as engine:
+            model: Any = engine.model
+            assert {packs} == set(forwards(model.model))
+            outputs.append([output.token_ids for output in engine.generate(PROMPTS, params)])
+        assert not any(forwards(model.model))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("settings", [{"pack_weights": 1}, {"pack": True}])
+def test_other_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(StackError, match="takes only pack_weights, true or false"):
+        kvframe_configure(settings)
+
+
+def test_a_stack_without_settings_packs_nothing(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    kvframe_configure({"pack_weights": True})
+    with Engine.from_pretrained(tmp_path, stack=Stack.from_mapping({"cache": {"memory": "1MiB"}})) as engine:
+        model: Any = engine.model
+        assert not any(forwards(model.model))
