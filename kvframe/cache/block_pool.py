@@ -313,11 +313,7 @@ class BlockPool:
     # --- size ---------------------------------------------------------------------------------------------------------
 
     def resize(self, plan: KVCachePlan, reserve_slabs: int) -> bool:
-        """Have more or fewer slabs, and evict the cached blocks of the removed ones, which are the last.
-
-        Returns:
-            False, and nothing changed, if a block of a slab to be removed is held.
-        """
+        """Have more or fewer slabs, evicting what is cached in removed ones; return False if a block there is held."""
         end = plan.total_bytes // plan.block_id_bytes
         blocks = self.free_list.all_blocks()
         lost = blocks[blocks >= end]

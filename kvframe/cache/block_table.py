@@ -83,17 +83,10 @@ class BlockTables:
         sequences: Sequence[str] | None = None,
         max_input_lens: Mapping[str, int] | None = None,
     ) -> None:
-        """Start with every row of every table empty.
+        """Start with every row of every table empty; raise a ``PlanError`` if the machine has no memory for them.
 
-        Args:
-            max_num_seqs: Rows.
-            max_model_len: The longest request, in tokens.
-            block_sizes: Tokens per block of each group.
-            sequences: The sequence that each group keeps state of; requests' own tokens unless given.
-            max_input_lens: The most tokens of each other sequence.
-
-        Raises:
-            PlanError: The machine has no memory for them.
+        Each group keeps state of its sequence in ``sequences``, requests' own tokens unless given, of at most as many
+        tokens as ``max_input_lens`` says; ``block_sizes`` says for each group how many tokens a block has.
         """
         max_lens = {**(max_input_lens or {}), TOKENS: max_model_len}
         groups_of: dict[tuple[int, str], list[int]] = {}

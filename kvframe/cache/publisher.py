@@ -109,10 +109,8 @@ class Publisher:
     def unfollow(self, row: int, *, retires: bool = False) -> int:
         """Stop following a row: its leaf stays as its last commit left it.
 
-        If ``retires``, the blocks of the only group are released too, if all of them become findable only now.
-
-        Returns:
-            The number of the row's tokens whose blocks it released.
+        If ``retires``, the blocks of the only group are released too if all of them become findable only now. Return
+        how many tokens these blocks have.
         """
         leaf, num_released = self._leaf_of(row), 0
         if leaf is not None:
@@ -312,11 +310,7 @@ class Publisher:
             self._tree.on_stored(node, start, end)
 
     def _publish_and_release(self, leaf: RadixNode) -> int:
-        """Publish and release all full blocks of a row in the only group at once, the last one first.
-
-        Returns:
-            How many tokens they have; 0 if one of them cannot be read.
-        """
+        """Publish and release all full blocks of a row in the only group, the last first; return how many tokens."""
         cursor = self._cursors[leaf.row]
         assert cursor is not None
         end = self._end_of(cursor, leaf.row)
