@@ -82,14 +82,15 @@ class TorchMetadata:
         rows: ``[num_single_queries], int64, device``: the packed token of each single query, batch after batch.
         dead: ``[num_dead], int64, device``: gathered tokens, counted from the first one of their batch, that are not
             seen and may hold anything, NaN included.
-        hidden: ``[num_hidden], int64, device``: of all tokens gathered for batches, those that are not seen.
-        mask: ``[num_gathered], device``: what is added to the scores of batches, -inf for hidden tokens and otherwise
-            0. None before ``finish``, and if all is seen.
+        hidden: ``[num_dead], int64, device``: the same tokens, counted from the first one that is gathered.
+        repeated: ``[num_repeated], int64, device``: the numbers of pages that were gathered before.
+        mask: ``[num_gathered], device``: what is added to the scores of batches, -inf for hidden tokens and repeated
+            pages, otherwise 0. None before ``finish``, and if all is seen.
         distances: ``[num_pages], int64, device``: the position of each page's first token less that of its request's
             first query; None without a learned bias.
         bias_columns: ``[num_gathered], int64, device``: the columns of what ``bias_by_distance`` returns, for batches.
             None before ``finish``, and without a learned bias.
-        places_cpu: ``[num_pages], int64, host``: the places of ``pages`` in the flattened block table.
+        places_cpu: ``[num_pages], int32, host``: the places of ``pages`` in the flattened block table.
         table_stride: Its ``row_stride``.
     """
 
@@ -101,6 +102,7 @@ class TorchMetadata:
     rows: torch.Tensor
     dead: torch.Tensor
     hidden: torch.Tensor
+    repeated: torch.Tensor
     mask: torch.Tensor | None
     distances: torch.Tensor | None
     bias_columns: torch.Tensor | None
@@ -157,18 +159,20 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         bounds = spans.batch_bounds(rules)
         first, counts = bounds[:-1], np.diff(bounds)
         widths = spans.num_pages[first].repeat(counts)
-        places = spans.places(widths)
+        edges = np.searchsorted(spans.group, np.arange(len(builds) + 1))
+        first_of_group = edges[spans.group]
+        (dead, hidden), num_dead = spans.dead(widths, [first.repeat(counts), first_of_group])
+        places, repeated, num_repeated = spans.places(widths, first_of_group)
         has_bias = any(builder._max_distance is not None for builder, _ in builds)
         distances = spans.distances(places, widths) if has_bias else places
-        edges = np.searchsorted(spans.group, np.arange(len(builds) + 1))
-        hidden, dead = spans.unseen(widths, edges[spans.group], first.repeat(counts))
 
-        columns = [counts, sums_between(bounds, dead[1]), spans.num_pages[first], spans.num_queries[first]]
+        columns = [counts, sums_between(bounds, num_dead), spans.num_pages[first], spans.num_queries[first]]
         of_chunks = (spans.first_row, spans.position, spans.start, spans.stop, spans.sink_stop)
         columns += [column[first] for column in (*of_chunks, spans.shift, spans.sink_shift)]
         parts = zip(*(column.tolist() for column in columns), strict=True)
         num_parts = np.bincount(spans.group[first], minlength=len(builds)).tolist()
-        flat = [(places, widths), (distances, widths), (spans.first_row, np.ones_like(widths)), dead, hidden]
+        flat = [(places, widths), (distances, widths), (spans.first_row, np.ones_like(widths))]
+        flat += [(dead, num_dead), (hidden, num_dead), (repeated, num_repeated)]
         split = [torch.from_numpy(each).split(sums_between(edges, sizes).tolist()) for each, sizes in flat]
         return [
             builder._metadata(metadata, islice(parts, num), *tensors)
@@ -184,6 +188,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         rows: torch.Tensor,
         dead: torch.Tensor,
         hidden: torch.Tensor,
+        repeated: torch.Tensor,
     ) -> TorchMetadata:
         """Return a group's metadata, given the numbers of its batches and chunks, and its part of each array."""
         batches, chunks, num_rows, num_pages, num_dead = [], [], 0, 0, 0
@@ -204,6 +209,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             rows=rows[:num_rows],
             dead=dead,
             hidden=hidden,
+            repeated=repeated,
             mask=None,
             distances=None if self._max_distance is None else distances,
             bias_columns=None,
@@ -217,8 +223,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         device = built.pages.device
         num_gathered = sum(batch.num_requests * batch.num_pages for batch in built.batches) * built.block_size
         mask = columns = None
-        if built.hidden.shape[0]:
+        if built.hidden.shape[0] or built.repeated.shape[0]:
             mask = torch.zeros(num_gathered, dtype=self._dtype, device=device)
+            mask.view(-1, built.block_size).index_fill_(0, built.repeated, -math.inf)
             mask.index_fill_(0, built.hidden, -math.inf)
         if built.distances is not None and self._max_distance is not None:
             distances = built.distances[:, None] + torch.arange(built.block_size, device=device)

@@ -21,8 +21,6 @@ NO_WINDOW = 1 << 30
 """The window of layers whose queries see all tokens before them."""
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
-Ragged = tuple[IntArray, IntArray]
-"""Numbers for each span, span after span; and ``[num_spans]``: how many there are for each."""
 
 
 class Rules(NamedTuple):
@@ -147,22 +145,27 @@ class Spans:
             bounds.extend(range(end, end_of_group))
         return np.array([*bounds, len(sizes)])
 
-    def places(self, widths: IntArray) -> IntArray:
+    def places(self, widths: IntArray, counted_from: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Return the places in the flattened block table of each span's pages, sink pages first.
 
         Args:
             widths: ``[num_spans]``: the pages to gather for each; a span with fewer repeats one of its own.
+            counted_from: ``[num_spans]``: for each span, the one whose first gathered page is counted as 0.
+
+        Returns:
+            ``[num_pages], int32``: the places; the numbers of those that are repeated; and ``[num_spans]``: how many
+            these are.
         """
         begins = widths.cumsum() - widths
-        places: IntArray = (self.place - begins).repeat(widths) + np.arange(widths.sum())
+        places: IntArray = (self.place - begins).astype(np.int32).repeat(widths)
+        places += np.arange(len(places), dtype=np.int32)
         if self.num_sinks.any():
             skipped = (self.shift - self.sink_shift) // self.block_size
             places[_ranges(begins, self.num_sinks)] -= skipped.repeat(self.num_sinks)
-        padding = widths - self.num_pages
-        if padding.any():
-            repeated = self.place + self.num_sinks + self._has_inner_page
-            places[_ranges(begins + self.num_pages, padding)] = repeated.repeat(padding)
-        return places
+        num_repeated = widths - self.num_pages
+        repeated = _ranges(begins + self.num_pages, num_repeated)
+        places[repeated] = (self.place + self.num_sinks + self._has_inner_page).repeat(num_repeated)
+        return places, repeated - begins[counted_from].repeat(num_repeated), num_repeated
 
     @property
     def _has_inner_page(self) -> npt.NDArray[np.bool_]:
@@ -179,36 +182,30 @@ class Spans:
         pages: IntArray = places - self.place.repeat(widths)
         return pages * self.block_size.repeat(widths) + (self.shift - self.position).repeat(widths)
 
-    def unseen(self, widths: IntArray, first_of_group: IntArray, first_of_batch: IntArray) -> tuple[Ragged, Ragged]:
-        """Return which gathered tokens a request's only query does not see; nothing for requests with several queries.
+    def dead(self, widths: IntArray, firsts: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
+        """Return the gathered tokens that may hold anything: a request's only query does not see them, but for padding.
 
         What it sees is one run of tokens, or two with sink tokens: few numbers say what is around them.
 
         Args:
-            widths: As for ``places``.
-            first_of_group: ``[num_spans]``: the first span of each span's group.
-            first_of_batch: Likewise, of its batch.
+            widths: As for ``places``. Padding repeats a page of which each token is seen, or is taken for dead.
+            firsts: ``[num_spans]`` each: for each span, the one whose first gathered token is counted as 0.
 
         Returns:
-            The hidden tokens, counted from the first token that is gathered for the group; and those of them that may
-            hold anything, counted from the first one of the batch.
+            The tokens, counted in each of these ways; and ``[num_spans]``: how many there are for each, none for those
+            with several queries.
         """
         low, stop, sink_stop = self.low - self.shift, self.stop - self.shift, np.minimum(self.sink_stop, self.stop)
-        begins, ends = [np.zeros_like(low), stop], [low]
+        last = np.where(self._has_inner_page, self.num_pages, widths) * self.block_size
+        begins, ends = [np.zeros_like(low), stop], [low, last]
         if (has_sinks := sink_stop > self.start).any():
             sees_from, sees_to = ((each - self.sink_shift) * has_sinks for each in (self.start, sink_stop))
-            begins, ends = [begins[0], sees_to, stop], [sees_from, np.maximum(sees_to, low)]
-        before, num_tokens = (widths.cumsum() - widths) * self.block_size, widths * self.block_size
-        # Padding repeats a page of which each token is seen, or is taken for dead.
-        live_stop = np.where(self._has_inner_page, self.num_pages * self.block_size, num_tokens)
-        found = []
-        for first, last in ((first_of_group, num_tokens), (first_of_batch, live_stop)):
-            starts = np.stack(begins, axis=1)
-            lengths = (np.stack([*ends, last], axis=1) - starts) * (self.num_queries == 1)[:, None]
-            starts += (before - before[first])[:, None]
-            found.append((_ranges(starts.ravel(), lengths.ravel()), lengths.sum(axis=1)))
-        hidden, dead = found
-        return hidden, dead
+            begins, ends = [begins[0], sees_to, stop], [sees_from, np.maximum(sees_to, low), last]
+        starts = np.stack(begins, axis=1)
+        lengths = (np.stack(ends, axis=1) - starts) * (self.num_queries == 1)[:, None]
+        numbers, counts = _ranges(starts.ravel(), lengths.ravel()), lengths.sum(axis=1)
+        offsets = (widths.cumsum() - widths) * self.block_size
+        return [numbers + (offsets - offsets[first]).repeat(counts) for first in firsts], counts
 
 
 def _starts(step: CommonAttentionMetadata) -> IntArray:
