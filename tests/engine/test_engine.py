@@ -127,6 +127,18 @@ def test_steps_report_what_is_new_of_every_request() -> None:
     assert [[("a", " "), ("b", "c")], [("a", "q")]] == seen
 
 
+def test_a_request_that_has_nothing_new_is_not_reported_again() -> None:
+    with ScriptedModel(SCRIPT).engine(max_num_batched_tokens=4) as engine:
+        engine.add_request("the", SamplingParams(max_new_tokens=8), "a")
+        engine.add_request("t", SamplingParams(max_new_tokens=8), "b")
+        for _ in range(4):
+            assert ["a", "b"] == [output.request_id for output in engine.step()]
+        engine.reset_prefix_cache()
+        engine._scheduler.preempt_last()
+        # The five tokens of "b" have to be computed again, and the step has three left beside that of "a".
+        assert ["a"] == [output.request_id for output in engine.step()]
+
+
 def test_an_aborted_request_ends_at_once_and_the_others_go_on() -> None:
     with ScriptedModel(SCRIPT).engine() as engine:
         for name in ("a", "b"):
