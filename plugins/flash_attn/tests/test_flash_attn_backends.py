@@ -31,8 +31,8 @@ HEAD_SIZES = (8, 40, 256)
 FORMATS = ("plain", "int8_token_head")
 """Formats of the cases: a backend handles copies of pages in the same way for every format."""
 CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
-BEHIND = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal", "block_size")]
-"""What comes up together in the sample of cases behind wrappers."""
+AFTER_WRAPPERS = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal", "block_size")]
+"""Traits whose pairs all occur in the sample of cases after wrappers."""
 RUN_TRAITS = ("kind", "feature", "head_size", "num_kv_heads", "dtype")
 """Traits that occur in the runs; the cases have the formats. With pages of 256 tokens, a run takes seconds."""
 RUN_KINDS = ("decodes", "decodes-padded", "mixed")
@@ -291,17 +291,17 @@ def test_it_serves_two_layers_and_steps_at_real_sizes(name: str, stand_ins: dict
 
 
 @pytest.mark.parametrize(("name", "at_least"), [("flash_attn", 50), ("flash_attn_3", 100)])
-def test_it_computes_the_grid_behind_wrappers(name: str, at_least: int, stand_ins: dict[str, Any]) -> None:
+def test_it_computes_the_grid_after_wrappers(name: str, at_least: int, stand_ins: dict[str, Any]) -> None:
     backend_class = load(name)
     found = [case for case in cases(backend_class, chains()) if case.wrappers]
     assert at_least < len(found)
-    for case in sample(found, BEHIND):
+    for case in sample(found, AFTER_WRAPPERS):
         check_backend(backend_class, case)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", CLASSES)
-def test_it_computes_the_whole_grid_alone_and_behind_wrappers(name: str, stand_ins: dict[str, Any]) -> None:
+def test_it_computes_the_whole_grid_alone_and_after_wrappers(name: str, stand_ins: dict[str, Any]) -> None:
     backend_class = load(name)
     for case in cases(backend_class, chains()):
         check_backend(backend_class, case)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import attrs
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 
 from kvframe.contract import (
-    AttentionBackend,
     AttentionMetadataBuilder,
     Capabilities,
     CommonAttentionMetadata,
@@ -19,7 +17,7 @@ from kvframe.contract import (
     KVCache,
     LayerSpec,
 )
-from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, log_sum_exp, placed, sees, unusable_reason, with_sinks
+from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, FlashBackend, sees, unusable_reason
 
 
 @attrs.frozen(eq=False)
@@ -69,7 +67,7 @@ def _num_queries(metadata: CommonAttentionMetadata) -> int:
     return most if bool((starts == np.arange(num_reqs + 1) * most).all()) else 0
 
 
-class FlashAttnBackend(AttentionBackend):
+class FlashAttnBackend(FlashBackend):
     """Serves causal, bidirectional and windowed attention with soft caps and learned sinks.
 
     Pages hold a multiple of 256 tokens.
@@ -98,60 +96,22 @@ class FlashAttnBackend(AttentionBackend):
         """Return the step's builder."""
         return FlashAttnMetadataBuilder()
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute attention over the pages in place."""
-        return self._attend(layer, query, kv_cache, metadata, sinks, out, with_lse=sinks is not None)[0]
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention over the pages in place, with the library's log-sum-exp."""
-        output, normaliser = self._attend(layer, query, kv_cache, metadata, sinks, None, with_lse=True)
-        assert normaliser is not None
-        lse = query.new_full((len(query), query.shape[1]), -math.inf, dtype=torch.float32)
-        lse[: normaliser.shape[1]] = log_sum_exp(normaliser, sinks)
-        return output, lse
-
-    def _attend(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None,
-        *,
-        with_lse: bool,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output, and the logarithm of the denominator without sinks, ``[num_heads, num_rows]``."""
+        """Call the function that suits the lengths of the step's requests."""
         assert isinstance(metadata, FlashAttnMetadata)
         assert layer.query is not None
-        common, keys = metadata.common, kv_cache["k"]
-        causal, window = sees(layer, common)
+        causal, window = sees(layer, metadata.common)
         options = {
-            "block_table": common.block_table,
+            "block_table": metadata.common.block_table,
             "softmax_scale": layer.query.scale,
             "causal": causal,
             "window_size": window,
             "softcap": layer.query.soft_cap or 0.0,
         }
-        rows = query.to(keys.dtype)
-        if metadata.num_queries:
-            output, normaliser = self._uniform(rows, kv_cache, metadata, options, with_lse)
-        else:
-            output, normaliser = self._varied(rows, kv_cache, metadata, options, with_lse)
-        if sinks is not None:
-            assert normaliser is not None
-            output = with_sinks(output, normaliser, sinks)
-        return placed(output, query, out), normaliser
+        call = self._uniform if metadata.num_queries else self._varied
+        return call(query, kv_cache, metadata, options, with_lse)
 
     @staticmethod
     def _uniform(

@@ -10,7 +10,6 @@ import flash_attn_interface
 import torch
 
 from kvframe.contract import (
-    AttentionBackend,
     AttentionMetadataBuilder,
     Capabilities,
     CommonAttentionMetadata,
@@ -18,7 +17,7 @@ from kvframe.contract import (
     KVCache,
     LayerSpec,
 )
-from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, log_sum_exp, placed, sees, unusable_reason, with_sinks
+from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, FlashBackend, sees, unusable_reason
 
 
 @attrs.frozen(eq=False)
@@ -71,7 +70,7 @@ class FlashAttn3MetadataBuilder(AttentionMetadataBuilder):
         )
 
 
-class FlashAttn3Backend(AttentionBackend):
+class FlashAttn3Backend(FlashBackend):
     """Serves causal, bidirectional and windowed attention with soft caps and learned sinks, on pages of any size."""
 
     capabilities = Capabilities(
@@ -96,45 +95,17 @@ class FlashAttn3Backend(AttentionBackend):
         """Return the step's builder."""
         return FlashAttn3MetadataBuilder(self.layers[0])
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute attention over the pages in place."""
-        return self._attend(layer, query, kv_cache, metadata, sinks, out, with_lse=sinks is not None)[0]
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention over the pages in place, with the library's log-sum-exp."""
-        output, normaliser = self._attend(layer, query, kv_cache, metadata, sinks, None, with_lse=True)
-        assert normaliser is not None
-        return output, log_sum_exp(normaliser, sinks)
-
-    @staticmethod
-    def _attend(
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None,
-        *,
-        with_lse: bool,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output, and the logarithm of the denominator without sinks, ``[num_heads, num_tokens]``."""
+        """Call the library's one function."""
         assert isinstance(metadata, FlashAttn3Metadata)
         assert layer.query is not None
-        common, keys = metadata.common, kv_cache["k"]
+        common = metadata.common
         causal, window = sees(layer, common)
         result = flash_attn_interface.flash_attn_with_kvcache(
-            query.to(keys.dtype),
-            keys,
+            query,
+            kv_cache["k"],
             kv_cache["v"],
             cache_seqlens=common.seq_lens,
             page_table=common.block_table,
@@ -147,7 +118,4 @@ class FlashAttn3Backend(AttentionBackend):
             return_softmax_lse=with_lse,
         )
         output, normaliser, *_ = result if with_lse else (result, None)
-        if sinks is not None:
-            assert normaliser is not None
-            output = with_sinks(output, normaliser, sinks)
-        return placed(output, query, out), normaliser
+        return output, normaliser

@@ -1,16 +1,64 @@
-"""Shared by both backends: the device check, the mask, learned sinks, the log-sum-exp, and where the output goes."""
+"""What both backends have in common: all of a layer's attention but the library's own call."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from typing import Any
 
 import torch
 
-from kvframe.contract import CommonAttentionMetadata, LayerSpec
+from kvframe.contract import AttentionBackend, CommonAttentionMetadata, KVCache, LayerSpec
 
 DTYPES = frozenset({"float16", "bfloat16"})
 
 HEAD_SIZES = frozenset(range(8, 257, 8))
+
+
+class FlashBackend(AttentionBackend):
+    """Adds to what a library computes: learned sinks, the log-sum-exp, padding, and the host's dtype and memory."""
+
+    @abstractmethod
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Call the library.
+
+        Args:
+            layer: As for ``forward``.
+            query: ``[num_tokens, num_heads, head_size], device``, in the dtype of the pages.
+            kv_cache: As for ``forward``.
+            metadata: As for ``forward``.
+            with_lse: Whether the logarithm of the denominator is wanted.
+
+        Returns:
+            Attention without sinks, ``[num_rows, num_heads, head_size]``, of the first tokens, and of all but padding
+            at least; and ``[num_heads, num_rows], float32``, or None.
+        """
+
+    def forward(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute attention over the pages in place."""
+        rows = query.to(kv_cache["k"].dtype)
+        output, normaliser = self.attend(layer, rows, kv_cache, metadata, with_lse=sinks is not None)
+        return placed(with_sinks(output, normaliser, sinks), query, out)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention over the pages in place, with the library's log-sum-exp."""
+        output, normaliser = self.attend(layer, query.to(kv_cache["k"].dtype), kv_cache, metadata, with_lse=True)
+        assert normaliser is not None
+        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        lse[: len(output)] = log_sum_exp(normaliser, sinks)
+        return placed(with_sinks(output, normaliser, sinks), query, None), lse
 
 
 def unusable_reason(least: tuple[int, int]) -> str | None:
@@ -37,7 +85,7 @@ def sees(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[bool, tup
     return True, (-1, -1) if mask.window is None else (mask.window - 1, 0)
 
 
-def with_sinks(output: torch.Tensor, normaliser: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def with_sinks(output: torch.Tensor, normaliser: torch.Tensor | None, sinks: torch.Tensor | None) -> torch.Tensor:
     """Return attention with one more logit per head in the denominator (GPT-OSS, arXiv 2508.10925).
 
     The logit scales every output by the same factor, which follows from the denominator, so it can be applied
@@ -45,12 +93,16 @@ def with_sinks(output: torch.Tensor, normaliser: torch.Tensor, sinks: torch.Tens
 
     Args:
         output: ``[num_tokens, num_heads, head_size], device``: attention without it.
-        normaliser: ``[num_heads, num_tokens], float32, device``: the logarithm of the denominator.
-        sinks: ``[num_heads], device``: the logits.
+        normaliser: ``[num_heads, num_tokens], float32, device``: the logarithm of the denominator; not read without
+            sinks.
+        sinks: ``[num_heads], device``: the logits; None for none.
 
     Returns:
-        As ``output``, in float32.
+        ``output`` itself without sinks; otherwise as ``output``, in float32.
     """
+    if sinks is None:
+        return output
+    assert normaliser is not None
     share = torch.sigmoid(normaliser.float() - sinks.float()[:, None]).T
     return output * share[..., None]
 
