@@ -327,6 +327,17 @@ class SparseLater(SparseInside):
         return lambda query, key: (key <= query) & ((query < 400) | (key < 3) | (key > query - 3) | (key % 2 == 0))
 
 
+class SparseInAWindow(SparseInside):
+    """Hides one token in the middle of a narrow window, from such a position on."""
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((max(0, n - 31), n),) if n else ()
+
+    @property
+    def mask_function(self) -> Any:
+        return lambda query, key: (key <= query) & (key > query - 32) & ((query < 400) | (key != query - 16))
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -334,6 +345,7 @@ class SparseLater(SparseInside):
             SparseUndeclared,
             r"mask_function\(1, 0\) is False; expected True, for .* that sees fewer tokens says is_sparse",
         ),
+        (SparseInAWindow, r"mask_function\(\d{3,}, \d+\) is False; expected True, for .* says is_sparse"),
         (SparseInside, r"mask_function\(26, 17\) is False; expected True, for .* says is_sparse"),
         (SparseLater, r"mask_function\(\d{3,}, \d+\) is False; expected True, for .* says is_sparse"),
         (SparseWithoutFunction, r"is_sparse is True; expected False, for only a mask_function without a mask"),
@@ -349,7 +361,7 @@ def test_set_up_refuses_a_mask_function_that_the_kit_refuses(broken: type[FullAt
     with pytest.raises(SpecError, match=f"the cache spec 'full_attention': {message}"):
         check_spec_at_set_up(spec, max_tokens=2048, max_new_tokens=64)
     with pytest.raises(ConformanceError):
-        check_spec(spec, max_tokens=512 if broken is SparseLater else 64)
+        check_spec(spec, max_tokens=512 if broken in (SparseLater, SparseInAWindow) else 64)
 
 
 class StoresOutside(StateSpec):
