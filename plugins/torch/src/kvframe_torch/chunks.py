@@ -79,7 +79,7 @@ class ChunkMasks:
 
     def is_prompt(self, chunk: Chunk) -> bool:
         """Return whether a causal chunk is a whole prompt that is computed at once, by torch's own causal attention."""
-        return self._least_prompt <= chunk.num_queries == chunk.stop <= self._window and chunk.start == 0
+        return self._least_prompt <= chunk.num_queries == chunk.stop <= self._window
 
     def tiles(self, chunk: Chunk, causal: bool, at_once: bool) -> Iterator[Tile]:
         """Yield the tiles of a chunk, or the whole.
