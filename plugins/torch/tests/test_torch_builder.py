@@ -42,7 +42,7 @@ MASKS: tuple[Mapping[str, Any], ...] = (
 
 def layer_of(relative_bias: RelativeBias | None = None, **options: Any) -> LayerSpec:
     spec = GridSpec(**{"block_size": 4, "num_kv_heads": 1, "head_size": 4, **options})
-    query = QuerySpec(num_heads=2, head_size=4, scale=0.5, relative_bias=relative_bias)
+    query = QuerySpec(num_heads=2, head_size=4, scale=0.3, relative_bias=relative_bias)
     return LayerSpec(name="layer", spec=spec, query=query)
 
 
@@ -403,6 +403,13 @@ def test_only_a_whole_prompt_is_computed_without_a_mask() -> None:
     assert [[True, False, True, False], [True, False, False, False]] == [
         [*map(each.is_prompt, chunks)] for each in masks
     ]
+
+
+def test_whole_prompts_without_a_mask_equal_the_reference() -> None:
+    common = metadata_of([Request(0, 9), Request(3, 1), Request(0, 5)], starts=False)
+    with limits(small=False):
+        computed = attend(TorchBackend, layer_of(), common)
+    torch.testing.assert_close(computed, attend(TorchReferenceBackend, layer_of(), common))
 
 
 def test_the_masks_of_all_chunks_are_parts_of_one() -> None:
