@@ -27,17 +27,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_system_is_measured_in_every_round_with_equal_tokens(results: Path) -> None:
     systems = record_of("beside_vllm", results)["workloads"]["tiny"]["systems"]
-    assert ["kvframe", "transformers"] == list(systems)
+    assert ["kvframe", "kvframe, packed", "transformers"] == list(systems)
     for figures in systems.values():
         assert [1.0, 1.0] == figures["equal_prompts"]
         assert {2} == {len(values) for values in figures.values()}
     assert "host_ms" in systems["kvframe"]
+    assert "host_ms" in systems["kvframe, packed"]
     assert "host_ms" not in systems["transformers"]
 
 
 def test_the_page_has_a_row_for_each_system(results: Path) -> None:
     page = page_of("beside_vllm", results)
-    assert ["kvframe", "transformers"] == re.findall(r"^\| (\w+) \|", page, re.M)
+    assert ["kvframe", "kvframe, packed", "transformers"] == re.findall(r"^\| ([a-z, ]+) \|", page, re.M)
 
 
 def test_the_method_lists_every_batch() -> None:
