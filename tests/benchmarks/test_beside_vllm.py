@@ -89,8 +89,8 @@ def test_a_clock_counts_what_it_watches() -> None:
 
 def test_calls_of_the_same_commit_join_one_record() -> None:
     machine = {"commit": "abc", "command": "first", "date": "1"}
-    before = {"machine": machine, "workloads": {"one": 1, "two": 2}}
-    record = {"machine": {**machine, "command": "second", "date": "2"}, "workloads": {"two": 3}}
+    before: dict[str, Any] = {"machine": machine, "workloads": {"one": 1, "two": 2}}
+    record: dict[str, Any] = {"machine": {**machine, "command": "second", "date": "2"}, "workloads": {"two": 3}}
     joined = join(before, copy.deepcopy(record), "workloads")
     assert {"one": 1, "two": 3} == joined["workloads"]
     assert "first; second" == joined["machine"]["command"]

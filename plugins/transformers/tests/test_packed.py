@@ -28,7 +28,8 @@ def forwards(model: Any) -> list[bool]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_packed_layer_computes_what_it_did(dtype: torch.dtype) -> None:
-    layers = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 17, bias=False)).to(dtype)
+    first = nn.Linear(40, 24)
+    layers = nn.Sequential(first, nn.Linear(24, 17, bias=False)).to(dtype)
     rows = torch.randn(1, 5, 40, dtype=dtype)
     with torch.inference_mode():
         expected = layers(rows)
@@ -36,7 +37,7 @@ def test_a_packed_layer_computes_what_it_did(dtype: torch.dtype) -> None:
         assert 2 == len(packed)
         # The copies are used: the layers' own weights may hold anything.
         with torch.no_grad():
-            layers[0].weight.fill_(torch.nan)
+            first.weight.fill_(torch.nan)
         torch.testing.assert_close(layers(rows), expected)
         packed.remove()
         assert layers(rows).isnan().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ class PackedLinears:
         Args:
             model: The model, on its device.
         """
-        self._layers = [module for module in model.modules() if _can_be_packed(module)]
+        self._layers: list[nn.Linear] = [each for each in model.modules() if _can_be_packed(each)]
         for layer in self._layers:
             packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
             # A module calls the ``forward`` of its instance, if there is one.
@@ -39,7 +40,7 @@ class PackedLinears:
         self._layers = []
 
 
-def _can_be_packed(module: nn.Module) -> bool:
+def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a plain linear layer whose weight lies on a CPU, whole."""
     if type(module) is not nn.Linear or "forward" in vars(module) or not torch.backends.mkldnn.is_available():
         return False
