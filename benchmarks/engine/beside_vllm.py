@@ -164,8 +164,8 @@ def _rest(measured: Mapping[str, Any]) -> str:
     return (
         f"kvframe is {ours['times_as_fast_as_vllm']:.2f} times as fast as vLLM, and the host's share is "
         f"{ours['host_beside_vllm']:.2f} of vLLM's; the aims are 1, and 0.3 at 64 requests. A decode step of kvframe "
-        f"differs by {step:+.2f} ms from vLLM's: {attention:+.2f} ms in attention, {host:+.2f} ms outside of the model, "
-        f"{step - attention - host:+.2f} ms in the rest of the model: linear layers, norms and activations."
+        f"differs by {step:+.2f} ms from vLLM's: {attention:+.2f} ms in attention, {host:+.2f} ms outside of the "
+        f"model, {step - attention - host:+.2f} ms in the rest of the model: linear layers, norms and activations."
     )
 
 
