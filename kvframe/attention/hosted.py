@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import torch
@@ -51,7 +51,16 @@ class HostedLayers:
         choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec], stack: Stack, registry: Registry, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        stack: Stack,
+        registry: Registry,
+        device: torch.device,
+        *,
+        skipped: Collection[str] = (),
+        owners: Sequence[LayerSpec] = (),
+    ) -> None:
         """Choose wrapper chains and backends, and set the backends up.
 
         Args:
@@ -59,6 +68,9 @@ class HostedLayers:
             stack: The rules.
             registry: Where backends and wrappers are looked up (``load_plugins(stack.plugins).registry``).
             device: Where the host computes.
+            skipped: The layers for which the host computes only the tokens that generate. Their chains begin with the
+                wrapper ``prefill_skipping`` of the stack.
+            owners: Layers of the host's group whose caches some of ``layers`` read, and which are served elsewhere.
 
         Raises:
             BackendError: No backend serves a layer, or the named one cannot, or it could not be set up. Or a layer does
@@ -73,8 +85,8 @@ class HostedLayers:
                     "layers with a cache spec over tokens and a query side"
                 )
         self._block_sizes = {layer.spec.block_size for layer in layers if layer.spec is not None}
-        self.choices: tuple[Choice, ...] = select_backends(layers, stack, registry, device.type)
-        grouping = group_layers(layers)
+        self.choices: tuple[Choice, ...] = select_backends(layers, stack, registry, device.type, skipped)
+        grouping = group_layers([*owners, *layers])
         groups = form_groups(layers, self.choices, grouping, device, scratch=CopyScratch(device))
         self._num_cache_groups = len(grouping.groups)
         self._plan = MetadataPlan(groups, self._num_cache_groups)
@@ -202,13 +214,13 @@ class HostedLayers:
         Args:
             step: The step.
             layer: The layer's name.
-            query: ``[num_tokens, num_heads, head_size], device``.
+            query: ``[num_tokens, num_heads, head_size], device``; of a skipped layer, the tokens that generate.
             kv_cache: The state tensors of the layer, or of the layer whose cache it shares; not written to.
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
             out: Where the result has to be, contiguous, in the query's dtype; None for a new tensor.
 
         Returns:
-            ``[num_tokens, num_heads, head_size_v], device``: ``out`` if it is given.
+            The attention of ``query``, ``[num_tokens, num_heads, head_size_v], device``: ``out`` if it is given.
 
         Raises:
             BackendError: The backend raised something (``failed``), or returned something else than was agreed

@@ -11,6 +11,7 @@ import torch
 
 from kvframe import FullAttentionSpec, HostedLayers, Registry, Stack, load_plugins
 from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.config.options import EngineOptions
 from kvframe.contract import (
     BackendError,
     CommonAttentionMetadata,
@@ -143,6 +144,28 @@ def test_a_layer_that_shares_a_cache_writes_nothing(registry: Registry) -> None:
     assert torch.equal(before.nan_to_num(), kv_cache["k"].nan_to_num())
     first, second = (hosted.attend(step, name, query, kv_cache)[:-1] for name in "ab")
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_skipped_layer_computes_the_tokens_that_generate(registry: Registry, is_elsewhere: bool) -> None:
+    """The layer whose cache it reads may be served elsewhere."""
+    sharing = attrs.evolve(layer("b"), shares_with="a")
+    skipping = attrs.evolve(stack({"backend": "torch"}), engine=EngineOptions(prefill_skipping="decode_only"))
+    layers, owners = ([sharing], [layer("a")]) if is_elsewhere else ([layer("a"), sharing], [])
+    hosted = HostedLayers(layers, skipping, registry, CPU, skipped=["b"], owners=owners)
+    keeping = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    last = torch.tensor([8, 9, 15])
+    metadata, kv_cache = batch(PROMPTS), memory()
+    query, key, value = draw(metadata, 1)
+    keeping.write(keeping.begin_step(metadata), "a", key, value, kv_cache)
+    step = hosted.begin_step(
+        attrs.evolve(metadata, generating_indices=last, generating_indices_cpu=last, num_generating=3)
+    )
+    hosted.write(step, "b", 2 * key, value, kv_cache)  # it writes nothing
+    found = hosted.attend(step, "b", query[last], kv_cache)
+    torch.testing.assert_close(found, expected(sharing, query, kv_cache, metadata)[last])
+    with pytest.raises(BackendError, match="called with 17 query rows, and its wrapper chain leaves 3"):
+        hosted.attend(step, "b", query, kv_cache)
 
 
 def test_a_captured_step_is_replayed_in_the_same_tensors() -> None:
