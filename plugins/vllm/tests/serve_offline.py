@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 
 import kvframe
@@ -63,25 +64,41 @@ def main() -> None:
     model, settings = sys.argv[1], json.loads(sys.argv[2])
     calls: dict[str, Counter[str]] = {"write": Counter(), "attend": Counter()}
     copies: Counter[str] = Counter()
+    copied: Counter[int] = Counter()
+    rows: Counter[str] = Counter()
     caches: dict[str, Any] = {}
 
     def note_write(_: Any, step: Any, name: str, key: Any, value: Any, pages: Any) -> None:
         calls["write"][name] += 1
         note_pages(name, pages)
 
-    def note_attend(
-        result: Any, step: Any, name: str, query: Any, pages: Any, sinks: Any = None, out: Any = None
-    ) -> None:
+    def attend(
+        self: Any, step: Any, name: str, query: Any, pages: Any, sinks: Any = None, out: Any = None
+    ) -> torch.Tensor:
+        copied.clear()
+        result: torch.Tensor = original_attend(self, step, name, query, pages, sinks, out)
         calls["attend"][name] += 1
+        rows[name] += len(query)
         note_pages(name, pages)
-        copies["output"] += result is not out
+        # A backend that cannot write to the memory that it is given is copied by HostedLayers.
+        copies["output"] += copied[out.data_ptr()] + (result is not out)
+        return result
 
     def note_pages(name: str, pages: Any) -> None:
         memory = caches[name].untyped_storage().data_ptr()
         copies["pages"] += any(part.untyped_storage().data_ptr() != memory for part in pages.values())
 
+    copy = torch.Tensor.copy_
+
+    def note_copy(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        copied[self.data_ptr()] += 1
+        result: torch.Tensor = copy(self, *args, **options)
+        return result
+
+    torch.Tensor.copy_ = note_copy
     count_calls(kvframe.HostedLayers, "write", note_write)
-    count_calls(kvframe.HostedLayers, "attend", note_attend)
+    original_attend = kvframe.HostedLayers.attend
+    kvframe.HostedLayers.attend = attend
     if "foreign" in settings:
         keep_foreign(settings["foreign"])
     llm = LLM(
@@ -103,9 +120,10 @@ def main() -> None:
         most_blocks[0] = max(most_blocks[0], held)
 
     count_calls(type(managers[0]), "allocate_new_blocks", note_blocks)
-    context = core.model_executor.driver_worker.worker.vllm_config.compilation_config.static_forward_context
+    modules = core.model_executor.driver_worker.worker.vllm_config.compilation_config.static_forward_context
+    context = {name: module for name, module in modules.items() if hasattr(module, "kv_cache")}
     caches.update({name: layer.kv_cache for name, layer in context.items()})
-    calls["write"].clear(), calls["attend"].clear()
+    calls["write"].clear(), calls["attend"].clear(), rows.clear(), copies.clear()
     found = generate(llm, settings)
     pool = core.scheduler.kv_cache_manager.block_pool
     found |= {
@@ -116,6 +134,7 @@ def main() -> None:
         "peak_blocks": managers[0].max_admission_blocks_per_request,
         "calls": {kind: dict(count) for kind, count in calls.items()},
         "copies": dict(copies),
+        "rows": dict(rows),
         "held_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "preemptions": sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"),
     }

@@ -52,7 +52,7 @@ def hosted(spec: KVCacheSpec, max_model_len: int = 96, in_flight: int = 7) -> An
     from kvframe_vllm.v0_32.spec import HostedSpec
 
     reported = SimpleNamespace(**SIZES, head_size_v=8, dtype=torch.float32, page_size_padded=None)
-    return HostedSpec.over(reported, spec, max_model_len, in_flight)
+    return HostedSpec.over(reported, inner=spec, max_model_len=max_model_len, max_in_flight_tokens=in_flight)
 
 
 def make_manager(spec: KVCacheSpec) -> Any:

@@ -38,18 +38,6 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-def make_counter(folder: Path) -> Path:
-    """Make a plugin of vLLM that notes, in each process, the layers that kvframe computes there."""
-    installed = folder / "counter-1.0.dist-info"
-    installed.mkdir(parents=True)
-    (folder / "counter.py").write_text(COUNTER, encoding="utf-8")
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: counter\nVersion: 1.0\n", encoding="utf-8")
-    (installed / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\ncounter = counter:register\n", encoding="utf-8"
-    )
-    return folder
-
-
 @pytest.fixture(scope="module")
 def one_process(vllm_runs: Any) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Return a model, what is asked of it, and the answers of one process on vLLM's own backend."""
@@ -68,7 +56,9 @@ def test_processes_give_the_tokens_of_one(
     binding = "0|1" if PARALLEL[parallel] else "0"
     variables = {"RAN": str(ran), "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": binding}
     remote = {**settings, "engine": {**vllm_runs.engine, **PARALLEL[parallel]}}
-    plugins = [make_counter(tmp_path / "plugins")]
+    plugins = [
+        vllm_runs.make_plugin(tmp_path / "plugins", "counter", COUNTER, "vllm.general_plugins", "counter:register")
+    ]
     found = vllm_runs.serve(model, remote, vllm_runs.stack, plugins, **variables)
 
     assert expected["tokens"] == found["tokens"]

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-WINDOW, NUM_SINKS, STRIDE, NUM_SUMMARY = 48, 4, 16, 4
+WINDOW, NUM_SINKS, STRIDE, NUM_SUMMARY, CHUNK = 48, 4, 16, 4, 40
 EXAMPLES = Path(__file__).parents[3] / "examples"
 Live = Callable[[int], Sequence[TokenRange]]
 
@@ -33,6 +33,10 @@ def window_with_sinks(n: int) -> list[TokenRange]:
 def fixed_pattern(n: int) -> list[TokenRange]:
     own = n - n % STRIDE
     return [*((end - NUM_SUMMARY, end) for end in range(STRIDE, own + 1, STRIDE)), (own, n)]
+
+
+def chunk(n: int) -> list[TokenRange]:
+    return [(n - n % CHUNK, n)]
 
 
 def full(n: int) -> list[TokenRange]:
@@ -75,7 +79,7 @@ def dense_tokens(folder: Path, prompts: list[list[int]], num_new: int, lives: li
 
 def test_a_window_with_sinks_under_preemption_and_eviction(vllm_runs: Any) -> None:
     model, prompts = vllm_runs.make_model("Mistral"), vllm_runs.make_prompts(24)
-    stack = vllm_runs.stack + f'[[rules]]\nkind = "sliding_window"\nspec = {{ num_sink_tokens = {NUM_SINKS} }}\n'
+    stack = vllm_runs.torch + f'[[rules]]\nkind = "sliding_window"\nspec = {{ num_sink_tokens = {NUM_SINKS} }}\n'
     # The cache has pages for few of the requests, so that they are preempted; the second round finds part of the first.
     limits = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 32, "max_num_seqs": 32}
     engine = {**vllm_runs.engine, **limits}
@@ -88,30 +92,41 @@ def test_a_window_with_sinks_under_preemption_and_eviction(vllm_runs: Any) -> No
     assert found["preemptions"] > 0
     assert 0 < sum(found["cached"]) < 2 * sum(map(len, prompts))
     assert 0 == found["held_blocks"]
-    assert {"pages": 0, "output": 0} == found["copies"]
+    assert 0 == found["copies"]["pages"]
     # The window, the sinks and the tokens in flight, not the whole request.
     assert found["most_blocks"] <= found["peak_blocks"] < -(-(max(map(len, prompts)) + 40) // 32)
 
 
 def test_a_pattern_of_the_examples_beside_full_attention(vllm_runs: Any, tmp_path: Path) -> None:
     model, prompts = vllm_runs.make_model("Llama"), vllm_runs.make_prompts(16)
-    installed = tmp_path / "plugins" / "pattern-1.0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: pattern\nVersion: 1.0\n", encoding="utf-8")
-    (installed / "entry_points.txt").write_text(
-        "[kvframe.v1]\npattern = new_attention_type\n[kvframe.v1.api]\npattern = v1_0\n", encoding="utf-8"
-    )
+    plugins = vllm_runs.make_plugin(tmp_path, "pattern", "", "kvframe.v1", "new_attention_type")
     stack = (
-        vllm_runs.stack
+        vllm_runs.torch
         + '[plugin.vllm]\nkinds = { "model.layers.0.*" = "fixed_pattern" }\n'
         + '[[rules]]\nkind = "fixed_pattern"\nbackend = "torch_reference"\n'
         + f"spec = {{ stride = {STRIDE}, num_summary = {NUM_SUMMARY} }}\n"
     )
     settings = {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}
-    found = vllm_runs.serve(model, settings, stack, [installed.parent, EXAMPLES])
+    found = vllm_runs.serve(model, settings, stack, [plugins, EXAMPLES])
 
     assert dense_tokens(model, prompts, 12, [fixed_pattern, full]) == found["tokens"]
     assert dense_tokens(model, prompts, 12, [full, full]) != found["tokens"]
     assert ["LiveBlockManager"] * 2 == found["managers"]
     assert sum(found["cached"]) > 0
+    assert 0 == found["held_blocks"]
+
+
+def test_chunks_that_begin_within_a_block_beside_full_attention(vllm_runs: Any) -> None:
+    model, prompts = vllm_runs.make_model("Llama"), vllm_runs.make_prompts(16)
+    stack = (
+        vllm_runs.stack
+        + '[plugin.vllm]\nkinds = { "model.layers.0.*" = "chunked_local" }\n'
+        + f'[[rules]]\nkind = "chunked_local"\nspec = {{ chunk = {CHUNK} }}\n'
+    )
+    found = vllm_runs.serve(model, {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}, stack)
+
+    assert dense_tokens(model, prompts, 12, [chunk, full]) == found["tokens"]
+    assert dense_tokens(model, prompts, 12, [full, full]) != found["tokens"]
+    assert sum(found["cached"]) > 0
+    assert {"pages": 0, "output": 0} == found["copies"]
     assert 0 == found["held_blocks"]

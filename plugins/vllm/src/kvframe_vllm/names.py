@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 
 NAMES = (
     "vllm:__version__",
@@ -10,11 +10,14 @@ NAMES = (
     "vllm.platforms:current_platform.get_attn_backend_cls",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
     "vllm.v1.attention.backend:AttentionBackend.forward_includes_kv_cache_update",
+    "vllm.model_executor.layers.attention:MLAAttention.forward_impl",
+    "vllm.model_executor.layers.attention.chunked_local_attention:ChunkedLocalAttention",
     "vllm.v1.attention.backend:AttentionImpl.forward",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
     "vllm.v1.attention.backend:AttentionType.DECODER",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.CUSTOM",
     "vllm.v1.attention.backends.registry:register_backend",
+    "vllm.v1.attention.backends.utils:KVSharingFastPrefillMetadata",
     "vllm.v1.core.kv_cache_utils:resolve_block_hashes",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.find_longest_cache_hit",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.get_num_skipped_tokens",
@@ -27,7 +30,7 @@ NAMES = (
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
     "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
 )
-"""``module:attribute`` of classes, functions and methods that are called, replaced or overridden."""
+"""``module:attribute`` of classes, functions and methods that are called, replaced, overridden or imitated."""
 
 
 def missing_names() -> list[str]:
@@ -36,11 +39,8 @@ def missing_names() -> list[str]:
 
 
 def _is_there(name: str) -> bool:
-    module, _, path = name.partition(":")
     try:
-        found = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
         return False
     return True

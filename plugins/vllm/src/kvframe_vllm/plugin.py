@@ -8,9 +8,7 @@ from typing import Any
 from kvframe.contract import StackError, hookimpl
 
 KINDS: dict[str, str] = {}
-"""The cache specs of layers that are to have another than vLLM gives them: registered names by pattern of layer names.
-
-The first pattern that matches counts. It is the process's, as the hook that fills it is."""
+"""The kinds of layers that are to have another than vLLM gives them, by pattern; the first that matches counts."""
 
 
 @hookimpl

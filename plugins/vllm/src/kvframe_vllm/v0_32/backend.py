@@ -1,4 +1,4 @@
-"""vLLM's backend, implementation and builder over ``kvframe.HostedLayers``."""
+"""vLLM's backends, implementations and builder over ``kvframe.HostedLayers``."""
 
 from __future__ import annotations
 
@@ -9,33 +9,28 @@ import attrs
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
-from kvframe import HostedLayers, HostedStep
-from kvframe.contract import CommonAttentionMetadata, LayerSpec
-from kvframe_vllm.attach import Choices
+from kvframe import HostedLayers, HostedStep, Registry, Stack
+from kvframe.contract import BackendError, CommonAttentionMetadata, KVCache, LayerSpec
 
 LOGGER = logging.getLogger("vllm.kvframe")  # vLLM shows what its own loggers say
 
 
 class HostedBackend(AttentionBackend):
-    """The one backend that vLLM sees. Which of kvframe's computes a layer, the stack decides."""
+    """What vLLM sees for layers with keys and values. Which backend of kvframe computes them, the stack decides."""
 
     forward_includes_kv_cache_update = True
     supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
 
-    @staticmethod
-    def get_name() -> str:
-        """Return the name of vLLM's enum member for backends of others."""
-        return "CUSTOM"
+    get_name = staticmethod(lambda: "CUSTOM")  # vLLM's enum has this member for backends of others
+    get_impl_cls = staticmethod(lambda: HostedImpl)
+    get_builder_cls = staticmethod(lambda: HostedBuilder)
 
-    @staticmethod
-    def get_impl_cls() -> type[HostedImpl]:
-        """Return the class of which each layer has an instance."""
-        return HostedImpl
 
-    @staticmethod
-    def get_builder_cls() -> type[HostedBuilder]:
-        """Return the class of which each group of layers has an instance."""
-        return HostedBuilder
+class HostedLatentBackend(HostedBackend):
+    """What vLLM sees for layers with latents (MLA)."""
+
+    is_mla = classmethod(lambda cls: True)
+    get_impl_cls = staticmethod(lambda: HostedLatentImpl)
 
 
 @attrs.frozen(eq=False)
@@ -45,23 +40,41 @@ class HostedMetadata:
     Attributes:
         hosted: The layers' backends.
         step: What they read in this step.
-        num_tokens: Tokens of the step, without padding.
+        num_actual_tokens: Tokens that the layers compute, without padding.
+        logits_indices_padded: For skipped layers, the rows of the batch that vLLM's model computes; None for all.
     """
 
     hosted: HostedLayers
     step: HostedStep
-    num_tokens: int
+    num_actual_tokens: int
+    logits_indices_padded: torch.Tensor | None
+    # By these, vLLM's layers with latents hand all tokens over at once.
+    num_prefills: ClassVar[int] = 1
+    num_decodes: ClassVar[int] = 0
+    num_decode_tokens: ClassVar[int] = 0
+
+    @property
+    def num_logits_indices(self) -> int | None:
+        """How many rows vLLM's model computes, without padding; None for all."""
+        return None if self.logits_indices_padded is None else self.num_actual_tokens
 
 
 class HostedImpl(AttentionImpl):
     """One layer: it passes vLLM's tensors on, and copies none of them.
 
     Attributes:
+        stored: The state tensors in its pages.
+        known: What else it may be made with.
         layer: The layer as the contract sees it; set once the model is loaded.
+        is_skipped: Whether vLLM computes only the tokens that generate; set likewise.
+        target: The layer whose cache it reads; None for its own.
         refusal: What it was made with that kvframe does not serve; empty for nothing.
     """
 
+    stored: ClassVar[frozenset[str]] = frozenset({"k", "v"})
+    known: ClassVar[frozenset[str]] = frozenset()
     layer: LayerSpec
+    is_skipped = False
 
     def __init__(
         self,
@@ -80,17 +93,15 @@ class HostedImpl(AttentionImpl):
     ) -> None:
         """Keep what vLLM's layer says; it is judged when its name is known."""
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.sliding_window = sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap or None
-        self.writes = kv_sharing_target_layer_name is None
-        self.sinks = sinks
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.sliding_window, self.logits_soft_cap, self.sinks = sliding_window, logits_soft_cap or None, sinks
+        self.target = kv_sharing_target_layer_name
         found = {
             "ALiBi slopes": alibi_slopes is not None,
             f"attention of the type {attn_type}": attn_type != AttentionType.DECODER,
             f"a cache of {kv_cache_dtype}": kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-            **{name: value is not None for name, value in others.items()},
+            "a window over latents": sliding_window is not None and "latent" in self.stored,
+            **{name: value is not None for name, value in others.items() if name not in self.known},
         }
         self.refusal = ", ".join(name for name, is_there in found.items() if is_there)
 
@@ -115,32 +126,101 @@ class HostedImpl(AttentionImpl):
             value: ``[num_tokens, num_kv_heads, head_size_v], device``; None likewise.
             kv_cache: ``[num_blocks, num_kv_heads, block_size, head_size + head_size_v], device``, of any strides.
             attn_metadata: The step; None while vLLM measures memory.
-            output: ``[num_tokens, num_heads, head_size_v], device``; written to.
+            output: ``[num_tokens, num_heads, head_size_v], device``; written to, and returned.
             output_scale: None: output is not quantized.
             output_block_scale: None likewise.
-
-        Returns:
-            ``output``.
         """
         if attn_metadata is None:
             return output.zero_()
-        hosted, step, num = attn_metadata.hosted, attn_metadata.step, attn_metadata.num_tokens
-        name, by_token = self.layer.name, kv_cache.transpose(1, 2)
+        by_token = kv_cache.transpose(1, 2)
         pages = {"k": by_token[..., : self.head_size], "v": by_token[..., self.head_size :]}
-        if self.writes and key is not None and value is not None:
-            hosted.write(step, name, key[:num], value[:num], pages)
-        hosted.attend(step, name, query[:num], pages, sinks=self.sinks, out=output[:num])
+        self._compute(query, key, value, pages, attn_metadata, output)
         return output
+
+    def _compute(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        pages: KVCache,
+        metadata: HostedMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        name, num, rows = self.layer.name, metadata.num_actual_tokens, metadata.logits_indices_padded
+        if rows is not None and len(rows) != len(query):
+            raise BackendError(
+                f"layer {name!r} was to get the {len(rows)} tokens that generate, and got {len(query)}: its model "
+                "skips none; unset kv_sharing_fast_prefill in vLLM, and prefill_skipping in the stack"
+            )
+        if self.target is None and key is not None and value is not None:
+            metadata.hosted.write(metadata.step, name, key[:num], value[:num], pages)
+        metadata.hosted.attend(metadata.step, name, query[:num], pages, sinks=self.sinks, out=output[:num])
+
+
+class HostedLatentImpl(HostedImpl):
+    """One layer with latents: it passes these on, and neither vLLM nor this class makes keys and values of them."""
+
+    stored = frozenset({"latent"})
+    known = frozenset(
+        [
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "qk_head_dim",
+            "v_head_dim",
+            "kv_b_proj",
+        ]
+    )
+
+    def do_kv_cache_update(self, *given: Any) -> None:
+        """Store nothing yet: vLLM hands the same latents to ``forward_mha``, with the step."""
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: HostedMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Store a step's latents, and compute its attention.
+
+        Args:
+            q: ``[num_tokens, num_heads, head_size], device``, the rotated part last.
+            kv_c_normed: ``[num_tokens, latent_size], device``.
+            k_pe: ``[num_tokens, 1, rope_size], device``.
+            kv_c_and_k_pe_cache: ``[num_blocks, block_size, latent_size + rope_size], device``.
+            attn_metadata: The step.
+            k_scale: Not used: latents are not quantized.
+            output: ``[num_tokens, num_heads * head_size_v], device``; written to.
+            output_scale: None: output is not quantized.
+        """
+        by_head = output.unflatten(-1, (self.num_heads, -1))
+        self._compute(q, kv_c_normed.unsqueeze(1), k_pe, {"latent": kv_c_and_k_pe_cache}, attn_metadata, by_head)
 
 
 class HostedBuilder(AttentionMetadataBuilder):
     """Makes a step's metadata for the layers of one of vLLM's groups, whatever their specs, queries and backends.
 
     Attributes:
-        choices: The stack, and the names that its plugins registered; set once, before vLLM makes an instance.
+        stack: The rules; set once, before vLLM makes an instance.
+        registry: The names that the stack's plugins registered; set likewise.
     """
 
-    choices: ClassVar[Choices]
+    stack: ClassVar[Stack]
+    registry: ClassVar[Registry]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the builders that vLLM derives (for chunks, for skipped layers) see the batch as it is.
+
+        Theirs would change it before this one sees it. Here, the wrappers of kvframe do.
+        """
+        super().__init_subclass__(**options)
+        cls.build = HostedBuilder.build  # type: ignore[method-assign]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         """Choose the layers' wrappers and backends.
@@ -156,25 +236,38 @@ class HostedBuilder(AttentionMetadataBuilder):
             WrapperError: A wrapper cannot serve a layer.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        context = vllm_config.compilation_config.static_forward_context
+        modules = vllm_config.compilation_config.static_forward_context
         self._block_size = kv_cache_spec.block_size
-        layers = [_in_blocks(context[name].impl.layer, self._block_size, layer_names) for name in layer_names]
-        self._hosted = HostedLayers(layers, self.choices.stack, self.choices.registry, device)
+
+        def in_blocks(name: str) -> LayerSpec:
+            layer: LayerSpec = modules[name].impl.layer
+            assert layer.spec is not None  # it was described with one
+            return attrs.evolve(layer, spec=attrs.evolve(layer.spec, block_size=self._block_size))
+
+        layers = [in_blocks(name) for name in layer_names]
+        elsewhere = {layer.shares_with for layer in layers if layer.shares_with is not None} - {*layer_names}
+        skipped = [name for name in layer_names if modules[name].impl.is_skipped]
+        owners = [in_blocks(name) for name in sorted(elsewhere)]
+        self._hosted = HostedLayers(layers, self.stack, self.registry, device, skipped=skipped, owners=owners)
+        self._skips = bool(skipped)
+        for name in layer_names:
+            if "latent" in modules[name].impl.stored:
+                up = torch.cat([modules[name].W_UK_T, modules[name].W_UV.transpose(1, 2)], dim=1)
+                self._hosted.bind(name, {"kv_up": up})
         backends = ", ".join(sorted({choice.backend for choice in self._hosted.choices}))
         LOGGER.info("kvframe serves %d layers in blocks of %d tokens by %s", len(layers), self._block_size, backends)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> HostedMetadata:
-        """Make a step's metadata.
-
-        Args:
-            common_prefix_len: 0.
-            common_attn_metadata: vLLM's batch.
-            fast_build: Not used.
+        """Make a step's metadata of vLLM's batch. The other arguments are not used.
 
         Raises:
             BackendError: A backend cannot take the step.
         """
         batch = common_attn_metadata
+        num_tokens = num_computed = batch.num_actual_tokens
+        rows, generating = (batch.logits_indices_padded if self._skips else None), None
+        if rows is not None:
+            num_computed, generating = batch.num_logits_indices, rows[: batch.num_logits_indices]
         step = self._hosted.begin_step(
             CommonAttentionMetadata(
                 query_start_loc=batch.query_start_loc,
@@ -183,21 +276,16 @@ class HostedBuilder(AttentionMetadataBuilder):
                 seq_lens_cpu=batch.seq_lens_cpu_upper_bound,
                 exact_lens=False,
                 num_reqs=batch.num_reqs,
-                num_actual_tokens=batch.num_actual_tokens,
+                num_actual_tokens=num_tokens,
                 max_query_len=batch.max_query_len,
                 max_seq_len=batch.max_seq_len,
                 block_table=batch.block_table_tensor,
-                slot_mapping=batch.slot_mapping[: batch.num_actual_tokens],
+                slot_mapping=batch.slot_mapping[:num_tokens],
                 block_size=self._block_size,
-                num_generating=batch.num_actual_tokens,
+                num_generating=num_computed,
+                generating_indices=generating,
+                generating_indices_cpu=None if generating is None else generating.cpu(),
                 causal=batch.causal,
             )
         )
-        return HostedMetadata(self._hosted, step, batch.num_actual_tokens)
-
-
-def _in_blocks(layer: LayerSpec, block_size: int, names: list[str]) -> LayerSpec:
-    """Return a layer in blocks of another size, which reads no cache of a layer that is not among ``names``."""
-    assert layer.spec is not None  # it was described with one
-    shares_with = layer.shares_with if layer.shares_with in names else None
-    return attrs.evolve(layer, spec=attrs.evolve(layer.spec, block_size=block_size), shares_with=shares_with)
+        return HostedMetadata(self._hosted, step, num_computed, rows)

@@ -38,8 +38,7 @@ class LiveBlockManager(SingleTypeKVCacheManager):
         kv_cache_spec: Any,
         drop_eagle_block: bool,
         alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
+        **sizes: int,
     ) -> tuple[tuple[list[Any], ...], int]:
         """Return the cached blocks of the longest prefix whose live blocks are all cached, and its length.
 
@@ -48,17 +47,13 @@ class LiveBlockManager(SingleTypeKVCacheManager):
 
         Args:
             block_hashes: The request's, by block.
-            max_length: The most tokens of the prefix.
-            kv_cache_group_ids: The groups in which the blocks have to be cached.
+            max_length: The most tokens of the prefix; its length is a multiple of ``alignment_tokens``.
+            kv_cache_group_ids: The groups in which ``block_pool`` has to have the blocks; all have ``kv_cache_spec``.
             block_pool: Where they are looked up.
             kv_cache_spec: The groups' spec.
-            drop_eagle_block: False.
-            alignment_tokens: The length is a multiple of this many tokens.
-            dcp_world_size: 1.
-            pcp_world_size: 1.
-
-        Raises:
-            BackendError: The request is to be drafted by a head that computes the last block again.
+            drop_eagle_block: Whether the request is drafted by a head that computes the last block again: refused.
+            alignment_tokens: See ``max_length``.
+            sizes: Those of context parallelism, which is not served.
         """
         if drop_eagle_block:
             raise BackendError(
@@ -95,13 +90,7 @@ class LiveBlockManager(SingleTypeKVCacheManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free a request's blocks that are no longer live.
-
-        Args:
-            request_id: The request.
-            processed_computed_tokens: The position that it computes next, of tokens whose computation is complete.
-            num_prompt_tokens: Not used.
-        """
+        """Free a request's blocks that are no longer live at the position after the tokens that are computed."""
         blocks = self.req_to_blocks.get(request_id, ())
         end = min(processed_computed_tokens // self.block_size, len(blocks))  # the next token's block is written to
         kept, seen = self._kept.get(request_id, ([], 0))

@@ -28,22 +28,10 @@ class HostedSpec(AttentionSpec):
     dcp_sharded: bool = False
 
     @classmethod
-    def over(cls, reported: Any, inner: KVCacheSpec, max_model_len: int, max_in_flight_tokens: int) -> HostedSpec:
-        """Return the spec of a layer.
-
-        Args:
-            reported: vLLM's own spec of it.
-            inner: kvframe's.
-            max_model_len: The most tokens of a request.
-            max_in_flight_tokens: The most tokens of a request that are scheduled and not computed yet.
-        """
+    def over(cls, reported: Any, **own: Any) -> HostedSpec:
+        """Return the spec of a layer: the sizes are those of vLLM's own spec, ``reported``."""
         same = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded")
-        return cls(
-            inner=inner,
-            max_model_len=max_model_len,
-            max_in_flight_tokens=max_in_flight_tokens,
-            **{name: getattr(reported, name) for name in same},
-        )
+        return cls(**{name: getattr(reported, name) for name in same}, **own)
 
     def __post_init__(self) -> None:
         """Let the inner spec follow: vLLM changes the block size of the outer one only."""
@@ -64,7 +52,5 @@ class HostedSpec(AttentionSpec):
 
     def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
         """Return whether all layers can share one block table: their specs differ in layout only."""
-        return all(
-            isinstance(spec, HostedSpec) and spec.inner.group_key == self.inner.group_key
-            for spec in kv_cache_specs.values()
-        )
+        specs = kv_cache_specs.values()
+        return all(isinstance(spec, HostedSpec) and spec.inner.group_key == self.inner.group_key for spec in specs)

@@ -1,0 +1,122 @@
+"""One of vLLM's groups whose layers differ: each is computed as its own spec, query side and share of tokens say."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from kvframe import FullAttentionSpec, Stack, load_plugins
+from kvframe.contract import BackendError, LayerSpec, QuerySpec
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make vllm"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+LENS = [9, 6]
+NUM_TOKENS = sum(LENS)
+SPEC = FullAttentionSpec(block_size=8, num_kv_heads=2, head_size=8, dtype="float32")
+PLAIN = LayerSpec(name="plain", spec=SPEC, query=QuerySpec(num_heads=4, head_size=8, scale=0.5))
+WINDOW = load_plugins().registry.specs.load("sliding_window")(
+    block_size=8, num_kv_heads=2, head_size=8, dtype="float32", window=3
+)
+assert PLAIN.query is not None
+CAPPED = attrs.evolve(PLAIN, name="capped", query=attrs.evolve(PLAIN.query, soft_cap=1.0))
+WINDOWED = attrs.evolve(PLAIN, name="windowed", spec=WINDOW)
+SHARING = attrs.evolve(PLAIN, name="sharing", shares_with="plain")
+
+
+def make_builder(names: Sequence[str], layers: Sequence[LayerSpec], monkeypatch: Any, **impl: Any) -> Any:
+    """Return a group's builder, in blocks of 4: half of those that the layers were described with."""
+    from kvframe_vllm.v0_32.backend import HostedBuilder, HostedImpl
+
+    made = {}
+    for layer in layers:
+        assert layer.query is not None
+        made[layer.name] = HostedImpl(4, 8, layer.query.scale, 2, kv_sharing_target_layer_name=layer.shares_with)
+        made[layer.name].layer = layer
+        vars(made[layer.name]).update(impl)
+    context = {name: SimpleNamespace(impl=impl) for name, impl in made.items()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    rules = {"rules": [{"layers": "*", "backend": "torch"}], "engine": {"prefill_skipping": "decode_only"}}
+    monkeypatch.setattr(HostedBuilder, "stack", Stack.from_mapping(rules), raising=False)
+    monkeypatch.setattr(HostedBuilder, "registry", load_plugins().registry, raising=False)
+    builder = HostedBuilder(SimpleNamespace(block_size=4), list(names), config, torch.device("cpu"))
+    return builder, made
+
+
+def batch(**more: Any) -> Any:
+    """Return vLLM's batch of two prompts, in blocks 1 to 8."""
+    table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+    slots = torch.cat([table[row, torch.arange(num) // 4] * 4 + torch.arange(num) % 4 for row, num in enumerate(LENS)])
+    starts, lens = torch.tensor([0, 9, 15], dtype=torch.int32), torch.tensor(LENS, dtype=torch.int32)
+    given = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts,
+        "seq_lens": lens,
+        "seq_lens_cpu_upper_bound": lens,
+    }
+    given |= {"num_reqs": 2, "num_actual_tokens": NUM_TOKENS, "max_query_len": 9, "max_seq_len": 9, "causal": True}
+    given |= {"block_table_tensor": table, "slot_mapping": slots}
+    return SimpleNamespace(**{**given, "logits_indices_padded": None, "num_logits_indices": None, **more})
+
+
+def dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int = 99, cap: float | None = None
+) -> Any:
+    parts = []
+    for start, num in ((0, 9), (9, 6)):
+        q, k, v = (each[start : start + num] for each in (query, key, value))
+        scores = 0.5 * torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1))
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        seen = torch.ones(num, num, dtype=torch.bool).tril() & torch.ones(num, num, dtype=torch.bool).triu(1 - window)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)))
+    return torch.cat(parts)
+
+
+def tensors() -> Mapping[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(NUM_TOKENS, heads, 8, generator=draw)
+        for name, heads in (("query", 4), ("key", 2), ("value", 2))
+    }
+
+
+def test_layers_of_a_group_that_differ_in_spec_or_query_side_are_computed_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["plain", "capped", "windowed"]
+    builder, impls = make_builder(names, [PLAIN, CAPPED, WINDOWED], monkeypatch)
+    metadata, given = builder.build(0, batch()), tensors()
+    wanted = {"plain": {}, "capped": {"cap": 1.0}, "windowed": {"window": 3}}
+    found = {}
+    for name in names:
+        pages, found[name] = torch.full((10, 2, 4, 16), float("nan")), torch.empty(NUM_TOKENS, 4, 8)
+        impls[name].forward(None, **given, kv_cache=pages, attn_metadata=metadata, output=found[name])
+        torch.testing.assert_close(found[name], dense(**given, **wanted[name]))
+    assert not torch.allclose(found["plain"], found["capped"])
+    assert not torch.allclose(found["plain"], found["windowed"])
+
+
+def test_skipped_layers_compute_the_rows_that_vllm_names_and_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.tensor([8, 14])
+    keeping, impls = make_builder(["plain"], [PLAIN], monkeypatch)
+    skipping, skipped = make_builder(["sharing"], [PLAIN, SHARING], monkeypatch, is_skipped=True)
+    given, pages, output = tensors(), torch.full((10, 2, 4, 16), float("nan")), torch.empty(NUM_TOKENS, 4, 8)
+    impls["plain"].forward(None, **given, kv_cache=pages, attn_metadata=keeping.build(0, batch()), output=output)
+    before = pages.clone()
+    metadata = skipping.build(0, batch(logits_indices_padded=rows, num_logits_indices=2))
+    found, query = torch.empty(2, 4, 8), given["query"][rows]
+    skipped["sharing"].forward(None, query, None, None, pages, metadata, found)
+    torch.testing.assert_close(found, dense(**given)[rows])
+    assert torch.equal(before.nan_to_num(), pages.nan_to_num())
+    assert (2, [8, 14]) == (metadata.num_logits_indices, metadata.logits_indices_padded.tolist())
+    with pytest.raises(BackendError, match="was to get the 2 tokens that generate, and got 15: its model skips none"):
+        skipped["sharing"].forward(None, given["query"], None, None, pages, metadata, output)
