@@ -316,7 +316,7 @@ def test_the_tables_of_keys_are_those_of_the_options() -> None:
 
 
 def test_the_list_of_pages_is_complete_and_numbered() -> None:
-    listed = re.findall(r"^(\d+)\. \[[^]]+\]\((\w+\.md)\)", read("docs/README.md"), re.MULTILINE)
+    listed = re.findall(r"^(\d+)\. \[[^]]+\]\(([\w-]+\.md)\)", read("docs/README.md"), re.MULTILINE)
     assert PAGES == sorted(page for _, page in listed)
     assert list(range(1, len(PAGES) + 1)) == [int(number) for number, _ in listed]
 
@@ -379,7 +379,7 @@ def test_the_files_that_build_metadata_use_only_later_ones() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    listed = re.findall(r"^([a-z_]+)$", read("docs/index.md"), flags=re.MULTILINE)
+    listed = re.findall(r"^([a-z_-]+)$", read("docs/index.md"), flags=re.MULTILINE)
     assert PAGES == sorted(f"{name}.md" for name in listed)
 
 
