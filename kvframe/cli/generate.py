@@ -75,6 +75,14 @@ REFUSED_EXIT_CODE = 1
 @click.option("--stop", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end tokens.")
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
+@click.option(
+    "--drafts", metavar="NAME", help="Compute the draft tokens of this proposer, such as ngram; needs fewer steps."
+)
+@click.option(
+    "--prefill-skipping",
+    metavar="NAME",
+    help="Skip prompt tokens in layers at the model's end that keep no cache, by this wrapper, such as decode_only.",
+)
 @cache_salt_option
 @prefixes.load_option
 @prefixes.save_option
@@ -98,6 +106,8 @@ def generate(
     stop: tuple[str, ...],
     ignore_eos: bool,
     prompt_logprobs: bool,
+    drafts: str | None,
+    prefill_skipping: str | None,
     cache_salts: tuple[str, ...],
     loaded_file: Path | None,
     saved_file: Path | None,
@@ -137,7 +147,7 @@ def generate(
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
-        engine={"device": device, "dtype": dtype},
+        engine={"device": device, "dtype": dtype, "drafts": drafts, "prefill_skipping": prefill_skipping},
     )
 
     from kvframe.engine.engine import Engine

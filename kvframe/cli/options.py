@@ -118,7 +118,7 @@ def _over(options: _Options, given: Mapping[str, Any]) -> _Options:
     values = {key: value for key, value in given.items() if value is not None}
     checks: Mapping[str, Any] = {field.name: field.validator for field in attrs.fields(type(options))}
     for key, value in values.items():
-        if not checks[key].accepts(value):
+        if checks[key] is not None and not checks[key].accepts(value):
             raise StackError(f"--{key.replace('_', '-')} must be {checks[key].expected}, not {shown(value)}")
     return attrs.evolve(options, **values)
 

@@ -158,6 +158,8 @@ class EngineOptions:
         prefill_skipping: The wrapper that keeps only a step's generating tokens, for the layers at the model's end that
             keep no cache of their own: they do not compute the rest of a prompt. Without it, every layer computes every
             token.
+        drafts: The registered proposer of draft tokens, which a step computes together with a request's last token. The
+            tokens stay the same; requests whose drafts are right need fewer steps. Without it, there are no drafts.
         measured_times: Whether ``backend = "auto"`` uses the times that ``kvframe tune`` measured, if there are any; a
             file names a table to use instead of the user's own.
         compile: Whether the model around the attention is compiled by ``torch.compile``, when it is attached.
@@ -178,6 +180,7 @@ class EngineOptions:
     dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
     self_check: bool = attrs.field(default=True, validator=SWITCH)
     prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
+    drafts: Use | None = attrs.field(default=None, converter=_as_use)
     measured_times: bool | str = attrs.field(default=True, validator=SWITCH_OR_FILE)
     compile: bool = attrs.field(default=False, validator=SWITCH)
     graphs: Literal["off", "auto"] | tuple[int, ...] = attrs.field(

@@ -191,6 +191,8 @@ class Stack:
         if self.engine.prefill_skipping is not None:
             name = self.engine.prefill_skipping.name
             problems += _unknown([("engine.prefill_skipping", registry.wrappers, name)])
+        if self.engine.drafts is not None:
+            problems += _unknown([("engine.drafts", registry.proposers, self.engine.drafts.name)])
         if problems:
             raise _stack_error(self.source, problems)
 

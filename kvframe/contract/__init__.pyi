@@ -60,6 +60,8 @@ from .operator import OpaqueAttention as OpaqueAttention
 from .order import BatchOrder as BatchOrder
 from .order import BatchSplit as BatchSplit
 from .order import split_batch as split_batch
+from .proposer import DraftRequest as DraftRequest
+from .proposer import Proposer as Proposer
 from .relative_bias import RELATIVE_BIAS as RELATIVE_BIAS
 from .relative_bias import bias_by_distance as bias_by_distance
 from .relative_bias import bias_columns as bias_columns

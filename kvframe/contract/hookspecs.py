@@ -129,6 +129,14 @@ class HookSpecs:
         """
 
     @hookspec
+    def kvframe_register_proposers(self, register: Register) -> None:
+        """Register proposers of draft tokens: subclasses of ``kvframe.contract.Proposer`` with that ``name``.
+
+        Args:
+            register: ``register("ngram", "my_package.proposer:NgramProposer")``.
+        """
+
+    @hookspec
     def kvframe_register_model_adapters(self, register: Register) -> None:
         """Register model adapters: subclasses of ``kvframe.contract.model.ModelAdapter``.
 

@@ -154,6 +154,14 @@ class KVCacheSpec(ABC):
         """
         return 0
 
+    def with_drafts(self, num_draft_tokens: int) -> KVCacheSpec:
+        """Return the spec for requests that compute up to so many draft tokens in a step, any of which may be rejected.
+
+        Keys and values of rejected tokens are written again later, so a type that stores them returns itself. A type
+        that stores a state returns one with as many ``num_rollback_states``, or with one more ``states_per_block``.
+        """
+        return self
+
     @property
     def kv_format(self) -> KVFormat:
         """How keys and values are stored; the plain format for a type that stores no keys and values."""

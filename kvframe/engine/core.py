@@ -26,7 +26,7 @@ from kvframe.engine.resizing import resize
 from kvframe.engine.running.runner import ModelRunner, SkipPolicy
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.scheduling.stats import EngineStats
-from kvframe.engine.scheduling.step import ScheduledStep
+from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
 from kvframe.engine.turns import Turns, verb, verb_when_closed
 from kvframe.loading.checks import parse_bytes
 from kvframe.loading.registry import Registry
@@ -44,7 +44,7 @@ STEP_FAILED = "the step that computed this request failed; the exception that th
 
 
 class Runner(Protocol[RequestT]):
-    """Runs steps. For a request's last known token it returns one number, which the scheduler takes."""
+    """Runs steps. For a request's last known token it returns a number, or several, which the scheduler takes."""
 
     @property
     def has_graphs(self) -> bool:
@@ -53,8 +53,8 @@ class Runner(Protocol[RequestT]):
     def warm_up(self) -> None:
         """Do the slow work of a first step, before the first request has to wait for it."""
 
-    def run(self, step: ScheduledStep[RequestT]) -> list[int]:
-        """Compute a step. Return one number for each request whose last known token the step computes."""
+    def run(self, step: ScheduledStep[RequestT]) -> Outcomes:
+        """Compute a step. Return the outcome of each request whose last known token the step computes."""
 
 
 class EngineCore(ABC, Generic[RequestT]):
@@ -120,7 +120,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._admission = make_admission(assembly, self._secret)
         self._manager = make_manager(assembly, registry, poison_freed=poison_freed)
         self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
-        self._scheduler: Scheduler[RequestT] = make_scheduler(assembly, self._manager)
+        self._scheduler: Scheduler[RequestT] = make_scheduler(assembly, self._manager, registry)
         self._runner = self._make_runner(assembly, skip_policy)
         attach_model(assembly, layers, registry, self._runner.warm_up, has_ranks=ranks is not None)
         if isinstance(ranks, Leader):

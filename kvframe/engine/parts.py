@@ -8,11 +8,13 @@ from functools import partial
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.eviction_choice import make_policy
+from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, assemble_plain
 from kvframe.engine.diagnosis import check_model
 from kvframe.engine.requests.admission import Admission
 from kvframe.engine.requests.progress import RequestT
+from kvframe.engine.scheduling.drafting import Drafting
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.self_check import run_packed
 from kvframe.loading.registry import Registry
@@ -57,9 +59,15 @@ def make_manager(assembly: Assembly, registry: Registry, *, poison_freed: bool) 
     return manager
 
 
-def make_scheduler(assembly: Assembly, manager: KVCacheManager) -> Scheduler[RequestT]:
-    """Return the scheduler, which gets blocks from the cache manager."""
-    options = assembly.stack.engine
+def make_scheduler(assembly: Assembly, manager: KVCacheManager, registry: Registry) -> Scheduler[RequestT]:
+    """Return the scheduler, which gets blocks from the cache manager, and drafts from the stack's proposer if any.
+
+    Args:
+        assembly: The set-up.
+        manager: The cache manager.
+        registry: Where the proposer is looked up.
+    """
+    options, proposer = assembly.stack.engine, make_proposer(assembly.stack, registry)
     return Scheduler(
         manager,
         max_num_seqs=options.max_num_seqs,
@@ -67,6 +75,7 @@ def make_scheduler(assembly: Assembly, manager: KVCacheManager) -> Scheduler[Req
         shared_block_size=assembly.plan.alignment if manager.prefix_caching else 0,
         whole_prompts=assembly.grouping.whole_prompts,
         reserve_prompts=options.reserve_prompts,
+        drafting=None if proposer is None else Drafting(proposer, assembly.model.description.vocab_size),
     )
 
 

@@ -51,6 +51,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "eviction": Kind(
             "eviction policy", "kvframe.contract.eviction:EvictionPolicy", "name", reserved=frozenset({"lru"})
         ),
+        "proposer": Kind("proposer", "kvframe.contract.proposer:Proposer", "name"),
         "model_adapter": Kind("model adapter", "kvframe.contract.model:ModelAdapter"),
     }
 )

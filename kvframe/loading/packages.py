@@ -18,6 +18,7 @@ kvframe-kv-formats plugin:kv_formats format:fp8_tensor format:fp8_token_head
 kvframe-kv-formats format:int4_token_head format:int8_token_head
 kvframe-mamba plugin:mamba spec:mamba
 kvframe-mla plugin:mla spec:mla backend:mla
+kvframe-ngram plugin:ngram proposer:ngram
 kvframe-numba plugin:numba backend:numba
 kvframe-scan-resistant plugin:scan_resistant eviction:scan_resistant
 kvframe-sliding-window plugin:sliding_window spec:sliding_window

@@ -35,6 +35,7 @@ _REGISTERING = {
     "kvframe_register_backends": "backend",
     "kvframe_register_formats": "format",
     "kvframe_register_eviction_policies": "eviction",
+    "kvframe_register_proposers": "proposer",
     "kvframe_register_model_adapters": "model_adapter",
 }
 

@@ -149,6 +149,7 @@ class Registry:
         self.backends = self.catalogues["backend"]
         self.formats = self.catalogues["format"]
         self.eviction_policies = self.catalogues["eviction"]
+        self.proposers = self.catalogues["proposer"]
         self.model_adapters = self.catalogues["model_adapter"]
 
     def add(self, entries: Sequence[Entry]) -> None:

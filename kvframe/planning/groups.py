@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvframe.config.format_choice import default_format, follow_owners, make_format, store_in
+from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.errors import (
     ContestedNameError,
     KVFrameError,
@@ -127,9 +128,29 @@ def make_layer_specs(
         for layer in description.layers
         if "format" in {**layer.options, **stack.rule_for(layer.name, layer.kind).spec}
     }
-    return follow_owners(
-        [_layer_spec(layer, registry, stack, dtypes, kv_format) for layer in description.layers], chosen
-    )
+    proposer = make_proposer(stack, registry)
+    num_drafts = 0 if proposer is None else proposer.max_drafts
+    made = [_layer_spec(layer, registry, stack, dtypes, kv_format) for layer in description.layers]
+    return follow_owners([_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in made], chosen)
+
+
+def _with_drafts(layer: LayerSpec, num_drafts: int, stack: Stack) -> LayerSpec:
+    """Return a layer whose requests may have so many draft tokens in a step.
+
+    Raises:
+        StackError: The layer keeps a state, and none to go back to.
+    """
+    if layer.spec is None:
+        return layer
+    spec = ask(layer.spec, "with_drafts", partial(layer.spec.with_drafts, num_drafts))
+    num_kept = max(_num_rollback_states(spec), spec.states_per_block - 1)
+    if layer.query is None and num_kept < num_drafts:
+        raise StackError(
+            f"{stack.source}: engine.drafts computes up to {num_drafts} draft tokens of a request, but the layer "
+            f"{layer.name!r} of the kind {spec.kind!r} keeps {num_kept} states to go back to; leave the key out, or "
+            "use a type whose with_drafts() keeps them"
+        )
+    return attrs.evolve(layer, spec=spec)
 
 
 def _layer_spec(

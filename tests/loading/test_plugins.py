@@ -53,7 +53,7 @@ def test_record_says_distribution_versions_and_status(site: FakeSite) -> None:
 def test_every_kind_of_name_is_registered(site: FakeSite) -> None:
     manifest = "".join(
         registers(hook, (f"my_{hook}", "kvframe_all.things:Thing"))
-        for hook in ("specs", "wrappers", "backends", "formats", "eviction_policies", "model_adapters")
+        for hook in ("specs", "wrappers", "backends", "formats", "eviction_policies", "proposers", "model_adapters")
     )
     site.add("kvframe-all", "all", manifest)
     registry = load_plugins().registry
@@ -62,6 +62,7 @@ def test_every_kind_of_name_is_registered(site: FakeSite) -> None:
     assert "my_backends" in registry.backends
     assert registry.formats.names() == ("my_formats",)
     assert registry.eviction_policies.names() == ("my_eviction_policies",)
+    assert registry.proposers.names() == ("my_proposers",)
     assert registry.model_adapters.names() == ("my_model_adapters",)
 
 
@@ -554,6 +555,7 @@ def test_the_hooks_of_version_1_0_are_there() -> None:
         "kvframe_register_eviction_policies",
         "kvframe_register_formats",
         "kvframe_register_model_adapters",
+        "kvframe_register_proposers",
         "kvframe_register_specs",
         "kvframe_register_wrappers",
         "kvframe_unusable_reason",

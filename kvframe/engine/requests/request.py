@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -60,6 +61,7 @@ class Request(RequestProgress):
         max_tokens: The most tokens it may have, prompt included.
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
+        uniforms: Its next numbers, as far as they were drawn ahead.
         prompt_token_ids: The prompt for the outputs, copied once for all of them.
         generated: The generated tokens as Python numbers, for the outputs.
         wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
@@ -75,6 +77,7 @@ class Request(RequestProgress):
     max_tokens: int
     text_stream: TextStream | None = None
     random: random.Random = attrs.field(init=False)
+    uniforms: deque[float] = attrs.field(init=False, factory=deque)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
     generated: list[int] = attrs.field(init=False, factory=list)
     known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
@@ -157,6 +160,16 @@ class Request(RequestProgress):
         if isinstance(other, Request) and other.prompt_logprobs is not None:
             self.known_logprobs, self.prompt_logprobs = other.known_logprobs, other.prompt_logprobs
             self.wants_prompt_rows = False
+
+    def draw(self) -> float:
+        """Return the uniform number that samples its next token."""
+        return self.uniforms.popleft() if self.uniforms else self.random.random()
+
+    def draw_ahead(self, place: int) -> float:
+        """Return the number that samples the token ``place`` tokens after the next one; ``draw`` returns it again."""
+        while len(self.uniforms) <= place:
+            self.uniforms.append(self.random.random())
+        return self.uniforms[place]
 
     def take(self, outcome: int) -> None:
         """Take the next generated token; set ``finish_reason`` if it is the last."""

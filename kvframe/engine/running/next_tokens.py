@@ -17,12 +17,47 @@ FAILED = -1
 """In place of a token: the request's logits are not numbers."""
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """Return the next token of each request; ``FAILED`` if its logits contain NaN or have no finite maximum.
+def sample_runs(logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the tokens that follow each request's known ones: accepted drafts, and the token after them.
+
+    A token is sampled from each row of logits, as it would be without drafts: with the uniform number that the request
+    uses for that token. A draft is accepted if it is the sampled token. So the tokens are those of a run without
+    drafts. A draft of probability ``p`` is accepted with probability ``p``. Rejection sampling (Leviathan et al., arXiv
+    2211.17192) accepts no more of a proposer that gives one token and no probabilities.
 
     Args:
-        logits: ``[num_reqs, vocab_size], device``.
-        requests: The requests that get a token, in the logits' order.
+        logits: ``[num_rows, vocab_size], device``: for each request, the rows of its last known token and its drafts.
+        requests: The requests.
+        drafts: The drafts of each, none for some.
+
+    Returns:
+        For each request its next tokens, at least one unless its logits are not numbers.
+    """
+    owners = [request for request, each in zip(requests, drafts, strict=True) for _ in range(1 + len(each))]
+    token_ids = sample(logits, owners, [place for each in drafts for place in range(1 + len(each))])
+    runs, start = [], 0
+    for request, each in zip(requests, drafts, strict=True):
+        run = token_ids[start : start + 1 + len(each)]
+        start += len(run)
+        num_accepted = next((place for place, draft in enumerate(each) if run[place] != draft), len(each))
+        run = run[: num_accepted + 1]
+        if run[-1] == FAILED:
+            run.pop()
+        if request.params.temperature > 0:
+            for _ in run:
+                request.draw()
+        runs.append(run)
+    return runs
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request], places: Sequence[int] | None = None) -> list[int]:
+    """Return the token that follows each row of logits; ``FAILED`` if it has NaN or no finite maximum.
+
+    Args:
+        logits: ``[num_rows, vocab_size], device``.
+        requests: The request of each row.
+        places: If a request has several rows, the number of each row among them. The requests' uniform numbers are
+            then read and not used up.
     """
     # The maximum is NaN if any logit is: one pass over the logits finds the greedy tokens and the broken rows.
     maxima, greedy = logits.max(dim=-1)
@@ -39,7 +74,11 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     # There are two ways to draw. A row's own parameters choose the way, so that other rows cannot change its token.
     for rows, truncate in ((full, False), (truncated, True)):
         if rows:
-            drawn = _draw(logits[rows], [requests[row] for row in rows], truncate)
+            if places is None:
+                uniforms = [requests[row].draw() for row in rows]
+            else:
+                uniforms = [requests[row].draw_ahead(places[row]) for row in rows]
+            drawn = _draw(logits[rows], [requests[row] for row in rows], uniforms, truncate)
             for row, token_id in zip(rows, drawn, strict=True):
                 token_ids[row] = token_id
     return token_ids
@@ -58,7 +97,7 @@ def token_logprobs(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Te
     return found
 
 
-def _draw(logits: torch.Tensor, requests: list[Request], truncate: bool) -> list[int]:
+def _draw(logits: torch.Tensor, requests: list[Request], numbers: list[float], truncate: bool) -> list[int]:
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
 
@@ -66,7 +105,7 @@ def _draw(logits: torch.Tensor, requests: list[Request], truncate: bool) -> list
     shifted = logits.to(torch.float64) - logits.max(dim=-1, keepdim=True).values
     temperatures = column([request.params.temperature for request in requests])
     probabilities = (shifted / temperatures).softmax(dim=-1)
-    uniforms = column([request.random.random() for request in requests])
+    uniforms = column(numbers)
     if not truncate:
         return draw_full(probabilities, uniforms)
     vocab_size = logits.shape[1]

@@ -22,8 +22,8 @@ from kvframe.contract.order import IntArray
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.requests.progress import NO_INPUTS, RequestT
 from kvframe.engine.requests.request import Request
-from kvframe.engine.running.next_tokens import sample, token_logprobs
-from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
+from kvframe.engine.running.next_tokens import sample, sample_runs, token_logprobs
+from kvframe.engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
 from kvframe.planning.memory import allocating
 
 SkipPolicy = Callable[[StepBatch], bool]
@@ -103,13 +103,15 @@ class ModelRunner:
             self.graphs.capture_usual(self._tables)
 
     def pack(self, step: ScheduledStep[RequestT]) -> PackedStep[RequestT]:
-        """Store the tokens of a step's new requests, and pack the step in the order that backends ask for.
+        """Store the tokens of a step's new requests, and its drafts; pack it in the order that backends ask for.
 
         Args:
             step: The step; every request has a row and room for its tokens.
         """
         for request in step.admitted:
             self.set_row(request.row, request.token_ids, request.inputs)
+        for row, start, drafts in zip(step.rows.tolist(), step.num_known.tolist(), step.drafts, strict=False):
+            self.tokens[row, start : start + len(drafts)] = drafts
         return PackedStep.of(step, self._layers.order_for)
 
     def set_row(self, row: int, token_ids: Sequence[int], inputs: Mapping[str, ModelInput] = NO_INPUTS) -> None:
@@ -221,8 +223,8 @@ class ModelRunner:
 class TokenRunner(ModelRunner):
     """Runs a step to the next tokens of its requests."""
 
-    def run(self, step: ScheduledStep[Request]) -> list[int]:
-        """Compute a step and return one token for each request whose last known token it computes.
+    def run(self, step: ScheduledStep[Request]) -> Outcomes:
+        """Compute a step and return the next token of each request whose last known token it computes.
 
         Requests that want log-probabilities of their prompt get those of the tokens that this step computes.
 
@@ -230,7 +232,8 @@ class TokenRunner(ModelRunner):
             step: The step; every request has a row and room for its tokens.
 
         Returns:
-            Token ids in the step's order; ``FAILED`` for a request whose logits are not numbers.
+            Token ids in the step's order; ``FAILED`` for a request whose logits are not numbers. Of a step with drafts,
+            for each request the accepted drafts and the token after them; none if its logits are not numbers.
         """
         packed = self.pack(step)
         logits = self.forward(packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS)
@@ -240,12 +243,20 @@ class TokenRunner(ModelRunner):
         if not len(packed.sampled):
             return []
         requests: Sequence[Request] = packed.requests
-        rows, num_after = packed.rows, packed.num_computed + packed.query_lens
-        if len(packed.sampled) < len(requests):
+        rows = packed.rows
+        if not packed.is_sampled.all():
             requests = list(compress(requests, packed.is_sampled))
-            rows, num_after = rows[packed.is_sampled], num_after[packed.is_sampled]
+            rows = rows[packed.is_sampled]
+        num_known = (packed.num_computed + packed.query_lens)[packed.is_sampled]
+        if packed.drafts:
+            drafts = list(compress(packed.drafts, packed.is_sampled))
+            runs = sample_runs(logits, requests, drafts)
+            for row, stop, proposed, run in zip(rows.tolist(), num_known.tolist(), drafts, runs, strict=True):
+                start = stop - len(proposed)
+                self.tokens[row, start : start + len(run)] = run
+            return runs if packed.places is None else [runs[place] for place in packed.places]
         token_ids = sample(logits, requests)
-        self.tokens[rows, num_after] = token_ids
+        self.tokens[rows, num_known] = token_ids
         return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
 
     def _add_prompt_logprobs(self, packed: PackedStep[Request], logits: torch.Tensor) -> None:

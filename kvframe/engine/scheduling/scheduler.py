@@ -5,7 +5,8 @@ come, first served. A prompt that exceeds the budget is computed in chunks over 
 scheduled when the cache has enough free blocks for all chunks. If there are too few blocks for a running request, the
 request that was admitted last is preempted: it frees its blocks and waits at the head of the queue. Its state is
 swapped out to host memory if it fits there; otherwise its tokens are recomputed. If the cache keeps no state between
-steps, a prompt is computed in one step.
+steps, a prompt is computed in one step. Draft tokens come last: they take what the step's budget and the free blocks
+have left.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic
+from typing import Generic, cast
 
+import attrs
 import numpy as np
 
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import FinishReason, RequestT
+from kvframe.engine.scheduling.drafting import Drafting
 from kvframe.engine.scheduling.request_blocks import RequestBlocks, is_being_computed
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.stats import SchedulerStats
-from kvframe.engine.scheduling.step import RunningRequests, ScheduledStep
+from kvframe.engine.scheduling.step import Outcomes, RunningRequests, ScheduledStep
 
 _log = logging.getLogger("kvframe")
 NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
@@ -52,6 +55,7 @@ class Scheduler(Generic[RequestT]):
         shared_block_size: int = 0,
         whole_prompts: bool = False,
         reserve_prompts: bool = True,
+        drafting: Drafting[RequestT] | None = None,
     ) -> None:
         """Start with nothing to do.
 
@@ -65,6 +69,7 @@ class Scheduler(Generic[RequestT]):
                 blocks for all of it. If False, it begins when they are enough for its first chunk.
             whole_prompts: Whether a request starts only if one step can compute all of its tokens; it must have no
                 more than ``max_num_batched_tokens``.
+            drafting: Gets draft tokens for requests that generate; None for none.
         """
         self.waiting: deque[RequestT] = deque()
         self.running: RunningRequests[RequestT] = RunningRequests(max_num_seqs)
@@ -77,6 +82,7 @@ class Scheduler(Generic[RequestT]):
         self._blocks: RequestBlocks[RequestT] = RequestBlocks(
             cache, self.stats, max_num_batched_tokens=max_num_batched_tokens, reserve_prompts=reserve_prompts
         )
+        self._drafting = drafting
         self._pausing: list[RequestT] = []
         self.failed: list[RequestT] = []
 
@@ -131,21 +137,55 @@ class Scheduler(Generic[RequestT]):
         num_reqs = len(continuing) + len(admitted)
         if not num_reqs:
             return None
-        return ScheduledStep(
+        step = ScheduledStep(
             self.running[:num_reqs],
             admitted,
             *self.running.columns(num_reqs),
             np.concatenate([continuing, np.array(counts)]) if counts else continuing,
             self._max_num_batched_tokens - budget,
         )
+        return step if self._drafting is None or not budget else self._with_drafts(step, self._drafting, budget)
 
-    def complete(self, step: ScheduledStep[RequestT], outcomes: Sequence[int]) -> list[RequestT]:
+    def _with_drafts(
+        self, step: ScheduledStep[RequestT], drafting: Drafting[RequestT], budget: int
+    ) -> ScheduledStep[RequestT]:
+        """Return a step with draft tokens, as many as its budget and the free blocks allow: no request gives way."""
+        # The first step of a request has no state to go back to.
+        may_draft = (step.num_known - step.num_computed == 1) & (step.num_scheduled == 1) & (step.num_computed > 0)
+        places = [place for place in np.flatnonzero(may_draft).tolist() if not step.requests[place].wants_prompt_rows]
+        proposed = drafting.propose([step.requests[place] for place in places], budget) if places else []
+        drafts: list[list[int]] = [[] for _ in step.requests]
+        for place, each in zip(places, proposed, strict=True):
+            drafts[place] = each
+        num_drafts = np.array([len(each) for each in drafts])
+        num_all = int(num_drafts.sum())
+        if not num_all:
+            return step
+        has_drafts = num_drafts > 0
+        try:
+            is_extended = self._cache.extend_rows(step.rows[has_drafts], (step.num_known + num_drafts)[has_drafts])
+        except AssertionError:
+            raise
+        except Exception:  # a spec is wrong at these tokens; if the request gets there, it ends with that error
+            is_extended = False
+        if not is_extended:
+            return step
+        self.stats.draft_tokens += num_all
+        return attrs.evolve(
+            step,
+            num_scheduled=step.num_scheduled + num_drafts,
+            num_tokens=step.num_tokens + num_all,
+            drafts=drafts,
+        )
+
+    def complete(self, step: ScheduledStep[RequestT], outcomes: Outcomes) -> list[RequestT]:
         """Record the outcome of a step.
 
         Args:
             step: What ``schedule`` returned.
             outcomes: One number for each request whose last known token was computed, in the step's order: its next
-                token, or a negative number if the model's output is not numbers.
+                token, or a negative number if the model's output is not numbers. Of a step with drafts, a list for
+                each: its next tokens, none if the model's output is not numbers.
 
         Returns:
             The requests with a new token or an end, in the step's order.
@@ -160,11 +200,16 @@ class Scheduler(Generic[RequestT]):
             self._end_all(step.requests)
             raise
 
-    def _complete(self, step: ScheduledStep[RequestT], outcomes: Sequence[int]) -> list[RequestT]:
+    def _complete(self, step: ScheduledStep[RequestT], all_outcomes: Outcomes) -> list[RequestT]:
         for request in step.admitted:
             request.new_inputs = frozenset()
         num_computed = step.num_computed + step.num_scheduled
         generating = step.generating
+        outcomes: Sequence[int]
+        if step.drafts:
+            outcomes = self._take_drafts(step, cast(Sequence[Sequence[int]], all_outcomes), num_computed)
+        else:
+            outcomes = cast(Sequence[int], all_outcomes)
         if outcomes and min(outcomes) < 0:
             # The state of a request without an outcome is not published: a request that hits it would fail too.
             is_sound = np.ones(len(step.requests), dtype=np.bool_)
@@ -180,7 +225,9 @@ class Scheduler(Generic[RequestT]):
         ended: list[RequestT] = []
         again: list[RequestT] = []
         for request, outcome in zip(generated, outcomes, strict=True):
-            if outcome >= 0:
+            if request.finish_reason is not None:
+                pass  # a draft was its last token
+            elif outcome >= 0:
                 request.take(outcome)
             elif request.is_on_cache:
                 again.append(request)
@@ -197,6 +244,8 @@ class Scheduler(Generic[RequestT]):
         self.running.advance(num_computed, num_known)
         for request in ended:
             self._blocks.release(request)
+            if self._drafting is not None:
+                self._drafting.forget(request)
         if ended:
             self.running.drop_ended()
         for request in reversed(again):
@@ -205,6 +254,36 @@ class Scheduler(Generic[RequestT]):
         self.stats.computed_tokens += step.num_tokens
         self.stats.generated_tokens += int((num_known - step.num_known).sum())
         return [request for request in generated if request not in again] if again else generated
+
+    def _take_drafts(
+        self, step: ScheduledStep[RequestT], runs: Sequence[Sequence[int]], num_computed: IntArray
+    ) -> list[int]:
+        """Let requests take their accepted drafts, which are in the cache already.
+
+        Args:
+            step: A step with drafts.
+            runs: For each request whose last known token was computed, its accepted drafts and the token after them.
+            num_computed: ``[num_reqs], int64, host``: changed to each request's tokens whose state stays.
+
+        Returns:
+            For each of these requests the token after its drafts; a negative number if there is none.
+        """
+        assert self._drafting is not None
+        following: list[int] = []
+        for place, run in zip(step.generating.tolist(), runs, strict=True):
+            request, num_known = step.requests[place], int(step.num_known[place])
+            for token_id in run[:-1]:
+                request.take(token_id)
+                if request.finish_reason is not None:
+                    break
+            # The state of a request's last token is not needed, and that of a rejected draft is wrong.
+            num_taken = len(request.token_ids) - num_known
+            num_computed[place] = num_known + num_taken - (request.finish_reason is not None)
+            self.stats.accepted_draft_tokens += num_taken
+            if step.drafts[place]:
+                self._drafting.learn(request, len(step.drafts[place]), max(0, len(run) - 1))
+            following.append(run[-1] if run else -1)
+        return following
 
     def fail(self, step: ScheduledStep[RequestT], error: str) -> list[RequestT]:
         """End every request of a step that could not be computed, and return them."""
@@ -224,6 +303,8 @@ class Scheduler(Generic[RequestT]):
             self.waiting.remove(request)
         if request.row >= 0 or request.is_swapped:
             self._blocks.release(request)
+        if self._drafting is not None:
+            self._drafting.forget(request)
 
     def _end_at_fault(self, request: RequestT, error: Exception) -> None:
         """End one request that the cache cannot serve."""

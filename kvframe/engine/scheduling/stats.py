@@ -24,6 +24,9 @@ class SchedulerStats:
         failed_swaps: Times that a copy to or from host memory failed, so that a request is recomputed.
         retries: Times that the model's output for a request on a cached prefix was not numbers, so that the request is
             recomputed without the prefix.
+        steps: Steps completed.
+        draft_tokens: Draft tokens computed.
+        accepted_draft_tokens: Those of them that requests took.
     """
 
     prompt_tokens: int = 0
@@ -36,6 +39,8 @@ class SchedulerStats:
     failed_swaps: int = 0
     retries: int = 0
     steps: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -57,6 +62,8 @@ class EngineStats:
         retries: Times that the model's output for a request on a cached prefix was not numbers, so that the request is
             recomputed without the prefix.
         steps: Steps completed.
+        draft_tokens: Draft tokens computed.
+        accepted_draft_tokens: Those of them that requests took.
         blocks_held: Per group, the blocks that requests and pins hold now.
         peak_blocks_held: Per group, the most blocks held at once.
         peak_bytes_held: The most bytes of blocks of all groups held at once.
@@ -77,6 +84,8 @@ class EngineStats:
     failed_swaps: int
     retries: int
     steps: int
+    draft_tokens: int
+    accepted_draft_tokens: int
     blocks_held: tuple[int, ...]
     peak_blocks_held: tuple[int, ...]
     peak_bytes_held: int
@@ -106,6 +115,8 @@ class EngineStats:
             failed_swaps=scheduled.failed_swaps,
             retries=scheduled.retries,
             steps=scheduled.steps,
+            draft_tokens=scheduled.draft_tokens,
+            accepted_draft_tokens=scheduled.accepted_draft_tokens,
             blocks_held=tuple(cached.blocks_held),
             peak_blocks_held=tuple(cached.peak_blocks_held),
             peak_bytes_held=cached.peak_bytes_held,

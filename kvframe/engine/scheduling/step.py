@@ -13,6 +13,8 @@ from kvframe.attention.step import StepBatch
 from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import RequestT
 
+Outcomes = Sequence[int] | Sequence[Sequence[int]]
+"""The next token of each request whose last known token a step computes; of a step with drafts, its next tokens."""
 FindOrder = Callable[[IntArray, IntArray], IntArray | None]
 
 
@@ -89,8 +91,10 @@ class ScheduledStep(Generic[RequestT]):
         rows: ``[num_reqs], int64, host``: the row of each request.
         num_computed: ``[num_reqs], int64, host``: its tokens that were computed before.
         num_known: ``[num_reqs], int64, host``: all its tokens that are known.
-        num_scheduled: ``[num_reqs], int64, host``: its tokens that the step computes, at least one.
+        num_scheduled: ``[num_reqs], int64, host``: its tokens that the step computes, at least one; after the known ones
+            its drafts.
         num_tokens: Tokens that the step computes.
+        drafts: For each request, the draft tokens that the step computes; empty if no request has any.
     """
 
     requests: list[RequestT]
@@ -100,28 +104,32 @@ class ScheduledStep(Generic[RequestT]):
     num_known: IntArray
     num_scheduled: IntArray
     num_tokens: int
+    drafts: Sequence[Sequence[int]] = ()
 
     @property
     def generating(self) -> IntArray:
         """``[num_generating], int64, host``: the indices of the requests whose last known token is computed."""
-        return np.flatnonzero(self.num_computed + self.num_scheduled == self.num_known)
+        return np.flatnonzero(self.num_computed + self.num_scheduled >= self.num_known)
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class PackedStep(StepBatch, Generic[RequestT]):
     """A step's batch, with its requests in the order in which their tokens are packed, and the use of each logits row.
 
-    The model returns a row of logits for each token that generates (``generating_indices``). Two kinds of tokens do:
-    the last known token of a request, from whose logits the next token is sampled; and the prompt tokens of a request
-    that wants log-probabilities of its prompt.
+    The model returns a row of logits for each token that generates (``generating_indices``). Three kinds of tokens do:
+    the last known token of a request, from whose logits the next token is sampled; the drafts after it; and the prompt
+    tokens of a request that wants log-probabilities of its prompt.
 
     Attributes:
         requests: The requests.
         num_wanted: ``[num_reqs]``: the number of logits rows of each request.
         is_sampled: ``[num_reqs], bool``: whether a request gets a token: the step computes its last known one.
-        sampled: ``[num_sampled]``: the logits rows that tokens are sampled from, in the order of requests.
-        places: ``[num_sampled]``: for each request that gets a token, in the scheduler's order, its index in
-            ``sampled``; None if both orders are the same.
+        num_drafts: ``[num_reqs]``: the number of drafts of each request; None if no request has any.
+        drafts: The drafts of each request; empty if no request has any.
+        sampled: ``[num_sampled]``: the logits rows that tokens are sampled from, in the order of requests: one for each
+            request that gets a token, and one for each draft.
+        places: ``[num_requests_sampled]``: for each request that gets a token, in the scheduler's order, its index
+            among those that get one here; None if both orders are the same.
         prompt_rows: ``[num_prompt_rows]``: the other logits rows.
         prompt_positions: ``[num_prompt_rows]``: the positions of their tokens.
         prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
@@ -130,6 +138,8 @@ class PackedStep(StepBatch, Generic[RequestT]):
     requests: Sequence[RequestT]
     num_wanted: IntArray
     is_sampled: npt.NDArray[np.bool_]
+    num_drafts: IntArray | None
+    drafts: Sequence[Sequence[int]]
     sampled: IntArray
     places: IntArray | None
     prompt_rows: IntArray
@@ -147,8 +157,10 @@ class PackedStep(StepBatch, Generic[RequestT]):
         """
         requests, rows = step.requests, step.rows
         num_computed, query_lens, num_known = step.num_computed, step.num_scheduled, step.num_known
+        drafts = step.drafts
         order = order_for(num_computed, query_lens)
         if order is not None:
+            drafts = [drafts[i] for i in order] if drafts else drafts
             requests, rows = [requests[i] for i in order], rows[order]
             num_computed, query_lens, num_known = num_computed[order], query_lens[order], num_known[order]
         first_wanted = num_known - 1
@@ -159,8 +171,14 @@ class PackedStep(StepBatch, Generic[RequestT]):
         num_wanted = np.maximum(num_after - np.maximum(num_computed, first_wanted), 0)
         ends = np.cumsum(num_wanted)
         logits_rows = np.arange(ends[-1])
-        is_sampled = num_after == num_known
-        sampled = (ends - 1)[is_sampled]
+        is_sampled = num_after >= num_known
+        sampled, num_drafts = (ends - 1)[is_sampled], None
+        if drafts:
+            num_drafts = np.array([len(each) for each in drafts])
+            before = num_drafts[is_sampled]
+            # The rows of a request's last known token and of its drafts are consecutive.
+            stops = np.cumsum(before + 1)
+            sampled = np.arange(stops[-1] if len(stops) else 0) + np.repeat(sampled + 1 - stops, before + 1)
         prompt_rows = prompt_requests = logits_rows[:0]
         if len(sampled) < len(logits_rows):
             prompt_rows = np.delete(logits_rows, sampled)
@@ -173,6 +191,8 @@ class PackedStep(StepBatch, Generic[RequestT]):
             num_wanted=num_wanted,
             generating_indices=logits_rows + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
             is_sampled=is_sampled,
+            num_drafts=num_drafts,
+            drafts=drafts,
             sampled=sampled,
             places=None if order is None else np.argsort(order[is_sampled]),
             prompt_rows=prompt_rows,

@@ -130,6 +130,10 @@ class MambaSpec(KVCacheSpec):
         """One for each token that may be rejected; without checkpoints, these states are in the request's only page."""
         return self.num_draft_tokens if self.checkpoints != "none" else 0
 
+    def with_drafts(self, num_draft_tokens: int) -> MambaSpec:
+        """Return the spec with a state for each draft token; one that has more already stays."""
+        return attrs.evolve(self, num_draft_tokens=max(self.num_draft_tokens, num_draft_tokens))
+
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Return ``conv_{i}`` and ``recurrent_{i}``, each ``[states_per_block, *shape]``."""
         return {

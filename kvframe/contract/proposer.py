@@ -1,0 +1,79 @@
+"""Proposers: what guesses the next tokens of requests, so that one step can compute several tokens of a request.
+
+The engine computes the guessed tokens, the *drafts*, together with a request's last token. It samples a token at each
+position as it would without drafts, and accepts drafts as long as they equal the sampled tokens. A wrong draft costs
+time. It never changes a token: tokens, seeds and log-probabilities are those of a run without a proposer.
+
+Nothing here imports NumPy or torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import attrs
+
+
+@attrs.frozen(eq=False)
+class DraftRequest:
+    """A request for which tokens are to be proposed.
+
+    Attributes:
+        request_id: Its name, the same in every step; no other request of the engine ever has it.
+        token_ids: All its tokens so far, prompt and generated ones. Read only, and valid during the call: the request
+            appends to it.
+        num_prompt_tokens: How many of them are the prompt.
+        max_drafts: The most tokens that are wanted for it, at least one.
+        cache_salt: Requests of different salts must not learn anything of each other's tokens.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    max_drafts: int
+    cache_salt: str
+
+
+@attrs.define(kw_only=True, eq=False)
+class Proposer(ABC):
+    """Guesses the tokens that follow a request's last one: the base of every proposer.
+
+    A proposer is an attrs class. Its fields are the options that a stack gives; other fields may hold what it knows of
+    requests. One engine makes it and calls it, in one thread.
+
+    Attributes:
+        max_drafts: The most draft tokens of a request in a step. Layers with states keep as many states beside a
+            request's last one, so that the engine can continue before the first rejected draft.
+    """
+
+    name: ClassVar[str]
+    """The registered name (``"ngram"``)."""
+
+    max_drafts: int = 4
+
+    @abstractmethod
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        """Guess the next tokens of some requests.
+
+        Called once a step, before the step is computed, with the requests that generate in it. Draft tokens that are
+        not in the model's vocabulary are left out, with those after them.
+
+        Args:
+            requests: The requests, each once. A request may be missing in some steps; its tokens may have grown by any
+                number since it was last seen.
+
+        Returns:
+            For each request at most its ``max_drafts`` token ids, in order; none if there is no good guess.
+
+        Raises:
+            Exception: Any: the engine logs it, and goes on without the proposer.
+        """
+
+    @abstractmethod
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drop what is kept of requests that have ended.
+
+        Called when requests end that ``propose`` may have been called with. A proposer that keeps nothing does nothing.
+        """

@@ -1,0 +1,110 @@
+"""The laws of proposers of draft tokens. Imports no torch."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvframe.contract.errors import PluginError
+from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.proposer import DraftRequest, Proposer
+from kvframe.testing.laws import ConformanceError
+
+NUM_STEPS = 60
+"""Steps of a check."""
+_VOCABULARY = 8
+"""Few tokens, so that the same tokens occur again and again."""
+
+
+def check_proposer(make: Callable[[], Proposer]) -> None:
+    """Check a proposer's answers in steps of several requests, which grow by any number of tokens, and end.
+
+    * *form*: ``propose`` returns a list for each request, in their order, of at most ``max_drafts`` whole numbers that
+      are not negative; it raises nothing, for prompts of any length;
+    * *reading*: it does not change the requests' tokens;
+    * *alone*: with requests of other salts beside it, a request gets the same drafts as without them;
+    * *ends*: it takes the end of requests that it knows, and of those that it was never asked about.
+
+    Args:
+        make: Makes a proposer that knows no request.
+
+    Raises:
+        ConformanceError: A law does not hold; the error is about the first one.
+    """
+    own = _steps(make(), others=False)
+    beside = _steps(make(), others=True)
+    for step, (alone, together) in enumerate(zip(own, beside, strict=True)):
+        if alone != together:
+            raise ConformanceError(
+                f"{_name(make())}: in step {step} the drafts of a request depend on requests of another salt: "
+                f"{alone} without them, {together} with them"
+            )
+
+
+def _steps(proposer: Proposer, *, others: bool) -> list[list[list[int]]]:
+    """Return the drafts of the requests of one salt, step by step; with others of a second salt beside them or not."""
+    chosen, noise = random.Random(0), random.Random(1)
+    lengths = {"short": 1, "long": 700, "middle": 40}
+    tokens = {name: _draw(chosen, count) for name, count in lengths.items()}
+    hidden = {name: _draw(noise, count) for name, count in lengths.items()} if others else {}
+    found = []
+    for step in range(NUM_STEPS):
+        asked = [
+            DraftRequest(name, tokens[name], lengths[name], 1 + step % proposer.max_drafts, "ours")
+            for name in tokens
+            if (step + len(name)) % 5  # a request may be missing in a step
+        ]
+        theirs = [
+            DraftRequest(f"other {name}", each, lengths[name], proposer.max_drafts, "theirs")
+            for name, each in hidden.items()
+        ]
+        drafts = _propose(proposer, [*theirs, *asked])
+        found.append(drafts[len(theirs) :])
+        for each in tokens.values():
+            each.extend(_draw(chosen, chosen.randrange(4)))
+        for each in hidden.values():
+            each.extend(_draw(noise, noise.randrange(4)))
+        if step == NUM_STEPS // 2:
+            _forget(proposer, ["middle", "never asked about"])
+            tokens["middle again"] = tokens.pop("middle")
+            lengths["middle again"] = lengths["middle"]
+    return found
+
+
+def _propose(proposer: Proposer, requests: Sequence[DraftRequest]) -> list[list[int]]:
+    name, before = _name(proposer), [list(each.token_ids) for each in requests]
+    try:
+        answer = call(f"{name}: propose()", partial(proposer.propose, requests))
+    except PluginError as error:
+        raise ConformanceError(str(error)) from error
+    if before != [list(each.token_ids) for each in requests]:
+        raise ConformanceError(f"{name}: propose() changed the tokens of a request")
+    if not hasattr(answer, "__len__") or len(answer) != len(requests):
+        raise ConformanceError(
+            f"{name}: propose() returned {safe_repr(answer)} for {len(requests)} requests; return a list for each"
+        )
+    for request, drafts in zip(requests, answer, strict=True):
+        is_right = isinstance(drafts, list | tuple) and len(drafts) <= request.max_drafts
+        if not is_right or not all(type(token) is int and token >= 0 for token in drafts):
+            raise ConformanceError(
+                f"{name}: propose() returned {safe_repr(drafts)} for a request with max_drafts "
+                f"{request.max_drafts}; return at most so many token ids, as a list of int"
+            )
+    return [list(each) for each in answer]
+
+
+def _forget(proposer: Proposer, request_ids: Sequence[str]) -> None:
+    try:
+        call(f"{_name(proposer)}: forget()", partial(proposer.forget, request_ids))
+    except PluginError as error:
+        raise ConformanceError(str(error)) from error
+
+
+def _draw(source: random.Random, count: int) -> array[int]:
+    return array("I", [source.randrange(_VOCABULARY) for _ in range(count)])
+
+
+def _name(proposer: Proposer) -> str:
+    return f"proposer {type(proposer).__qualname__}"

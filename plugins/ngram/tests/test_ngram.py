@@ -1,0 +1,113 @@
+"""Which tokens ``ngram`` proposes, the laws of proposers, and that a long request costs no more than a short one."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvframe_ngram.proposer import NgramIndex, NgramProposer
+
+from kvframe.contract import DraftRequest
+from kvframe.testing.proposers import check_proposer
+
+Tokens = Sequence[int]
+
+
+def drafts(tokens: Tokens, *, most: int = 4, **options: int) -> list[int]:
+    proposer = NgramProposer(max_drafts=most, **options)
+    return proposer.propose([DraftRequest("a", array("I", tokens), 1, most, "")])[0]
+
+
+def test_what_followed_the_same_tokens_before_is_proposed() -> None:
+    assert [4, 5, 6, 7] == drafts([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3])
+
+
+def test_tokens_that_did_not_occur_before_give_no_draft() -> None:
+    assert [] == drafts([1, 2, 3, 4, 5])
+    assert [] == drafts([1, 2, 3, 9, 2, 3])
+    assert [] == drafts([7])
+
+
+def test_the_longest_match_counts_and_the_last_one_among_equally_long_ones() -> None:
+    # 2 3 4 occurred twice; before the first place stands what also stands before the end.
+    assert [5] == drafts([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 1, 2, 3, 4], most=1)
+    assert [6] == drafts([8, 2, 3, 4, 5, 9, 2, 3, 4, 6, 1, 2, 3, 4], most=1)
+
+
+def test_a_text_that_goes_round_is_continued_over_its_end() -> None:
+    assert [1, 2, 3, 1, 2] == drafts([1, 2, 3, 1, 2, 3], most=5)
+
+
+def test_options_limit_what_is_compared() -> None:
+    tokens = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 1, 2, 3, 4]
+    assert [6] == drafts(tokens, most=1, num_candidates=1)
+    assert [6] == drafts(tokens, most=1, max_match=3)
+    assert [] == drafts([1, 2, 3, 1, 2], min_match=3)
+    assert [3] == drafts([1, 2, 3, 1, 2], min_match=2, most=1)
+
+
+@pytest.mark.parametrize("option", ["max_drafts", "min_match", "max_match", "num_candidates"])
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "3"])
+def test_options_are_whole_numbers_of_at_least_one(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be a whole number of at least 1"):
+        NgramProposer(**{option: value})
+
+
+def test_it_keeps_the_laws_of_proposers() -> None:
+    check_proposer(NgramProposer)
+    check_proposer(lambda: NgramProposer(min_match=1, max_match=1, max_drafts=1))
+
+
+def test_nothing_of_ended_requests_is_kept() -> None:
+    proposer = NgramProposer()
+    proposer.propose([DraftRequest(name, [1, 2, 3], 1, 2, "") for name in ("a", "b")])
+    proposer.forget(["a", "b"])
+    assert {} == proposer._indexes
+
+
+def longest_match(tokens: Tokens, size: int) -> int:
+    """Return where the longest earlier match of at least ``size`` tokens ends, the last of several; 0 for none."""
+    found, longest = 0, size - 1
+    for end in range(len(tokens) - 1, 0, -1):
+        length = 0
+        while length < end and tokens[end - 1 - length] == tokens[-1 - length]:
+            length += 1
+        if length > longest:
+            found, longest = end, length
+    return found
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 60))
+def test_the_index_finds_what_a_search_through_all_tokens_finds(tokens: list[int], size: int, first: int) -> None:
+    index = NgramIndex(size)
+    index.read(array("I", tokens[:first]))
+    for stop in range(min(first, len(tokens)), len(tokens) + 1):
+        index.read(array("I", tokens[:stop]))
+    assert longest_match(tokens, size) == index.find(num_candidates=len(tokens), most=len(tokens))
+
+
+class CountingTokens(Sequence[int]):
+    """Tokens that count how many of them are read."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens, self.num_read = list(tokens), 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:  # type: ignore[override]
+        found = self.tokens[index]
+        self.num_read += len(found) if isinstance(found, list) else 1
+        return found
+
+
+def test_a_step_reads_the_new_tokens_only() -> None:
+    tokens, proposer = CountingTokens([1, 2, 3, 4] * 2000), NgramProposer()
+    proposer.propose([DraftRequest("a", tokens, 1, 4, "")])
+    tokens.num_read = 0
+    tokens.tokens += [1, 2]
+    assert [[3, 4, 1, 2]] == proposer.propose([DraftRequest("a", tokens, 1, 4, "")])
+    assert 2 + 4 == tokens.num_read

@@ -1,0 +1,268 @@
+"""How many drafts a request gets, what the scheduler does with them, and a proposer that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframe.contract import DraftRequest, Proposer
+from kvframe.engine.requests.request import Request, SamplingParams
+from kvframe.engine.scheduling.drafting import MAX_PAUSE, Drafting, Pace
+from kvframe.engine.scheduling.scheduler import Scheduler
+from kvframe.engine.scheduling.step import ScheduledStep
+from tests.engine.test_scheduler import CountingCache
+
+
+@attrs.define(kw_only=True, eq=False)
+class Counting(Proposer):
+    """Proposes the numbers after a request's last token; the first ``num_right`` of a step are what it generates."""
+
+    name = "counting"
+    answers: Any = None
+    asked: list[list[DraftRequest]] = attrs.field(factory=list)
+    forgotten: list[str] = attrs.field(factory=list)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        self.asked.append(list(requests))
+        if self.answers is not None:
+            answer: Sequence[Sequence[int]] = self.answers(requests)
+            return answer
+        return [[each.token_ids[-1] + 1 + place for place in range(each.max_drafts)] for each in requests]
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self.forgotten += request_ids
+
+
+def request(name: str, prompt: int = 3, new: int = 20, **options: Any) -> Request:
+    return Request.create(
+        name,
+        range(1, prompt + 1),
+        SamplingParams(max_new_tokens=new, **options),
+        eos_token_ids=frozenset(),
+        max_model_len=99,
+    )
+
+
+def scheduler(proposer: Proposer, num_blocks: int = 1000, budget: int = 64) -> tuple[Scheduler[Request], CountingCache]:
+    cache = CountingCache(num_blocks)
+    drafting: Drafting[Request] = Drafting(proposer, vocab_size=None)
+    return Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=budget, drafting=drafting), cache
+
+
+def compute(step: ScheduledStep[Request], num_right: int = 99) -> Sequence[Any]:
+    """Return what a model that counts on gives: after token ``n`` comes ``n + 1``; so many drafts are accepted."""
+    generating = step.generating.tolist()
+    if not step.drafts:
+        return [step.requests[place].token_ids[-1] + 1 for place in generating]
+    runs = []
+    for place in generating:
+        num_accepted = min(num_right, len(step.drafts[place]))
+        first = step.requests[place].token_ids[-1] + 1
+        runs.append(list(range(first, first + num_accepted + 1)))
+    return runs
+
+
+def run_step(scheduled: Scheduler[Request], num_right: int = 99) -> ScheduledStep[Request]:
+    step = scheduled.schedule()
+    assert step is not None
+    scheduled.complete(step, compute(step, num_right))
+    return step
+
+
+# --- the pace ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_begins_with_two_drafts_and_doubles_them_while_all_are_accepted() -> None:
+    proposer = Counting(max_drafts=8)
+    scheduled, _ = scheduler(proposer)
+    scheduled.add(request("a", new=60))
+    found = [run_step(scheduled).drafts for _ in range(5)]
+    # A prompt's step has no drafts. After two, four and eight drafts the limit of the proposer is reached.
+    assert [0, 2, 4, 8, 8] == [len(each[0]) if each else 0 for each in found]
+
+
+def test_after_a_rejection_a_request_gets_as_many_drafts_as_were_accepted() -> None:
+    pace = Pace(num_drafts=8)
+    pace.learn(8, 3, most=8)
+    assert (3, 0) == (pace.num_drafts, pace.num_waiting)
+    pace.learn(3, 3, most=8)
+    assert 6 == pace.num_drafts
+
+
+def test_a_request_whose_drafts_are_wrong_pauses_longer_each_time() -> None:
+    proposer = Counting(max_drafts=4)
+    scheduled, _ = scheduler(proposer)
+    scheduled.add(request("a", new=60))
+    found = [bool(run_step(scheduled, num_right=0).drafts) for _ in range(16)]
+    assert [place for place, has_drafts in enumerate(found) if has_drafts] == [1, 3, 6, 11]
+    pace = Pace()
+    for _ in range(20):
+        pace.learn(1, 0, most=4)
+    assert MAX_PAUSE == pace.num_waiting
+    pace.learn(1, 1, most=4)
+    assert 1 == pace.pause
+
+
+# --- what the scheduler does ------------------------------------------------------------------------------------------
+
+
+def test_accepted_drafts_and_the_token_after_them_are_taken_and_rejected_ones_are_computed_again() -> None:
+    scheduled, _ = scheduler(Counting(max_drafts=4))
+    served = request("a")
+    scheduled.add(served)
+    run_step(scheduled)
+    step = run_step(scheduled, num_right=1)
+    assert [[5, 6]] == step.drafts
+    assert [3] == step.num_scheduled.tolist()
+    assert [1, 2, 3, 4, 5, 6] == list(served.token_ids)
+    assert 5 == served.num_computed
+    assert (2, 1) == (scheduled.stats.draft_tokens, scheduled.stats.accepted_draft_tokens)
+    assert 3 == scheduled.stats.generated_tokens
+
+
+def test_drafts_never_exceed_what_a_request_may_generate() -> None:
+    scheduled, _ = scheduler(Counting(max_drafts=8))
+    served = request("a", new=4)
+    scheduled.add(served)
+    while scheduled.has_work:
+        run_step(scheduled)
+    assert ("length", [1, 2, 3, 4, 5, 6, 7]) == (served.finish_reason, list(served.token_ids))
+
+
+def test_a_request_ends_at_a_stop_token_among_its_drafts() -> None:
+    proposer = Counting(max_drafts=8)
+    scheduled, cache = scheduler(proposer)
+    served, other = request("a", stop_token_ids=(6,)), request("b")
+    scheduled.add(served)
+    scheduled.add(other)
+    run_step(scheduled)
+    run_step(scheduled)
+    assert ("stop", [1, 2, 3, 4, 5, 6]) == (served.finish_reason, list(served.token_ids))
+    assert [1, 2, 3, 4, 5, 6, 7] == list(other.token_ids)
+    assert ["a"] == proposer.forgotten
+    assert ["b"] == list(cache.held)
+
+
+def test_drafts_take_what_the_budget_has_left() -> None:
+    proposer = Counting(max_drafts=4)
+    scheduled, _ = scheduler(proposer, budget=8)
+    for name in "abc":
+        scheduled.add(request(name, prompt=2))
+    run_step(scheduled)
+    scheduled.add(request("d", prompt=4))
+    step = run_step(scheduled)
+    # Three decodes and the new prompt's four tokens come first; one token is left.
+    assert [1, 0, 0, 0] == [len(each) for each in step.drafts]
+    assert 8 == step.num_tokens == int(step.num_scheduled.sum())
+
+
+def test_drafts_preempt_nobody_and_take_no_blocks_that_are_not_free() -> None:
+    # Two requests of three tokens hold a block of four each; the pool has no third.
+    scheduled, cache = scheduler(Counting(max_drafts=4), num_blocks=2)
+    for name in "ab":
+        scheduled.add(request(name, prompt=3, new=4))
+    run_step(scheduled)
+    step = run_step(scheduled)
+    assert () == step.drafts
+    assert (0, 0) == (scheduled.stats.preemptions, cache.num_free)
+
+
+def test_a_prompt_gets_no_drafts() -> None:
+    proposer = Counting(max_drafts=4)
+    scheduled, _ = scheduler(proposer, budget=4)
+    scheduled.add(request("a", prompt=8))
+    assert [(), ()] == [run_step(scheduled).drafts for _ in range(2)]
+    assert [] == proposer.asked
+    assert [[10, 11]] == run_step(scheduled).drafts
+
+
+def test_the_first_step_of_a_request_has_no_drafts_because_no_state_is_before_it() -> None:
+    proposer = Counting(max_drafts=4)
+    scheduled, _ = scheduler(proposer)
+    scheduled.add(request("a", prompt=1))
+    assert () == run_step(scheduled).drafts
+    assert [] == proposer.asked
+
+
+@pytest.mark.parametrize("fails_at", ["propose", "forget"])
+def test_a_proposer_that_raises_is_set_aside_and_requests_go_on(
+    fails_at: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposer = Counting(max_drafts=4)
+
+    def fail(self: Any, _: Any) -> Any:
+        raise RuntimeError("no more guesses")
+
+    monkeypatch.setattr(Counting, fails_at, fail)
+    scheduled, _ = scheduler(proposer)
+    for name, new in (("a", 3), ("b", 30)):
+        scheduled.add(request(name, new=new))
+    with caplog.at_level(logging.ERROR, "kvframe"):
+        while scheduled.has_work:
+            run_step(scheduled)
+    assert [
+        "the proposer Counting failed, and is set aside: no more drafts are computed: RuntimeError: no more guesses"
+    ] == [record.message for record in caplog.records]
+    assert 30 + 3 == scheduled.stats.generated_tokens
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (lambda requests: [[5, 200, 6]], [[5]]),  # 200 is no token of the model
+        (lambda requests: [[-1]], [[]]),
+        (lambda requests: [list(range(5, 40))], [[5, 6]]),  # more than was asked for
+        (lambda requests: [np.array([5, 6])], [[5, 6]]),
+        (lambda requests: [], [[]]),  # no list for the request: set aside
+        (lambda requests: [["five"]], [[]]),
+        (lambda requests: None, [[]]),
+    ],
+)
+def test_what_is_no_draft_is_left_out(answer: Any, expected: list[list[int]]) -> None:
+    drafting: Drafting[Request] = Drafting(Counting(answers=answer), vocab_size=100)
+    assert expected == drafting.propose([request("a")], budget=9)
+
+
+def test_an_aborted_request_is_forgotten() -> None:
+    proposer = Counting()
+    scheduled, _ = scheduler(proposer)
+    served, waiting = request("a"), request("never asked about")
+    scheduled.add(served)
+    run_step(scheduled)
+    run_step(scheduled)
+    scheduled.add(waiting)
+    scheduled.end(waiting, "aborted")
+    scheduled.end(served, "aborted")
+    assert ["a"] == proposer.forgotten
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 20)), min_size=1, max_size=6),
+    st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    st.integers(4, 30),
+    st.integers(4, 20),
+)
+def test_every_request_ends_with_its_tokens_whatever_is_accepted(
+    wanted: list[tuple[int, int]], accepted: list[int], num_blocks: int, budget: int
+) -> None:
+    scheduled, cache = scheduler(Counting(max_drafts=4), max(num_blocks, 8), budget)
+    requests = [request(str(index), prompt, new) for index, (prompt, new) in enumerate(wanted)]
+    for each in requests:
+        scheduled.add(each)
+    for turn in range(2000):
+        if not scheduled.has_work:
+            break
+        step = scheduled.schedule()
+        assert step is not None
+        assert step.num_tokens == int(step.num_scheduled.sum()) <= budget
+        scheduled.complete(step, compute(step, accepted[turn % len(accepted)]))
+    for each, (prompt, new) in zip(requests, wanted, strict=True):
+        assert list(range(1, prompt + new + 1)) == list(each.token_ids)
+    assert not cache.held

@@ -1,0 +1,267 @@
+"""Draft tokens with models of every kind: the tokens, texts and seeds are those of a run without drafts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pytest
+
+from kvframe import Engine, Prompt, RequestOutput, SamplingParams, load_plugins
+from kvframe.contract import DraftRequest, Proposer, Register, StackError, hookimpl
+from tests.covering import cover_values
+from tests.models import encoder_decoder
+from tests.models.serving import PROMPTS, TinyModel, ids
+
+MAX_DRAFTS = 4
+ANSWERS: list[list[int]] = []
+"""The tokens of each request, prompt and answer, that the proposer knows."""
+
+
+@attrs.define(kw_only=True, eq=False)
+class Knowing(Proposer):
+    """Knows what requests will generate, and makes a mistake in three of ten tokens."""
+
+    name = "knowing"
+    max_drafts: int = MAX_DRAFTS
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        return [self.drafts_of(list(each.token_ids), each.max_drafts) for each in requests]
+
+    def drafts_of(self, known: list[int], most: int) -> list[int]:
+        chance = random.Random(sum(known) + len(known))
+        answers = (answer for answer in ANSWERS if answer[: len(known)] == known)
+        following = next(answers, known)[len(known) : len(known) + most]
+        return [token if chance.random() < 0.7 else (token + 1) % 128 for token in following]
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        pass
+
+
+def make_manifest() -> ModuleType:
+    manifest = ModuleType("knowing_plugin")
+
+    @hookimpl
+    def kvframe_register_proposers(register: Register) -> None:
+        register("knowing", Knowing)
+
+    manifest.kvframe_register_proposers = kvframe_register_proposers  # type: ignore[attr-defined]
+    return manifest
+
+
+FAMILIES = (
+    "llama",
+    "gemma3_text",
+    "gpt_oss",
+    "llama4_text",
+    "deepseek_v3",
+    "gemma3n_text",
+    "mixtral",
+    "mamba",
+    "mamba2",
+    "jamba",
+    "falcon_h1",
+    "qwen3_next",
+    "lfm2",
+)
+CIRCLING = "circling"
+STATES = ("mamba2", "jamba", "qwen3_next", "lfm2")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    registry, made = load_plugins(plugins=[make_manifest()]).registry, {}
+
+    def model(name: str) -> TinyModel:
+        if name not in made:
+            saved = TinyModel.save(tmp_path_factory.mktemp(name), "llama" if name == CIRCLING else name)
+            if name == CIRCLING:
+                # Without its layers, each token depends on the one before it alone, so that they soon repeat.
+                for parameter, values in saved.loaded.model.named_parameters():  # type: ignore[attr-defined]
+                    if parameter.endswith(("o_proj.weight", "down_proj.weight")):
+                        values.data.zero_()
+                saved.loaded.model.save_pretrained(saved.path)  # type: ignore[attr-defined]
+            made[name] = attrs.evolve(saved, registry=registry)
+        return made[name]
+
+    return model
+
+
+def shown(outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [(each.token_ids, each.text, each.finish_reason) for each in outputs]
+
+
+def check_same(
+    model: TinyModel,
+    params: SamplingParams,
+    prompts: Sequence[Any] = PROMPTS,
+    *,
+    drafts: Any = "knowing",
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Check that drafts change no output; return the statistics without and with them."""
+    with model.engine(**options) as engine:
+        expected, without = engine.generate(prompts, params), engine.stats()
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected]
+    with model.engine(drafts=drafts, **options) as engine:
+        found = engine.generate(prompts, params)
+        assert 0 == engine._manager.num_held_pages
+        with_drafts = engine.stats()
+    assert shown(expected) == shown(found)
+    assert 0 < with_drafts.accepted_draft_tokens <= with_drafts.draft_tokens
+    assert without.generated_tokens == with_drafts.generated_tokens
+    return without, with_drafts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_same_in_fewer_steps(models: Any, family: str) -> None:
+    without, with_drafts = check_same(models(family), SamplingParams(max_new_tokens=24))
+    assert with_drafts.steps < without.steps
+    assert with_drafts.accepted_draft_tokens < with_drafts.draft_tokens
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "audited": {"audit": True, "max_num_batched_tokens": 16},
+    "blocks of 4": {"block_size": 4},
+    "without prefix caching": {"prefix_caching": False},
+    "without checkpoints": {"states": {"checkpoints": "none"}},
+    "a state at every block": {"states": {"checkpoints": "all"}},
+    "8 bits": {"format": "int8_token_head"},
+}
+
+
+@pytest.mark.parametrize(("family", "setting"), cover_values(FAMILIES, SETTINGS))
+def test_settings_of_the_cache_and_the_backend_change_nothing(models: Any, family: str, setting: str) -> None:
+    check_same(models(family), SamplingParams(max_new_tokens=24), **SETTINGS[setting])
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "all": {"temperature": 0.8, "seed": 5},
+    "likely ones": {"temperature": 0.9, "seed": 6, "top_k": 20, "top_p": 0.9},
+    "three samples": {"temperature": 0.9, "seed": 7, "n": 3},
+    "stop tokens": {"temperature": 1.5, "seed": 8, "stop_token_ids": tuple(range(0, 128, 9))},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "sampling"), cover_values(["llama", "gemma3n_text", "jamba", "qwen3_next"], SAMPLING)
+)
+def test_sampled_tokens_follow_the_same_seeds(models: Any, family: str, sampling: str) -> None:
+    check_same(models(family), SamplingParams(max_new_tokens=24, **SAMPLING[sampling]))
+
+
+@pytest.mark.parametrize(
+    ("family", "preemption"),
+    cover_values(["llama", "jamba", "lfm2", "qwen3_next", "deepseek_v3"], ["recompute", "swap"]),
+)
+def test_preempted_requests_give_the_same_tokens(models: Any, family: str, preemption: str) -> None:
+    model = models(family)
+    memory = model.tight_memory(100, drafts="knowing")
+    options = {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "audit": True}
+    _, with_drafts = check_same(model, SamplingParams(max_new_tokens=24), **options)
+    assert with_drafts.preemptions > 0
+    assert (with_drafts.swaps > 0) == (preemption == "swap")
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_skip_prompt_tokens_compute_drafts(models: Any, family: str) -> None:
+    check_same(models(family), SamplingParams(max_new_tokens=24), prefill_skipping="decode_only")
+
+
+@pytest.mark.parametrize("query_lens", [(1,), (1, 3, 5)])
+def test_steps_with_drafts_run_with_graphs_or_without(models: Any, query_lens: tuple[int, ...]) -> None:
+    options = {"graphs": (4, 8), "graph_query_lens": query_lens}
+    check_same(models("gemma3_text"), SamplingParams(max_new_tokens=24), **options)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
+def test_decoders_with_an_encoder_get_drafts(models: Any, family: str) -> None:
+    prompts: list[Prompt] = encoder_decoder.prompts(family)
+    check_same(models(family), SamplingParams(max_new_tokens=16, ignore_eos=True), prompts)
+
+
+def test_log_probabilities_of_prompts_are_the_same(models: Any) -> None:
+    model, params = models("llama"), SamplingParams(max_new_tokens=12, prompt_logprobs=True)
+    with model.engine() as engine:
+        expected = engine.generate(PROMPTS, params)
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected]
+    with model.engine(drafts="knowing") as engine:
+        found = engine.generate(PROMPTS, params)
+        assert engine.stats().accepted_draft_tokens > 0
+    for one, other in zip(expected, found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.prompt_logprobs is not None
+        assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)  # type: ignore[index]
+
+
+def test_ngram_needs_fewer_steps_for_what_repeats_itself(models: Any) -> None:
+    model = models(CIRCLING)
+    without, with_drafts = check_same(model, SamplingParams(max_new_tokens=120), drafts="ngram")
+    assert with_drafts.steps < 0.7 * without.steps
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_states_that_drafts_need_are_planned(models: Any, family: str) -> None:
+    with models(family).engine() as engine:
+        num_groups = len(engine.plan.groups)
+    with models(family).engine(drafts={"name": "knowing", "max_drafts": 3}) as engine:
+        rollback = [group.spec for group in engine.plan.groups if group.spec.kind == "rollback"]
+        assert {3} == {spec.num_states for spec in rollback}  # type: ignore[attr-defined]
+        assert len(engine.plan.groups) == num_groups + len(rollback)
+
+
+def test_a_state_that_cannot_go_back_is_refused(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvframe_mamba.spec import MambaSpec
+
+    monkeypatch.setattr(MambaSpec, "with_drafts", lambda self, num_draft_tokens: self)
+    with pytest.raises(StackError, match=r"computes up to 4 draft tokens .* 'mamba' keeps 0 states to go back to"):
+        models("mamba2").engine(drafts="knowing")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        ("no_such", "engine.drafts: there is no proposer named 'no_such'"),
+        ({"name": "ngram", "depth": 3}, "engine.drafts: proposer 'ngram': there is no option 'depth'"),
+        ({"name": "ngram", "max_drafts": 0}, "max_drafts must be a whole number"),
+        ({"name": "knowing", "max_drafts": 65}, "max_drafts must be a whole number from 1 to 64, not 65"),
+        ({"name": "knowing", "max_drafts": "4"}, "max_drafts must be a whole number from 1 to 64, not '4'"),
+    ],
+)
+def test_a_wrong_choice_of_drafts_is_refused_in_one_sentence(models: Any, drafts: Any, message: str) -> None:
+    with pytest.raises(StackError, match=message):
+        models("llama").engine(drafts=drafts)
+
+
+def test_the_command_line_takes_a_proposer(models: Any, tmp_path: Path) -> None:
+    import json
+
+    from click.testing import CliRunner
+
+    from kvframe.cli import main
+
+    model, prompts = models(CIRCLING), tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([[*ids(3, 9), *ids(3, 9)]]))
+    command = ["generate", str(model.path), "--prompt-token-ids", str(prompts), "--max-new-tokens", "40", "--json"]
+    plain = CliRunner().invoke(main, [*command, "--memory", "4MiB"])
+    drafted = CliRunner().invoke(main, [*command, "--memory", "4MiB", "--drafts", "ngram"])
+    assert (0, 0) == (plain.exit_code, drafted.exit_code), plain.output + drafted.output
+    first, second = json.loads(plain.stdout), json.loads(drafted.stdout)
+    assert first["outputs"] == second["outputs"]
+    assert second["stats"]["accepted_draft_tokens"] > 0 == first["stats"]["draft_tokens"]
+
+
+def test_an_engine_that_streams_reports_accepted_drafts_at_once(models: Any) -> None:
+    model, params = models("llama"), SamplingParams(max_new_tokens=24)
+    with model.engine() as engine:
+        expected = engine.generate(PROMPTS[3:4], params)
+    ANSWERS[:] = [[*expected[0].prompt_token_ids, *expected[0].token_ids]]
+    made: Engine = model.engine(drafts="knowing")
+    with made as engine:
+        pieces = [piece.new_token_ids for piece in engine.stream(PROMPTS[3], params)]
+    assert expected[0].token_ids == sum(pieces, ())
+    assert max(map(len, pieces)) > 1
