@@ -51,6 +51,7 @@ demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that sh
 bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and parts by themselves; record the results
 	$(BIN)/python -m benchmarks.engine.generate
 	$(BIN)/python -m benchmarks.engine.beside_vllm
+	$(BIN)/python -m benchmarks.engine.drafts
 	$(BIN)/python -m benchmarks.engine.skipping
 	$(BIN)/python -m benchmarks.attention.metadata
 	$(BIN)/python -m benchmarks.attention.formats

@@ -1,4 +1,4 @@
-"""Drafts of a step: asks the proposer for them, for each request as many as its last steps accepted.
+"""Draft tokens of a step: asks the proposer for them, and lets requests take those that the step accepted.
 
 A request begins with two drafts. If a step accepts all of them, the next step asks for twice as many. If it rejects
 one, the next step asks for as many as were accepted. If it accepts none, the request pauses: for one step, and for
@@ -12,10 +12,14 @@ from collections.abc import Sequence
 from typing import Generic
 
 import attrs
+import numpy as np
 
 from kvframe.contract.foreign import safe_text
+from kvframe.contract.order import IntArray
 from kvframe.contract.proposer import DraftRequest, Proposer
 from kvframe.engine.requests.progress import RequestT
+from kvframe.engine.scheduling.request_cache import RequestCache
+from kvframe.engine.scheduling.step import ScheduledStep
 
 _log = logging.getLogger("kvframe")
 FIRST_DRAFTS = 2
@@ -48,7 +52,7 @@ class Pace:
 
 
 class Drafting(Generic[RequestT]):
-    """Gets drafts for a step's requests.
+    """Adds drafts to steps.
 
     Invariant: every request that the proposer was asked about and that has not ended has a pace.
     """
@@ -63,6 +67,72 @@ class Drafting(Generic[RequestT]):
         self._proposer: Proposer | None = proposer
         self._max_drafts, self._vocab_size = proposer.max_drafts, vocab_size
         self._paces: dict[str, Pace] = {}
+
+    def add_drafts(self, step: ScheduledStep[RequestT], budget: int, cache: RequestCache) -> ScheduledStep[RequestT]:
+        """Return a step with draft tokens, if the budget and the free blocks allow: no request gives way.
+
+        Args:
+            step: A step without drafts, whose tokens have blocks.
+            budget: The most drafts of all requests together.
+            cache: Where the drafts get their blocks.
+        """
+        # The first step of a request has no state to go back to.
+        may_draft = (step.num_known - step.num_computed == 1) & (step.num_scheduled == 1) & (step.num_computed > 0)
+        places = [place for place in np.flatnonzero(may_draft).tolist() if not step.requests[place].wants_prompt_rows]
+        proposed = self.propose([step.requests[place] for place in places], budget) if places else []
+        drafts: list[list[int]] = [[] for _ in step.requests]
+        for place, each in zip(places, proposed, strict=True):
+            drafts[place] = each
+        num_drafts = np.array([len(each) for each in drafts])
+        num_all = int(num_drafts.sum())
+        if not num_all:
+            return step
+        has_drafts = num_drafts > 0
+        try:
+            is_extended = cache.extend_rows(step.rows[has_drafts], (step.num_known + num_drafts)[has_drafts])
+        except AssertionError:
+            raise
+        except Exception:  # a spec is wrong at these tokens; if the request gets there, it ends with that error
+            is_extended = False
+        if not is_extended:
+            return step
+        return attrs.evolve(
+            step,
+            num_scheduled=step.num_scheduled + num_drafts,
+            num_tokens=step.num_tokens + num_all,
+            drafts=drafts,
+        )
+
+    def take_accepted(
+        self, step: ScheduledStep[RequestT], runs: Sequence[Sequence[int]], num_computed: IntArray
+    ) -> tuple[list[int], int]:
+        """Let requests take their accepted drafts, whose state the step computed.
+
+        Args:
+            step: A step with drafts.
+            runs: For each request whose last known token was computed, its accepted drafts and the token after them.
+            num_computed: ``[num_reqs], int64, host``: changed to each request's tokens whose state stays.
+
+        Returns:
+            For each of these requests the token after its drafts, a negative number if there is none; and how many
+            drafts were taken.
+        """
+        following: list[int] = []
+        num_all = 0
+        for place, run in zip(step.generating.tolist(), runs, strict=True):
+            request, num_known = step.requests[place], int(step.num_known[place])
+            for token_id in run[:-1]:
+                request.take(token_id)
+                if request.finish_reason is not None:
+                    break
+            # The state of a request's last token is not needed, and that of a rejected draft is wrong.
+            num_taken = len(request.token_ids) - num_known
+            num_computed[place] = num_known + num_taken - (request.finish_reason is not None)
+            num_all += num_taken
+            if step.drafts[place]:
+                self.learn(request, len(step.drafts[place]), max(0, len(run) - 1))
+            following.append(run[-1] if run else -1)
+        return following, num_all
 
     def propose(self, requests: Sequence[RequestT], budget: int) -> list[list[int]]:
         """Return drafts for each request, none for most of them perhaps.

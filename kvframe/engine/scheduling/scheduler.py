@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, cast
 
-import attrs
 import numpy as np
 
 from kvframe.contract.errors import KVFrameError
@@ -144,39 +143,11 @@ class Scheduler(Generic[RequestT]):
             np.concatenate([continuing, np.array(counts)]) if counts else continuing,
             self._max_num_batched_tokens - budget,
         )
-        return step if self._drafting is None or not budget else self._with_drafts(step, self._drafting, budget)
-
-    def _with_drafts(
-        self, step: ScheduledStep[RequestT], drafting: Drafting[RequestT], budget: int
-    ) -> ScheduledStep[RequestT]:
-        """Return a step with draft tokens, as many as its budget and the free blocks allow: no request gives way."""
-        # The first step of a request has no state to go back to.
-        may_draft = (step.num_known - step.num_computed == 1) & (step.num_scheduled == 1) & (step.num_computed > 0)
-        places = [place for place in np.flatnonzero(may_draft).tolist() if not step.requests[place].wants_prompt_rows]
-        proposed = drafting.propose([step.requests[place] for place in places], budget) if places else []
-        drafts: list[list[int]] = [[] for _ in step.requests]
-        for place, each in zip(places, proposed, strict=True):
-            drafts[place] = each
-        num_drafts = np.array([len(each) for each in drafts])
-        num_all = int(num_drafts.sum())
-        if not num_all:
+        if self._drafting is None or not budget:
             return step
-        has_drafts = num_drafts > 0
-        try:
-            is_extended = self._cache.extend_rows(step.rows[has_drafts], (step.num_known + num_drafts)[has_drafts])
-        except AssertionError:
-            raise
-        except Exception:  # a spec is wrong at these tokens; if the request gets there, it ends with that error
-            is_extended = False
-        if not is_extended:
-            return step
-        self.stats.draft_tokens += num_all
-        return attrs.evolve(
-            step,
-            num_scheduled=step.num_scheduled + num_drafts,
-            num_tokens=step.num_tokens + num_all,
-            drafts=drafts,
-        )
+        with_drafts = self._drafting.add_drafts(step, budget, self._cache)
+        self.stats.draft_tokens += with_drafts.num_tokens - step.num_tokens
+        return with_drafts
 
     def complete(self, step: ScheduledStep[RequestT], outcomes: Outcomes) -> list[RequestT]:
         """Record the outcome of a step.
@@ -207,7 +178,10 @@ class Scheduler(Generic[RequestT]):
         generating = step.generating
         outcomes: Sequence[int]
         if step.drafts:
-            outcomes = self._take_drafts(step, cast(Sequence[Sequence[int]], all_outcomes), num_computed)
+            assert self._drafting is not None
+            runs = cast(Sequence[Sequence[int]], all_outcomes)
+            outcomes, num_accepted = self._drafting.take_accepted(step, runs, num_computed)
+            self.stats.accepted_draft_tokens += num_accepted
         else:
             outcomes = cast(Sequence[int], all_outcomes)
         if outcomes and min(outcomes) < 0:
@@ -254,36 +228,6 @@ class Scheduler(Generic[RequestT]):
         self.stats.computed_tokens += step.num_tokens
         self.stats.generated_tokens += int((num_known - step.num_known).sum())
         return [request for request in generated if request not in again] if again else generated
-
-    def _take_drafts(
-        self, step: ScheduledStep[RequestT], runs: Sequence[Sequence[int]], num_computed: IntArray
-    ) -> list[int]:
-        """Let requests take their accepted drafts, which are in the cache already.
-
-        Args:
-            step: A step with drafts.
-            runs: For each request whose last known token was computed, its accepted drafts and the token after them.
-            num_computed: ``[num_reqs], int64, host``: changed to each request's tokens whose state stays.
-
-        Returns:
-            For each of these requests the token after its drafts; a negative number if there is none.
-        """
-        assert self._drafting is not None
-        following: list[int] = []
-        for place, run in zip(step.generating.tolist(), runs, strict=True):
-            request, num_known = step.requests[place], int(step.num_known[place])
-            for token_id in run[:-1]:
-                request.take(token_id)
-                if request.finish_reason is not None:
-                    break
-            # The state of a request's last token is not needed, and that of a rejected draft is wrong.
-            num_taken = len(request.token_ids) - num_known
-            num_computed[place] = num_known + num_taken - (request.finish_reason is not None)
-            self.stats.accepted_draft_tokens += num_taken
-            if step.drafts[place]:
-                self._drafting.learn(request, len(step.drafts[place]), max(0, len(run) - 1))
-            following.append(run[-1] if run else -1)
-        return following
 
     def fail(self, step: ScheduledStep[RequestT], error: str) -> list[RequestT]:
         """End every request of a step that could not be computed, and return them."""

@@ -91,8 +91,7 @@ class ScheduledStep(Generic[RequestT]):
         rows: ``[num_reqs], int64, host``: the row of each request.
         num_computed: ``[num_reqs], int64, host``: its tokens that were computed before.
         num_known: ``[num_reqs], int64, host``: all its tokens that are known.
-        num_scheduled: ``[num_reqs], int64, host``: its tokens that the step computes, at least one; after the known ones
-            its drafts.
+        num_scheduled: ``[num_reqs], int64, host``: its tokens that the step computes, at least one; drafts come last.
         num_tokens: Tokens that the step computes.
         drafts: For each request, the draft tokens that the step computes; empty if no request has any.
     """
