@@ -38,8 +38,8 @@ lint: $(READY) ## ruff and mypy --strict
 quick: $(READY) ## lint and tests of what changed, or of one package: make quick PACKAGE=cache
 	@BIN=$(BIN) JOBS=$(JOBS) PACKAGE=$(PACKAGE) .ci/quick
 
-test: $(READY) ## ruff, then mypy --strict beside every test: core, plugins, examples
-	@BIN=$(BIN) JOBS=$(JOBS) .ci/test
+test: lint ## lint, then every test: core, plugins, examples
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 docs: $(READY) ## build the documentation as a site in build/site, with the contract's reference
 	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . build/site
