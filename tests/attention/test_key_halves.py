@@ -54,6 +54,13 @@ def test_two_halves_merged_are_the_whole(backend: type[AttentionBackend]) -> Non
         check_backend(backend, case)
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_halves_of_every_sampled_case_merged_are_the_whole(backend: type[AttentionBackend]) -> None:
+    for case in sample(halved_cases(backend)):
+        check_backend(backend, case)
+
+
 def test_the_halves_are_two_calls_of_the_backend_without_its_other_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the merge, or with one half, the same cases fail."""
     case = next(case for case in halved_cases(TorchReferenceBackend) if case.name == "full-block=16-uneven")
