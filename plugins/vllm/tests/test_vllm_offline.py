@@ -93,7 +93,8 @@ def test_vllm_and_the_stack_have_to_agree_on_skipping(is_set: bool, vllm_runs: A
 
 def test_a_backend_that_cannot_write_to_vllms_output_is_copied_once_a_layer_and_step(vllm_runs: Any) -> None:
     settings = {"engine": vllm_runs.engine, "prompts": vllm_runs.make_prompts(4), "max_tokens": 4}
-    found = vllm_runs.serve(vllm_runs.make_model("Llama"), settings, vllm_runs.torch)
+    stack = vllm_runs.torch.replace('"torch"', '"torch_reference"')
+    found = vllm_runs.serve(vllm_runs.make_model("Llama"), settings, stack)
     assert {"pages": 0, "output": sum(found["calls"]["attend"].values())} == found["copies"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import SEQ_STARTS
-from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance, bias_columns
+from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe_torch.builder import TorchMetadata, TorchMetadataBuilder
 from kvframe_torch.chunks import ChunkMasks
@@ -87,15 +87,6 @@ class TorchBackend(AttentionBackend):
         self._max_distance = None if bias is None else bias.max_distance
         self._masks = ChunkMasks(layers[0], device)
         self._scratch = {"k": Scratch(), "v": Scratch()}
-        self._bias_by_distance: dict[str, torch.Tensor] = {}
-
-    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep the layer's tensors, and its bias by distance."""
-        super().bind(layer, parameters)
-        assert layer.query is not None
-        if layer.query.relative_bias is not None:
-            table = parameters[RELATIVE_BIAS]
-            self._bias_by_distance[layer.name] = bias_by_distance(layer.query.relative_bias, table)
 
     def make_builder(self) -> TorchMetadataBuilder:
         """Return the builder of the step's batches and chunks."""
@@ -111,7 +102,7 @@ class TorchBackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute one batch after the other, then one chunk after the other."""
-        return self._forward(layer, query, kv_cache, metadata, sinks, None)
+        return self._forward(layer, query, kv_cache, metadata, sinks, out=out)
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
@@ -121,7 +112,7 @@ class TorchBackend(AttentionBackend):
         if sinks is not None:
             # Requests without keys are in no batch.
             lse.copy_(sinks.expand_as(lse))
-        return self._forward(layer, query, kv_cache, metadata, sinks, lse), lse
+        return self._forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse
 
     def _forward(
         self,
@@ -130,13 +121,15 @@ class TorchBackend(AttentionBackend):
         kv_cache: KVCache,
         metadata: Any,
         sinks: torch.Tensor | None,
-        lse: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output, and write the log-sum-exp to ``lse: [num_tokens, num_heads]`` if it is given."""
         assert isinstance(metadata, TorchMetadata)
         assert layer.query is not None
         by_scores = lse is not None or sinks is not None or layer.query.soft_cap is not None
-        output = query.new_zeros(*query.shape[:2], kv_cache["v"].shape[-1])
+        output = query.new_zeros(*query.shape[:2], kv_cache["v"].shape[-1]) if out is None else out.zero_()
         for part in self._parts(layer, query, kv_cache, metadata, by_scores):
             if by_scores:
                 result, of_rows = _attend_by_scores(part, layer.query, sinks)
@@ -162,7 +155,7 @@ class TorchBackend(AttentionBackend):
                 bias = metadata.mask[tokens].view(batch.num_requests, 1, 1, -1).to(query.dtype)
             if metadata.bias_columns is not None:
                 columns = metadata.bias_columns[tokens].view(batch.num_requests, 1, -1)
-                bias = self._learned_bias(layer, columns, num_kv_heads, bias)
+                bias = self._learned_bias(layer, columns, num_kv_heads, query.dtype, bias)
             rows = metadata.rows[batch.first_row : batch.first_row + batch.num_requests]
             of_rows = query.index_select(0, rows).unsqueeze(1)
             yield Part(rows, of_rows, key.to(query.dtype), value.to(query.dtype), bias)
@@ -175,7 +168,7 @@ class TorchBackend(AttentionBackend):
                 bias = self._masks.mask(tile, dtype) if metadata.causal and not is_prompt else None
                 if self._max_distance is not None:
                     columns = bias_columns(tile.distances(query.device), self._max_distance)
-                    bias = self._learned_bias(layer, columns.unsqueeze(0), num_kv_heads, bias)
+                    bias = self._learned_bias(layer, columns.unsqueeze(0), num_kv_heads, dtype, bias)
                 some = slice(chunk.first_row + tile.first, chunk.first_row + tile.stop)
                 key, value = tile.cut(keys, chunk), tile.cut(values, chunk)
                 yield Part(some, query[some].unsqueeze(0), key, value, bias, is_prompt)
@@ -192,12 +185,17 @@ class TorchBackend(AttentionBackend):
         return gathered.view(num_requests, -1, *state.shape[2:]).transpose(1, 2)
 
     def _learned_bias(
-        self, layer: LayerSpec, columns: torch.Tensor, num_kv_heads: int, mask: torch.Tensor | None
+        self,
+        layer: LayerSpec,
+        columns: torch.Tensor,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return a layer's bias for ``columns: [num_requests, num_queries, num_keys]``, with a mask added to it."""
-        values = self._bias_by_distance[layer.name].index_select(1, columns.view(-1))
+        values = self.bias_tables[layer.name].index_select(1, columns.view(-1)).to(dtype)
         bias = _folded(values.view(-1, *columns.shape).permute(1, 2, 0, 3), num_kv_heads)
-        return bias if mask is None else bias.to(mask.dtype) + mask
+        return bias if mask is None else bias + mask
 
 
 def _attend(part: Part, scale: float) -> torch.Tensor:
