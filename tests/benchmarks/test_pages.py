@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.attention import cpu, formats, metadata
 from benchmarks.cache import core, definition, eviction, growth, salts
-from benchmarks.engine import beside_vllm, generate, profile_step, skipping, soak
+from benchmarks.engine import beside_vllm, drafts, generate, profile_step, skipping, soak
 from benchmarks.harness import pages, record
 from benchmarks.memory import plans, traffic
 from tests.benchmarks.calling import RESULTS, page_of, record_of
@@ -22,6 +22,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "cache_model": definition.write_report,
     "cache_salts": salts.write_report,
     "cpu_attention": cpu.write_report,
+    "drafts": drafts.write_report,
     "eviction": eviction.write_report,
     "formats": formats.write_report,
     "generate": generate.write_report,

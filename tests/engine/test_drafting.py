@@ -79,21 +79,27 @@ def run_step(scheduled: Scheduler[Request], num_right: int = 99) -> ScheduledSte
 # --- the pace ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_begins_with_two_drafts_and_doubles_them_while_all_are_accepted() -> None:
+def test_a_request_begins_with_all_drafts_and_doubles_them_while_all_are_accepted() -> None:
     proposer = Counting(max_drafts=8)
     scheduled, _ = scheduler(proposer)
     scheduled.add(request("a", new=60))
-    found = [run_step(scheduled).drafts for _ in range(5)]
-    # A prompt's step has no drafts. After two, four and eight drafts the limit of the proposer is reached.
-    assert [0, 2, 4, 8, 8] == [len(each[0]) if each else 0 for each in found]
+    # A prompt's step has no drafts. Of the first drafts four are accepted, later all.
+    found = [run_step(scheduled, num_right).drafts for num_right in (0, 4, 99, 99)]
+    assert [0, 8, 4, 8] == [len(each[0]) if each else 0 for each in found]
 
 
 def test_after_a_rejection_a_request_gets_as_many_drafts_as_were_accepted() -> None:
     pace = Pace(num_drafts=8)
-    pace.learn(8, 3, most=8)
-    assert (3, 0) == (pace.num_drafts, pace.num_waiting)
+    pace.learn(8, 4, most=8)
+    assert (4, 0) == (pace.num_drafts, pace.num_waiting)
     pace.learn(3, 3, most=8)
     assert 6 == pace.num_drafts
+
+
+def test_a_request_pauses_if_fewer_than_half_of_its_drafts_are_accepted() -> None:
+    pace = Pace(num_drafts=8)
+    pace.learn(8, 3, most=8)
+    assert (3, 1) == (pace.num_drafts, pace.num_waiting)
 
 
 def test_a_request_whose_drafts_are_wrong_pauses_longer_each_time() -> None:
@@ -102,7 +108,7 @@ def test_a_request_whose_drafts_are_wrong_pauses_longer_each_time() -> None:
     scheduled.add(request("a", new=60))
     found = [bool(run_step(scheduled, num_right=0).drafts) for _ in range(16)]
     assert [place for place, has_drafts in enumerate(found) if has_drafts] == [1, 3, 6, 11]
-    pace = Pace()
+    pace = Pace(4)
     for _ in range(20):
         pace.learn(1, 0, most=4)
     assert MAX_PAUSE == pace.num_waiting
@@ -114,7 +120,7 @@ def test_a_request_whose_drafts_are_wrong_pauses_longer_each_time() -> None:
 
 
 def test_accepted_drafts_and_the_token_after_them_are_taken_and_rejected_ones_are_computed_again() -> None:
-    scheduled, _ = scheduler(Counting(max_drafts=4))
+    scheduled, _ = scheduler(Counting(max_drafts=2))
     served = request("a")
     scheduled.add(served)
     run_step(scheduled)
@@ -137,7 +143,7 @@ def test_drafts_never_exceed_what_a_request_may_generate() -> None:
 
 
 def test_a_request_ends_at_a_stop_token_among_its_drafts() -> None:
-    proposer = Counting(max_drafts=8)
+    proposer = Counting(max_drafts=2)
     scheduled, cache = scheduler(proposer)
     served, other = request("a", stop_token_ids=(6,)), request("b")
     scheduled.add(served)
@@ -175,7 +181,7 @@ def test_drafts_preempt_nobody_and_take_no_blocks_that_are_not_free() -> None:
 
 
 def test_a_prompt_gets_no_drafts() -> None:
-    proposer = Counting(max_drafts=4)
+    proposer = Counting(max_drafts=2)
     scheduled, _ = scheduler(proposer, budget=4)
     scheduled.add(request("a", prompt=8))
     assert [(), ()] == [run_step(scheduled).drafts for _ in range(2)]
@@ -226,7 +232,7 @@ def test_a_proposer_that_raises_is_set_aside_and_requests_go_on(
     ],
 )
 def test_what_is_no_draft_is_left_out(answer: Any, expected: list[list[int]]) -> None:
-    drafting: Drafting[Request] = Drafting(Counting(answers=answer), vocab_size=100)
+    drafting: Drafting[Request] = Drafting(Counting(answers=answer, max_drafts=2), vocab_size=100)
     assert expected == drafting.propose([request("a")], budget=9)
 
 

@@ -1,8 +1,8 @@
 """Draft tokens of a step: asks the proposer for them, and lets requests take those that the step accepted.
 
-A request begins with two drafts. If a step accepts all of them, the next step asks for twice as many. If it rejects
-one, the next step asks for as many as were accepted. If it accepts none, the request pauses: for one step, and for
-twice as many after each further step that accepts none.
+A request begins with as many drafts as the proposer gives. If a step rejects one, the next step asks for as many as
+were accepted. If it accepts all of them, the next step asks for twice as many. If it accepts fewer than half, drafts
+cost more than they save: the request pauses for one step, and for twice as many after each further step of that kind.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.step import ScheduledStep
 
 _log = logging.getLogger("kvframe")
-FIRST_DRAFTS = 2
-"""Drafts that a request begins with, if the proposer gives so many."""
 MAX_PAUSE = 32
 """The most steps without drafts between two attempts of a request."""
 
@@ -34,21 +32,21 @@ class Pace:
 
     Attributes:
         num_drafts: Drafts of its next step with drafts, at least one.
-        pause: Steps that it pauses after the next step that accepts no draft; doubled each time.
+        pause: Steps that it pauses after the next step that accepts fewer than half; doubled each time.
         num_waiting: Steps without drafts that come first.
     """
 
-    num_drafts: int = FIRST_DRAFTS
+    num_drafts: int
     pause: int = 1
     num_waiting: int = 0
 
     def learn(self, num_proposed: int, num_accepted: int, most: int) -> None:
         """Choose the number of the next drafts from what became of the last ones."""
-        if not num_accepted:
-            self.num_drafts, self.num_waiting, self.pause = 1, self.pause, min(2 * self.pause, MAX_PAUSE)
-            return
-        self.pause = 1
-        self.num_drafts = min(2 * num_proposed, most) if num_accepted == num_proposed else num_accepted
+        self.num_drafts = min(2 * num_proposed, most) if num_accepted == num_proposed else max(1, num_accepted)
+        if 2 * num_accepted < num_proposed:
+            self.num_waiting, self.pause = self.pause, min(2 * self.pause, MAX_PAUSE)
+        else:
+            self.pause = 1
 
 
 class Drafting(Generic[RequestT]):
@@ -147,7 +145,7 @@ class Drafting(Generic[RequestT]):
         for place, request in enumerate(requests):
             pace = self._paces.get(request.request_id)
             if pace is None:
-                pace = self._paces[request.request_id] = Pace(min(FIRST_DRAFTS, self._max_drafts))
+                pace = self._paces[request.request_id] = Pace(self._max_drafts)
             if pace.num_waiting:
                 pace.num_waiting -= 1
                 continue
