@@ -141,6 +141,8 @@ class KVCacheCoordinator:
         rows, num_tokens = rows[lacking], num_tokens[lacking]
         if np.maximum.reduce(num_tokens) > self._max_tokens:
             raise too_many_tokens(int(num_tokens.max()), self._max_tokens)
+        if len(rows) == 1:
+            return self.allocator.allocate_for_row(int(rows[0]), int(num_tokens[0]))
         return self.allocator.allocate_for_rows(rows, num_tokens) is not None
 
     def commit_row(self, row: int, num_computed: int) -> None:

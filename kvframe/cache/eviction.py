@@ -61,12 +61,12 @@ class ReleaseOrder:
     def add(self, priorities: int | Numbers, stamp: int | Numbers, block_ids: BlockIds) -> None:
         """Add blocks that are released together, those first that are evicted first; their stamp is their priority."""
         if self._stop + len(block_ids) > len(self._block_ids):
-            self._make_room(len(block_ids))
+            self._grow(len(block_ids))
         before, self._stop = self._stop, self._stop + len(block_ids)
         self._block_ids[before : self._stop] = block_ids
         self._stamps[before : self._stop] = stamp
 
-    def _make_room(self, num_new: int) -> None:
+    def _grow(self, num_new: int) -> None:
         stamps, block_ids = self.entries()
         self._start, self._stop = 0, len(block_ids)
         capacity = 2 * (self._stop + num_new) + MAX_STALE

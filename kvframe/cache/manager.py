@@ -566,8 +566,9 @@ class KVCacheManager:
         self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], most: int
     ) -> PrefixHit:
         """Return the cached blocks of the first ``most`` tokens, and of inputs."""
-        of_inputs = input_blocks(self._input_groups, inputs, salt)
-        return self._cache.find_prefix((salt, inputs_root(inputs)), token_ids, most, of_inputs)
+        namespace = (salt, inputs_root(inputs) if inputs else b"")
+        of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
+        return self._cache.find_prefix(namespace, token_ids, most, of_inputs)
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin, if it is held; its pages stay cached until they are evicted."""
