@@ -36,6 +36,13 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
+def with_added_tokens() -> Tokenizer:
+    """Return a byte-level tokenizer with further tokens, whose characters stand for bytes or not."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["Ġadded", "漢字", "é", "two words"])
+    return tokenizer
+
+
 def byte_fallback() -> Tokenizer:
     """Return a tokenizer like Llama 2's: words begin with a bar, and unknown characters are tokens of bytes."""
     words = ["\u2581", "\u2581The", "\u2581fox", "s", "a", ".", "'", "\u2581\u2581", "n", "é"]
@@ -110,7 +117,7 @@ def tokens_of(draw: st.DrawFn, model: Any, least: int = 0) -> tuple[list[int], l
     return prompt, new, draw(st.lists(st.integers(1, 5), min_size=len(new), max_size=len(new)))
 
 
-@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("make", [byte_level, with_added_tokens, byte_fallback])
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_bytes_come_out_as_without_a_stream(make: Callable[[], Tokenizer], data: st.DataObject) -> None:
@@ -129,6 +136,21 @@ def test_words_come_out_as_when_they_are_decoded_at_once(make: Callable[[], Toke
     new = [*new, SPECIAL.index("</s>")]
     before, whole = (TransformersModel.decode(model, each) or "" for each in (prompt, [*prompt, *new]))
     assert whole[len(before) :] == text_of(model, prompt, new, lengths, streams=True)
+
+
+@pytest.mark.parametrize("make", [byte_level, with_added_tokens])
+@given(data=st.data())
+def test_bytes_come_out_token_by_token(make: Callable[[], Tokenizer], data: st.DataObject) -> None:
+    model = model_with(make)
+    decode, found = TransformersModel.decode_stream(model, []), ""
+    assert decode is not None
+    token_ids = data.draw(st.lists(st.integers(0, model.size + 1), max_size=40))
+    for token_id in token_ids:
+        found += decode([token_id])
+    assert (TransformersModel.decode(model, token_ids) or "").startswith(found)
+    # The last bytes may begin a character. A letter ends it.
+    letter = model.tokenizer.convert_tokens_to_ids("a")
+    assert TransformersModel.decode(model, [*token_ids, letter]) == found + decode([letter])
 
 
 def test_a_tokenizer_that_cleans_up_has_no_stream() -> None:

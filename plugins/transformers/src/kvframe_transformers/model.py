@@ -26,6 +26,7 @@ from kvframe.contract import (
     ModelIdentity,
     Pooling,
 )
+from kvframe_transformers.byte_level import bytes_of, decode_by_bytes
 from kvframe_transformers.checkpoint import one_sentence, quiet
 from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.latents import Latents
@@ -272,13 +273,15 @@ class TransformersModel(LoadedModel):
         return text
 
     def decode_stream(self, token_ids: Sequence[int]) -> Callable[[Sequence[int]], str] | None:
-        """Return the tokenizer's own stream; None if its text depends on more than the tokenizers library."""
+        """Return what decodes new tokens; None if their text depends on more than the tokenizers library."""
         kind = type(self.tokenizer)
         if not isinstance(self.tokenizer, TokenizersBackend) or self.tokenizer.clean_up_tokenization_spaces:
             return None
         if (kind.decode, kind._decode) != (TokenizersBackend.decode, TokenizersBackend._decode):
             return None
         tokenizer = self.tokenizer.backend_tokenizer
+        if (token_bytes := bytes_of(tokenizer)) is not None:
+            return decode_by_bytes(token_bytes)
         stream = DecodeStream(ids=list(token_ids), skip_special_tokens=True)
         # A single id is read in half the time of a list of one.
         return lambda new: stream.step(tokenizer, new[0] if len(new) == 1 else list(new)) or ""
