@@ -16,7 +16,7 @@ from kvframe.contract import DraftRequest, Proposer
 from kvframe.engine.requests.request import Request, SamplingParams
 from kvframe.engine.scheduling.drafting import MAX_PAUSE, Drafting, Pace
 from kvframe.engine.scheduling.scheduler import Scheduler
-from kvframe.engine.scheduling.step import ScheduledStep
+from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 from tests.engine.test_scheduler import CountingCache
 
 
@@ -195,6 +195,27 @@ def test_the_first_step_of_a_request_has_no_drafts_because_no_state_is_before_it
     scheduled.add(request("a", prompt=1))
     assert () == run_step(scheduled).drafts
     assert [] == proposer.asked
+
+
+def test_drafts_keep_to_their_requests_and_rows_of_logits_when_a_step_is_packed_in_another_order() -> None:
+    requests = [request("a"), request("b"), request("c", prompt=9)]
+    step = ScheduledStep(
+        requests,
+        [],
+        rows=np.array([0, 1, 2]),
+        num_computed=np.array([4, 7, 0]),
+        num_known=np.array([5, 8, 9]),
+        num_scheduled=np.array([1, 3, 4]),
+        num_tokens=8,
+        drafts=[[], [30, 31], []],
+    )
+    plain = PackedStep.of(step, lambda num_computed, query_lens: None)
+    # Row 0 is that of the first request, 1 to 3 are those of the second one; the prompt of the third goes on.
+    assert ([0, 1, 2, 3], [0, 2, 0]) == (plain.sampled.tolist(), list(plain.num_drafts))  # type: ignore[call-overload]
+    packed = PackedStep.of(step, lambda num_computed, query_lens: np.array([1, 2, 0]))
+    assert ([[30, 31], [], []], requests[1]) == (packed.drafts, packed.requests[0])
+    assert ([0, 1, 2, 3], [1, 0]) == (packed.sampled.tolist(), list(packed.places))  # type: ignore[call-overload]
+    assert [0, 1, 2, 7] == packed.generating_indices.tolist()
 
 
 @pytest.mark.parametrize("fails_at", ["propose", "forget"])
