@@ -198,7 +198,7 @@ def test_the_first_step_of_a_request_has_no_drafts_because_no_state_is_before_it
 
 
 def test_drafts_keep_to_their_requests_and_rows_of_logits_when_a_step_is_packed_in_another_order() -> None:
-    requests = [request("a"), request("b"), request("c", prompt=9)]
+    requests = [request("a"), request("b"), request("c", prompt=9, prompt_logprobs=True)]
     step = ScheduledStep(
         requests,
         [],
@@ -210,12 +210,12 @@ def test_drafts_keep_to_their_requests_and_rows_of_logits_when_a_step_is_packed_
         drafts=[[], [30, 31], []],
     )
     plain = PackedStep.of(step, lambda num_computed, query_lens: None)
-    # Row 0 is that of the first request, 1 to 3 are those of the second one; the prompt of the third goes on.
+    # Row 0 is that of the first request, 1 to 3 are those of the second one, and four of the third one's prompt follow.
     assert ([0, 1, 2, 3], [0, 2, 0]) == (plain.sampled.tolist(), list(plain.num_drafts))  # type: ignore[call-overload]
     packed = PackedStep.of(step, lambda num_computed, query_lens: np.array([1, 2, 0]))
     assert ([[30, 31], [], []], requests[1]) == (packed.drafts, packed.requests[0])
-    assert ([0, 1, 2, 3], [1, 0]) == (packed.sampled.tolist(), list(packed.places))  # type: ignore[call-overload]
-    assert [0, 1, 2, 7] == packed.generating_indices.tolist()
+    assert ([0, 1, 2, 7], [1, 0]) == (packed.sampled.tolist(), list(packed.places))  # type: ignore[call-overload]
+    assert [3, 4, 5, 6] == packed.prompt_rows.tolist()
 
 
 @pytest.mark.parametrize("fails_at", ["propose", "forget"])
