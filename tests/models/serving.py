@@ -52,6 +52,7 @@ class TinyModel:
     path: Path
     loaded: LoadedModel
     registry: Registry
+    dtype: str = "float32"
 
     @classmethod
     def save(cls, path: Path, family: str, **overrides: Any) -> TinyModel:
@@ -60,10 +61,15 @@ class TinyModel:
         registry = load_plugins().registry
         return cls(path, find_adapter(path, registry).load(path, device="cpu", dtype="float32"), registry)
 
+    def in_dtype(self, dtype: str) -> TinyModel:
+        """Return the model in another dtype, as is its cache."""
+        loaded = find_adapter(self.path, self.registry).load(self.path, device="cpu", dtype=dtype)
+        return attrs.evolve(self, loaded=loaded, dtype=dtype)
+
     def engine(self, *, poison_freed: bool = True, skip_policy: SkipPolicy | None = None, **options: Any) -> Engine:
         """Return an engine; each of ``options`` is put into the stack's table that has its key."""
         stack = make_stack(**options)
-        layers = make_layer_specs(self.loaded.description, self.registry, stack, "float32")
+        layers = make_layer_specs(self.loaded.description, self.registry, stack, self.dtype)
         return Engine(
             self.loaded,
             layers,
@@ -76,7 +82,7 @@ class TinyModel:
     def tight_memory(self, num_tokens: int, input_lens: Mapping[str, int] | None = None, **options: Any) -> int:
         """Return the bytes for one request of ``num_tokens`` tokens and inputs of that length, and hardly more."""
         stack = make_stack(**options)
-        grouping = group_layers(make_layer_specs(self.loaded.description, self.registry, stack, "float32"))
+        grouping = group_layers(make_layer_specs(self.loaded.description, self.registry, stack, self.dtype))
 
         def is_enough(num_pages: int) -> bool:
             try:
