@@ -55,6 +55,7 @@ from .model import Attend as Attend
 from .model import LoadedModel as LoadedModel
 from .model import ModelAdapter as ModelAdapter
 from .model import ModelIdentity as ModelIdentity
+from .model import ModelInMemory as ModelInMemory
 from .model import ModelInput as ModelInput
 from .operator import OpaqueAttention as OpaqueAttention
 from .order import BatchOrder as BatchOrder

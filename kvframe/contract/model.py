@@ -174,6 +174,15 @@ class LoadedModel(ABC):
     def detach(self) -> None:
         """Restore the model to its state before ``attach``. Safe to call twice."""
 
+    def weights_changed(self) -> None:  # noqa: B027
+        """Make again what was made of the weights, such as tensors that were bound to layers.
+
+        Called between steps, after the weights of a model in memory were changed. The default does nothing.
+
+        Raises:
+            ModelError: The new weights cannot be served.
+        """
+
     def compile(self, backend: Any = "inductor") -> None:
         """Let ``forward`` run compiled by ``torch.compile``, around the attention, until ``detach``.
 
@@ -274,6 +283,21 @@ class LoadedModel(ABC):
         return ModelError(f"{self.description.name} has no tokenizer; give token ids instead of text")
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class ModelInMemory:
+    """A model that was not loaded by kvframe, with the device and the dtype that it has.
+
+    Attributes:
+        model: What runs it for an engine.
+        device: Where its weights are (``"cpu"``, ``"cuda:0"``).
+        dtype: Their dtype by name (``"float32"``).
+    """
+
+    model: LoadedModel
+    device: str
+    dtype: str
+
+
 class ModelAdapter(ABC):
     """Knows one way in which models lie on disk. Registered by a plugin; an instance is made at set-up."""
 
@@ -288,3 +312,17 @@ class ModelAdapter(ABC):
     @abstractmethod
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
         """Load the weights from a folder; raises ``ModelError`` for a corrupt checkpoint."""
+
+    def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
+        """Take a model that is in memory already; None, the default, if this adapter knows no such object.
+
+        The model stays its owner's: it may be called and trained between the engine's steps.
+
+        Args:
+            model: The object that the user gave.
+            tokenizer: Its tokenizer, or None.
+
+        Raises:
+            ModelError: The object is of a kind that this adapter knows, and cannot be served.
+        """
+        return None

@@ -29,7 +29,7 @@ from kvframe.loading.registry import Registry
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.memory import check_host_bytes
 from kvframe.planning.plan import KVCachePlan, plan_cache
-from kvframe.planning.recognise import find_adapter
+from kvframe.planning.recognise import adopt_model, find_adapter
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.selection.choice import Choice, layers_on_copies
 from kvframe.selection.select import select_backends
@@ -258,6 +258,27 @@ def load_model(
     check_device(stack)
     model = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
     return model, make_layer_specs(model.description, registry, stack, stack.engine.dtype), registry
+
+
+def adopt(
+    model: Any, tokenizer: Any, stack: Stack, plugins: Sequence[ModuleType]
+) -> tuple[LoadedModel, tuple[LayerSpec, ...], Registry, Stack]:
+    """Return a model that is in memory, its layer specs, the registry, and the stack with its device and dtype.
+
+    Args:
+        model: The object that the user gave.
+        tokenizer: Its tokenizer, or None.
+        stack: What to use, besides device and dtype.
+        plugins: Manifest modules to use beside the installed plugins.
+
+    Raises:
+        KVFrameError: The stack, a plugin that it names, or the model is wrong.
+    """
+    registry = load_plugins(stack.plugins, plugins).registry
+    stack.check(registry)
+    found = adopt_model(model, tokenizer, registry)
+    stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, device=found.device, dtype=found.dtype))
+    return found.model, make_layer_specs(found.model.description, registry, stack, found.dtype), registry, stack
 
 
 def check_device(stack: Stack) -> None:

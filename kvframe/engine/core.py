@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Generic, Protocol, Self
+from typing import Any, Generic, Literal, Protocol, Self, get_args
 
 from kvframe.config.cache_key import read_secret
 from kvframe.config.stack import Stack
-from kvframe.contract.errors import KVFrameError, ModelError, PlanError, RequestError, shown
+from kvframe.contract.errors import EngineError, KVFrameError, ModelError, PlanError, RequestError, shown
 from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
-from kvframe.engine.assembly import Assembly, assemble, load_model
+from kvframe.engine.assembly import Assembly, adopt, assemble, load_model
 from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
 from kvframe.engine.parts import attach_model, make_admission, make_manager, make_scheduler
 from kvframe.engine.ranks.follower import Follower
@@ -43,6 +43,10 @@ STEP_FAILED = "the step that computed this request failed; the exception that th
 """The error of every request of a failed step. It leaves the exception out, which may hold another request's data."""
 
 
+WhenWeightsChange = Literal["recompute", "fail"]
+"""What happens to running requests if the weights change."""
+
+
 class Runner(Protocol[RequestT]):
     """Runs steps. For a request's last known token it returns a number, or several, which the scheduler takes."""
 
@@ -52,6 +56,9 @@ class Runner(Protocol[RequestT]):
 
     def warm_up(self) -> None:
         """Do the slow work of a first step, before the first request has to wait for it."""
+
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs; each is captured again when a step needs it."""
 
     def run(self, step: ScheduledStep[RequestT]) -> Outcomes:
         """Compute a step. Return the outcome of each request whose last known token the step computes."""
@@ -162,6 +169,46 @@ class EngineCore(ABC, Generic[RequestT]):
         return cls._set_up(path, stack, plugins, poison_freed=poison_freed, skip_policy=skip_policy)
 
     @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        stack: Stack | None = None,
+        plugins: Sequence[ModuleType] = (),
+        poison_freed: bool = False,
+        skip_policy: SkipPolicy | None = None,
+    ) -> Self:
+        """Make an engine for a model that is in memory, such as one that is being trained.
+
+        The model stays its owner's. While the engine exists, the model's own forward, ``backward`` and ``generate``
+        compute as before; only inside the engine's ``step`` does it read the paged cache, in evaluation mode. Call it
+        and the engine from one thread. After its weights have changed, call ``weights_changed``.
+
+        Args:
+            model: A transformers model, or what an installed plugin knows.
+            tokenizer: Its tokenizer; None if prompts are token ids.
+            stack: What to use; the defaults unless given. The model's own device and dtype replace those of its
+                ``[engine]``.
+            plugins: Manifest modules to use beside the installed plugins.
+            poison_freed: As for the constructor.
+            skip_policy: As for the constructor.
+
+        Raises:
+            KVFrameError: The stack, a plugin that it names, the model or the memory is wrong.
+        """
+        return cls._take(model, tokenizer, stack, plugins, poison_freed=poison_freed, skip_policy=skip_policy)
+
+    @classmethod
+    def _take(
+        cls, model: Any, tokenizer: Any, stack: Stack | None, plugins: Sequence[ModuleType], **options: Any
+    ) -> Self:
+        """Make an engine with ``options`` for a model that is in memory."""
+        asked = Stack() if stack is None else stack
+        adopted, layers, registry, stack = adopt(model, tokenizer, asked, plugins)
+        return cls(adopted, layers, registry=registry, stack=stack, **options)
+
+    @classmethod
     def _set_up(cls, path: str | Path, stack: Stack | None, plugins: Sequence[ModuleType], **options: Any) -> Self:
         """Load a model and make an engine with ``options`` for it, on every rank; only rank 0 returns it."""
         with ranks_of(Stack() if stack is None else stack) as (ranks, stack):
@@ -208,6 +255,41 @@ class EngineCore(ABC, Generic[RequestT]):
         self._weights_may_have_changed()
         self._manager.reset_prefix_cache()
         self._cache_events.deliver()
+
+    @verb
+    def weights_changed(self, *, running: WhenWeightsChange = "recompute") -> None:
+        """Adapt to weights that were changed since the last step: nothing that was computed with the old ones is used.
+
+        Every cached prefix is removed, pinned ones too, and captured graphs are captured again when they are needed.
+
+        Args:
+            running: What happens to unfinished requests. ``"recompute"``: they keep their tokens, and the state of
+                these is computed again with the new weights. ``"fail"``: those that have started end with
+                ``finish_reason="error"``.
+
+        Raises:
+            RequestError: ``running`` is something else (``bad_params``). Nothing was changed.
+            EngineError: The model is divided over several ranks (``several_ranks``). Nothing was changed.
+            ModelError: The new weights cannot be served.
+        """
+        if running not in get_args(WhenWeightsChange):
+            raise RequestError(f'running must be "recompute" or "fail", not {shown(running)}', code="bad_params")
+        if self._ranks is not None:
+            raise EngineError(
+                "the weights of a model that is divided over several ranks cannot be changed while it is served; "
+                "make another engine",
+                code="several_ranks",
+            )
+        for request in self._scheduler.restart_all():
+            if running == "fail":
+                request.error = "the model's weights changed before it had ended"
+                self._scheduler.end(request, "error")
+                self._requests.note([request])
+        self._weights_may_have_changed()
+        self._manager.reset_prefix_cache()
+        self._cache_events.deliver()
+        self.model.weights_changed()
+        self._runner.drop_graphs()
 
     @property
     def on_cache_events(self) -> CacheListener | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 from kvframe.config.stack import Stack
 from kvframe.contract.description import Pooling, PoolingMode
@@ -124,6 +124,45 @@ class Embedder(EngineCore[EmbeddingRequest]):
         """
         return cls._set_up(
             path,
+            stack,
+            plugins,
+            pooling=pooling,
+            normalize=normalize,
+            poison_freed=poison_freed,
+            skip_policy=skip_policy,
+        )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        stack: Stack | None = None,
+        plugins: Sequence[ModuleType] = (),
+        pooling: PoolingMode | None = None,
+        normalize: bool | None = None,
+        poison_freed: bool = False,
+        skip_policy: SkipPolicy | None = None,
+    ) -> Self:
+        """Make an embedder for a model that is in memory, as ``Engine.from_model`` makes an engine.
+
+        Args:
+            model: As for ``Engine``.
+            tokenizer: As for ``Engine``.
+            stack: As for ``Engine``.
+            plugins: As for ``Engine``.
+            pooling: As for the constructor.
+            normalize: As for the constructor.
+            poison_freed: As for the constructor.
+            skip_policy: As for the constructor.
+
+        Raises:
+            KVFrameError: The stack, a plugin that it names, the model or the memory is wrong.
+        """
+        return cls._take(
+            model,
+            tokenizer,
             stack,
             plugins,
             pooling=pooling,

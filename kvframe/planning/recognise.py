@@ -14,7 +14,7 @@ from kvframe.contract.foreign import call, safe_repr
 from kvframe.planning.layer_file import is_layer_file, parse_file, read_layer_file
 
 if TYPE_CHECKING:
-    from kvframe.contract.model import LoadedModel, ModelAdapter
+    from kvframe.contract.model import LoadedModel, ModelAdapter, ModelInMemory
     from kvframe.loading.claims import Entry
     from kvframe.loading.registry import Registry
 
@@ -59,6 +59,18 @@ class FoundAdapter:
         model = call(what, self.adapter.load, path, device=device, dtype=dtype, passes=(KVFrameError,))
         self._checked(call(what, getattr, model, "description", None), "load() must return a model with a description")
         return model
+
+    def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
+        """Return a model in memory that the adapter knows, or None; raise ``KVFrameError`` if it refuses or fails."""
+        what = f"{self.whose}: adopt()"
+        found: Any = call(what, self.adapter.adopt, model, tokenizer, passes=(KVFrameError,))
+        if found is None:
+            return None
+        self._checked(
+            call(what, lambda: found.model.description),
+            "adopt() must return None or a ModelInMemory with a description",
+        )
+        return found  # type: ignore[no-any-return]
 
     def _checked(self, description: Any, otherwise: str) -> ModelDescription:
         if not isinstance(description, ModelDescription):
@@ -110,6 +122,36 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
     asked = f"no model that a plugin recognises (asked: {', '.join(names)})"
     raise ModelError(
         "; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"])
+    )
+
+
+def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory:
+    """Return a model that is in memory already, as the one adapter that knows it takes it.
+
+    Args:
+        model: The object that the user gave.
+        tokenizer: Its tokenizer, or None.
+        registry: Where adapters are looked up.
+
+    Raises:
+        ModelError: No adapter or more than one knows it, or the one that knows it cannot serve it.
+        PluginError: An adapter fails.
+    """
+    names = registry.model_adapters.names()
+    adopted = {name: FoundAdapter.make(registry.model_adapters.get(name)).adopt(model, tokenizer) for name in names}
+    found = [each for each in adopted.values() if each is not None]
+    if len(found) == 1:
+        return found[0]
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    if found:
+        both = ", ".join(name for name, each in adopted.items() if each is not None)
+        raise ModelError(
+            f"a {kind} is known to more than one model adapter ({both}); "
+            "disable the plugin that is not meant, in the stack's [plugins] disabled"
+        )
+    raise ModelError(
+        f"no plugin serves a {kind} in memory (asked: {', '.join(names) or 'none'}); give a model of transformers, "
+        "or the inner one of a wrapped model, such as `model.module`"
     )
 
 

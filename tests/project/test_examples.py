@@ -64,6 +64,17 @@ def test_the_cache_manager_serves_a_batch_without_the_engine(run_here: Callable[
     assert len((EXAMPLES / "manage_a_cache.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
+def test_a_model_learns_from_the_samples_of_its_engine(run_here: Callable[[str], str]) -> None:
+    rounds = [line.split() for line in run_here("policy_gradient.py").splitlines()]
+    rewards, differences = [float(words[3]) for words in rounds], [float(words[-1]) for words in rounds]
+    assert 20 == len(rounds)
+    # Ten times the largest difference seen, 9.5e-7.
+    assert max(differences) < 1e-5
+    # A random model's reward is 0.5, give or take 0.02; the last one seen was 0.97.
+    assert 0.45 < rewards[0] < 0.55
+    assert rewards[-1] > 0.8
+
+
 def test_texts_are_embedded_as_transformers_does(run_here: Callable[[str], str]) -> None:
     output = run_here("embed_texts.py").splitlines()
     assert output[5].endswith("tokens of 4 texts in 1 steps, 0 cache bytes")

@@ -148,6 +148,10 @@ class StepGraphs:
         """The number of captured graphs."""
         return len(self._graphs)
 
+    def clear(self) -> None:
+        """Forget the captured graphs; each is captured again when a step needs it."""
+        self._graphs.clear()
+
     def sizes_for(self, batch: StepBatch, num_wanted: int) -> GraphSizes | None:
         """Return the sizes of the graph that can replay a step; None if no graph fits it.
 

@@ -10,6 +10,9 @@ import attrs
 
 from kvframe.contract.errors import RequestError, shown
 
+MAX_TOP_LOGPROBS = 20
+"""The most tokens whose log-probabilities are reported at one place."""
+
 
 def bad_params(message: str) -> RequestError:
     """Return the error for a wrong parameter."""
@@ -87,6 +90,14 @@ def _check_flag(instance: object, attribute: attrs.Attribute[bool], value: bool)
         raise bad_params(f"{attribute.name} must be True or False, not {shown(value)}")
 
 
+def _check_top_logprobs(instance: SamplingParams, attribute: attrs.Attribute[int], value: int) -> None:
+    _int_at_least(0)(instance, attribute, value)
+    if value > MAX_TOP_LOGPROBS:
+        raise bad_params(f"top_logprobs must be at most {MAX_TOP_LOGPROBS}, not {shown(value)}")
+    if value and not instance.logprobs:
+        raise bad_params("top_logprobs is given without logprobs=True")
+
+
 @attrs.frozen(kw_only=True)
 class SamplingParams:
     """How a request's tokens are chosen and when it ends. A wrong value raises ``RequestError``.
@@ -103,6 +114,9 @@ class SamplingParams:
         ignore_eos: Whether to continue after the model's own end tokens.
         n: The number of samples of one prompt, which is computed once. Sample ``i`` equals the output of a single
             request with the seed ``seed + i``. The stack's ``max_samples`` limits it.
+        logprobs: Whether to report the log-probability of each generated token.
+        top_logprobs: If ``logprobs``: of how many of the most likely tokens to report it, too, at each place; at most
+            20.
         prompt_logprobs: Whether to report the log-probability of each token of the prompt. The whole prompt is then
             computed, without a cached prefix, and a step holds logits for each of its tokens.
     """
@@ -118,4 +132,6 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=_as_ids, validator=_check_stop_ids)
     ignore_eos: bool = attrs.field(default=False, validator=_check_flag)
     n: int = attrs.field(default=1, converter=_as_int, validator=_int_at_least(1))
+    logprobs: bool = attrs.field(default=False, validator=_check_flag)
+    top_logprobs: int = attrs.field(default=0, converter=_as_int, validator=_check_top_logprobs)
     prompt_logprobs: bool = attrs.field(default=False, validator=_check_flag)

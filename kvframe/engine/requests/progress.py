@@ -114,6 +114,9 @@ class RequestProgress:
         """Take over the progress of another request, from which this one forks."""
         self.num_computed = other.num_computed
 
+    def forget_partial(self) -> None:
+        """Forget the computed parts of results that are not complete, because the model changed."""
+
     @abstractmethod
     def take(self, outcome: int) -> None:
         """Take the outcome for its last known token; set ``finish_reason`` if the request is complete.

@@ -31,6 +31,10 @@ class RequestOutput:
             the parts of a request add up to its text.
         finish_reason: Why it ended; None until then.
         error: One sentence if the reason is ``refused`` or ``error``.
+        logprobs: For each of ``token_ids``, the logarithm of its probability after the tokens before it, from the
+            model's logits without temperature. None unless the params ask for it.
+        top_logprobs: For each of ``token_ids``, the same of the most likely tokens at its place, by token id, the most
+            likely first. None unless the params ask for it.
         prompt_logprobs: For each prompt token, the logarithm of its probability after the tokens before it, from the
             model's logits without temperature; None for the first token, NaN if the logits are not numbers. The whole
             field is None unless the params ask for it, and until the whole prompt is computed.
@@ -45,6 +49,8 @@ class RequestOutput:
     new_text: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[Mapping[int, float], ...] | None = None
     prompt_logprobs: tuple[float | None, ...] | None = None
 
 
@@ -62,6 +68,8 @@ class Request(RequestProgress):
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
         uniforms: Its next numbers, as far as they were drawn ahead.
+        logprobs: The log-probability of each generated token, if the params ask for it.
+        top_logprobs: For each generated token, the log-probabilities of the most likely tokens, likewise.
         prompt_token_ids: The prompt for the outputs, copied once for all of them.
         generated: The generated tokens as Python numbers, for the outputs.
         wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
@@ -80,6 +88,8 @@ class Request(RequestProgress):
     uniforms: deque[float] = attrs.field(init=False, factory=deque)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
     generated: list[int] = attrs.field(init=False, factory=list)
+    logprobs: list[float] = attrs.field(init=False, factory=list)
+    top_logprobs: list[dict[int, float]] = attrs.field(init=False, factory=list)
     known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
     prompt_logprobs: tuple[float | None, ...] | None = attrs.field(init=False, default=None)
     is_unreadable: bool = False
@@ -154,6 +164,11 @@ class Request(RequestProgress):
             self.prompt_logprobs = tuple(self.known_logprobs)
             self.wants_prompt_rows = False
 
+    def forget_partial(self) -> None:
+        """Forget log-probabilities of the prompt that are not complete."""
+        if self.wants_prompt_rows:
+            self.known_logprobs = [None]
+
     def fork(self, other: RequestProgress) -> None:
         """Take over another request's computed tokens and its log-probabilities of the same prompt."""
         super().fork(other)
@@ -213,6 +228,12 @@ class Request(RequestProgress):
             error=self.error,
             prompt_logprobs=self.prompt_logprobs,
         )
+        if self.params.logprobs:
+            output = attrs.evolve(
+                output,
+                logprobs=tuple(self.logprobs[: len(generated)]),
+                top_logprobs=tuple(self.top_logprobs[: len(generated)]) if self.params.top_logprobs else None,
+            )
         self.num_reported, self.num_reported_chars = len(generated), len(text)
         return output
 

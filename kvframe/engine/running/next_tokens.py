@@ -84,6 +84,42 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], places: Sequence[i
     return token_ids
 
 
+def add_logprobs(
+    logits: torch.Tensor,
+    requests: Sequence[Request],
+    runs: Sequence[Sequence[int]],
+    num_rows: Sequence[int],
+) -> None:
+    """Give requests that ask for them the log-probabilities of their next tokens.
+
+    Args:
+        logits: ``[num_rows, vocab_size], device``.
+        requests: The requests.
+        runs: The next tokens of each, which follow its first rows of logits; ``FAILED`` for none.
+        num_rows: How many rows of logits each request has.
+    """
+    rows: list[int] = []
+    token_ids: list[int] = []
+    owners: list[Request] = []
+    start = 0
+    for request, run, count in zip(requests, runs, num_rows, strict=True):
+        if request.params.logprobs:
+            run = [token for token in run if token != FAILED]
+            rows += range(start, start + len(run))
+            token_ids += run
+            owners += [request] * len(run)
+        start += count
+    logprobs = logits[rows].log_softmax(dim=-1, dtype=torch.float32)
+    values: list[float] = logprobs[range(len(rows)), token_ids].tolist()
+    num_top = min(max((request.params.top_logprobs for request in owners), default=0), logits.shape[1])
+    top_values, top_ids = (tensor.tolist() for tensor in logprobs.topk(num_top, dim=-1))
+    for index, request in enumerate(owners):
+        request.logprobs.append(values[index])
+        count = request.params.top_logprobs
+        if count:
+            request.top_logprobs.append(dict(zip(top_ids[index][:count], top_values[index][:count], strict=True)))
+
+
 def token_logprobs(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> list[float]:
     """Return the log-probabilities of some tokens, computed in float32.
 

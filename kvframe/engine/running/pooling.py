@@ -87,6 +87,10 @@ class EmbeddingRequest(RequestProgress):
         """End the request: its embedding was computed."""
         self.finish_reason = "computed"
 
+    def forget_partial(self) -> None:
+        """Forget the tokens that were pooled so far."""
+        self.partial, self.num_pooled = None, 0
+
     def report(self) -> EmbeddingOutput:
         """Return the result."""
         assert self.finish_reason is not None

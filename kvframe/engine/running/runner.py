@@ -22,7 +22,7 @@ from kvframe.contract.order import IntArray
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.requests.progress import NO_INPUTS, RequestT
 from kvframe.engine.requests.request import Request
-from kvframe.engine.running.next_tokens import sample, sample_runs, token_logprobs
+from kvframe.engine.running.next_tokens import add_logprobs, sample, sample_runs, token_logprobs
 from kvframe.engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
 from kvframe.planning.memory import allocating
 
@@ -101,6 +101,11 @@ class ModelRunner:
         """Capture the usual graphs, so that the first request need not wait for them. No row may be set yet."""
         if self.graphs is not None:
             self.graphs.capture_usual(self._tables)
+
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs; each is captured again when a step needs it."""
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def pack(self, step: ScheduledStep[RequestT]) -> PackedStep[RequestT]:
         """Store the tokens of a step's new requests, and its drafts; pack it in the order that backends ask for.
@@ -251,11 +256,15 @@ class TokenRunner(ModelRunner):
         if packed.drafts:
             drafts = list(compress(packed.drafts, packed.is_sampled))
             runs = sample_runs(logits, requests, drafts)
+            if any(request.params.logprobs for request in requests):
+                add_logprobs(logits, requests, runs, [1 + len(each) for each in drafts])
             for row, stop, proposed, run in zip(rows.tolist(), num_known.tolist(), drafts, runs, strict=True):
                 start = stop - len(proposed)
                 self.tokens[row, start : start + len(run)] = run
             return runs if packed.places is None else [runs[place] for place in packed.places]
         token_ids = sample(logits, requests)
+        if any(request.params.logprobs for request in requests):
+            add_logprobs(logits, requests, [[each] for each in token_ids], [1] * len(requests))
         self.tokens[rows, num_known] = token_ids
         return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
 

@@ -281,6 +281,22 @@ class Scheduler(Generic[RequestT]):
         """Preempt the request that was admitted last, between steps; it continues when there are enough free blocks."""
         self._preempt(self.running[-1])
 
+    def restart_all(self) -> list[RequestT]:
+        """Queue every request that was started to be recomputed, between steps, and return them.
+
+        Running requests come before those that wait already, in the order of their admission.
+        """
+        for request in reversed(list(self.running)):
+            self._blocks.release(request)
+            self.running.remove(request)
+            self.waiting.appendleft(request)
+        started = [request for request in self.waiting if request.was_started]
+        for request in started:
+            if request.is_swapped:
+                self._blocks.release(request)
+            request.forget_partial()
+        return started
+
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def _continue_running(self) -> IntArray:

@@ -102,11 +102,28 @@ def test_a_step_may_want_no_logits(tmp_path: Path, dense_layers: Any) -> None:
     assert (0, 128) == model.forward(torch.arange(6), torch.arange(6), torch.tensor([], dtype=torch.int64)).shape
 
 
-def test_calling_an_attached_model_directly_is_refused(tmp_path: Path, dense_layers: Any) -> None:
-    model = load(tmp_path, "llama")
-    model.attach(dense_layers(model.description.layers))
-    with pytest.raises(ModelError, match="LlamaAttention ran outside of the engine that it is attached to"):
-        plain_logits(model)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "deepseek_v3", "qwen3_next"])
+def test_an_attached_model_computes_as_before_outside_of_a_step(family: str, tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, family)
+    logits, attributes = plain_logits(model), [dict(vars(module)) for module in model.model.modules()]
+    layers = dense_layers(model.description.layers)
+    model.attach(layers)
+    assert torch.equal(logits, plain_logits(model))
+    assert attributes == [dict(vars(module)) for module in model.model.modules()]
+
+
+def test_a_step_runs_in_evaluation_mode_and_gives_the_modes_back(tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, "opt", dropout=0.5)
+    expected = plain_logits(model)[0]
+    layers = dense_layers(model.description.layers)
+    model.attach(layers)
+    model.model.train()
+    assert not torch.equal(expected, plain_logits(model)[0])
+    model.model.model.decoder.layers[1].eval()
+    modes = [module.training for module in model.model.modules()]
+    got = layers.step(model, {0: list(range(12))})[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+    assert modes == [module.training for module in model.model.modules()]
 
 
 def test_a_described_layer_that_is_not_there_is_named(tmp_path: Path, dense_layers: Any) -> None:

@@ -43,7 +43,8 @@ def test_padded_rows_are_zero_and_write_nothing(tmp_path: Path, dense_layers: An
         tensor[3] = 0
     state.step = StateStep((last,), (first,))
     tokens = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode(), running(RunningStep({}, torch.arange(6))):
+    assert model._mode is not None
+    with torch.inference_mode(), model._mode.on(), running(RunningStep({}, torch.arange(6))):
         output = model.model.get_submodule(name)(tokens)
     assert (1, 6, 64) == output.shape
     assert bool((output[0, :4] != 0).any(-1).all())

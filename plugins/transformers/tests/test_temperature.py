@@ -54,11 +54,12 @@ def test_a_module_without_the_switch_has_no_temperature() -> None:
     assert temperature_of(nn.Linear(2, 2)) is None
 
 
-def test_the_switch_is_off_while_attached_and_then_what_it_was(model: TransformersModel, dense_layers: Any) -> None:
+def test_the_switch_is_off_in_a_step_and_then_what_it_was(model: TransformersModel, dense_layers: Any) -> None:
     attentions(model)[3].attn_temperature_tuning = 4  # as older configs have it
     model.attach(dense_layers(model.description.layers))
-    assert [True, False, True, False] == [attention.attn_temperature_tuning for attention in attentions(model)]
-    model.detach()
+    assert model._mode is not None
+    with model._mode.on():
+        assert [True, False, True, False] == [attention.attn_temperature_tuning for attention in attentions(model)]
     assert [True, True, True, 4] == [attention.attn_temperature_tuning for attention in attentions(model)]
 
 

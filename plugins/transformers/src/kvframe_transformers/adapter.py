@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from kvframe.contract import ENCODER, LoadedModel, ModelAdapter, ModelDescription, ModelError, UnknownNameError
+from kvframe.contract import (
+    ENCODER,
+    LoadedModel,
+    ModelAdapter,
+    ModelDescription,
+    ModelError,
+    ModelInMemory,
+    UnknownNameError,
+)
 from kvframe_transformers.checkpoint import (
     build_without_weights,
     eos_token_ids,
@@ -23,6 +32,7 @@ from kvframe_transformers.checkpoint import (
 from kvframe_transformers.discovery import discover_layers
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions
+from kvframe_transformers.in_memory import build_like, config_of, generation_eos_token_ids, place_of
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
 from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank
@@ -46,26 +56,7 @@ class TransformersAdapter(ModelAdapter):
         config = read_config(path)
         folder = path if path.is_dir() else path.parent
         name = folder.resolve().name if path.is_dir() or path.name == "config.json" else path.name
-        model = build_without_weights(config, name)
-        length = max_model_len(config)
-        with quiet():
-            if length is not None and not config.is_encoder_decoder:
-                length -= num_unused_positions(model)
-            layers = discover_layers(model, name, length or 0, generates=generates(config))
-        if length is None and not any(layer.query for layer in layers):
-            length = UNLIMITED
-        encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None
-        if length is None or (config.is_encoder_decoder and encoder_len is None):
-            raise ModelError(f"the config of {name} does not say how many positions the model has")
-        return ModelDescription(
-            name=name,
-            layers=layers,
-            max_model_len=length,
-            vocab_size=config.get_text_config(decoder=True).vocab_size,
-            eos_token_ids=eos_token_ids(folder, config),
-            max_input_lens={} if encoder_len is None else {ENCODER: encoder_len},
-            generates=generates(config),
-        )
+        return _describe(config, name, build_without_weights(config, name), eos_token_ids(folder, config))
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
         """Load the weights and the tokenizer of a folder; raise ``ModelError`` if the checkpoint is incomplete.
@@ -92,3 +83,54 @@ class TransformersAdapter(ModelAdapter):
             loaded = TransformersModel(model, tokenizer, description, path, first_position)
         loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
         return loaded
+
+    def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
+        """Take a ``PreTrainedModel``, with its weights on one device; None for any other object.
+
+        Raises:
+            ModelError: Its weights are on several devices or processes, or nowhere; or kvframe cannot serve it.
+        """
+        if not isinstance(model, PreTrainedModel):
+            return None
+        name, config = type(model).__name__, config_of(model)
+        device, dtype = place_of(model)
+        planned = build_like(model, config)
+        description = _describe(config, name, planned, generation_eos_token_ids(model))
+        loaded: TransformersModel
+        if config.is_encoder_decoder:
+            loaded = EncoderDecoderModel(model, tokenizer, description, partial(build_like, model, config))
+        else:
+            first_position = 0 if description.generates else find_first_position(model)
+            loaded = TransformersModel(model, tokenizer, description, first_position=first_position)
+        loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
+        return ModelInMemory(model=loaded, device=device, dtype=dtype)
+
+
+def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int]) -> ModelDescription:
+    """Return the description of a model on the meta device, whose implementations are changed.
+
+    Args:
+        config: Its config.
+        name: Its name for people.
+        model: The model.
+        eos: The ids that end a request.
+    """
+    generating, length = generates(config), max_model_len(config)
+    with quiet():
+        if length is not None and not config.is_encoder_decoder:
+            length -= num_unused_positions(model)
+        layers = discover_layers(model, name, length or 0, generates=generating)
+    if length is None and not any(layer.query for layer in layers):
+        length = UNLIMITED
+    encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None
+    if length is None or (config.is_encoder_decoder and encoder_len is None):
+        raise ModelError(f"the config of {name} does not say how many positions the model has")
+    return ModelDescription(
+        name=name,
+        layers=layers,
+        max_model_len=length,
+        vocab_size=config.get_text_config(decoder=True).vocab_size,
+        eos_token_ids=eos,
+        max_input_lens={} if encoder_len is None else {ENCODER: encoder_len},
+        generates=generating,
+    )

@@ -241,9 +241,19 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
             ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", ids)
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ModelError(f"{file} is no generation config: {one_sentence(error)}") from error
+    return checked_eos_token_ids(ids, str(path))
+
+
+def checked_eos_token_ids(ids: Any, name: str) -> frozenset[int]:
+    """Return the ids of an ``eos_token_id``, which may be one, several or None; raise ``ModelError`` for others.
+
+    Args:
+        ids: The entry.
+        name: The model's name or path for errors.
+    """
     found = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if any(isinstance(each, bool) or not isinstance(each, int) for each in found):
-        raise ModelError(f"the eos_token_id of {path} must be a token id or a list of them, not {shown(ids, 60)}")
+        raise ModelError(f"the eos_token_id of {name} must be a token id or a list of them, not {shown(ids, 60)}")
     return frozenset(found)
 
 

@@ -147,7 +147,8 @@ class EncoderDecoderModel(TransformersModel):
         for index, each in enumerate(inputs):
             if states[index] is None:
                 alike.setdefault(each.data.shape, []).append(index)
-        with torch.inference_mode(), self._own_attention():
+        assert self._mode is not None
+        with torch.inference_mode(), self._mode.off():
             for indices in alike.values():
                 batch = torch.stack([inputs[index].data for index in indices]).to(self.model.device)
                 batch = batch.to(self.model.dtype) if batch.is_floating_point() else batch
@@ -178,17 +179,17 @@ class EncoderDecoderModel(TransformersModel):
             ModelError: A layer was not called, or the model is attached already.
         """
         super().attach(layers)
-        modules = self._modules()
-        try:
-            self._hooks = DecoderHooks(self.model, modules.values())
-            for layer, table in tables_of(self.description.layers, modules):
-                layers[layer.name].bind({PARAMETER: table.detach()})
-        except BaseException:
-            self.detach()
-            raise
+        self._hooks = DecoderHooks(self.model, self._modules().values())
+
+    def weights_changed(self) -> None:
+        """Give the attached layers their tables of biases, besides what other models give them."""
+        super().weights_changed()
+        if self._layers is not None:
+            for layer, table in tables_of(self.description.layers, self._modules()):
+                self._layers[layer.name].bind({PARAMETER: table.detach()})
 
     def detach(self) -> None:
-        """Restore the model's own attention. Safe to call twice."""
+        """Remove what an engine needs of the model. Safe to call twice."""
         super().detach()
         if self._hooks is not None:
             self._hooks.remove()
@@ -227,7 +228,8 @@ class EncoderDecoderModel(TransformersModel):
 
     def _run_plain(self, prompt: list[int]) -> torch.Tensor:
         states = self._check_input(prompt).data.states
-        with torch.inference_mode(), self._own_attention():
+        assert self._mode is not None
+        with torch.inference_mode(), self._mode.off():
             return self._decode(torch.tensor(prompt, device=self.model.device), states.unsqueeze(0))
 
     def _decode(self, input_ids: torch.Tensor, states: torch.Tensor, **inputs: Any) -> torch.Tensor:

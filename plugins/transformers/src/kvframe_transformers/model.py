@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import attrs
 import torch
@@ -27,29 +27,28 @@ from kvframe.contract import (
     Pooling,
 )
 from kvframe_transformers.byte_level import bytes_of, decode_by_bytes
-from kvframe_transformers.checkpoint import one_sentence, quiet
+from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.packed import PackedLinears
-from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunningStep, running, running_step
+from kvframe_transformers.routing import Route, Routes, RunningStep, running, running_step
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.sentence_transformers import read_pooling
 from kvframe_transformers.skipping import RowCutter, blocks_from
-from kvframe_transformers.states import Mixers
+from kvframe_transformers.states import own_forward
+from kvframe_transformers.step_mode import StepMode
 from kvframe_transformers.temperature import Temperatures
 
-_NO_TEMPERATURES = Temperatures(())
-_NO_LATENTS = Latents({}, {}, "")
+_SERVING: WeakKeyDictionary[nn.Module, ReferenceType[TransformersModel]] = WeakKeyDictionary()
+"""The models that serve an engine, each with what runs it for that engine."""
 
 
 class TransformersModel(LoadedModel):
     """Runs a transformers model on packed batches, through transformers' attention interface.
 
-    Invariant: outside of ``attach`` … ``detach`` the model is exactly as transformers loaded it. While it is attached,
-    only these differ: the name of its attention implementation, the switches of replaced temperatures, the expansions
-    of latents, the forwards of mixers that keep a state and of linear layers that are packed, and hooks on the layers
-    that leave rows out.
+    Invariant: the model computes by the engine's layers only inside ``forward``. At any other time it computes as
+    transformers made it, while it is attached too: only hooks are left, which act in a step.
 
     Attributes:
         compiled: The compiled model; None if it is not compiled.
@@ -84,15 +83,11 @@ class TransformersModel(LoadedModel):
         self._takes_positions = "position_ids" in parameters
         self._layers: AttachedLayers | None = None
         self._routes: Routes = {}
-        self._original: list[tuple[Any, str | None]] = []
-        self._temperatures = _NO_TEMPERATURES
-        self._mixers = Mixers(())
+        self._mode: StepMode | None = None
         self._drivers: dict[nn.Module, MixerDriver] = {}
-        self._latents = _NO_LATENTS
         self._cutter: RowCutter | None = None
         self.compiled: CompiledBody | None = None
         self.packs_weights = False
-        self._packed: PackedLinears | None = None
 
     def without_head(self) -> LoadedModel:
         """Return the same model without its head; it gives its last hidden states."""
@@ -132,45 +127,47 @@ class TransformersModel(LoadedModel):
         Raises:
             ModelError: A layer was not called, or cannot leave rows out, or the model is attached already.
         """
-        if self._original or self.model.config._attn_implementation == RUN_TIME:
+        serving = _SERVING.get(self.model)
+        if serving is not None and serving() is not None:
             raise ModelError(f"{self.description.name} serves another engine already; close that engine first")
-        self._original = [(config, config._attn_implementation) for config in _configs(self.model)]
+        _SERVING[self.model] = ref(self)
         try:
-            with quiet():
-                self.model.set_attn_implementation(RUN_TIME)
             modules = self._modules()
-            self._temperatures = Temperatures(modules.values())
-            self._temperatures.switch_off()
-            self._latents = self._latents_of(modules)
-            parameters = self._latents.parameters()
-            self._latents.switch_on()
-            self._mixers = Mixers(modules[name] for name in layers.states if name in modules)
+            temperatures = Temperatures(modules.values())
+            mode = self._mode = StepMode(self.model, temperatures, self._latents_of(modules))
             self._drivers = {
-                modules[name]: MixerDriver(name, modules[name], self._mixers.own_forward(modules[name]), state)
+                modules[name]: MixerDriver(name, modules[name], own_forward(modules[name]), state)
                 for name, state in layers.states.items()
                 if name in modules
             }
             self._check_reached(modules)
+            mode.forwards = self._drivers
             if layers.skipped:
                 self._cut_rows(modules, layers.skipped)
             self._routes = {
                 modules[layer.name]: Route.of(
-                    layer,
-                    layers[layer.name],
-                    self._temperatures.of.get(modules[layer.name]),
-                    layer.name in layers.skipped,
+                    layer, layers[layer.name], temperatures.of.get(modules[layer.name]), layer.name in layers.skipped
                 )
                 for layer in self._attending
             }
-            for name, tensors in parameters.items():
-                layers[name].bind(tensors)
-            self._mixers.switch_on(self._drivers)
-            if self.packs_weights:
-                self._packed = PackedLinears(self._body)
             self._layers = layers
+            self.weights_changed()
         except BaseException:
             self.detach()
             raise
+
+    def weights_changed(self) -> None:
+        """Give the attached layers the tensors that were made of the weights, and pack the weights again.
+
+        Raises:
+            ModelError: A module expands its latents otherwise than by its weights.
+        """
+        if self._layers is None or self._mode is None:
+            return
+        for name, tensors in self._mode.latents.parameters().items():
+            self._layers[name].bind(tensors)
+        if self.packs_weights and self.compiled is None:
+            self._mode.packed = PackedLinears(self._body)
 
     def compile(self, backend: Any = "inductor") -> None:
         """Compile the model around its attention, and run a few tokens through it.
@@ -184,7 +181,8 @@ class TransformersModel(LoadedModel):
         if self._drivers or self.description.max_input_lens:
             why = "keeps a state" if self._drivers else "has an encoder"
             raise ModelError(f"{self.description.name} {why}, and cannot be compiled; leave compile out")
-        self._unpack()  # the compiler cannot trace packed weights
+        if self._mode is not None:
+            self._mode.packed = None  # the compiler cannot trace packed weights
         modules = self._modules()
         sizes = {modules[layer.name]: _value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend)
@@ -198,31 +196,20 @@ class TransformersModel(LoadedModel):
         self.compiled.note_probe()
 
     def detach(self) -> None:
-        """Restore the model's own attention. Safe to call twice."""
-        for config, implementation in self._original:
-            config._attn_implementation_internal = implementation
-        self._temperatures.switch_on()
-        self._mixers.switch_off()
-        self._latents.switch_off()
-        self._unpack()
+        """Remove what an engine needs of the model. Safe to call twice."""
+        serving = _SERVING.get(self.model)
+        if serving is not None and serving() is self:
+            del _SERVING[self.model]
         if self.compiled is not None:
             self.compiled.remove()
         self.compiled = None
         if self._cutter is not None:
             self._cutter.remove()
         self._cutter = None
-        self._temperatures = _NO_TEMPERATURES
-        self._mixers = Mixers(())
+        self._mode = None
         self._drivers = {}
-        self._latents = _NO_LATENTS
-        self._original = []
         self._routes = {}
         self._layers = None
-
-    def _unpack(self) -> None:
-        if self._packed is not None:
-            self._packed.remove()
-        self._packed = None
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Run one packed step; the attention layers already hold the step's metadata.
@@ -236,8 +223,11 @@ class TransformersModel(LoadedModel):
             Logits ``[num_wanted, vocab_size], device``; if the step's last layers keep only some rows, of these rows.
             For a model that does not generate, hidden states ``[num_wanted, hidden_size]``.
         """
-        kept_rows = None if self._layers is None else self._layers.kept_rows
-        with torch.inference_mode(), running(RunningStep(self._routes, positions, kept_rows)):
+        layers, mode = self._layers, self._mode
+        if layers is None or mode is None:
+            raise ModelError(f"{self.description.name} is not attached to an engine; make an engine for it")
+        kept_rows = layers.kept_rows
+        with torch.inference_mode(), mode.on(), running(RunningStep(self._routes, positions, kept_rows)):
             if kept_rows is not None:
                 return self._run(input_ids, positions)
             if self._keeps_logits:
@@ -253,8 +243,9 @@ class TransformersModel(LoadedModel):
                 those of its last token, ``[1, vocab_size]``.
         """
         assert self._layers is not None
+        assert self._mode is not None
         modules, layers = list(self._modules().items()), self._layers
-        with self._temperatures.in_short_steps():
+        with self._mode.temperatures.in_short_steps():
             compare_runs(
                 self.description, self.model, modules, run_packed, self._run_plain, layers.skipped, layers.dtypes
             )
@@ -299,22 +290,9 @@ class TransformersModel(LoadedModel):
 
     def _run_plain(self, prompt: list[int]) -> torch.Tensor:
         """Return the logits ``[len(prompt), vocab_size]``, or hidden states, of the model's own attention."""
-        with torch.inference_mode(), self._own_attention(), self._mixers.switched({}):
+        assert self._mode is not None
+        with torch.inference_mode(), self._mode.off():
             return self._run(torch.tensor(prompt, device=self.model.device), None)
-
-    @contextmanager
-    def _own_attention(self) -> Iterator[None]:
-        for config, implementation in self._original:
-            config._attn_implementation_internal = implementation
-        self._temperatures.switch_on()
-        self._latents.switch_off()
-        try:
-            yield
-        finally:
-            for config, _ in self._original:
-                config._attn_implementation_internal = RUN_TIME
-            self._temperatures.switch_off()
-            self._latents.switch_on()
 
     def _latents_of(self, modules: Mapping[str, nn.Module]) -> Latents:
         return Latents({layer.name: layer for layer in self.description.layers}, modules, self.description.name)
@@ -375,11 +353,8 @@ class TransformersModel(LoadedModel):
         routes = {modules[layer.name]: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}
         noting = {module: partial(driver.note, num_rows) for module, driver in self._drivers.items()}
         positions = torch.arange(num_tokens, device=self.model.device)
-        with (
-            torch.inference_mode(),
-            running(RunningStep(routes, positions, kept_rows)),
-            self._mixers.switched(noting),
-        ):
+        assert self._mode is not None
+        with torch.inference_mode(), self._mode.on(noting), running(RunningStep(routes, positions, kept_rows)):
             inputs = {}
             if num_wanted is not None and self._keeps_logits:
                 inputs["logits_to_keep"] = torch.arange(num_wanted, device=self.model.device)
@@ -396,18 +371,6 @@ def _body_of(model: Any) -> Any:
         return body
     # transformers looks for the body under a name that this model does not use.
     return next((part for part in model.children() if isinstance(part, PreTrainedModel)), body)
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Return every config that a module of ``model`` reads its attention implementation from, each once."""
-    found: dict[int, Any] = {}
-    pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    while pending:
-        config = pending.pop()
-        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-            pending += [getattr(config, key) for key in config.sub_configs]
-    return list(found.values())
 
 
 def _noting_layer(layer: LayerDescription, num_rows: dict[str, int]) -> Attend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TypeGuard
 
@@ -14,7 +15,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 class PackedLinears:
     """The linear layers of a model on a CPU, each beside a packed copy of its weight.
 
-    Invariant: until ``remove``, each of them multiplies by its copy; its own weight is unchanged.
+    Invariant: between ``switch_on`` and ``switch_off`` each of them multiplies by its copy. Its weight is unchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -23,21 +24,21 @@ class PackedLinears:
         Args:
             model: The model, on its device.
         """
-        self._layers: list[nn.Linear] = [each for each in model.modules() if _can_be_packed(each)]
-        for layer in self._layers:
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
-            # A module calls the ``forward`` of its instance, if there is one.
-            vars(layer)["forward"] = partial(_multiply, packed, layer.bias)
+        self._forwards = [(vars(each), _packed_forward(each)) for each in model.modules() if _can_be_packed(each)]
 
     def __len__(self) -> int:
         """The number of packed layers."""
-        return len(self._layers)
+        return len(self._forwards)
 
-    def remove(self) -> None:
-        """Let each layer multiply by its own weight; drop the copies."""
-        for layer in self._layers:
-            vars(layer).pop("forward", None)
-        self._layers = []
+    def switch_on(self) -> None:
+        """Let each layer multiply by its copy."""
+        for attributes, forward in self._forwards:
+            attributes["forward"] = forward  # a module calls the ``forward`` of its instance, if there is one
+
+    def switch_off(self) -> None:
+        """Let each layer multiply by its own weight."""
+        for attributes, _ in self._forwards:
+            attributes.pop("forward", None)
 
 
 def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -46,6 +47,11 @@ def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     weight = module.weight.detach()
     return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.dtype in _DTYPES
+
+
+def _packed_forward(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    bias = None if layer.bias is None else layer.bias.detach()
+    return partial(_multiply, torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach()), bias)
 
 
 def _multiply(packed: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,16 @@ from kvframe.contract import ModelError
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.latents import Expansion, noting_expansions
 from kvframe_transformers.masks import MaskFunction
-from kvframe_transformers.states import Forward, Inputs, MixerCall, Mixers, StateView, is_mixer, reads_padding
+from kvframe_transformers.states import (
+    Forward,
+    Inputs,
+    MixerCall,
+    StateView,
+    is_mixer,
+    own_forward,
+    reads_padding,
+    replaced_forwards,
+)
 
 DISCOVERY = "kvframe_discovery"
 """The attention implementation, and the mask implementation, under which a forward is only recorded."""
@@ -135,17 +144,17 @@ def record(model: Any, name: str) -> Recording:
             module.rope_type = "default"
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
-    mixers = Mixers(module for module in model.modules() if is_mixer(module))
-    if mixers.modules:
+    mixers = [module for module in model.modules() if is_mixer(module)]
+    if mixers:
         model.to(PROBE_DTYPE)  # shows which states have the model's dtype, and which have another one
     recording = Recording()
     token = _RECORDING.set(recording)
-    recorders = {module: _recorder(module, mixers.own_forward(module)) for module in mixers.modules}
+    recorders = {module: _recorder(module, own_forward(module)) for module in mixers}
     try:
         with (
             torch.no_grad(),
             _noting(model, recording),
-            mixers.switched(recorders),
+            replaced_forwards(recorders),
             noting_expansions(model, recording.expansions),
         ):
             model(**_probe_inputs(model, reads_mask=any(map(reads_padding, model.modules()))), use_cache=False)

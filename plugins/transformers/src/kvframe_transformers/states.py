@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -162,47 +162,23 @@ def _calls(module_class: type) -> frozenset[str]:
     return frozenset(names)
 
 
-class Mixers:
-    """The mixers of a model.
+def own_forward(module: nn.Module) -> Forward:
+    """Return a module's own forward: that of the instance if it has one, otherwise that of its class."""
+    own = vars(module).get("forward")
+    return type(module).forward.__get__(module) if own is None else own  # type: ignore[no-any-return]
 
-    Invariant: between ``switch_on`` and ``switch_off`` every mixer has the forward that it was given; otherwise it has
-    its own.
-    """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Keep the mixers among ``modules`` that have a state, each with its forward."""
-        self.modules = tuple(modules)
-        self._own = {module: module.__dict__.get("forward") for module in self.modules}
-        self._forwards: dict[nn.Module, Forward] = {}
-
-    def own_forward(self, module: nn.Module) -> Forward:
-        """Return a mixer's own forward, even while it is replaced."""
-        own = self._own[module]
-        return type(module).forward.__get__(module) if own is None else own  # type: ignore[no-any-return]
-
-    def switch_on(self, forwards: Mapping[nn.Module, Forward] | None = None) -> None:
-        """Replace the forwards: by the given ones, or by those of the call before."""
-        self._forwards = dict(forwards) if forwards is not None else self._forwards
-        for module, forward in self._forwards.items():
-            module.forward = forward
-
-    def switch_off(self) -> None:
-        """Restore every mixer's own forward."""
-        for module in self._forwards:
-            own = self._own[module]
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+    """Replace the forwards of modules inside the block, and restore the earlier ones after it."""
+    before = [(vars(module), vars(module).get("forward")) for module in forwards]
+    try:
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward  # a module calls the ``forward`` of its instance, if there is one
+        yield
+    finally:
+        for attributes, own in before:
             if own is None:
-                module.__dict__.pop("forward", None)
+                attributes.pop("forward", None)
             else:
-                module.forward = own
-
-    @contextmanager
-    def switched(self, forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
-        """Replace the forwards inside the block, and restore the earlier ones after it."""
-        before = self._forwards
-        self.switch_off()
-        self.switch_on(forwards)
-        try:
-            yield
-        finally:
-            self.switch_off()
-            self.switch_on(before)
+                attributes["forward"] = own

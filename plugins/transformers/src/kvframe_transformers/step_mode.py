@@ -1,0 +1,112 @@
+"""What differs in a model while an engine runs a step of it, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvframe_transformers.checkpoint import quiet
+from kvframe_transformers.latents import Latents
+from kvframe_transformers.packed import PackedLinears
+from kvframe_transformers.routing import RUN_TIME
+from kvframe_transformers.states import Forward, replaced_forwards
+from kvframe_transformers.temperature import Temperatures
+
+
+class StepMode:
+    """The modules of a model, which compute by an engine's layers inside ``on`` and as transformers made them outside.
+
+    Inside ``on`` these differ: the name of the attention implementation, the switches of replaced temperatures, the
+    expansions of latents, the forwards of mixers that keep a state and of packed linear layers, and the flag of
+    modules that are in training mode.
+
+    Attributes:
+        temperatures: The temperatures of the attention modules.
+        latents: The expansions of latent attention modules.
+        forwards: The forwards of mixers in a step.
+        packed: The packed copies of linear layers; None for none.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperatures: Temperatures, latents: Latents) -> None:
+        """Find the configs that name the implementation; nothing differs yet.
+
+        Args:
+            model: The model.
+            temperatures: The temperatures of its attention modules.
+            latents: The expansions of its latent attention modules.
+        """
+        self.temperatures = temperatures
+        self.latents = latents
+        self.forwards: Mapping[nn.Module, Forward] = {}
+        self.packed: PackedLinears | None = None
+        self._modules = list(model.modules())
+        configs = _configs(model)
+        own = [config._attn_implementation_internal for config in configs]
+        try:
+            with quiet():
+                model.set_attn_implementation(RUN_TIME)
+            self._in_step = [(config, config._attn_implementation_internal) for config in configs]
+        finally:
+            _set_implementations(zip(configs, own, strict=True))
+
+    @contextmanager
+    def on(self, forwards: Mapping[nn.Module, Forward] | None = None) -> Iterator[None]:
+        """Let the model compute by the engine's layers inside the block.
+
+        Args:
+            forwards: The forwards of mixers inside the block, instead of ``forwards``.
+        """
+        training = [module for module in self._modules if module.training]
+        own = [(config, config._attn_implementation_internal) for config, _ in self._in_step]
+        with replaced_forwards(self.forwards if forwards is None else forwards):
+            try:
+                _set_implementations(self._in_step)
+                _set_training(training, False)
+                self.temperatures.switch_off()
+                self.latents.switch_on()
+                if self.packed is not None:
+                    self.packed.switch_on()
+                yield
+            finally:
+                if self.packed is not None:
+                    self.packed.switch_off()
+                self.latents.switch_off()
+                self.temperatures.switch_on()
+                _set_training(training, True)
+                _set_implementations(own)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let the model compute as transformers made it inside the block, in evaluation mode."""
+        training = [module for module in self._modules if module.training]
+        try:
+            _set_training(training, False)
+            yield
+        finally:
+            _set_training(training, True)
+
+
+def _set_training(modules: list[nn.Module], value: bool) -> None:
+    for module in modules:
+        module.training = value
+
+
+def _set_implementations(implementations: Any) -> None:
+    for config, implementation in implementations:
+        config._attn_implementation_internal = implementation
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return every config that a module of ``model`` reads its attention implementation from, each once."""
+    found: dict[int, Any] = {}
+    pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    while pending:
+        config = pending.pop()
+        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            pending += [getattr(config, key) for key in config.sub_configs]
+    return list(found.values())
