@@ -170,7 +170,8 @@ def test_packed_weights_are_packed_again(tmp_path: Path) -> None:
 
 
 def test_captured_graphs_are_captured_again(tmp_path: Path) -> None:
-    model = tiny(tmp_path, "llama")
+    save_tiny(tmp_path, "llama")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     stack = Stack.from_mapping(
         {
             "cache": {"memory": "2MiB"},
