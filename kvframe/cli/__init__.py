@@ -9,6 +9,7 @@ import importlib
 import io
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import click
@@ -16,7 +17,9 @@ import click
 from kvframe.cli.guard import run_guarded
 from kvframe.cli.output import keep_output_apart
 from kvframe.cli.render import wants_no_escapes
-from kvframe.contract.errors import UnknownNameError
+from kvframe.contract.errors import PluginError, UnknownNameError
+from kvframe.contract.foreign import call, safe_repr
+from kvframe.loading.packages import provider_of
 
 _COMMANDS: Mapping[str, str] = {
     "generate": "kvframe.cli.generate:generate",
@@ -29,17 +32,26 @@ _COMMANDS: Mapping[str, str] = {
 """The commands by name, in the order that ``--help`` lists them, as import strings."""
 
 
+_GROUP = "kvframe.commands"
+"""The entry points of packages that add a command: its name, and the import string of a click command."""
+
+
+def _added_commands() -> Mapping[str, EntryPoint]:
+    """Return the commands that installed packages add; kvframe's own names cannot be taken."""
+    return {each.name: each for each in entry_points(group=_GROUP) if each.name not in _COMMANDS}
+
+
 class LazyGroup(click.Group):
     """A group that imports a command's module only for that command, and reports a user's mistakes in one sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in the order of help."""
-        return list(_COMMANDS)
+        return [*_COMMANDS, *sorted(_added_commands())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return the command named ``cmd_name``; None if there is none."""
         if cmd_name not in _COMMANDS:
-            return None
+            return _load_added(cmd_name)
         module, _, attribute = _COMMANDS[cmd_name].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
@@ -50,8 +62,10 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that ``args`` name; for an unknown name, raise an error with the nearest command."""
         name = args[0]
-        if name not in _COMMANDS and not name.startswith("-"):
-            raise UnknownNameError("command", name, _COMMANDS, "`kvframe --help` says what each does")
+        if name not in _COMMANDS and not name.startswith("-") and name not in (added := _added_commands()):
+            hint = provider_of("command", name)
+            what = "`kvframe --help` says what each does" if hint is None else f"`pip install {hint}` adds it"
+            raise UnknownNameError("command", name, [*_COMMANDS, *added], what)
         return super().resolve_command(ctx, args)
 
     def main(
@@ -78,6 +92,18 @@ class LazyGroup(click.Group):
         if wants_no_escapes():
             ctx.color = False
         return super().invoke(ctx)
+
+
+def _load_added(name: str) -> click.Command | None:
+    """Return the command that an installed package adds; None if there is none."""
+    entry_point = _added_commands().get(name)
+    if entry_point is None:
+        return None
+    whose = f"the command {name!r} of {entry_point.dist.name if entry_point.dist else 'an unknown package'}"
+    command = call(f"{whose}: loading {entry_point.value}", entry_point.load)
+    if not isinstance(command, click.Command):
+        raise PluginError(f"{whose} must be a click command, not {safe_repr(command)}")
+    return command
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -21,13 +21,14 @@ kvframe-mla plugin:mla spec:mla backend:mla
 kvframe-ngram plugin:ngram proposer:ngram
 kvframe-numba plugin:numba backend:numba
 kvframe-scan-resistant plugin:scan_resistant eviction:scan_resistant
+kvframe-serve plugin:serve command:serve
 kvframe-sliding-window plugin:sliding_window spec:sliding_window
 kvframe-torch plugin:torch backend:torch backend:torch_varlen
 kvframe-transformers plugin:transformers model_adapter:transformers
 kvframe-triton plugin:triton backend:triton backend:triton_mla
 kvframe-vllm plugin:vllm
 """
-"""On each line a package, then names that it registers, each after its kind in ``claims.KINDS``."""
+"""On each line a package, then names that it provides, each after its kind in ``claims.KINDS``, or ``command``."""
 
 PROVIDERS = {
     (kind, name): package
@@ -41,7 +42,7 @@ def provider_of(kind: str, name: str) -> str | None:
     """Return the package of kvframe that provides a name; None if none does.
 
     Args:
-        kind: A kind in ``claims.KINDS``, or ``"plugin"``.
+        kind: A kind in ``claims.KINDS``, ``"plugin"`` or ``"command"``.
         name: The registered name or the plugin's, with or without the package before it (``"kvframe-x:x"``).
     """
     owner, _, bare = name.rpartition(":")

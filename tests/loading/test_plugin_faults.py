@@ -31,13 +31,13 @@ from kvframe.contract.errors import KVFrameError
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat, PlainFormat
 from kvframe.contract.hookspecs import HookSpecs
-from kvframe.contract.model import ModelAdapter
+from kvframe.contract.model import ModelAdapter, ModelInMemory
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.engine.assembly import find_page_copier
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers, make_layer_specs
-from kvframe.planning.recognise import find_adapter
+from kvframe.planning.recognise import adopt_model, find_adapter
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
@@ -276,6 +276,9 @@ class GoodAdapter(ModelAdapter):
     def load(self, path: Path, *, device: str, dtype: str) -> Any:
         raise NotImplementedError
 
+    def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
+        return None
+
 
 @attrs.frozen(kw_only=True)
 class GoodSpec(FullAttentionSpec):
@@ -345,6 +348,10 @@ def load(registry: Registry) -> None:
     find_adapter(Path(__file__), registry).load(Path(__file__), device="cpu", dtype="float32")
 
 
+def adopt(registry: Registry) -> None:
+    adopt_model(object(), None, registry)
+
+
 @attrs.frozen
 class Interface:
     """A kind of class that plugins implement, and when its methods are called.
@@ -403,7 +410,7 @@ INTERFACES = (
         "model_adapter",
         ModelAdapter,
         GoodAdapter,
-        {"__init__": describe, "recognises": describe, "describe": describe, "load": load},
+        {"__init__": describe, "recognises": describe, "describe": describe, "load": load, "adopt": adopt},
     ),
     Interface(
         "spec",
@@ -470,6 +477,7 @@ RIGHT = {
     ("bind", "a text"),
     ("bind", "an object"),
     ("unusable_reason", "nothing"),
+    ("adopt", "nothing"),
     ("page_copier", "nothing"),
     ("unusable_reason", "a text"),
 }

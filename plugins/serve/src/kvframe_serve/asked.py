@@ -1,0 +1,146 @@
+"""What a client's request asks for: sampling parameters, and a refusal of everything that is not served."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import attrs
+from transformers import PreTrainedTokenizerBase
+
+from kvframe import SamplingParams
+from kvframe.contract import RequestError, shown
+
+SALT_FIELD = "cache_salt"
+"""The field of a body that names the request's cache salt."""
+
+_OWN_FIELDS = {"top_k", "ignore_eos", SALT_FIELD}
+"""Fields that OpenAI's interface does not have; its client sends them as ``extra_body``."""
+
+_SAMPLING = {"temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"}
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+_OTHER = {"model", "stream", "user"}
+_CHAT = {"messages", "tools", "chat_template_kwargs"}
+_COMPLETION = {"prompt", "suffix"}
+
+_DEFAULTS: Mapping[str, Collection[Any]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("auto",),
+    "response_format": ({"type": "text"},),
+    "stream_options": ({"include_usage": True}, {"include_usage": False}),
+    "store": (False,),
+}
+"""Fields that are accepted with the values that change nothing, and refused with others."""
+
+
+_TEMPLATE_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
+    "load_audio_from_video"
+}
+"""Arguments of the tokenizer's method, which a client may not set."""
+
+
+@attrs.define
+class Asked:
+    """The parameters of one request, in the place of transformers' generation config.
+
+    Attributes:
+        params: How to sample and when to stop.
+        cache_salt: The salt of its cached prefixes.
+        max_new_tokens: The number of generated tokens from which transformers' handlers report ``length`` as the reason
+            of an end. It is set when the request ends, so that they report the engine's reason.
+    """
+
+    params: SamplingParams
+    cache_salt: str
+    max_new_tokens: int
+
+
+def check_body(body: Mapping[str, Any], *, is_chat: bool) -> None:
+    """Refuse a body with fields that are unknown, or that ask for what is not served.
+
+    Args:
+        body: The client's JSON object.
+        is_chat: Whether it is of a chat completion.
+
+    Raises:
+        RequestError: There is such a field (``bad_params``), or no messages or prompt (``empty_prompt``).
+    """
+    known = _SAMPLING | set(_LENGTHS) | _OTHER | _OWN_FIELDS | set(_DEFAULTS) | (_CHAT if is_chat else _COMPLETION)
+    for name, value in body.items():
+        if name not in known:
+            raise RequestError(
+                f"the field {shown(name)} is unknown; known are {', '.join(sorted(known))}", "bad_params"
+            )
+        if name in _DEFAULTS and value is not None and value not in _DEFAULTS[name]:
+            raise RequestError(f"{name} = {shown(value)} is not served; leave it out", code="bad_params")
+    for name in ("stream", "ignore_eos"):
+        if not isinstance(body.get(name) or False, bool):
+            raise RequestError(f"{name} must be true or false, not {shown(body[name])}", code="bad_params")
+    if is_chat:
+        _check_messages(body.get("messages"))
+        _check_template_options(body.get("chat_template_kwargs"), body.get("tools"))
+    elif not isinstance(body.get("prompt"), str):
+        raise RequestError(f"prompt must be a text, not {shown(body.get('prompt'))}", code="empty_prompt")
+    if not isinstance(body.get("suffix") or "", str):
+        raise RequestError(f"suffix must be a text, not {shown(body['suffix'])}", code="bad_params")
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f"messages must be a list with a message at least, not {shown(messages)}", "empty_prompt")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(f"a message is an object with a role and a content, not {shown(message)}", "bad_params")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        is_text = all(isinstance(each, dict) and each.get("type") == "text" for each in parts)
+        if not isinstance(content, str | list | None) or not is_text:
+            raise RequestError(f"a message's content is text, or parts of text, not {shown(content)}", "bad_params")
+
+
+def _check_template_options(options: Any, tools: Any) -> None:
+    is_plain = (
+        all(isinstance(each, str | bool | int | float | None) for each in (options or {}).values())
+        if isinstance(options, dict | None)
+        else False
+    )
+    taken = sorted(set(options or ()) & _TEMPLATE_ARGUMENTS) if is_plain else []
+    if not is_plain or taken:
+        what = f"sets {taken[0]!r}" if taken else f"is {shown(options)}"
+        raise RequestError(
+            f"chat_template_kwargs {what}: it is an object of values for the model's chat template", code="bad_params"
+        )
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
+        raise RequestError(f"tools must be a list of objects, not {shown(tools)}", code="bad_params")
+
+
+def read_params(body: Mapping[str, Any], defaults: Mapping[str, Any], most_tokens: int) -> SamplingParams:
+    """Return the sampling parameters of a body.
+
+    Args:
+        body: A body that ``check_body`` accepted.
+        defaults: The parameters where the body says nothing.
+        most_tokens: The most tokens that a request may generate.
+
+    Raises:
+        RequestError: A parameter is wrong (``bad_params``).
+    """
+    given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    length = next((body[name] for name in _LENGTHS if body.get(name) is not None), None)
+    if length is not None:
+        given["max_new_tokens"] = length
+    params = SamplingParams(**{**defaults, **given})
+    if length is not None and params.max_new_tokens > most_tokens:
+        raise RequestError(
+            f"max_tokens = {params.max_new_tokens} is more than this server generates, {most_tokens}", code="bad_params"
+        )
+    return attrs.evolve(params, max_new_tokens=min(params.max_new_tokens, most_tokens))

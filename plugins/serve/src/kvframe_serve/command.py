@@ -1,0 +1,48 @@
+"""``kvframe serve``: serve a model on disk by OpenAI's interface."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+
+@click.command(short_help="Serve a model by OpenAI's interface.")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--stack", "stack_file", type=click.Path(path_type=Path), metavar="FILE", help="The stack file (TOML).")
+@click.option("--served-name", metavar="NAME", help="The name that clients give; default: the folder's.")
+@click.option(
+    "--api-key",
+    "keys",
+    multiple=True,
+    envvar="KVFRAME_API_KEYS",
+    metavar="KEY",
+    help="A key that callers must send; repeat for several. Without keys, everybody is served.",
+)
+def serve(
+    model: Path,
+    host: str,
+    port: int,
+    stack_file: Path | None,
+    served_name: str | None,
+    keys: tuple[str, ...],
+) -> None:
+    """Serve MODEL by OpenAI's interface: chat and completions, streamed or not.
+
+    One engine serves all requests in one batch, and caches their prefixes. Callers with different keys share none of
+    them; the header X-Cache-Salt divides further. The stack's [plugin.serve] limits requests.
+    """
+    from kvframe import Stack
+    from kvframe_serve.server import Server
+
+    server = Server(
+        model,
+        stack=None if stack_file is None else Stack.from_file(stack_file),
+        name=served_name,
+        keys=keys,
+    )
+    click.echo(f"serving {server.served.name} on http://{host}:{port}/v1", err=True)
+    asyncio.run(server.run(host, port))

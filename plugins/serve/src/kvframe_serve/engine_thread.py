@@ -1,0 +1,155 @@
+"""The thread that owns an engine: requests go in from an event loop, and outputs come back to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from kvframe import Engine, RequestOutput, SamplingParams
+from kvframe.contract import EngineError
+
+_log = logging.getLogger("kvframe.serve")
+
+Receive = Callable[[RequestOutput], None]
+"""Takes a request's outputs, on the event loop; the last one has a ``finish_reason``."""
+
+_Job = Callable[[], None]
+
+
+class EngineThread:
+    """Runs an engine's steps in one thread, and all of its verbs.
+
+    Invariant: only this thread calls the engine, ``stats`` excepted. ``_receivers`` belongs to it too.
+    """
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the thread.
+
+        Args:
+            engine: The engine, which this thread closes at its end.
+            loop: Where outputs are delivered.
+        """
+        self._engine = engine
+        self._loop = loop
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._receivers: dict[str, Receive] = {}
+        self._thread = threading.Thread(target=self._run, name="kvframe-engine", daemon=True)
+        self._is_closing = False
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive() and not self._is_closing
+
+    async def add(
+        self, token_ids: Sequence[int], params: SamplingParams, receive: Receive, *, cache_salt: str = ""
+    ) -> str:
+        """Add a request and return its id in the engine.
+
+        Args:
+            token_ids: The prompt.
+            params: How to sample and when to stop.
+            receive: Gets its outputs, in the event loop.
+            cache_salt: As for ``Engine.add_request``.
+
+        Raises:
+            RequestError: The engine refuses the request.
+            EngineError: The server is closing (``closed``).
+        """
+        if not self.is_alive:
+            raise EngineError("the server is closing", code="closed")
+        added: Future[str] = Future()
+
+        def job() -> None:
+            if not added.set_running_or_notify_cancel():
+                return  # the client went away before its turn
+            try:
+                request_id = self._engine.add_request(token_ids, params, cache_salt=cache_salt)
+            except Exception as error:
+                added.set_exception(error)
+                return
+            self._receivers[request_id] = receive
+            added.set_result(request_id)
+
+        self._jobs.put(job)
+        try:
+            return await asyncio.wrap_future(added)
+        except asyncio.CancelledError:
+            if not added.cancel() and added.exception() is None:  # it is in the engine already
+                self.abort(added.result())
+            raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request whose client went away; its outputs are delivered no more."""
+
+        def job() -> None:
+            if self._receivers.pop(request_id, None) is not None:
+                self._engine.abort(request_id)
+
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End all requests and close the engine; safe to call twice."""
+        self._is_closing = True
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._take_jobs():
+                if self._engine.has_unfinished:
+                    self._step()
+        finally:
+            self._is_closing = True
+            self._engine.close()
+            unended = list(self._receivers)
+            self._deliver([_ended_by_close(request_id) for request_id in unended])
+
+    def _take_jobs(self) -> bool:
+        """Do what was asked for, and wait for it if there is nothing to compute; return False at the end."""
+        wait = not self._engine.has_unfinished
+        while True:
+            try:
+                job = self._jobs.get(block=wait)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            job()
+            wait = False
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception:
+            # The requests of the step have ended with an error, which the next step reports.
+            _log.exception("a step failed")
+            return
+        if outputs:
+            self._deliver(outputs)
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Give outputs to their receivers, all in one turn of the event loop."""
+        ready = [(receive, each) for each in outputs if (receive := self._receivers.get(each.request_id)) is not None]
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._receivers.pop(output.request_id, None)
+
+        def deliver() -> None:
+            for receive, output in ready:
+                receive(output)
+
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, and no client is left
+            self._loop.call_soon_threadsafe(deliver)
+
+
+def _ended_by_close(request_id: str) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id, prompt_token_ids=(), finish_reason="error", error="the server is closing"
+    )

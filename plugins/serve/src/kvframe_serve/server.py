@@ -1,0 +1,146 @@
+"""The server: an engine, its thread, and the application around them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from kvframe import Engine, Stack
+from kvframe.contract import EngineError, ModelError, RequestError
+from kvframe_serve.access import Access, error_body
+from kvframe_serve.engine_thread import EngineThread
+from kvframe_serve.handlers import RequestFailedError, ServedModel, make_application
+from kvframe_serve.metrics import EngineMetrics
+from kvframe_serve.plugin import limits
+
+_DEFAULT_TOKENS = 1024
+"""The generated tokens of a request that names no limit."""
+
+
+class Server:
+    """Serves one model by OpenAI's interface.
+
+    Attributes:
+        app: The ASGI application.
+        served: The model, as clients see it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        stack: Stack | None = None,
+        name: str | None = None,
+        keys: Collection[str] = (),
+    ) -> None:
+        """Load a model and make its engine.
+
+        Args:
+            path: A model's folder, with a tokenizer.
+            stack: What to use; the defaults unless given. Its ``[plugin.serve]`` limits requests.
+            name: The name that clients give; the folder's unless given.
+            keys: The keys that callers must have; none to serve everybody.
+
+        Raises:
+            KVFrameError: The stack, the model or the memory is wrong, or the model has no tokenizer.
+        """
+        self._engine = Engine.from_pretrained(path, stack=stack)
+        try:
+            limit = limits()
+            self.served = _read_model(path, name or path.resolve().name, limit["max_new_tokens"])
+            app = make_application(self.served)
+            _add_errors(app)
+            self._access = Access(
+                app, keys=keys, max_requests=limit["max_requests"], max_body_bytes=limit["max_body_bytes"]
+            )
+            _add_metrics(app, EngineMetrics(self._engine, lambda: self._access.num_running))
+        except BaseException:
+            self._engine.close()
+            raise
+        self.app: Any = self._access
+
+    async def run(self, host: str, port: int, *, log_level: str = "info") -> None:
+        """Serve until the process is told to end; running streams get a few seconds to end."""
+        config = uvicorn.Config(
+            self.app, host=host, port=port, log_level=log_level, access_log=False, timeout_graceful_shutdown=5
+        )
+        # transformers logs a line for each request, as a warning.
+        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
+        self.start(asyncio.get_running_loop())
+        try:
+            await uvicorn.Server(config).serve()
+        finally:
+            self.close()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the engine's thread; outputs are delivered in ``loop``."""
+        self.served.thread = EngineThread(self._engine, loop)
+
+    def close(self) -> None:
+        """End all requests, and close the engine. Safe to call twice."""
+        self.served.shutdown()
+        self._engine.close()
+
+
+def _read_model(path: Path, name: str, most_tokens: int) -> ServedModel:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} has no tokenizer, which a server needs: {error}") from error
+    defaults: dict[str, Any] = {"max_new_tokens": min(_DEFAULT_TOKENS, most_tokens)}
+    if (path / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+        if generation.do_sample:
+            named = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+            defaults |= {key: getattr(generation, key) or value for key, value in named.items()}
+    config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    return ServedModel(name, tokenizer, config, int(time.time()), defaults, most_tokens)
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Answer every error as OpenAI's interface does, in one sentence."""
+
+    def answer(status: int, error: str, code: str) -> JSONResponse:
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        return JSONResponse(error_body(error, kind, code), status_code=status)
+
+    @app.exception_handler(RequestError)
+    async def refused(_request: Request, error: RequestError) -> JSONResponse:
+        return answer(400, str(error), error.code)
+
+    @app.exception_handler(EngineError)
+    async def closing(_request: Request, error: EngineError) -> JSONResponse:
+        return answer(503, str(error), error.code)
+
+    @app.exception_handler(RequestFailedError)
+    async def failed(_request: Request, error: RequestFailedError) -> JSONResponse:
+        return answer(500, str(error), "failed")
+
+    @app.exception_handler(RequestValidationError)
+    async def not_json(_request: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(400, "the body must be a JSON object", "bad_body")
+
+    @app.exception_handler(HTTPException)
+    async def other(_request: Request, error: HTTPException) -> JSONResponse:
+        return answer(error.status_code, str(error.detail), "not_served")
+
+
+def _add_metrics(app: FastAPI, metrics: EngineMetrics) -> None:
+    registry = CollectorRegistry()
+    registry.register(metrics)
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")

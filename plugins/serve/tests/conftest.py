@@ -1,0 +1,88 @@
+"""A tiny model with a tokenizer and a chat template, and a real server for it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from kvframe_serve.server import Server
+from kvframe_transformers.testing import save_tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kvframe import Stack
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('roles are system, user and assistant') }}{% endif %}"
+    "{{ message['role'][0] + ':' + message['content'] + ';' }}{% endfor %}a:{% if loud %}!{% endif %}"
+)
+CACHE = {"cache": {"memory": "4MiB"}, "engine": {"max_num_batched_tokens": 256}}
+STACK = Stack.from_mapping(CACHE)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    save_tiny(folder, "llama", vocab_size=len(alphabet))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
+
+
+class Running:
+    """A server in a thread with an event loop of its own, and clients for it."""
+
+    def __init__(self, server: Server) -> None:
+        """Start to serve on a free port."""
+        self.server = server
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._uvicorn = uvicorn.Server(uvicorn.Config(server.app, log_level="error", timeout_graceful_shutdown=1))
+
+        async def run() -> None:
+            server.start(asyncio.get_running_loop())
+            await self._uvicorn.serve([listener])
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+        self._thread.start()
+
+    def client(self, key: str = "any", **options: Any) -> openai.OpenAI:
+        """Return a client that retries nothing."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+
+    def close(self) -> None:
+        """End the server."""
+        self._uvicorn.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        self.server.close()
+
+
+@pytest.fixture
+def serve(checkpoint: Path) -> Iterator[Callable[..., Running]]:
+    """Return a function that starts a server."""
+    with ExitStack() as running:
+
+        def start(limits: dict[str, Any] | None = None, **options: Any) -> Running:
+            stack = Stack.from_mapping({**CACHE, "plugin": {"serve": limits or {}}})
+            started = Running(Server(checkpoint, stack=stack, **options))
+            running.callback(started.close)
+            return started
+
+        yield start

@@ -1,0 +1,372 @@
+"""The server answers OpenAI's client as the engine would, for many clients at once, and refuses what is wrong."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import kvframe_serve
+import openai
+import pytest
+from kvframe_serve.handlers import Generation, ServedModel
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+
+from kvframe import Engine, SamplingParams
+from kvframe.contract import StackError
+from plugins.serve.tests.conftest import STACK, Running
+
+Serve = Callable[..., Running]
+PROMPTS = [f"prompt number {index} of sixty-four: " * (1 + index % 4) for index in range(64)]
+
+
+def expected(checkpoint: Path, prompts: list[str], **params: Any) -> list[str]:
+    """Return the texts that an engine alone gives."""
+    with Engine.from_pretrained(checkpoint, stack=STACK) as engine:
+        return [output.text for output in engine.generate(prompts, SamplingParams(**params))]
+
+
+def stats(running: Running) -> Any:
+    return running.server._engine.stats()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come true in 20 s")
+
+
+def test_completions_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> None:
+    client = serve().client()
+    text = expected(checkpoint, ["once upon"], max_new_tokens=12)[0]
+    answer = client.completions.create(model="tiny", prompt="once upon", max_tokens=12)
+    assert (text, "length") == (answer.choices[0].text, answer.choices[0].finish_reason)
+    assert answer.usage is not None
+    assert (9, 12, 21) == (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens)
+    parts = list(client.completions.create(model="tiny", prompt="once upon", max_tokens=12, stream=True))
+    assert text == "".join(part.choices[0].text for part in parts)
+    assert "length" == parts[-1].choices[0].finish_reason
+
+
+def test_chats_go_through_the_template(serve: Serve, checkpoint: Path) -> None:
+    client = serve().client()
+    messages: Any = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+    ]
+    text = expected(checkpoint, ["s:be brief;u:hello;a:"], max_new_tokens=10)[0]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=10)
+    assert text == answer.choices[0].message.content
+    parts = list(client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, stream=True))
+    assert text == "".join(part.choices[0].delta.content or "" for part in parts)
+    loud = expected(checkpoint, ["s:be brief;u:hello;a:!"], max_new_tokens=10)[0]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=10, extra_body={"chat_template_kwargs": {"loud": True}}
+    )
+    assert loud == answer.choices[0].message.content != text
+
+
+def test_each_request_has_its_own_parameters(serve: Serve, checkpoint: Path) -> None:
+    client = serve().client()
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.9, "seed": 7, "max_tokens": 11},
+        {"temperature": 1.2, "seed": 8, "top_p": 0.8, "extra_body": {"top_k": 9}, "max_tokens": 14},
+        {"max_tokens": 5},
+    ]
+    texts = [
+        expected(checkpoint, ["x y"], temperature=0.9, seed=7, max_new_tokens=11)[0],
+        expected(checkpoint, ["x y"], temperature=1.2, seed=8, top_p=0.8, top_k=9, max_new_tokens=14)[0],
+        expected(checkpoint, ["x y"], max_new_tokens=5)[0],
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(
+            pool.map(lambda each: client.completions.create(model="tiny", prompt="x y", **each).choices[0].text, asked)
+        )
+    assert texts == answers
+
+
+def test_a_stop_string_ends_the_text_before_it(serve: Serve, checkpoint: Path) -> None:
+    client = serve().client()
+    whole = expected(checkpoint, ["x y"], max_new_tokens=20)[0]
+    stop = whole[6:8]
+    answer = client.completions.create(model="tiny", prompt="x y", max_tokens=20, stop=[stop])
+    assert (whole[: whole.index(stop)], "stop") == (answer.choices[0].text, answer.choices[0].finish_reason)
+    parts = list(client.completions.create(model="tiny", prompt="x y", max_tokens=20, stop=stop, stream=True))
+    assert whole[: whole.index(stop)] == "".join(part.choices[0].text for part in parts)
+    assert "stop" == parts[-1].choices[0].finish_reason
+
+
+def test_sixty_four_streams_one_of_which_goes_away_and_one_asks_nonsense(serve: Serve, checkpoint: Path) -> None:
+    running = serve()
+    slow_down(running, 0.005)
+    texts = expected(checkpoint, PROMPTS, max_new_tokens=40)
+    client = running.client()
+
+    def ask(index: int) -> str:
+        if index == 13:
+            with pytest.raises(openai.BadRequestError, match="temperature must be"):
+                client.completions.create(model="tiny", prompt=PROMPTS[13], temperature=-3, stream=True)
+            return texts[13]
+        count = 400 if index == 21 else 40
+        stream = client.completions.create(model="tiny", prompt=PROMPTS[index], max_tokens=count, stream=True)
+        parts = []
+        for part in stream:
+            parts.append(part.choices[0].text)
+            if index == 21:
+                stream.close()
+                return texts[21]
+        return "".join(parts)
+
+    with ThreadPoolExecutor(64) as pool:
+        assert texts == list(pool.map(ask, range(64)))
+    wait_until(lambda: not any(stats(running).blocks_held))
+    # The client that went away asked for 400 tokens.
+    assert 62 * 40 < stats(running).generated_tokens < 62 * 40 + 400
+
+
+def slow_down(running: Running, seconds: float) -> None:
+    """Let each step take some time more."""
+    model: Any = running.server._engine.model
+    forward = model.forward
+
+    def slow(*tensors: Any) -> Any:
+        threading.Event().wait(seconds)
+        return forward(*tensors)
+
+    model.forward = slow
+
+
+def test_a_client_that_stops_waiting_ends_its_request(serve: Serve) -> None:
+    running = serve()
+    slow_down(running, 0.01)
+    client = running.client().with_options(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(model="tiny", prompt="x", max_tokens=490)
+    wait_until(lambda: not any(stats(running).blocks_held))
+    assert 0 < stats(running).generated_tokens < 490
+    wait_until(lambda: running.server._access.num_running == 0)
+
+
+def test_a_client_that_closes_its_stream_ends_its_request(serve: Serve) -> None:
+    running = serve()
+    slow_down(running, 0.01)
+    stream = running.client().completions.create(model="tiny", prompt="x", max_tokens=490, stream=True)
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: not any(stats(running).blocks_held))
+    assert 0 < stats(running).generated_tokens < 490
+    wait_until(lambda: running.server._access.num_running == 0)
+
+
+WRONG: list[tuple[str, Any, int, str]] = [
+    ("completions", {"prompt": "a", "model": "other"}, 400, "Server is pinned to 'tiny'"),
+    ("completions", {"prompt": ["a", "b"]}, 400, "prompt must be a text"),
+    ("completions", {}, 400, "prompt must be a text"),
+    ("completions", {"prompt": ""}, 400, "prompt"),
+    ("completions", {"prompt": "a" * 600}, 400, "600"),
+    ("completions", {"prompt": "a", "n": 2}, 400, "n = 2 is not served"),
+    ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs = 3 is not served"),
+    ("completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not served"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "at least 1, not 0"),
+    ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "more than this server generates, 4096"),
+    ("completions", {"prompt": "a", "temperature": "warm"}, 400, "temperature must be 0"),
+    ("completions", {"prompt": "a", "stop": [3]}, 400, "stop must hold non-empty strings"),
+    ("completions", {"prompt": "a", "stream": "yes"}, 400, "stream must be true or false"),
+    ("completions", {"prompt": "a", "cache_salt": 5}, 400, "cache_salt must be a text"),
+    ("completions", {"prompt": "a", "beam_width": 5}, 400, "the field 'beam_width' is unknown"),
+    ("completions", [1, 2], 400, "must be a JSON object"),
+    ("chat/completions", {"messages": []}, 400, "messages must be a list"),
+    ("chat/completions", {"messages": ["hi"]}, 400, "a message is an object"),
+    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "content is text"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content is text"),
+    ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "roles are system"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": False}},
+        400,
+        "chat_template_kwargs sets 'tokenize'",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "tools": "none"},
+        400,
+        "tools must be a list",
+    ),
+    ("responses", {"input": "a"}, 404, "Not Found"),
+]
+
+
+def post(running: Running, path: str, body: bytes, **headers: str) -> tuple[int, Any]:
+    request = urllib.request.Request(
+        f"{running.url}{path}", body, {"content-type": "application/json", **headers}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_bad_input_is_refused_in_one_sentence(serve: Serve) -> None:
+    running = serve()
+    for path, body, status, message in WRONG:
+        for stream in (False, True):
+            asked = {"stream": stream, **body} if isinstance(body, dict) else body
+            found, answer = post(running, f"/v1/{path}", json.dumps(asked).encode())
+            assert (status, message in answer["error"]["message"]) == (found, True), (body, found, answer)
+    assert 400 == post(running, "/v1/completions", b"{not json")[0]
+    assert 413 == post(running, "/v1/completions", b"x" * (5 << 20))[0]
+    for path in ("/reset", "/load_model"):
+        assert 404 == post(running, path, b"{}")[0]
+    assert 0 == stats(running).steps
+    # Nothing of it did harm.
+    assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 2}')[0]
+
+
+def test_only_callers_with_a_key_are_served(serve: Serve) -> None:
+    running = serve(keys=["first", "second"])
+    for key in ("first", "second"):
+        running.client(key).completions.create(model="tiny", prompt="x", max_tokens=1)
+    with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
+        running.client("third").completions.create(model="tiny", prompt="x", max_tokens=1)
+    with urllib.request.urlopen(f"{running.url}/health") as answer:
+        assert {"status": "ok"} == json.loads(answer.read())
+
+
+def test_callers_share_no_prefixes_unless_they_have_one_key_and_salt(serve: Serve) -> None:
+    running = serve()
+    prompt = "a prompt of several blocks, which another caller must not find " * 3
+
+    def hits(key: str, header: str | None = None, body: str | None = None) -> int:
+        before = stats(running).cached_prompt_tokens
+        client = running.client(key, default_headers={} if header is None else {"x-cache-salt": header})
+        extra = {} if body is None else {"cache_salt": body}
+        client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=extra)
+        return int(stats(running).cached_prompt_tokens - before)
+
+    assert [0, 0, 0, 0] == [hits("anna"), hits("ben"), hits("anna", header="s"), hits("anna", body="t")]
+    assert all([hits("anna"), hits("ben"), hits("anna", header="s"), hits("anna", body="t")])
+    # Nobody can name the salt that another key makes.
+    own = stats(running)
+    assert 0 == hits("cleo", header="anna"), own
+
+
+def test_more_requests_than_the_most_are_told_to_try_again(serve: Serve) -> None:
+    running = serve({"max_requests": 2})
+    slow_down(running, 0.005)
+    client, go = running.client(), threading.Event()
+
+    def hold() -> None:
+        for _ in client.completions.create(model="tiny", prompt="x", max_tokens=480, stream=True):
+            if go.is_set():
+                return
+
+    with ThreadPoolExecutor(2) as pool:
+        held = [pool.submit(hold) for _ in range(2)]
+        wait_until(lambda: running.server._access.num_running == 2)
+        with pytest.raises(openai.RateLimitError, match="2 requests run already"):
+            client.completions.create(model="tiny", prompt="x", max_tokens=1)
+        go.set()
+        for each in held:
+            each.result(30)
+    wait_until(lambda: running.server._access.num_running == 0)
+    client.completions.create(model="tiny", prompt="x", max_tokens=1)
+
+
+@pytest.mark.parametrize("limits", [{"max_requests": 0}, {"max_tokens": 3}, {"max_new_tokens": True}])
+def test_wrong_limits_are_refused(serve: Serve, limits: dict[str, Any]) -> None:
+    with pytest.raises(StackError, match=r"\[plugin.serve\] takes max_requests, max_new_tokens, max_body_bytes"):
+        serve(limits)
+
+
+def test_a_failing_step_fails_its_requests_and_no_others(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = serve()
+    client, engine = running.client(), running.server._engine
+    model: Any = engine.model
+    forward, failures = model.forward, [RuntimeError("the device is gone")]
+
+    def failing(*tensors: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return forward(*tensors)
+
+    monkeypatch.setattr(model, "forward", failing)
+    with pytest.raises(openai.InternalServerError, match="the step that computed this request failed"):
+        client.completions.create(model="tiny", prompt="x", max_tokens=3)
+    failures.append(RuntimeError("the device is gone"))
+    with pytest.raises(openai.APIError, match="the step that computed this request failed"):
+        list(client.completions.create(model="tiny", prompt="x", max_tokens=3, stream=True))
+    assert 3 == client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_a_server_that_closes_ends_its_streams_and_refuses_others(serve: Serve) -> None:
+    running = serve()
+    slow_down(running, 0.005)
+    stream = running.client().completions.create(model="tiny", prompt="x", max_tokens=490, stream=True)
+    next(iter(stream))
+    running.server.served.shutdown()
+    with pytest.raises(openai.APIError, match="the server is closing"):
+        list(stream)
+    with pytest.raises(openai.InternalServerError, match="the server is closing"):
+        running.client().completions.create(model="tiny", prompt="x")
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(f"{running.url}/health")
+
+
+def test_metrics_count_what_was_served(serve: Serve) -> None:
+    running = serve()
+    running.client().completions.create(model="tiny", prompt="x y z", max_tokens=6)
+    with urllib.request.urlopen(f"{running.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    assert {"kvframe_generated_tokens_total 6.0", "kvframe_prompt_tokens_total 5.0", "kvframe_requests 0.0"} < set(
+        lines
+    )
+    assert 'kvframe_lookup_asked_tokens_total{group="0",kind="full_attention"} 5.0' in lines
+
+
+# --- names of transformers --------------------------------------------------------------------------------------------
+
+
+def test_the_names_of_transformers_that_are_used() -> None:
+    """After an upgrade of transformers, compare these with its serving application."""
+    used: dict[str, set[str]] = {}
+    for file in Path(kvframe_serve.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
+                used.setdefault(str(node.module), set()).update(each.name for each in node.names)
+    assert used == {
+        "transformers": {"AutoConfig", "AutoTokenizer", "GenerationConfig", "PreTrainedTokenizerBase"},
+        "transformers.cli.serving.chat_completion": {"ChatCompletionHandler"},
+        "transformers.cli.serving.completion": {"CompletionHandler"},
+        "transformers.cli.serving.server": {"build_server"},
+        "transformers.cli.serving.utils": {"Modality", "response_events_to_chunks"},
+    }
+    overridden = ("handle_request", "_validate_request", "_build_generation_config", "_streaming", "_non_streaming")
+    for handler in (ChatCompletionHandler, CompletionHandler):
+        for name in (*overridden, "_build_chunk_sse"):
+            assert callable(getattr(handler, name))
+    # What handlers ask of the managers that ServedModel and Generation stand in for.
+    asked = set(re.findall(r"(?:model_manager|generation_state|gen_manager|streamer)\.(\w+)", _source_of_handlers()))
+    assert asked <= {name for kind in (ServedModel, Generation) for name in dir(kind)} | _OTHERS
+
+
+_OTHERS = {"total_tokens"}
+"""Attributes of an instance."""
+
+
+def _source_of_handlers() -> str:
+    return "".join(
+        inspect.getsource(sys.modules[each.__module__]) for each in (ChatCompletionHandler, CompletionHandler)
+    )
