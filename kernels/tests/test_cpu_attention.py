@@ -1,4 +1,4 @@
-"""The compiled kernels agree with their reference, for all sizes, strides, threads and pieces."""
+"""The compiled kernels agree with their reference, for all sizes, strides, threads and parts."""
 
 from __future__ import annotations
 
@@ -241,11 +241,11 @@ def test_queries_without_a_key_and_padding_get_zeros() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_threads", "piece_tokens"), [(1, 1), (2, 16), (3, 100)])
-def test_pieces_and_threads_change_nothing(
-    num_threads: int, piece_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_threads", "part_tokens"), [(1, 1), (2, 16), (3, 100)])
+def test_parts_and_threads_change_nothing(
+    num_threads: int, part_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "PIECE_TOKENS", piece_tokens)
+    monkeypatch.setattr(attention, "PART_TOKENS", part_tokens)
     torch.set_num_threads(num_threads)
     check(draw(dtype=dtype), Scoring(scale=0.3, window=150, num_sink_tokens=20), sinks=torch.ones(4))
     torch.set_num_threads(1)
@@ -295,8 +295,8 @@ def test_codes_with_scales(stored: torch.dtype, head_size: int, dtype: torch.dty
         check(drawn, Scoring(scale=head_size**-0.5, soft_cap=5.0, **mask), scales=scales, sinks=torch.ones(4))
 
 
-def test_codes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PIECE_TOKENS", 16)
+def test_codes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "PART_TOKENS", 16)
     torch.set_num_threads(2)
     for stored in (torch.float8_e4m3fn, torch.int8, torch.uint8):
         drawn, scales = coded(stored, 32, num_heads=7, num_kv_heads=1)
@@ -389,9 +389,9 @@ def test_tiles_that_are_not_full(num_new: int, head_size: int) -> None:
 def test_what_cannot_be_read_is_refused() -> None:
     query, key, value, batch = draw()
     scoring = Scoring(scale=1.0)
-    with pytest.raises(ValueError, match=r"query is of torch\.float64; the kernels read torch\.float32"):
+    with pytest.raises(ValueError, match=r"query is torch\.float64; the kernels read torch\.float32"):
         paged_attention(query.double(), key, value, batch, scoring)
-    with pytest.raises(ValueError, match=r"keys are of torch\.float32 and values of torch\.float16"):
+    with pytest.raises(ValueError, match=r"keys are torch\.float32 and values are torch\.float16"):
         paged_attention(query, key, value.half(), batch, scoring)
     wrong = Batch(query_start_loc=batch.query_start_loc, seq_lens=batch.seq_lens.long(), block_table=batch.block_table)
     with pytest.raises(ValueError, match=r"seq_lens must be int32, not torch\.int64"):

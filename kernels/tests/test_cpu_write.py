@@ -110,7 +110,9 @@ def test_no_tokens_are_no_work(name: str) -> None:
 def test_what_cannot_be_written_is_refused() -> None:
     _, found = pools("plain", 2, (8, 8), torch.float32)
     none = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"the pages are of torch\.float64; the kernels write torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"pages are torch\.float64; in the plain format the kernels write torch\.float32"
+    ):
         write_kv(drawn(1, 2, 8), drawn(1, 2, 8), pools("plain", 2, (8, 8), torch.float64)[1], (none, none))
     with pytest.raises(ValueError, match="elements of k must be adjacent in its pages, not 2 apart"):
         write_kv(drawn(1, 2, 4), drawn(1, 2, 8), {**found, "k": found["k"][..., ::2]}, (none, none))

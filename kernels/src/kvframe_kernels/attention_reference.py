@@ -45,7 +45,7 @@ def visible_tokens(
         positions: ``[num_queries]``: the queries' positions.
         seq_len: Tokens of the sequence.
         causal: Whether queries see only their own and earlier positions; if not, only ``seq_start`` matters.
-        window: The number of these that they see, counted back from the query's own; 0 for all.
+        window: The number of positions that a query sees, counted back from its own; 0 for all.
         num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that queries stay within; 0 for none.
         seq_start: The first token that is not hidden.

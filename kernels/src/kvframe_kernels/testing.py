@@ -1,4 +1,4 @@
-"""For tests of kernels: tensors with unusual strides, as a kernel may get them, inside larger memory.
+"""Makes tensors for tests of kernels: inside larger memory and with unusual strides, as a kernel may get them.
 
 The memory around them holds NaN, or all bits set if it holds whole numbers.
 """
@@ -19,11 +19,11 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.devic
 
 
 def scattered(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a tensor with equal values, but gaps along every dimension, and another order of dimensions in memory."""
+    """Return a copy of a tensor that has gaps along every dimension, and another order of dimensions in memory."""
     order = torch.randperm(tensor.dim(), generator=generator).tolist()
     gaps = torch.randint(1, 3, (tensor.dim(),), generator=generator).tolist()
-    room = poisoned([tensor.shape[axis] * gaps[axis] + 1 for axis in order], tensor.dtype, tensor.device)
-    view = room.permute([order.index(axis) for axis in range(tensor.dim())])
+    memory = poisoned([tensor.shape[axis] * gaps[axis] + 1 for axis in order], tensor.dtype, tensor.device)
+    view = memory.permute([order.index(axis) for axis in range(tensor.dim())])
     for axis, gap in enumerate(gaps):
         view = view.narrow(axis, 1, view.shape[axis] - 1)[(slice(None),) * axis + (slice(None, None, gap),)]
     view.copy_(tensor)

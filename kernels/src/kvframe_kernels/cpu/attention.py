@@ -19,8 +19,8 @@ STORED: Mapping[torch.dtype, int] = {**DTYPES, torch.float8_e4m3fn: 3, torch.int
 
 PLANES = ("key", "value", "key_scale", "value_scale", "key_min", "value_min")
 
-PIECE_TOKENS = 256
-"""The fewest keys of a work item: its computation must take longer than its dispatch to the thread pool."""
+PART_TOKENS = 256
+"""The fewest keys of a work item: computing it must take longer than handing it to a thread."""
 
 MOST_TOKENS = 2**31 - 1
 """A length greater than that of any sequence: lengths have 32 bits."""
@@ -49,7 +49,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v")),
         *((name, ctypes.c_int64) for name in ("query_dtype", "stored_dtype", "scale_dtype")),
         *((name, ctypes.c_int64) for name in ("causal", "window", "num_sink_tokens", "chunk")),
-        *((name, ctypes.c_int64) for name in ("num_threads", "piece_tokens")),
+        *((name, ctypes.c_int64) for name in ("num_threads", "part_tokens")),
         *((name, ctypes.c_double) for name in ("scale", "soft_cap", "value_factor")),
     ]
 
@@ -143,8 +143,8 @@ def paged_attention(
         bias: ``[num_heads, 2 * max_distance + 1]``: added to the scores by the distance of a key from its query; larger
             distances use the nearest entry. None for none.
         scales: The scales of keys and values that are codes.
-        lse: ``[num_tokens, num_heads], float32``, host, contiguous: written: the natural logarithm of each softmax's
-            denominator, -inf for a query that sees nothing; None if it is not wanted.
+        lse: ``[num_tokens, num_heads], float32``, host, contiguous, written to: the natural logarithm of each softmax's
+            denominator, -inf for a query that sees nothing. None if it is not wanted.
         out: Where to write the result, contiguous; None for a new tensor.
 
     Returns:
@@ -161,7 +161,7 @@ def paged_attention(
         _readable("value", value, STORED),
     )
     if key.dtype != value.dtype:
-        raise ValueError(f"keys are of {key.dtype} and values of {value.dtype}; they must be of one dtype")
+        raise ValueError(f"keys are {key.dtype} and values are {value.dtype}; they must have one dtype")
     starts, lens = _whole("query_start_loc", batch.query_start_loc), _whole("seq_lens", batch.seq_lens)
     hidden = None if batch.seq_starts is None else _whole("seq_starts", batch.seq_starts)
     table = batch.block_table
@@ -204,7 +204,7 @@ def paged_attention(
         num_sink_tokens=min(scoring.num_sink_tokens, MOST_TOKENS),
         chunk=min(scoring.chunk or 0, MOST_TOKENS),
         num_threads=torch.get_num_threads(),
-        piece_tokens=PIECE_TOKENS,
+        part_tokens=PART_TOKENS,
         scale=scoring.scale * scoring.key_factor,
         soft_cap=scoring.soft_cap or 0.0,
         value_factor=scoring.value_factor,
@@ -224,7 +224,7 @@ def _plane(tensor: torch.Tensor | None) -> _Plane:
 
 def _readable(name: str, tensor: torch.Tensor, dtypes: Mapping[torch.dtype, int]) -> torch.Tensor:
     if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is of {tensor.dtype}; the kernels read {', '.join(map(str, dtypes))}")
+        raise ValueError(f"{name} is {tensor.dtype}; the kernels read {', '.join(map(str, dtypes))}")
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 

@@ -70,7 +70,7 @@ def _try_to_load() -> ctypes.CDLL | BuildError:
 
 
 def build(machine_flags: Sequence[str]) -> Path:
-    """Return the library that was compiled with these flags, from the cache or built now.
+    """Return the library of these flags, from the cache; compile it if it is not there.
 
     Processes that want the same library at once wait for the first of them. A build is reported in one line on stderr.
 

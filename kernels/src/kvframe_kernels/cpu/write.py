@@ -91,7 +91,7 @@ def _source(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is None:
         dtype = tensor.dtype if tensor.dtype in DTYPES else torch.float32
     if dtype not in DTYPES:
-        raise ValueError(f"the pages are of {dtype}; the kernels write {', '.join(map(str, DTYPES))} as they are")
+        raise ValueError(f"the pages are {dtype}; in the plain format the kernels write {', '.join(map(str, DTYPES))}")
     tensor = tensor.to(dtype)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 

@@ -58,8 +58,8 @@ def paged_attention(
         sinks: ``[num_heads]``: learned sink logits; None for none.
         bias: ``[num_heads, 2 * max_distance + 1], float32``: entry ``i`` is added to the score of a token
             ``i - max_distance`` after the query; None for none.
-        lse: ``[num_tokens, num_heads], float32, CPU``, contiguous: written: the natural logarithm of each softmax's
-            denominator, -inf for a query that sees nothing; None if it is not wanted.
+        lse: ``[num_tokens, num_heads], float32, CPU``, contiguous, written to: the natural logarithm of each softmax's
+            denominator, -inf for a query that sees nothing. None if it is not wanted.
         out: Where to write the result, contiguous; None for a new tensor.
 
     Returns:

@@ -256,7 +256,7 @@ def attend(
         table: ``[num_reqs, max_blocks], int32``.
         block_size: Tokens per page.
         causal: Whether queries see only their own and earlier positions.
-        window: The number of these that they see; 0 for all.
+        window: The number of positions that a query sees, counted back from its own; 0 for all.
         num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that queries stay within; 0 for none.
         soft_cap: The soft cap of scores; 0 for none.

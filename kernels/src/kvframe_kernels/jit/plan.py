@@ -26,7 +26,7 @@ class Mask:
 
     Attributes:
         causal: Whether queries see only their own and earlier positions.
-        window: The number of these that they see, counted back from the query's own; 0 for all.
+        window: The number of positions that a query sees, counted back from its own; 0 for all.
         num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that queries stay within; 0 for none.
     """

@@ -53,7 +53,7 @@ class PagedAttention:
         block_size: Tokens per block.
         scale: Factor on the products of queries and keys.
         causal: Whether queries see only their own and earlier positions; a batch may override it, so that they see all.
-        window: The number of these that they see, counted back from the query's own; 0 for all.
+        window: The number of positions that a query sees, counted back from its own; 0 for all.
         num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; 0 for none.
         soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
@@ -134,11 +134,11 @@ class PagedAttention:
             numbers: The numbers of ``plan``'s result, on the device.
             programs: The programs of ``plan``'s result.
             output: ``[num_tokens, num_heads, head_size_v], device``, contiguous; every row is written.
-            causal: The batch's.
+            causal: Whether the batch is causal.
             has_starts: Whether the batch has hidden tokens.
             sinks: ``[num_heads], device``: learned sink logits; None for none.
-            bias: ``[num_heads, 2 * max_distance + 1], float32, device``: added to the scores by distance, given times
-                ``log2(e)``; None for none.
+            bias: ``[num_heads, 2 * max_distance + 1], float32, device``: added to the scores by distance, after it was
+                multiplied by ``log2(e)``; None for none.
             lse: ``[num_tokens, num_heads], float32, device``, contiguous: every row is written: the natural logarithm
                 of each softmax's denominator, -inf for a query that sees nothing. None if it is not wanted.
         """
@@ -248,12 +248,12 @@ def join_launch(
 
     Args:
         programs: The programs that computed the parts.
-        numbers: The step's.
+        numbers: The step's numbers, on the device.
         output: ``[num_tokens, num_heads, head_size_v], device``, contiguous; the rows of split tiles are written.
         part_output: ``[num_slots, num_head_programs, block_m, head_size_v], float32, device``.
         part_weight: ``[num_slots, num_head_programs, block_m], float32, device``.
         sizes: The kernel's constants for the distribution of heads over programs.
-        lse: ``[num_tokens, num_heads], float32, device``, contiguous; likewise. None if it is not wanted.
+        lse: ``[num_tokens, num_heads], float32, device``, contiguous; likewise written. None if it is not wanted.
     """
     head_size_v = output.shape[2]
     return Launch(

@@ -80,7 +80,7 @@ def attend(
     MASK_ALL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Compute one work item for the first, second, … ``HEADS`` query heads of one KV head."""
+    """Compute one work item for up to ``HEADS`` query heads of one KV head."""
     # Programs with consecutive numbers run at the same time. In decodes, these are the heads of one request, which read
     # the same pages. In a prompt, these are tiles of one head, whose keys and values stay in the cache.
     slot = tl.program_id(1 if MASK_ALL else 0)

@@ -1,4 +1,4 @@
-"""Compiles and loads the C code that plans steps: for such small arrays, NumPy's calls take longer than their work.
+"""Compiles and loads the C code that plans steps: the arrays are so small that calling NumPy takes most of its time.
 
 Like Triton's own launchers, it is built by the compiler that Triton needs, into Triton's cache folder.
 """

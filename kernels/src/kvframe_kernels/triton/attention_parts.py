@@ -51,7 +51,7 @@ class Mask(NamedTuple):
     chunk: int = 0
 
 
-class Parts(NamedTuple):
+class Items(NamedTuple):
     """The work items of programs of one shape; some items are parts of tiles.
 
     Attributes:
@@ -149,7 +149,7 @@ def _longest_part(num_tokens: IntArray, longest: int, total: int, wave: int, til
     return length if longest > length * block_n else None
 
 
-def split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> Parts:
+def split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> Items:
     """Return work items that read at most ``length`` blocks each.
 
     Args:
@@ -174,4 +174,4 @@ def split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> P
     np.subtract(np.arange(len(parts), dtype=np.int32), part, out=part)
     tiles[:, PART_BLOCKS] = counts
     whole = items.take((~is_split).nonzero()[0], axis=0)
-    return Parts(parts, whole, tiles.take(SPLIT_FIELDS, axis=1))
+    return Items(parts, whole, tiles.take(SPLIT_FIELDS, axis=1))

@@ -18,8 +18,8 @@ import torch
 from kvframe_kernels.triton import attention_native
 from kvframe_kernels.triton.attention_parts import (
     NUM_SPLIT_FIELDS,
+    Items,
     Mask,
-    Parts,
     longest_parts,
     masks_in_effect,
     num_tokens_read,
@@ -182,12 +182,12 @@ class StepPlanner:
         return [works[mask] for mask in in_effect]
 
     def _in_parts(self, tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> Work:
-        cuts = _cut(tiles, num_tokens, lengths)
+        items = _items_of(tiles, num_tokens, lengths)
         capacities = [
-            Capacity(len(cut.parts) + len(cut.whole), len(cut.parts), len(cut.splits), shape.max_queries)
-            for cut, shape in zip(cuts, tiles.shapes, strict=True)
+            Capacity(len(each.parts) + len(each.whole), len(each.parts), len(each.splits), shape.max_queries)
+            for each, shape in zip(items, tiles.shapes, strict=True)
         ]
-        return _packed(tiles.shapes, cuts, capacities, self.heads)
+        return _packed(tiles.shapes, items, capacities, self.heads)
 
     def _with_capacity(
         self, tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None], batch: Batch, waves: Sequence[int]
@@ -199,7 +199,7 @@ class StepPlanner:
             # The parts of all split tiles fill at most two waves.
             max_queries = min(queries_per_tile, batch.max_query_len)
             capacities.append(Capacity(num_tiles + wave, 2 * wave, min(wave, num_tiles), max_queries))
-        return _packed(tiles.shapes, _cut(tiles, num_tokens, lengths), capacities, self.heads)
+        return _packed(tiles.shapes, _items_of(tiles, num_tokens, lengths), capacities, self.heads)
 
 
 @cache
@@ -218,20 +218,20 @@ class Capacity(NamedTuple):
     split_queries: int
 
 
-def _cut(tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> list[Parts]:
+def _items_of(tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> list[Items]:
     """Return the work items of programs of each shape, with no parts longer than ``lengths``."""
-    cuts = []
+    found = []
     for shape, length in zip(tiles.shapes, lengths, strict=True):
         rows = slice(shape.first, shape.first + shape.num_tiles)
-        items = tiles.items[rows]
+        whole = tiles.items[rows]
         if length is None:
-            cuts.append(Parts(NO_PARTS, items, NO_SPLITS))
+            found.append(Items(NO_PARTS, whole, NO_SPLITS))
         else:
-            cuts.append(split(items, num_tokens[rows], length, shape.tiling.block_n))
-    return cuts
+            found.append(split(whole, num_tokens[rows], length, shape.tiling.block_n))
+    return found
 
 
-def _packed(shapes: Sequence[Shape], cuts: Sequence[Parts], capacities: Sequence[Capacity], heads: int) -> Work:
+def _packed(shapes: Sequence[Shape], items: Sequence[Items], capacities: Sequence[Capacity], heads: int) -> Work:
     """Return the work of all programs as one array, with zeros in unused capacity."""
     programs: list[Programs] = []
     end = 0
@@ -251,12 +251,12 @@ def _packed(shapes: Sequence[Shape], cuts: Sequence[Parts], capacities: Sequence
         )
         end = first_split + _aligned(capacity.num_splits * NUM_SPLIT_FIELDS)
     numbers = np.zeros(end, dtype=np.int32)
-    for cut, place in zip(cuts, programs, strict=True):
-        first_whole = place.first_item + cut.parts.size
-        numbers[first_whole : first_whole + cut.whole.size] = cut.whole.reshape(-1)
-        if cut.parts.size:
-            numbers[place.first_item : first_whole] = cut.parts.reshape(-1)
-            numbers[place.first_split : place.first_split + cut.splits.size] = cut.splits.reshape(-1)
+    for each, place in zip(items, programs, strict=True):
+        first_whole = place.first_item + each.parts.size
+        numbers[first_whole : first_whole + each.whole.size] = each.whole.reshape(-1)
+        if each.parts.size:
+            numbers[place.first_item : first_whole] = each.parts.reshape(-1)
+            numbers[place.first_split : place.first_split + each.splits.size] = each.splits.reshape(-1)
     return Work(numbers, tuple(programs))
 
 

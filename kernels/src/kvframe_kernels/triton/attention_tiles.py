@@ -126,13 +126,13 @@ def tiles_of(batch: Batch, heads: int, tilings: tuple[Tiling, ...]) -> Tiles:
         tiling = _tiling_for(batch.max_query_len * heads, tilings)
         queries_per_tile = tiling.block_m // heads
         if batch.num_padding > queries_per_tile:
-            requests = np.concatenate([requests[:-1], _cut(requests[-1:], queries_per_tile, batch)])
+            requests = np.concatenate([requests[:-1], _tile(requests[-1:], queries_per_tile, batch)])
         return Tiles(requests, (Shape(tiling, batch.max_query_len, 0, len(requests)),))
     query_lens = requests[:, NUM_QUERIES]
     is_large = query_lens > limit
     small = (~is_large).nonzero()[0]
     queries_per_tile = tilings[-1].block_m // heads
-    large = _cut(requests.take(is_large.nonzero()[0], axis=0), queries_per_tile, batch)
+    large = _tile(requests.take(is_large.nonzero()[0], axis=0), queries_per_tile, batch)
     num_small, num_large = len(small), len(large)
     if not batch.static:
         if not num_small:
@@ -193,7 +193,7 @@ def _decodes(num_reqs: int) -> IntArray:
     return rows
 
 
-def _cut(requests: IntArray, queries_per_tile: int, batch: Batch) -> IntArray:
+def _tile(requests: IntArray, queries_per_tile: int, batch: Batch) -> IntArray:
     """Return the tiles of some requests, ``[num_tiles, 8]``, those with the last queries of long sequences first."""
     most, less_one = _numbers(queries_per_tile)
     counts = (requests[:, NUM_QUERIES] + less_one) // most

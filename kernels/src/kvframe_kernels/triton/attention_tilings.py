@@ -62,13 +62,13 @@ def _masked(rows: int, tokens: int, *, warps: int = 4, stages: int = 3, programs
     )
 
 
-def _open(rows: int, tokens: int, *, warps: int = 8, stages: int = 3) -> Tiling:
+def _open(rows: int, tokens: int, *, warps: int = 8) -> Tiling:
     """Return a shape in which only the blocks at the ends are masked, for many queries."""
     return Tiling(
         block_m=rows,
         block_n=tokens,
         num_warps=warps,
-        num_stages=stages,
+        num_stages=3,
         programs_per_core=1,
         min_split=_PROMPT_PART,
         mask_all=False,

@@ -100,7 +100,7 @@ class LatentAttention:
             programs: The programs of ``plan``'s result.
             output: ``[num_tokens, num_heads, latent_size], device``, contiguous; every row is written. The caller
                 multiplies it by the matrix that makes values of latents.
-            causal: The batch's.
+            causal: Whether the batch is causal.
             has_starts: Whether the batch has hidden tokens.
             lse: ``[num_tokens, num_heads], float32, device``, contiguous: every row is written: the natural logarithm
                 of the softmax's denominator; -inf for a query that sees nothing. None if it is not wanted.

@@ -51,7 +51,7 @@ def attend_latents(
     HAS_LSE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Compute one work item for the first, second, … ``HEADS`` query heads; each such share of them is a "KV head"."""
+    """Compute one work item for ``HEADS`` query heads, which count as those of one KV head."""
     slot = tl.program_id(0)
     item = numbers + first_item + slot * ITEM_FIELDS
     num_queries = tl.load(item + 2)

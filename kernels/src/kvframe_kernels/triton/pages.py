@@ -85,8 +85,8 @@ def copy_pages_reference(
         target.narrow(0, target_start, page_bytes).copy_(source.narrow(0, start, page_bytes))
 
 
-def _in_words(room: torch.Tensor) -> torch.Tensor:
-    return room[: room.numel() // _WORD.itemsize * _WORD.itemsize].view(_WORD)
+def _in_words(memory: torch.Tensor) -> torch.Tensor:
+    return memory[: memory.numel() // _WORD.itemsize * _WORD.itemsize].view(_WORD)
 
 
 @triton.jit

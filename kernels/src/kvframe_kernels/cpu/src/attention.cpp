@@ -10,32 +10,32 @@
 namespace kvframe {
 
 template <class Stored>
-void run_piece(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece) {
-  bool decodes = plan.units[piece.unit].kv_head < 0;
+void run_part(const Step& step, Plan& plan, Scratch& scratch, const Part& part) {
+  bool decodes = plan.units[part.unit].kv_head < 0;
 #if defined(KVFRAME_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (step.query_dtype == kBFloat16 && step.head_size % 2 == 0) {
       if (decodes) {
-        Decode<Stored, PairKeys<Stored>>(step, plan, scratch, piece).run();
+        Decode<Stored, PairKeys<Stored>>(step, plan, scratch, part).run();
         return;
       }
 #if defined(KVFRAME_AMX)
       if (MatrixProduct::is_permitted()) {
         MatrixProduct::Registers registers;
-        Tiles<Stored, MatrixProduct>(step, plan, scratch, piece).run();
+        Tiles<Stored, MatrixProduct>(step, plan, scratch, part).run();
         return;
       }
 #endif
-      Tiles<Stored, PairProduct>(step, plan, scratch, piece).run();
+      Tiles<Stored, PairProduct>(step, plan, scratch, part).run();
       return;
     }
   }
 #endif
   if (decodes) {
-    Decode<Stored, FloatKeys<Stored>>(step, plan, scratch, piece).run();
+    Decode<Stored, FloatKeys<Stored>>(step, plan, scratch, part).run();
     return;
   }
-  Tiles<Stored, FloatProduct>(step, plan, scratch, piece).run();
+  Tiles<Stored, FloatProduct>(step, plan, scratch, part).run();
 }
 
 struct Job {
@@ -46,16 +46,16 @@ struct Job {
 void work(void* argument) {
   static thread_local Scratch scratch;
   Job& job = *static_cast<Job*>(argument);
-  int count = (int)job.plan.pieces.size();
+  int count = (int)job.plan.parts.size();
   for (int index; (index = job.plan.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-    const Piece& piece = job.plan.pieces[index];
+    const Part& part = job.plan.parts[index];
     switch (job.step.stored_dtype) {
-      case kFloat32: run_piece<Float32>(job.step, job.plan, scratch, piece); break;
-      case kBFloat16: run_piece<BFloat16>(job.step, job.plan, scratch, piece); break;
-      case kFloat16: run_piece<Float16>(job.step, job.plan, scratch, piece); break;
-      case kFloat8: run_piece<Float8>(job.step, job.plan, scratch, piece); break;
-      case kInt8: run_piece<Int8>(job.step, job.plan, scratch, piece); break;
-      default: run_piece<Nibble>(job.step, job.plan, scratch, piece); break;
+      case kFloat32: run_part<Float32>(job.step, job.plan, scratch, part); break;
+      case kBFloat16: run_part<BFloat16>(job.step, job.plan, scratch, part); break;
+      case kFloat16: run_part<Float16>(job.step, job.plan, scratch, part); break;
+      case kFloat8: run_part<Float8>(job.step, job.plan, scratch, part); break;
+      case kInt8: run_part<Int8>(job.step, job.plan, scratch, part); break;
+      default: run_part<Nibble>(job.step, job.plan, scratch, part); break;
     }
   }
 }
@@ -71,7 +71,7 @@ extern "C" void kvframe_attention(const kvframe::Step* step) {
   int64_t row = step->num_heads * step->head_size_v * item, end = step->query_start_loc[step->num_reqs];
   std::memset(step->output + end * row, 0, (size_t)((step->num_tokens - end) * row));
   Job job{*step, plan};
-  run_on_threads(work, &job, std::min((int)step->num_threads, (int)plan.pieces.size()));
+  run_on_threads(work, &job, std::min((int)step->num_threads, (int)plan.parts.size()));
 }
 
 extern "C" void kvframe_write(const kvframe::Write* write) {

@@ -1,6 +1,6 @@
-// Few queries per request, with all heads at once: keys and values are read from their pages just once, a few tokens at a
-// time in the order of memory, without a copy. A chunk of tokens is multiplied by all queries, then its values are added.
-// The rows are the queries of a request with their heads; those of one KV head are adjacent.
+// Attention of requests with few queries (decodes), for all heads at once. Keys and values are read from their pages just
+// once, a few tokens at a time in the order of memory, without a copy. A chunk of tokens is multiplied by all queries, then
+// its values are added. The rows are the queries of a request with their heads; those of one KV head are adjacent.
 #pragma once
 
 #include "decode_tiles.h"
@@ -20,11 +20,11 @@ class Decode {
   static constexpr int kChunk = Stored::kScaled ? 16 : 64;
   static constexpr int kKnown = kChunk + kTileSums;  // tokens whose addresses are known
 
-  Decode(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece)
+  Decode(const Step& step, Plan& plan, Scratch& scratch, const Part& part)
       : step_(step),
         plan_(plan),
-        piece_(piece),
-        unit_(plan.units[piece.unit]),
+        part_(part),
+        unit_(plan.units[part.unit]),
         rows_(unit_.num_rows),
         head_rows_(unit_.num_rows / (int)step.num_kv_heads),
         stride_(round_up(rows_, kLanes)),
@@ -61,8 +61,8 @@ class Decode {
     std::fill(scores_, scores_ + (size_t)kChunk * stride_, 0.0f);
     Pages pages(step_, unit_.request);
     const Seen& seen = unit_.seen;
-    int stop = piece_.keys.stop;
-    for (int at = piece_.keys.start; at < stop;) {
+    int stop = part_.keys.stop;
+    for (int at = part_.keys.start; at < stop;) {
       int count = std::min({kChunk, stop - at, seen.stretch_end(at) - at});
       find(pages, at, count, step_.key, keys_);
       find(pages, at, count, step_.value, values_);
@@ -73,7 +73,7 @@ class Decode {
       if (totals_[row] == 0) tops_[row] = kMinusInfinity;
     }
     put_in_order();
-    finish(step_, plan_, piece_, tops_, totals_, outputs_);
+    finish(step_, plan_, part_, tops_, totals_, outputs_);
   }
 
  private:
@@ -104,9 +104,9 @@ class Decode {
     for (int at = 0; at < places; at++) order[at] = std::min(Operand::element(at, size), size);
   }
 
-  // For `count` tokens, and the later ones that are prefetched; missing tokens repeat the last one.
+  // Finds the addresses of `count` tokens and of the later ones that are prefetched; missing tokens repeat the last one.
   void find(const Pages& pages, int at, int count, const Plane& plane, const char** found) {
-    int known = std::min(count + kTileSums, piece_.keys.stop - at);
+    int known = std::min(count + kTileSums, part_.keys.stop - at);
     pages.find(unit_.seen, at, known, plane, found);
     for (int i = known; i < kKnown; i++) found[i] = found[known - 1];
   }
@@ -150,7 +150,7 @@ class Decode {
     }
   }
 
-  // Writes a plane's numbers for this chunk's tokens to [count, stride], for each row, and prefetches the next tokens'.
+  // Writes a plane's numbers for this chunk's tokens and all rows to [count, stride]; prefetches those of later tokens.
   void read_scales(const Pages& pages, int at, int count, const Plane& plane, float* to) {
     if (!plane.at) return;
     const char* found[kKnown];
@@ -175,7 +175,8 @@ class Decode {
     }
   }
 
-  // Turns weights of values into weights of codes, and sums up the numbers of code zero, which all elements have.
+  // Turns weights of values into weights of codes, and sums up the weighted numbers of code zero, which each element
+  // contains.
   void scale_weights(int count) {
     for (int row = 0; row < stride_; row += kLanes) {
       Vec lows = load(lows_ + row) * load(shrinks_ + row);
@@ -197,7 +198,7 @@ class Decode {
   template <int kRows>
   void multiply(int head, int row, int t, int stop) {
     constexpr int kTokens = kTileSums / kRows;
-    if (t % kTokens) return;  // read by an earlier tile
+    if (t % kTokens) return;  // an earlier tile has computed these tokens
     // The last tile may extend beyond the chunk's tokens; its results there are not used.
     for (; t < stop; t += kTokens) {
       with_size<is_usual<kRows>()>(step_.head_size, [&](auto size) {
@@ -239,14 +240,14 @@ class Decode {
     for (int r = 0; r < rows_; r++) {
       const float* from = outputs_ + (size_t)r * value_stride_;
       for (int at = 0; at < value_stride_; at++) row_[value_order_[at]] = from[at] + lows_[r];
-      // Never moved to a later place, so that rows that are still to come are not overwritten.
+      // A row never moves to a later place, so it does not overwrite the next rows.
       std::copy_n(row_, size, outputs_ + (size_t)r * stride);
     }
   }
 
   const Step& step_;
   Plan& plan_;
-  const Piece& piece_;
+  const Part& part_;
   const Unit& unit_;
   int rows_, head_rows_;  // of all heads; of a KV head
   int stride_;  // of scores: rows, and padding
@@ -255,7 +256,7 @@ class Decode {
   float* row_;  // one query, or one output
   int *query_order_, *value_order_;
   float *key_scales_, *key_lows_, *value_scales_, *value_lows_;
-  // Of this chunk, and of the later tokens that are prefetched.
+  // The addresses of this chunk's tokens, and of the later tokens that are prefetched.
   const char *keys_[kKnown], *values_[kKnown];
 };
 

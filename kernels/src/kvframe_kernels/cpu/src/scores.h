@@ -1,5 +1,5 @@
-// From the products of queries and keys to weights: scale, soft cap, learned bias, mask, and the online softmax of
-// Milakov and Gimelshein (arXiv 1805.02867). From here on, scores are exponents of two.
+// Turns products of queries and keys into weights: scale, soft cap, learned bias, mask, and the online softmax of Milakov
+// and Gimelshein (arXiv 1805.02867). Scores are exponents of two.
 #pragma once
 
 #include "work.h"

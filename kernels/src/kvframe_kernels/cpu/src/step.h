@@ -37,7 +37,7 @@ struct Step {
   int64_t causal;
   int64_t window, num_sink_tokens, chunk;  // 0 for none
   int64_t num_threads;
-  int64_t piece_tokens;  // the fewest keys of a work item
+  int64_t part_tokens;  // the fewest keys of a work item
   double scale, soft_cap;  // 0 for no cap
   double value_factor;  // the factor on all values
 

@@ -4,8 +4,8 @@
 #include <thread>
 #include <vector>
 
-// The thread pool of the process, which torch uses too, if it is GNU's or has its interface: a second pool would spin on
-// the same cores. A weak symbol: if it is missing, threads are made for the call.
+// Runs a function in the threads of the process's OpenMP library, which torch uses too: a second pool would spin on the
+// same cores. The symbol is weak: libraries without GNU's interface lack it, and threads are then made for each call.
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 
 namespace kvframe {

@@ -17,11 +17,11 @@ class Tiles {
   static constexpr int kDepth = Product::kDepth, kRows = Product::kRows, kColumns = Product::kColumns;
   static constexpr int kPartBytes = kDepth * Stored::kBytes;
 
-  Tiles(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece)
+  Tiles(const Step& step, Plan& plan, Scratch& scratch, const Part& part)
       : step_(step),
         plan_(plan),
-        piece_(piece),
-        unit_(plan.units[piece.unit]),
+        part_(part),
+        unit_(plan.units[part.unit]),
         visible_(step, unit_.request),
         group_(step.group_size()),
         rows_(unit_.num_rows),
@@ -51,11 +51,11 @@ class Tiles {
     std::fill(totals_, totals_ + padded, 0.0f);
     Pages pages(step_, unit_.request);
     const Seen& seen = unit_.seen;
-    for (int at = piece_.keys.start; at < piece_.keys.stop;) {
-      int count = std::min({kTileTokens, piece_.keys.stop - at, seen.stretch_end(at) - at});
-      // Of this tile and of the next one, which is prefetched while this one is packed.
+    for (int at = part_.keys.start; at < part_.keys.stop;) {
+      int count = std::min({kTileTokens, part_.keys.stop - at, seen.stretch_end(at) - at});
+      // The addresses of this tile's tokens and of the next tile's, which are prefetched while this tile is packed.
       const char *keys[2 * kTileTokens], *values[2 * kTileTokens];
-      int known = std::min(2 * kTileTokens, piece_.keys.stop - at);
+      int known = std::min(2 * kTileTokens, part_.keys.stop - at);
       find(pages, at, known, step_.key, keys);
       find(pages, at, known, step_.value, values);
       for (int t = known; t < 2 * kTileTokens; t++) keys[t] = keys[known - 1], values[t] = values[known - 1];
@@ -68,7 +68,7 @@ class Tiles {
       for (int row = 0; row < rows_; row += kRows) strip(row, seen.position(at), count);
       at += count;
     }
-    finish(step_, plan_, piece_, tops_, totals_, outputs_);
+    finish(step_, plan_, part_, tops_, totals_, outputs_);
   }
 
  private:
@@ -179,8 +179,8 @@ class Tiles {
 
   // values_[t][i], or [t / 2][i] for pairs of tokens; padded with zeros after `count`.
   void pack_values(const char* const* values, int count) {
-    size_t first = count / kDepth, behind = steps_of(count);
-    std::fill(values_ + first * value_stride_, values_ + behind * value_stride_, 0.0f);
+    size_t first = count / kDepth, stop = steps_of(count);
+    std::fill(values_ + first * value_stride_, values_ + stop * value_stride_, 0.0f);
     for (int t = 0; t < count; t += kDepth) {
       float* to = values_ + (size_t)(t / kDepth) * value_stride_;
       for (int i = 0; i < value_size_; i += kLanes) {
@@ -207,11 +207,11 @@ class Tiles {
     int last_row = std::min(row + kRows, rows_) - 1;
     int low_position = unit_.position + row / group_, high_position = unit_.position + last_row / group_;
     Range low = visible_.near(low_position), high = visible_.near(high_position);
-    int behind = first + count;
+    int stop = first + count;
     // The tokens that all rows see, without sinks, are [high.start, low.stop).
     bool has_sinks = first < visible_.num_sinks;
-    if (!has_sinks && (behind <= low.start || first >= high.stop)) return;
-    bool masked = has_sinks || first < high.start || behind > low.stop;
+    if (!has_sinks && (stop <= low.start || first >= high.stop)) return;
+    bool masked = has_sinks || first < high.start || stop > low.stop;
     int columns = round_up(count, kColumns);
     multiply_rows<Product>(queries_ + (size_t)row * depth_, depth_, keys_, kTileTokens, depth_, columns, nullptr,
                            scores_, kTileTokens);
@@ -227,12 +227,12 @@ class Tiles {
       if (masked) {
         Range range = visible_.near(position);
         if (has_sinks) {
-          hide_both(mine, columns, first, range, std::min(behind, range.stop));
+          hide_both(mine, columns, first, range, std::min(stop, range.stop));
         } else {
-          hide(mine, columns, first, range.start, std::min(behind, range.stop));
+          hide(mine, columns, first, range.start, std::min(stop, range.stop));
         }
       } else if (count < columns) {
-        hide(mine, columns, first, first, behind);
+        hide(mine, columns, first, first, stop);
       }
       shrink[r] = weigh(mine, columns, tops_[row + r], totals_[row + r]);
       if constexpr (kDepth > 1) pair_up(mine, columns, weights_ + r * kTileTokens);
@@ -261,7 +261,7 @@ class Tiles {
 
   const Step& step_;
   Plan& plan_;
-  const Piece& piece_;
+  const Part& part_;
   const Unit& unit_;
   Visible visible_;
   int group_, rows_, size_, value_size_;

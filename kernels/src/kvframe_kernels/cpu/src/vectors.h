@@ -65,7 +65,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// Where `b` is NaN, the result is NaN.
+// If `b` is NaN, so is the result.
 inline Vec max(Vec a, Vec b) {
 #if defined(KVFRAME_AVX512)
   return (Vec)_mm512_max_ps((__m512)a, (__m512)b);

@@ -1,9 +1,9 @@
 // Divides a step into work items, and merges the parts of an output.
 //
 // A *unit* is a set of output rows: few queries of all heads, or a tile of queries of one KV head's group. Its keys are
-// split into *pieces* if there are too few units for the threads, or if units differ too much (split-KV, as in
-// FlashDecoding, Dao et al. 2023). Each piece writes its rows' largest score, the sum of their weights and the weighted
-// sum of values. The piece of a unit that finishes last merges them. Threads take the next piece when they are done with
+// split into *parts* if there are too few units for the threads, or if units differ too much (split-KV, as in
+// FlashDecoding, Dao et al. 2023). Each part writes its rows' largest score, the sum of their weights and the weighted
+// sum of values. The part of a unit that finishes last merges them. Threads take the next part when they are done with
 // one, so requests of any lengths balance.
 #pragma once
 
@@ -16,8 +16,8 @@
 
 namespace kvframe {
 
-// Up to so many queries of a request, and so many times the group of a KV head, are few: reading their keys takes longer
-// than multiplying them.
+// A request with at most so many queries, and so many rows per KV head, is one unit with all heads: reading its keys takes
+// longer than multiplying them.
 constexpr int kMostFew = 4, kMostFewRows = 32;
 
 struct Unit {
@@ -27,18 +27,18 @@ struct Unit {
   int kv_head;  // -1 for all heads
   int num_rows;
   Seen seen;
-  int num_pieces;
-  int64_t partial;  // the first row of its first piece
+  int num_parts;
+  int64_t partial;  // the first row of its first part
 };
 
-struct Piece {
+struct Part {
   int unit, number;
   Range keys;  // indices into the tokens that its unit sees
 };
 
 struct Plan {
   std::vector<Unit> units;
-  std::vector<Piece> pieces;
+  std::vector<Part> parts;
   std::vector<float> partials;
   std::unique_ptr<std::atomic<int>[]> unfinished;
   size_t num_counters = 0;
@@ -52,7 +52,7 @@ inline int floats_of_row(const Step& step) { return round_up((int)step.head_size
 
 inline void Plan::make(const Step& step, int max_rows) {
   units.clear();
-  pieces.clear();
+  parts.clear();
   int group = step.group_size(), tile = std::max(1, max_rows / group);
   int64_t total = 0;  // keys times KV heads times tiles
   auto few = [&](int count) { return count <= kMostFew && (count == 1 || count * group <= kMostFewRows); };
@@ -78,22 +78,22 @@ inline void Plan::make(const Step& step, int max_rows) {
       }
     }
   }
-  // Sixteen pieces per thread: the last piece, for which the other threads wait, then is 3 % of the whole on average.
+  // Sixteen parts per thread: the last part, for which the other threads wait, then is 3 % of the whole on average.
   int64_t wanted = step.num_threads > 1 ? total / (16 * step.num_threads) + 1 : total;
   row_floats = floats_of_row(step) + 2;
   int64_t num_partial = 0;
   for (int index = 0; index < (int)units.size(); index++) {
     Unit& unit = units[index];
     int64_t cost = unit.kv_head < 0 ? step.num_kv_heads : 1 + unit.num_queries * group / 64;
-    int64_t longest = std::max<int64_t>(std::max<int64_t>(wanted / cost, step.piece_tokens), 1);
+    int64_t longest = std::max<int64_t>(std::max<int64_t>(wanted / cost, step.part_tokens), 1);
     int size = unit.seen.size();
-    unit.num_pieces = (int)std::max<int64_t>(1, (size + longest - 1) / longest);
-    int length = round_up((size + unit.num_pieces - 1) / unit.num_pieces, 16);
-    unit.num_pieces = std::max(1, (size + length - 1) / std::max(length, 1));
+    unit.num_parts = (int)std::max<int64_t>(1, (size + longest - 1) / longest);
+    int length = round_up((size + unit.num_parts - 1) / unit.num_parts, 16);
+    unit.num_parts = std::max(1, (size + length - 1) / std::max(length, 1));
     unit.partial = num_partial;
-    if (unit.num_pieces > 1) num_partial += (int64_t)unit.num_pieces * unit.num_rows;
-    for (int number = 0; number < unit.num_pieces; number++) {
-      pieces.push_back({index, number, {number * length, std::min(size, (number + 1) * length)}});
+    if (unit.num_parts > 1) num_partial += (int64_t)unit.num_parts * unit.num_rows;
+    for (int number = 0; number < unit.num_parts; number++) {
+      parts.push_back({index, number, {number * length, std::min(size, (number + 1) * length)}});
     }
   }
   if (partials.size() < (size_t)(num_partial * row_floats)) partials.resize(num_partial * row_floats);
@@ -101,14 +101,14 @@ inline void Plan::make(const Step& step, int max_rows) {
     num_counters = 2 * units.size();
     unfinished.reset(new std::atomic<int>[num_counters]);
   }
-  for (size_t index = 0; index < units.size(); index++) unfinished[index] = units[index].num_pieces;
+  for (size_t index = 0; index < units.size(); index++) unfinished[index] = units[index].num_parts;
   next = 0;
 }
 
-// One thread's memory, which its pieces reuse.
+// One thread's memory, which its parts reuse.
 class Scratch {
  public:
-  // Frees all memory for the next piece.
+  // Frees all memory for the next part.
   void reset() { used_ = 0; }
   float* take(size_t count) {
     size_t at = used_;
@@ -154,12 +154,13 @@ inline void write_row(const Step& step, Place place, float top, float total, con
   write_output(step, place.token, place.head, total == 0 ? 0 : share / total * (float)step.value_factor, values);
 }
 
-// Adds the result of a piece: `values: [num_rows, floats_of_row]`, with scores as exponents of two.
-inline void finish(const Step& step, Plan& plan, const Piece& piece, const float* tops, const float* totals,
+// Stores the result of a part, `values: [num_rows, floats_of_row]`, with scores as exponents of two. If it is the last
+// part of its unit, merges all of them into the output.
+inline void finish(const Step& step, Plan& plan, const Part& part, const float* tops, const float* totals,
                    const float* values) {
-  const Unit& unit = plan.units[piece.unit];
+  const Unit& unit = plan.units[part.unit];
   int size = floats_of_row(step);
-  if (unit.num_pieces == 1) {
+  if (unit.num_parts == 1) {
     for (int row = 0; row < unit.num_rows; row++) {
       write_row(step, place_of(step, unit, row), tops[row], totals[row], values + (size_t)row * size);
     }
@@ -167,22 +168,22 @@ inline void finish(const Step& step, Plan& plan, const Piece& piece, const float
   }
   size_t stride = plan.row_floats, first = (size_t)unit.partial * stride;
   for (int row = 0; row < unit.num_rows; row++) {
-    float* to = plan.partials.data() + first + ((size_t)piece.number * unit.num_rows + row) * stride;
+    float* to = plan.partials.data() + first + ((size_t)part.number * unit.num_rows + row) * stride;
     std::copy(values + (size_t)row * size, values + (size_t)(row + 1) * size, to);
     to[size] = tops[row];
     to[size + 1] = totals[row];
   }
-  if (plan.unfinished[piece.unit].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  if (plan.unfinished[part.unit].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   for (int row = 0; row < unit.num_rows; row++) {
     float* whole = plan.partials.data() + first + (size_t)row * stride;
-    for (int number = 1; number < unit.num_pieces; number++) {
-      const float* part = whole + (size_t)number * unit.num_rows * stride;
-      float top = std::max(whole[size], part[size]);
+    for (int number = 1; number < unit.num_parts; number++) {
+      const float* other = whole + (size_t)number * unit.num_rows * stride;
+      float top = std::max(whole[size], other[size]);
       if (top == kMinusInfinity) continue;
-      float keep = exp2(whole[size] - top), add = exp2(part[size] - top);
-      for (int i = 0; i < size; i++) whole[i] = whole[i] * keep + part[i] * add;
+      float keep = exp2(whole[size] - top), add = exp2(other[size] - top);
+      for (int i = 0; i < size; i++) whole[i] = whole[i] * keep + other[i] * add;
       whole[size] = top;
-      whole[size + 1] = whole[size + 1] * keep + part[size + 1] * add;
+      whole[size + 1] = whole[size + 1] * keep + other[size + 1] * add;
     }
     write_row(step, place_of(step, unit, row), whole[size], whole[size + 1], whole);
   }
