@@ -85,7 +85,7 @@ def test_a_compiler_sees_attention_as_one_operator(models: Callable[[str], TinyM
 
 
 def test_a_model_that_keeps_a_state_is_refused(models: Callable[[str], TinyModel]) -> None:
-    with pytest.raises(ModelError, match="keeps a state, and cannot be compiled"):
+    with pytest.raises(ModelError, match="has layers that keep a state, so it cannot be compiled"):
         models("mamba").engine(compile=True)
     # The model is restored, so that another engine can use it.
     models("mamba").engine().close()

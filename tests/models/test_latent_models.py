@@ -122,7 +122,7 @@ def test_an_up_projection_with_a_bias_is_refused(models: Any, references: Any) -
     module = latent_module(model)
     module.kv_b_proj.bias = torch.nn.Parameter(torch.ones(len(module.kv_b_proj.weight)))
     try:
-        with pytest.raises(ModelError, match=r"'model.layers.1.self_attn' .* than by the weights of kv_b_proj alone"):
+        with pytest.raises(ModelError, match=r"'model.layers.1.self_attn' .* by the weights of kv_b_proj alone"):
             model.engine()
     finally:
         module.kv_b_proj.bias = None

@@ -146,7 +146,7 @@ def test_a_mixer_with_a_state_that_its_cache_does_not_show_is_refused() -> None:
     module = Counting()
     driver = MixerDriver("layer", module, module.forward, State())
     driver.note({}, torch.zeros(1, 2, 8))
-    with pytest.raises(ModelError, match="keeps more than transformers' cache shows"):
+    with pytest.raises(ModelError, match="keeps a state that is not in transformers' cache"):
         driver.check()
 
 

@@ -140,7 +140,7 @@ def test_a_model_that_needs_all_rows_behind_its_layers_is_refused(tmp_path: Path
     seen: list[torch.Tensor] = []
     model.model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(out))
     model.model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + seen[-1],))
-    with pytest.raises(ModelError, match="it gave 3 logits of a step with three that keeps one"):
+    with pytest.raises(ModelError, match="it gave 3 logits in a step of three tokens that keeps one"):
         attached(model, dense_layers)
 
 

@@ -38,7 +38,7 @@ from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
 from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank
 
 UNLIMITED = 1 << 20
-"""The most tokens of a request for a model without positions: a state has no length, but tables need a limit."""
+"""The most tokens of a request if a model has no positions: its states have any length, but tables need a limit."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer, decoders
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token, found when a token is first decoded; none for special tokens and for unknown ids."""
+    """The bytes of each token, found when a token is first decoded; empty for special tokens and unknown ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start without tokens.
 
         Args:
-            tokenizer: A tokenizer whose decoder is that of bytes.
+            tokenizer: A tokenizer with a byte-level decoder.
         """
         super().__init__()
         self._token_of = tokenizer.id_to_token
@@ -25,7 +25,7 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token, found = self._token_of(token_id), b""
         if token is not None and token not in self._special:
-            # An added token may hold characters that stand for no byte; it is then text as it is.
+            # An added token may hold characters that stand for no byte; such a token is its own text.
             values = [_BYTE_OF.get(character) for character in token]
             known = [value for value in values if value is not None]
             found = bytes(known) if len(known) == len(values) else token.encode()
@@ -42,8 +42,8 @@ def bytes_of(tokenizer: Tokenizer) -> TokenBytes | None:
 def decode_by_bytes(token_bytes: TokenBytes) -> Callable[[Sequence[int]], str]:
     """Return a function that decodes the tokens of one request as they come.
 
-    It returns nothing as long as the tokens end within a character, or in a byte of none, and otherwise the text of all
-    tokens since it last returned any.
+    The function returns the text of all tokens since it last returned some. As long as they end within a character, or
+    in bytes that are no character, it returns an empty string.
 
     Args:
         token_bytes: The bytes of each token.

@@ -57,7 +57,7 @@ def _pass_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
     if not isinstance(given, torch.Tensor) or given.numel() != len(step.positions):
         raise ModelError(
             f"{type(module).__name__} does not get one position for each token, so it cannot get those of a packed "
-            "batch: serving it takes a model adapter of its own"
+            "batch; only a model adapter of its own can serve it"
         )
     return args, {**kwargs, _POSITIONS: step.positions.view_as(given)}
 

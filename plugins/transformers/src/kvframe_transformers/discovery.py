@@ -50,7 +50,7 @@ def discover_layers(
     if attends and not _takes_positions(model, layers, recording.ran):
         raise ModelError(
             f"{name} ({type(model).__name__}) takes no position_ids, so several requests cannot be packed into one "
-            "batch: it needs a model adapter of its own"
+            "batch; only a model adapter of its own can serve it"
         )
     return layers
 
@@ -101,7 +101,7 @@ class _Reader:
         served = {call.module for call in calls}
         for module in self._recording.ran:
             if module not in served and _KEEPS_STATE.search(_forward_source(type(module))):
-                raise self._refusal(module, "keeps a cache of its own, past transformers' attention interface")
+                raise self._refusal(module, "keeps a cache of its own, outside of transformers' attention interface")
         producers: dict[int, str] = {}
         found: dict[str, LayerDescription] = {}
         for call in calls:
@@ -175,7 +175,7 @@ class _Reader:
         masks = [mask for mask in self._recording.masks if call.mask is mask.marker]
         if call.mask is None or (masks and sees_all(masks[0].function, PROBE_ENCODER_TOKENS)):
             return MaskKind("cross_attention")
-        return MaskKind(None, why="sees only some of what the encoder gives")
+        return MaskKind(None, why="sees only some of the encoder's tokens")
 
     def _mask_of(self, call: RecordedCall) -> MaskKind:
         kind = self._kind_of(call)
@@ -195,8 +195,8 @@ class _Reader:
 
     def _refusal(self, module: nn.Module, why: str) -> ModelError:
         return ModelError(
-            f"layer {self._names[module]!r} of {self._name} ({type(module).__name__}) {why}: serving it takes a plugin "
-            "that provides a cache spec for this attention, and a model adapter that recognises it"
+            f"layer {self._names[module]!r} of {self._name} ({type(module).__name__}) {why}; only a plugin "
+            "with a cache spec for this attention, and a model adapter that recognises it, can serve it"
         )
 
 

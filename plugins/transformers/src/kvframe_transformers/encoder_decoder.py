@@ -66,13 +66,13 @@ class EncoderDecoderModel(TransformersModel):
         self._hooks: DecoderHooks | None = None
 
     def without_head(self) -> LoadedModel:
-        """Raise: such a model has hidden states of an encoder and of a decoder, and an embedding could be of either."""
+        """Raise ``ModelError``: an embedding could be made of the encoder's hidden states or of the decoder's."""
         raise ModelError(
-            f"{self.description.name} has an encoder and a decoder, and nothing says whose hidden states an embedding "
-            "would be of"
+            f"{self.description.name} makes no embeddings: it has an encoder and a decoder, and nothing says whose "
+            "hidden states to take"
         )
 
-    # --- what requests bring ------------------------------------------------------------------------------------------
+    # --- the inputs of requests ---------------------------------------------------------------------------------------
 
     def prepare_input(self, sequence: str, value: Any) -> ModelInput | None:
         """Return the encoder's input: the token ids of a text, or the given ids or features.
@@ -92,7 +92,7 @@ class EncoderDecoderModel(TransformersModel):
         if value is None:
             what = "text or token ids" if reads_ids else f"features ({takes})"
             raise RequestError(
-                f"{name} needs something for its encoder: Prompt(encoder=…) with {what}", code="missing_input"
+                f"{name} needs an input for its encoder: Prompt(encoder=…) with {what}", code="missing_input"
             )
         if not reads_ids:
             if isinstance(value, str | list | tuple):

@@ -60,7 +60,7 @@ class BodyLoader:
         return model
 
     def from_pretrained(self, path: str, **options: Any) -> Any:
-        """Return the model with the weights of a folder, and what ``options`` ask for in addition."""
+        """Return what transformers' auto classes return: the model with a folder's weights, or also how they loaded."""
         return _Body.from_pretrained(path, **self._options, **options)
 
 
@@ -96,7 +96,7 @@ def find_first_position(model: PreTrainedModel) -> int:
     if first != unused:
         raise ModelError(
             f"{type(model).__name__} counts positions from {first}, and its table has {unused} rows before the first "
-            "position: serving it takes a model adapter of its own"
+            "position; only a model adapter of its own can serve it"
         )
     return first
 

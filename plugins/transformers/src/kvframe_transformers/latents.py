@@ -1,7 +1,8 @@
-"""Multi-head latent attention: modules that compute their heads' keys and values from one latent vector per token.
+"""Multi-head latent attention: makes modules give their latents to the engine, unexpanded.
 
-Such modules of transformers have a method ``expand_kv(latents, rotated)``. While a model is attached, that method
-returns both arguments unchanged, so that the attention function gets the tensors that are to be stored.
+Such a module of transformers stores one latent vector per token, and its method ``expand_kv(latents, rotated)`` makes
+the keys and values of all heads from it. While a model is attached, the method returns both arguments unchanged, so
+that the attention function gets the tensors that are to be stored.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from kvframe.contract import LayerDescription, ModelError
 
 KIND = "mla"
-"""The kind of these layers."""
+"""The kind of the cache spec of these layers."""
 
 _EXPAND = "expand_kv"
 _KV_UP = "kv_up"
@@ -81,7 +82,7 @@ class Latents:
     """
 
     def __init__(self, layers: Mapping[str, LayerDescription], modules: Mapping[str, nn.Module], name: str) -> None:
-        """Record the latent layers; nothing is changed.
+        """Record the latent layers; their modules stay as they are.
 
         Args:
             layers: A model's layers by name.
@@ -105,10 +106,10 @@ class Latents:
     def parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the parameters of each layer's backend: ``kv_up: [num_heads, nope_size + head_size_v, latent_size]``.
 
-        Call it while the modules have their own expansions: each is compared with the result from the weights.
+        Call this while the modules have their own ``expand_kv``: its result is compared with that of the weights.
 
         Raises:
-            ModelError: A module expands its latents otherwise than by the weights of ``kv_b_proj`` alone.
+            ModelError: A module does not expand its latents by the weights of ``kv_b_proj`` alone.
         """
         return {path: {_KV_UP: self._up_projection(path)} for path in self._modules}
 
@@ -122,14 +123,13 @@ class Latents:
             if _expands_by(module, kv_up, nope_size, options["rope_size"]):
                 return kv_up
         raise ModelError(
-            f"layer {path!r} of {self._name} ({type(module).__name__}) makes its keys and values of latents in another "
-            "way than by the weights of kv_b_proj alone: serving it takes a model adapter that gives its cache what "
-            "it stores"
+            f"layer {path!r} of {self._name} ({type(module).__name__}) does not expand its latents by the weights of "
+            "kv_b_proj alone; only a model adapter of its own can serve it"
         )
 
 
 def _expands_by(module: Any, kv_up: torch.Tensor, nope_size: int, rope_size: int) -> bool:
-    """Return whether ``kv_up`` gives a module's keys and values, on a few random tokens."""
+    """Return whether ``kv_up`` gives the same keys and values as the module, for a few random tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Runs state mixers over an engine's pages: a mixer handles one sequence, and a step has many."""
+"""Runs mixers, the layers that keep a state, over an engine's pages: a mixer handles one sequence, a step has many."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class MixerDriver:
             self._numbers = view.numbers
             self._check_planned(view.named(), whole.dtype)
             if not whole.isfinite().all():
-                self._continue = self._token_by_token  # nothing can be compared, and this is always correct
+                self._continue = self._token_by_token  # always correct; infinite outputs cannot be compared
                 return
             # A scan computes in float32 for any dtype of the model.
             tolerance, difference = max(map(tolerance_of, (whole.dtype, torch.float32))), 0.0
@@ -98,8 +98,8 @@ class MixerDriver:
                     self._paged_step = self._check_paged_step(inputs, tolerance)
                     return
         raise self._refusal(
-            f"gives other outputs for a sequence in two parts than for the whole (relative difference "
-            f"{difference:.1e}, allowed {tolerance:.1e}), so it keeps more than transformers' cache shows"
+            f"gives different outputs for a sequence in two parts and for the whole (relative difference "
+            f"{difference:.1e}, allowed {tolerance:.1e}), so it keeps a state that is not in transformers' cache"
         )
 
     def _ways(self, inputs: Inputs) -> Iterator[Callable[[Inputs, StateView], Output]]:
@@ -188,7 +188,7 @@ class MixerDriver:
 
     def _refusal(self, why: str) -> ModelError:
         return ModelError(
-            f"layer {self._name!r} ({type(self._module).__name__}) {why}: serving it takes a model adapter for that"
+            f"layer {self._name!r} ({type(self._module).__name__}) {why}; only a model adapter of its own can serve it"
         )
 
     def _round(self, part: StateRound, inputs: Inputs) -> Output:
@@ -222,7 +222,7 @@ class MixerDriver:
         joined = tuple(torch.cat(parts, dim=1) for parts in zip(*map(_tensors, outputs), strict=True))
         return joined if isinstance(outputs[0], tuple) else joined[0]
 
-    # --- how it continues from a state --------------------------------------------------------------------------------
+    # --- finding out how the mixer continues a sequence ---------------------------------------------------------------
 
     def _first_half(self, inputs: Inputs) -> StateView:
         """Return the states after the first half of a sequence."""
@@ -247,12 +247,12 @@ class MixerDriver:
 
 
 def _rows(rows: torch.Tensor) -> Change:
-    """Return the change that makes a batch of single tokens of some rows."""
+    """Return the function that takes some rows of a sequence as a batch of single tokens."""
     return lambda tensor: tensor[0].index_select(0, rows).unsqueeze(1)
 
 
 def _within(start: int, stop: int) -> Change:
-    """Return the change that takes a part of a sequence."""
+    """Return the function that takes a part of a sequence."""
     return lambda tensor: tensor[:, start:stop]
 
 
@@ -262,7 +262,7 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each(inputs: Inputs, change: Change) -> Inputs:
-    """Return inputs with every tensor changed; each has a row per token."""
+    """Return inputs with ``change`` applied to every tensor."""
     return {name: _each_of(value, change) for name, value in inputs.items()}
 
 
@@ -277,12 +277,12 @@ def _tensors(output: Output) -> Iterator[torch.Tensor]:
 
 
 def _join(output: Output) -> torch.Tensor:
-    """Return all that an output holds for each token, as one tensor ``[1, num_tokens, size]``."""
+    """Return all tensors of an output, joined into one: ``[1, num_tokens, size]``."""
     return torch.cat([tensor.flatten(2) for tensor in _tensors(output)], dim=-1)
 
 
 def _empty_output(found: Output, num_tokens: int) -> Output:
-    """Return an output of a step to be filled in; the rows of padding stay zero."""
+    """Return a step's output, still zero; the rows of padding stay so."""
     output: Output = _each_of(found, lambda tensor: tensor.new_zeros(1, num_tokens, *tensor.shape[2:]))
     return output
 

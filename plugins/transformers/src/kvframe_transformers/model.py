@@ -68,7 +68,7 @@ class TransformersModel(LoadedModel):
         Args:
             model: The model, with its weights, on its device.
             tokenizer: Its tokenizer, or None.
-            description: Its layers, as planned. If it does not generate, its body runs, without a head.
+            description: Its layers, as planned. If the model does not generate, its body runs without the head.
             folder: The folder that it was loaded from; None if there is none.
             first_position: The model's number for the position of a prompt's first token.
         """
@@ -125,7 +125,7 @@ class TransformersModel(LoadedModel):
             layers: The run-time layers, by the names of the description.
 
         Raises:
-            ModelError: A layer was not called, or cannot leave rows out, or the model is attached already.
+            ModelError: The model is attached already, a layer was not called, or a layer cannot leave rows out.
         """
         serving = _SERVING.get(self.model)
         if serving is not None and serving() is not None:
@@ -176,11 +176,12 @@ class TransformersModel(LoadedModel):
             backend: The compiler: a name that torch knows, or a callable as ``torch.compile`` takes it.
 
         Raises:
-            ModelError: It keeps a state, which mixers read in Python, or torch cannot compile it.
+            ModelError: The model has an encoder or layers that keep a state, or torch cannot compile it.
         """
         if self._drivers or self.description.max_input_lens:
-            why = "keeps a state" if self._drivers else "has an encoder"
-            raise ModelError(f"{self.description.name} {why}, and cannot be compiled; leave compile out")
+            # The layers' drivers and the encoder run Python code in each step.
+            why = "layers that keep a state" if self._drivers else "an encoder"
+            raise ModelError(f"{self.description.name} has {why}, so it cannot be compiled; leave compile out")
         if self._mode is not None:
             self._mode.packed = None  # the compiler cannot trace packed weights
         modules = self._modules()
@@ -264,7 +265,7 @@ class TransformersModel(LoadedModel):
         return text
 
     def decode_stream(self, token_ids: Sequence[int]) -> Callable[[Sequence[int]], str] | None:
-        """Return what decodes new tokens; None if their text depends on more than the tokenizers library."""
+        """Return a function that decodes new tokens; None if their text depends on more than the tokenizers library."""
         kind = type(self.tokenizer)
         if not isinstance(self.tokenizer, TokenizersBackend) or self.tokenizer.clean_up_tokenization_spaces:
             return None
@@ -281,7 +282,7 @@ class TransformersModel(LoadedModel):
         if self._takes_positions:
             inputs["position_ids"] = None if positions is None else positions.unsqueeze(0) + self._first_position
         step, body = running_step(), self._body
-        # Rows are left out by hooks, which compiled code ignores; plain runs use the model as it was loaded.
+        # Hooks leave rows out, and compiled code ignores hooks. Plain runs use the model as it was loaded.
         if self.compiled is not None and step is not None and step.kept_rows is None:
             body = self.compiled
         output = body(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
@@ -338,7 +339,7 @@ class TransformersModel(LoadedModel):
         if wrong or len(logits) != 1:
             what = f"layer {wrong[0]!r} got {num_rows[wrong[0]]} rows" if wrong else f"it gave {len(logits)} logits"
             raise ModelError(
-                f"{refusal} ({what} of a step with three that keeps one); turn prefill skipping off for it"
+                f"{refusal} ({what} in a step of three tokens that keeps one); turn prefill skipping off for it"
             )
 
     def _note_rows(
@@ -348,7 +349,7 @@ class TransformersModel(LoadedModel):
         kept_rows: torch.Tensor | None,
         num_wanted: int | None = None,
     ) -> tuple[dict[str, int], torch.Tensor]:
-        """Run tokens through layers that only record their numbers of queries; return those and the logits."""
+        """Run tokens through layers that only record how many queries they get; return these numbers and the logits."""
         num_rows: dict[str, int] = {}
         routes = {modules[layer.name]: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}
         noting = {module: partial(driver.note, num_rows) for module, driver in self._drivers.items()}

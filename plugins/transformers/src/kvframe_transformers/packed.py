@@ -31,12 +31,12 @@ class PackedLinears:
         return len(self._forwards)
 
     def switch_on(self) -> None:
-        """Let each layer multiply by its copy."""
+        """Make each layer multiply by its copy."""
         for attributes, forward in self._forwards:
             attributes["forward"] = forward  # a module calls the ``forward`` of its instance, if there is one
 
     def switch_off(self) -> None:
-        """Let each layer multiply by its own weight."""
+        """Make each layer multiply by its own weight."""
         for attributes, _ in self._forwards:
             attributes.pop("forward", None)
 

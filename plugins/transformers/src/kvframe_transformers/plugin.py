@@ -9,7 +9,7 @@ from kvframe.contract import Register, StackError, hookimpl
 
 PACK_WEIGHTS = "pack_weights"
 SETTINGS = {PACK_WEIGHTS: False}
-"""The settings of the stack that was read last. They are the process's, as the hook that takes them is."""
+"""The settings of the stack that was read last, for the whole process."""
 
 
 @hookimpl

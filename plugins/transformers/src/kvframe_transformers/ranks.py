@@ -68,8 +68,7 @@ def share_of_rank(description: ModelDescription, model: Any, size: int) -> Model
         size: The number of ranks.
 
     Raises:
-        ModelError: A divided layer has a number of heads that the ranks do not divide, or keeps what cannot be divided
-            by heads.
+        ModelError: The ranks do not divide the number of heads of a layer, or a layer's state has no heads to divide.
     """
     divided = _divided_modules(model)
     layers = tuple(
@@ -90,7 +89,7 @@ def _is_divided(layer: LayerDescription, divided: Collection[str]) -> bool:
 
 
 def _share_of(layer: LayerDescription, name: str, size: int) -> LayerDescription:
-    """Return a layer with the heads of one rank; transformers gives each rank as many heads that follow each other."""
+    """Return a layer with the heads of one rank; transformers gives each rank equally many consecutive heads."""
     if not layer.query or layer.kind == LATENT_KIND or "relative_bias" in layer.query:
         raise ModelError(
             f"{name} cannot run over {size} ranks: its tp_plan divides the layer {layer.name!r}, and kvframe divides "

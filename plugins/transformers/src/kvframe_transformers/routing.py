@@ -17,7 +17,7 @@ from kvframe_transformers.discovery import scale_of
 from kvframe_transformers.temperature import Temperature
 
 OPAQUE = "kvframe_attend"
-"""The attribute of a compiled model's attention modules that holds objects that the compiler must not trace."""
+"""The attribute of a compiled model's attention modules for an object that the compiler must not trace."""
 
 RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""

@@ -64,7 +64,7 @@ def compare_runs(
         raise ModelError(
             f"{description.name} ({type(model).__name__}) gives other {what} in a packed batch than alone{where} "
             f"(relative difference {worst:.1e}, allowed {tolerance:.1e}): it attends in a way that its masks do not "
-            "show, and serving it takes a plugin that provides a cache spec, and a model adapter, for that"
+            "show; only a plugin with a cache spec and a model adapter for it can serve it"
         )
     if not skipped:
         return

@@ -121,8 +121,8 @@ class RowCutter:
 
 
 def _is_ambiguous(step: RunningStep) -> bool:
-    """Return whether padding makes the number of kept rows that of the tokens, so that shapes do not show slices."""
-    # The row of a single token stays in any number of slices.
+    """Return whether padding makes the kept rows as many as the tokens: a shape then does not show if it was sliced."""
+    # Slicing the row of a single token twice changes nothing.
     return step.kept_rows is not None and len(step.kept_rows) == len(step.positions) > 1
 
 

@@ -24,31 +24,32 @@ Inputs = dict[str, Any]
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 """A mixer's result, with a row per token too."""
 Numbers = tuple[tuple[int, ...], tuple[int, ...]]
+"""The numbers by which a mixer calls its convolution states, and those of its recurrent states."""
 
 
 class StateView:
     """The states of one mixer, with the interface of transformers' cache. The mixer may change them in place.
 
     Attributes:
-        conv: ``[batch, …, kernel_size]`` by the mixer's own number; a missing state has no past.
-        recurrent: ``[batch, …]`` likewise.
+        conv: ``[batch, …, kernel_size]`` by the mixer's own number; empty if there are no earlier tokens.
+        recurrent: ``[batch, …]``, likewise.
     """
 
     def __init__(
         self, conv: Mapping[int, torch.Tensor] | None = None, recurrent: Mapping[int, torch.Tensor] | None = None
     ) -> None:
-        """Keep the states of the past; none if there are no earlier tokens."""
+        """Keep the states after the earlier tokens; no argument means no earlier tokens."""
         self.conv = dict(conv or {})
         self.recurrent = dict(recurrent or {})
 
     @property
     def numbers(self) -> Numbers:
-        """The mixer's own numbers of its convolution states, and of its recurrent ones."""
+        """The numbers by which the mixer calls its states."""
         return tuple(sorted(self.conv)), tuple(sorted(self.recurrent))
 
     @classmethod
     def of(cls, states: Mapping[str, torch.Tensor] | None, numbers: Numbers) -> StateView:
-        """Return the view of states that ``named`` returned, or of none."""
+        """Return the view of states that ``named`` returned; None stands for no earlier tokens."""
         if states is None:
             return cls()
         conv, recurrent = numbers

@@ -1,4 +1,4 @@
-"""Attention temperatures that grow with the position, for modules that take the position from their cache."""
+"""Attention temperatures: factors on queries that grow with the position (Llama 4), computed for a packed batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Temperature:
 
 
 def temperature_of(module: nn.Module) -> Temperature | None:
-    """Return the temperature that a module would apply by the length of its cache; None if it applies none."""
+    """Return the temperature that a module would compute from the length of its cache; None if it applies none."""
     if not getattr(module, _SWITCH, False) or getattr(module, "use_rope", False):
         return None
     return Temperature(module)
@@ -74,9 +74,9 @@ class Temperatures:
 
     @contextmanager
     def in_short_steps(self) -> Iterator[None]:
-        """Let the factors change every few tokens inside the block, both in the modules and in ``of``.
+        """Make the factors change every few tokens inside the block, both in the modules and in ``of``.
 
-        Published models have steps of thousands of tokens, so that a short prompt would not test the formula.
+        The factors of published models change every few thousand tokens, so a short prompt would not test the formula.
         """
         original = {module: getattr(module, _STEP) for module in self.of}
         try:

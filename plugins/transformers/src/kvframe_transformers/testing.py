@@ -300,20 +300,22 @@ _ALL_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 ROUNDINGS = 8
-"""The difference of two float32 runs is at most twice the largest error, which may be larger on another machine."""
+"""The allowed difference of two float32 runs, as a multiple of the largest error of one.
+
+Two runs differ by at most twice the largest error. The rest is for machines on which the error is larger.
+"""
 
 FAMILIES: tuple[str, ...] = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """The families, by transformers' ``model_type``, that every cross-distribution test covers."""
 
 MORE_FAMILIES: tuple[str, ...] = tuple(sorted(set(_CONFIGS) - set(FAMILIES)))
-"""Families that the adapter serves by rule, without their names in the code."""
-
+"""Further families; the code names none of them."""
 
 STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_CONFIGS)
 """Families with layers that keep a recurrent or convolution state, alone or among layers that attend."""
 
 MORE_STATE_FAMILIES: tuple[str, ...] = tuple(_MORE_STATE_CONFIGS)
-"""Likewise, families that the adapter serves by rule."""
+"""Further families with such layers."""
 
 ENCODER_DECODER_FAMILIES: tuple[str, ...] = ("bart", "t5", "t5gemma", "whisper")
 """Families with an encoder that are tested."""
@@ -321,8 +323,7 @@ ENCODER_DECODER_FAMILIES: tuple[str, ...] = ("bart", "t5", "t5gemma", "whisper")
 MORE_ENCODER_DECODER_FAMILIES: tuple[str, ...] = tuple(
     sorted(set(_ENCODER_DECODER_CONFIGS) - set(ENCODER_DECODER_FAMILIES))
 )
-"""Further families with an encoder, served by rule."""
-
+"""Further families with an encoder."""
 
 ENCODER_FAMILIES: tuple[str, ...] = tuple(_ENCODER_CONFIGS)
 """Families of encoders: bidirectional attention, hidden states and no logits."""
@@ -348,8 +349,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     Random weights of the usual size make all keys alike, so that a wrong mask hardly changes the logits. So matrices
     are scaled up, and vectors that start at a constant (biases, norms, sinks) are made random. Embeddings stay
     unchanged: if the output head is tied to them, large ones make each token predict itself. A decoder with an encoder
-        has a
-    separate head and larger embeddings, because the encoder's states would outweigh its own tokens.
+    has a separate head and larger embeddings, because the encoder's states would outweigh its own tokens.
 
     Args:
         family: One of the families in this file.
@@ -381,7 +381,7 @@ def exact_copy(model: PreTrainedModel) -> Any:
 
 
 def rounding_of(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the largest difference between a decoder's logits in float32 for any order of sums.
+    """Return how much a decoder's float32 logits may differ if sums are computed in another order.
 
     It is ``ROUNDINGS`` times the largest error of any logit, compared with the model in float64. It depends on the
     model, and hardly on the machine. Bugs change logits by a thousand times as much.
@@ -407,7 +407,7 @@ def save_tiny(path: Path | str, family: str, seed: int = 0, **overrides: Any) ->
         path: The folder; made if missing.
         family: One of the families in this file.
         seed: Seed of the weights.
-        overrides: Fields of the config to set otherwise.
+        overrides: Other values for fields of the config.
     """
     model = tiny_model(family, seed, **overrides)
     with quiet():
