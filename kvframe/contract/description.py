@@ -52,7 +52,7 @@ class ModelDescription:
     """What planning and serving need to know of a model, read without its weights.
 
     Attributes:
-        name: For people: the folder's or file's name.
+        name: The folder's or file's name, for messages.
         layers: Its layers that attend or keep state, in the order they run.
         max_model_len: The most tokens of a request, prompt and output.
         vocab_size: Token ids are ``[0, vocab_size)``; None if unknown.

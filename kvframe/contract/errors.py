@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 MAX_TEXT = 200
-"""Characters of a value that an error shows."""
+"""The most characters of a value that an error shows."""
 
 MAX_NAMES = 30
-"""Names that an error lists."""
+"""The most names that an error lists."""
 
 _MAX_COMPARED = 5_000
-"""Names that one is compared with to find the nearest: a comparison takes microseconds, and files have any number."""
+"""The most names that are compared to find the nearest: each takes microseconds, and a file may have any number."""
 
 
 def shorten(text: str, limit: int = MAX_TEXT) -> str:

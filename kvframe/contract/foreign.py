@@ -22,7 +22,7 @@ from kvframe.contract.failed_imports import explain_failed_import
 T = TypeVar("T")
 
 MAX_CHARACTERS = 1000
-"""A plugin's text is cut to this length."""
+"""The most characters of a plugin's text that are shown."""
 
 
 def call(
@@ -83,7 +83,7 @@ _printing_to_stderr = _PrintingToStderr()
 
 
 def safe_text(error: BaseException) -> str:
-    """Return an error of a plugin as ``Type: message``, in one line of printable characters, cut if it is long."""
+    """Return an error of a plugin as ``Type: message``, in one line of printable characters, shortened if long."""
     return f"{_type_name(error)}: {in_one_line(_read(str, error))}".rstrip(": ")
 
 
@@ -94,12 +94,12 @@ def safe_reason(error: BaseException) -> str:
 
 
 def safe_repr(value: Any) -> str:
-    """Return ``repr(value)`` of a plugin's value, in one line of printable characters, cut if it is long."""
+    """Return ``repr(value)`` of a plugin's value, in one line of printable characters, shortened if long."""
     return in_one_line(_read(repr, value))
 
 
 def in_one_line(text: str) -> str:
-    """Return a text with each run of white space as one space, control characters escaped, cut if it is long."""
+    """Return a text with each run of white space as one space, control characters escaped, shortened if long."""
     kept = str.__getitem__(text, slice(0, 8 * MAX_CHARACTERS))
     line = "".join(each if each.isprintable() else _escape(each) for each in " ".join(kept.split()))
     left_out = len(line) - MAX_CHARACTERS + str.__len__(text) - len(kept)

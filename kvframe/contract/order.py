@@ -85,7 +85,7 @@ def split_batch(metadata: CommonAttentionMetadata, order: BatchOrder) -> BatchSp
     A request with tokens in the cache before this step is never counted as a fresh prefill.
 
     Args:
-        metadata: What a builder is given.
+        metadata: The metadata that a builder gets.
         order: The builder's own ``batch_order``.
 
     Raises:

@@ -20,9 +20,9 @@ def bias_by_distance(bias: RelativeBias, table: torch.Tensor) -> torch.Tensor:
         table: ``[num_buckets, num_heads], device``: the layer's parameter.
 
     Returns:
-        ``[num_heads, 2 * max_distance + 1], device``, in the table's dtype: column ``max_distance + d`` is what a key
-        ``d`` tokens after its query gets, negative for one before it. For larger distances, the first
-        or last column applies.
+        ``[num_heads, 2 * max_distance + 1], device``, in the table's dtype: column ``max_distance + d`` is added for a
+        key ``d`` tokens after its query; ``d`` is negative for a key before it. For larger distances, the first or the
+        last column applies.
     """
     buckets = distance_buckets(bias).to(table.device, non_blocking=True)
     return table.index_select(0, buckets).t().contiguous()

@@ -1,4 +1,4 @@
-"""Claims to names: what a plugin registers, checked at once and imported only when it is used."""
+"""A plugin's claim to a name: it is checked when the plugin registers it, and imported when somebody uses it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Kind:
     """One kind of thing that plugins register, such as backends.
 
     Attributes:
-        label: Its name for people.
+        label: Its name in messages.
         base: Import string of the class that every target must subclass.
         name_attribute: The class attribute that must equal the registered name; None if there is none.
         reserved: Names that no plugin can register.
@@ -148,14 +148,14 @@ class Entry:
         for module in self.needs:
             if not isinstance(module, str) or not _MODULE.fullmatch(module):
                 raise PluginError(
-                    f"a module that {kind.label} {self.name!r} needs is like 'a.b', not {safe_repr(module)}"
+                    f"{kind.label} {self.name!r}: needs must name modules, like 'a.b', not {safe_repr(module)}"
                 )
         if not isinstance(self.install, str):
-            raise PluginError(f"what installs {kind.label} {self.name!r} must be a text, not {safe_repr(self.install)}")
+            raise PluginError(f"{kind.label} {self.name!r}: install must be a command, not {safe_repr(self.install)}")
         for need in self.needs_versions:
             if not isinstance(need, str) or not _LEAST_VERSION.fullmatch(need):
                 raise PluginError(
-                    f"a version that {kind.label} {self.name!r} needs is like 'name>=1.2', not {safe_repr(need)}"
+                    f"{kind.label} {self.name!r}: needs_versions must be like 'name>=1.2', not {safe_repr(need)}"
                 )
 
     @property
@@ -181,7 +181,7 @@ class Entry:
         return tuple(found)
 
     def load(self) -> Any:
-        """Import the target and return the class; raise ``PluginError`` with owner, name and cause if it is unfit."""
+        """Import the target and return the class; raise ``PluginError`` with owner, name and cause if that fails."""
         missing = self.missing()
         if missing:
             raise self._error(f"needs {', '.join(missing)}, not installed here")
@@ -216,7 +216,7 @@ class Entry:
         """Return the class's own reason why it cannot be used in this environment; empty if it gives none.
 
         Args:
-            loaded: What ``load`` returned.
+            loaded: The class that ``load`` returned.
 
         Raises:
             PluginError: Its ``unusable_reason`` raises, or returns neither a sentence nor None.

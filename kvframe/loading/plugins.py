@@ -265,7 +265,7 @@ def _load(found: FoundPlugin, policy: PluginPolicy, registry: Registry) -> None:
 
 
 def _attach(found: FoundPlugin, manifest: Any) -> pluggy.PluginManager:
-    """Return a hook manager that holds this plugin alone; raises ``_SetAside`` if its hooks are not as specified."""
+    """Return a hook manager that holds this plugin alone; raise ``_SetAside`` if a hook of it is not as specified."""
     manager = pluggy.PluginManager("kvframe")
     manager.add_hookspecs(HookSpecs)
     _contain(f"reading the hooks of {found.module}", manager.register, manifest, name=found.id)
@@ -309,7 +309,7 @@ def _call(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> Any:
 
 
 def _contain(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a plugin's code; raises ``_SetAside`` if it fails."""
+    """Call a plugin's code; raise ``_SetAside`` if it fails."""
     try:
         return call(what, function, *args, **kwargs)
     except PluginError as error:
@@ -326,11 +326,11 @@ def _configure(manager: pluggy.PluginManager, found: FoundPlugin, policy: Plugin
 
 @attrs.define(eq=False)
 class _Registering:
-    """The ``register`` of one hook of one plugin.
+    """The ``register`` callback that one hook of one plugin gets.
 
     Attributes:
-        hook: The hook that is given it.
-        kind: The kind of the names.
+        hook: The hook's name.
+        kind: The kind of the names that the hook registers.
         found: The plugin.
         entries: The list to which the claims are appended.
         is_over: Whether the hook has returned.

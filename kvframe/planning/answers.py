@@ -191,7 +191,8 @@ class Answers:
         """Return ``KVCacheSpec.stored_blocks``.
 
         Raises:
-            SpecError: They are not blocks of these tokens, lack a block that is live after them, or the spec raises.
+            SpecError: The answer names blocks of other tokens or lacks a block that is live after these tokens, or the
+                spec raises.
         """
         spec, size, end = self._spec, self._spec.block_size, n + num_new_tokens
         question = f"stored_blocks({n}, {num_new_tokens}, {branch})"
@@ -226,7 +227,7 @@ class Answers:
                 spec,
                 f"live_ranges({n})",
                 ranges,
-                f"token {returned[0]} among them, for it is live at {n + 1}, and what is not live once never is again",
+                f"token {returned[0]} among them: it is live at {n + 1}, and a token that stops being live stays so",
             )
         mask = self.mask()
         hidden = None if mask is None else lacks(seen_by(mask, n), ranges)
@@ -241,7 +242,7 @@ class Answers:
         return found
 
     def live_ranges(self, n: int) -> Ranges:
-        """Return ``spec.live_ranges(n)``; raise ``SpecError`` if it raises or names tokens that are not past ones."""
+        """Return ``spec.live_ranges(n)``; raise ``SpecError`` if it raises or names tokens from ``n`` on."""
         found = self._ranges.get(n)
         if found is None:
             if len(self._ranges) >= _MOST_KNOWN:

@@ -83,7 +83,7 @@ class Grouping:
 
     @property
     def note(self) -> str | None:
-        """One sentence for people that says why prompts are computed in one step; None if every layer keeps state."""
+        """One sentence that says why prompts are computed in one step; None if every layer keeps state."""
         if not self.groups:
             why = "no layer keeps anything of the past"
         elif self.step_local:

@@ -1,7 +1,7 @@
 """The cache plan: how many bytes go where, as a value that can be printed, saved and compared.
 
 A *page* holds all of a group's layers for one block of tokens. Pages of different groups share one pool of equal
-*slabs*: a slab is cut into pages of one group at a time and returns whole, so no layer is padded to another's size
+*slabs*: a slab is divided into pages of one group at a time and returns whole, so no layer is padded to another's size
 (the idea of two-level paging is Jenga's, arXiv 2503.18292).
 """
 

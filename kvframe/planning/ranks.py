@@ -47,7 +47,7 @@ class RankPlans:
 
     @property
     def note(self) -> str | None:
-        """One sentence for people that says why prompts are computed in one step; None if every layer keeps state."""
+        """One sentence that says why prompts are computed in one step; None if every layer keeps state."""
         return self.whole.note
 
 

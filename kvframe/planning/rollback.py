@@ -40,7 +40,7 @@ class RollbackSpec(KVCacheSpec):
         return {}
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
-        """Return the blocks of the step's tokens, not counting each block's last token; a long step's last block only.
+        """Return the blocks of the step's tokens except each block's last token; of a long step, only the last block.
 
         A step of more than ``1 + num_states`` tokens keeps the states at its end and at full blocks' ends.
         """

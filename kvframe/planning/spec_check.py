@@ -19,7 +19,7 @@ from kvframe.planning.answers import Answers, ask, ask_count, lacks, wrong_answe
 
 _DENSE, _NUM_RANDOM, _NUM_BOUNDARIES = 64, 48, 6
 _NUM_KEYS = 8
-"""Of a query after the first positions: live tokens, and as many of all tokens, that a mask function is asked about."""
+"""For a query after the first positions, a mask function is asked about this many live tokens, and as many of any."""
 _SEED = 37
 
 
@@ -40,7 +40,7 @@ def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int
     function = ask(spec, "mask_function", lambda: spec.mask_function)
     is_sparse = ask(spec, "is_sparse", lambda: spec.is_sparse)
     if is_sparse and (mask is not None or function is None):
-        raise wrong_answer(spec, "is_sparse", is_sparse, "False, for only a mask_function without a mask can be sparse")
+        raise wrong_answer(spec, "is_sparse", is_sparse, "False, because only a mask_function can be sparse")
     if mask is not None and (not mask.causal or function == mask.sees):
         function = None  # ``Answers`` compares the mask itself
     derives = type(spec).live_blocks is not KVCacheSpec.live_blocks
@@ -154,13 +154,13 @@ def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, rang
         sees = ask(spec, question, partial(_sees, function, n, key))
         if key == n:
             if not sees:
-                raise wrong_answer(spec, question, False, "True, for a query sees itself")
+                raise wrong_answer(spec, question, False, "True, because a query sees itself")
             continue
         if is_live and not sees and not spec.is_sparse:
-            expected = f"True, for the live ranges at {n} are {ranges}; a type that sees fewer tokens says is_sparse"
+            expected = f"True, because {ranges} are live at {n}; a type that sees fewer tokens declares is_sparse"
             raise wrong_answer(spec, question, False, expected)
         if sees and not is_live:
-            raise wrong_answer(spec, question, True, f"False, for the live ranges at {n} are {ranges}")
+            raise wrong_answer(spec, question, True, f"False, because the live ranges at {n} are {ranges}")
 
 
 def _sampled_keys(n: int, ranges: tuple[TokenRange, ...]) -> list[int]:

@@ -285,8 +285,8 @@ class RetainsLess(FullAttentionSpec):
         (Remembers, r"law of forgetting: tokens \[0, 1, 2, 3, 4\] are live at 6 and were not at 5"),
         (OtherMask, r"at 9 the mask shows \[1, 2, 3, 4, 5, 6, 7, 8\], live are \[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
         (OtherFunction, r"at 4 mask_function shows \[1, 2, 3, 4\], live and its own are \[0, 1, 2, 3, 4\]"),
-        (OtherFunction, r"at 4 .*; a type whose queries see fewer tokens than are live says is_sparse"),
-        (SparseUndeclared, r"at 1 mask_function shows \[1\], live and its own are \[0, 1\]; .* says is_sparse"),
+        (OtherFunction, r"at 4 .*; a type whose queries see fewer tokens than are live declares is_sparse"),
+        (SparseUndeclared, r"at 1 mask_function shows \[1\], live and its own are \[0, 1\]; .* declares is_sparse"),
         (SparseWithoutFunction, r"is_sparse is True, and no mask_function says what a query sees"),
         (SparseWithMask, r"is_sparse is True, and a mask shows every live token"),
         (SparseSeesTheDead, r"at 6 mask_function shows \[0, 2, 4, 6\], live and its own are \[1, 2, 3, 4, 5, 6\]$"),
@@ -343,17 +343,17 @@ class SparseInAWindow(SparseInside):
     [
         (
             SparseUndeclared,
-            r"mask_function\(1, 0\) is False; expected True, for .* that sees fewer tokens says is_sparse",
+            r"mask_function\(1, 0\) is False; expected True, because .* that sees fewer tokens declares is_sparse",
         ),
-        (SparseInAWindow, r"mask_function\(\d{3,}, \d+\) is False; expected True, for .* says is_sparse"),
-        (SparseInside, r"mask_function\(26, 17\) is False; expected True, for .* says is_sparse"),
-        (SparseLater, r"mask_function\(\d{3,}, \d+\) is False; expected True, for .* says is_sparse"),
-        (SparseWithoutFunction, r"is_sparse is True; expected False, for only a mask_function without a mask"),
-        (SparseWithMask, r"is_sparse is True; expected False, for only a mask_function without a mask"),
-        (SparseSeesTheDead, r"mask_function\(6, 0\) is True; expected False, for the live ranges at 6 are"),
-        (SparseSeesTheNextToken, r"mask_function\(\d+, \d+\) is True; expected False, for the live ranges"),
-        (SparseWithoutItself, r"mask_function\(0, 0\) is False; expected True, for a query sees itself"),
-        (SeesTheNextToken, r"mask_function\(0, 1\) is True; expected False, for the live ranges at 0 are \(\)"),
+        (SparseInAWindow, r"mask_function\(\d{3,}, \d+\) is False; expected True, because .* declares is_sparse"),
+        (SparseInside, r"mask_function\(26, 17\) is False; expected True, because .* declares is_sparse"),
+        (SparseLater, r"mask_function\(\d{3,}, \d+\) is False; expected True, because .* declares is_sparse"),
+        (SparseWithoutFunction, r"is_sparse is True; expected False, because only a mask_function can"),
+        (SparseWithMask, r"is_sparse is True; expected False, because only a mask_function can"),
+        (SparseSeesTheDead, r"mask_function\(6, 0\) is True; expected False, because the live ranges at 6 are"),
+        (SparseSeesTheNextToken, r"mask_function\(\d+, \d+\) is True; expected False, because the live ranges"),
+        (SparseWithoutItself, r"mask_function\(0, 0\) is False; expected True, because a query sees itself"),
+        (SeesTheNextToken, r"mask_function\(0, 1\) is True; expected False, because the live ranges at 0 are \(\)"),
     ],
 )
 def test_set_up_refuses_a_mask_function_that_the_kit_refuses(broken: type[FullAttentionSpec], message: str) -> None:
@@ -440,13 +440,13 @@ def test_it_keeps_and_frees_by_its_live_ranges_alone() -> None:
 
 @pytest.mark.parametrize("broken", [SparseWithoutFunction, SparseWithMask])
 def test_a_sparse_type_that_contradicts_itself_is_refused_at_set_up(broken: type[Sparse]) -> None:
-    with pytest.raises(SpecError, match="is_sparse is True; expected False, for only a mask_function"):
+    with pytest.raises(SpecError, match="is_sparse is True; expected False, because only a mask_function"):
         check_spec_at_set_up(broken(block_size=4, num_kv_heads=1, head_size=8), 64, 8)
 
 
 def test_a_live_token_that_no_query_sees_is_refused_at_set_up_unless_it_is_declared() -> None:
     check_spec_at_set_up(Sparse(block_size=4, num_kv_heads=1, head_size=8), 64, 8)
-    with pytest.raises(SpecError, match=r"is False; expected True, .* a type that sees fewer tokens says is_sparse"):
+    with pytest.raises(SpecError, match=r"expected True, .* a type that sees fewer tokens declares is_sparse"):
         check_spec_at_set_up(SparseUndeclared(block_size=4, num_kv_heads=1, head_size=8), 64, 8)
 
 

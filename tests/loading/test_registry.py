@@ -220,7 +220,7 @@ def test_the_version_of_a_distribution_that_is_not_installed_is_not_checked() ->
 
 
 def test_a_version_that_cannot_be_read_is_refused() -> None:
-    with pytest.raises(PluginError, match=r"a version that backend 'x' needs is like 'name>=1.2', not 'library==2'"):
+    with pytest.raises(PluginError, match=r"backend 'x': needs_versions must be like 'name>=1.2', not 'library==2'"):
         Entry("backend", "x", "a:B", "a", "a:a", needs_versions="library==2")
 
 
