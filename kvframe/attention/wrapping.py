@@ -38,8 +38,8 @@ def apply_wrapper(
     Raises:
         WrapperError: The step has something that the wrapper rejects (``rejected_field``, ``rejected_extension``) or
             does not know (``unknown_field``, ``unknown_extension``). Or the wrapper makes a mistake: it changed a field
-            or lost an extension that it declares to hand on (``changed_field``, ``lost_extension``), what it hands on
-            has parts that do not go together (``wrong_shape``), or its numbers and host copies contradict each other
+            or lost an extension that it declares to pass on (``changed_field``, ``lost_extension``), its result has
+            parts that do not go together (``wrong_shape``), or numbers and host copies that contradict each other
             (``wrong_value``). Or it raised anything else (``failed``).
     """
     for field, default, code in _guarded_fields(type(wrapper)):
@@ -75,11 +75,11 @@ def apply_wrapper(
         raise wrapper_mistake(wrapper, layers, problem, "wrong_shape")
     changed = _find_changed(wrapper, metadata, wrapped)
     if changed is not None:
-        problem = f"declares to carry {changed} and hands on something else"
+        problem = f"declares to carry {changed} and returns another"
         raise wrapper_mistake(wrapper, layers, problem, "changed_field")
     for name in metadata.extensions:
         if wrapper.extensions[name] is not FieldUse.RESET and name not in wrapped.extensions:
-            problem = f"lost the extension {name!r}, which it declares to hand on"
+            problem = f"lost the extension {name!r}, which it declares to pass on"
             raise wrapper_mistake(wrapper, layers, problem, "lost_extension")
     problem = find_contradiction(wrapped, metadata)
     if problem is not None:
@@ -170,10 +170,10 @@ def _find_changed(
 def _carried_fields(
     wrapper_class: type[MetadataWrapper],
 ) -> tuple[tuple[str, ...], Callable[[CommonAttentionMetadata], tuple[Any, ...]]]:
-    """Return the fields that such a wrapper carries, and what reads them off metadata."""
+    """Return the fields that such a wrapper carries, and a function that reads them from metadata."""
     known = (field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
     names = tuple(name for name in known if wrapper_class.fields.get(name) is FieldUse.CARRY)
-    # Of fewer than two names, attrgetter does not return a tuple: a field that no wrapper may change makes them two.
+    # For fewer than two names, attrgetter does not return a tuple, so a field that no wrapper may change is added.
     return (*names, "block_size", "block_size"), attrgetter(*names, "block_size", "block_size")
 
 

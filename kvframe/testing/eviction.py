@@ -1,4 +1,4 @@
-"""The laws of eviction policies. Imports no torch."""
+"""Checks that an eviction policy's priorities keep the laws of ``check_policy``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from kvframe.contract.foreign import call
 from kvframe.testing.laws import ConformanceError
 
 USES = np.array([0, 1, 2, 3, 5, 8, 100, 10**4, 10**9])
-"""In ascending order."""
+"""Numbers of uses, in ascending order."""
 CLOCKS = (1, 17, 4096, 10**6, 10**9, 10**12, 2**61)
+"""Times of release, in ascending order."""
 CAPACITIES = (0, 4096, 2**30, 2**37)
+"""Bytes of pools."""
 PAGE_BYTES = 4096
 _RISING = np.linspace(0.0, 1.0, MOST_USES + 1)
 REUSE = (np.ones(MOST_USES + 1), np.zeros(MOST_USES + 1), _RISING, _RISING[::-1], np.array([0.5, 0.1, 0.9, 0.2] * 4))
 """Shares of pages that are hit again, by their number of uses."""
 _LONG = 10**4
-"""How many times the pool is refilled before no unused page may be left."""
+"""A page that is no longer used must be evicted before the pool has been refilled this many times."""
 
 
 def check_policy(policy: EvictionPolicy) -> None:
@@ -44,12 +46,12 @@ def check_policy(policy: EvictionPolicy) -> None:
         ConformanceError: A law does not hold; the error is about the first one.
     """
     for capacity, reuse in itertools.product(CAPACITIES, REUSE):
-        _check_in_pool(_Asking(policy, capacity, reuse))
-    _Asking(policy, PAGE_BYTES, REUSE[0])(1, USES[:0])
+        _check_in_pool(_PolicyInPool(policy, capacity, reuse))
+    _PolicyInPool(policy, PAGE_BYTES, REUSE[0])(1, USES[:0])
 
 
 @attrs.frozen
-class _Asking:
+class _PolicyInPool:
     """A policy in a pool of ``capacity`` bytes, with given shares of reuse."""
 
     policy: EvictionPolicy
@@ -63,8 +65,8 @@ class _Asking:
             priorities = call("form: priorities()", self.policy.priorities, pages)
         except PluginError as error:
             raise ConformanceError(f"{self.policy!r}: {error}") from error.__cause__
-        told = ((pages.uses, uses), (pages.num_bytes, np.full(len(uses), PAGE_BYTES)), (pages.reuse, self.reuse))
-        self.require(all(map(np.array_equal, *zip(*told, strict=True))), "form: priorities() writes to what it is told")
+        given = ((pages.uses, uses), (pages.num_bytes, np.full(len(uses), PAGE_BYTES)), (pages.reuse, self.reuse))
+        self.require(all(map(np.array_equal, *zip(*given, strict=True))), "form: priorities() writes to its argument")
         is_right = (
             isinstance(priorities, np.ndarray) and priorities.shape == uses.shape and priorities.dtype == np.int64
         )
@@ -81,11 +83,11 @@ class _Asking:
         self.require(is_ascending, f"{what} {priorities.tolist()}")
 
 
-def _check_in_pool(ask: _Asking) -> None:
+def _check_in_pool(ask: _PolicyInPool) -> None:
     priorities = np.stack([ask(clock, USES) for clock in CLOCKS])
     for clock, row in zip(CLOCKS, priorities, strict=True):
         alone = np.concatenate([ask(clock, USES[[place]]) for place in range(len(USES))])
-        ask.require(np.array_equal(alone, row), "alone: priorities depend on what else is let go of")
+        ask.require(np.array_equal(alone, row), "alone: priorities depend on the other pages that are released")
         ask.require(
             np.array_equal(ask(clock, USES[::-1])[::-1], row), "alone: priorities depend on the order of the pages"
         )

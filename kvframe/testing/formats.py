@@ -1,4 +1,4 @@
-"""The laws of KV formats, and the formats that are installed."""
+"""Checks that a KV format stores and reads keys and values as the contract requires; finds the installed formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvframe.contract.errors import SpecError
 from kvframe.contract.formats import PLAIN, KVFormat, state_of
 from kvframe.contract.slots import Slots
 from kvframe.loading.plugins import load_plugins
-from kvframe.loading.registry import Registry
 from kvframe.testing.guard import DeviceTensor, ReadOnlyTensor, ScalarGuard
 from kvframe.testing.laws import ConformanceError
 
@@ -21,29 +20,22 @@ NUM_PAGES = 5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def installed_formats(registry: Registry | None = None) -> tuple[KVFormat, ...]:
-    """Return every format but the plain one, without options, by name.
-
-    Args:
-        registry: Where they are looked up; the registry of the installed plugins unless given.
-    """
-    formats = (load_plugins().registry if registry is None else registry).formats
+def installed_formats() -> tuple[KVFormat, ...]:
+    """Return every format of the installed plugins, without options, by name."""
+    formats = load_plugins().registry.formats
     return tuple(formats.load(name)() for name in formats.names())
 
 
-def round_trip(
-    kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor, dtype: str = "float32"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def round_trip(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens' keys and values after a format stored and read them once, in float32.
 
     Args:
         kv_format: The format.
         key: ``[num_tokens, num_kv_heads, head_size], host``.
         value: ``[num_tokens, num_kv_heads, head_size_v], host``.
-        dtype: The dtype that attention computes in, by torch's name.
     """
     num_tokens, num_heads = key.shape[:2]
-    state = kv_format.state_tensors(1, num_heads, key.shape[2], value.shape[2], dtype)
+    state = kv_format.state_tensors(1, num_heads, key.shape[2], value.shape[2], "float32")
     cache = {
         name: torch.zeros(num_tokens, *tensor.shape, dtype=getattr(torch, tensor.dtype))
         for name, tensor in state.items()
@@ -133,7 +125,7 @@ class _Pages:
 
     def read(self, *pages: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the tokens of pages, ``[num_pages * block_size, num_kv_heads, size]``."""
-        # Not filled: what lies after them is to stay.
+        # The first and the last page are not part of ``out``, so they must stay as they are.
         whole = {
             name: torch.full((len(pages) + 2, BLOCK_SIZE, *shape), 7, dtype=dtype or self.dtype)
             for name, shape in self.shapes.items()
@@ -199,12 +191,13 @@ def _check_reading(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) 
     in_order, other = pages.read(1, 2), pages.read(2, 1, 2)
     for name in ("k", "v"):
         first, second = in_order[name].split(BLOCK_SIZE)
-        _require(_same(other[name], torch.cat([second, first, second])), kv_format, "pages depend on those beside them")
+        repeated = torch.cat([second, first, second])
+        _require(_same(other[name], repeated), kv_format, "a page is read differently beside other pages")
     pages.read()
     _require(_same(content, pages.pool), kv_format, "read() changes the cache")
     wide = pages.read(1, 2, dtype=torch.float64)
     for name in ("k", "v"):
-        _require(_same(wide[name].to(key.dtype), in_order[name]), kv_format, "what is read depends on the dtype of out")
+        _require(_same(wide[name].to(key.dtype), in_order[name]), kv_format, "read values depend on the dtype of out")
 
 
 def _check_nan(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -221,7 +214,7 @@ def _check_nan(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> N
 
 @contextmanager
 def _naming(kv_format: KVFormat, function: str) -> Iterator[None]:
-    """Name the function of a format that raises."""
+    """Raise ``ConformanceError`` with the function's name if it raises inside the block."""
     try:
         yield
     except ConformanceError:

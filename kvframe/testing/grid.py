@@ -198,7 +198,7 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
     unknown = sorted(set(stored) - {field.name for field in attrs.fields(form.spec_class)})
     if unknown:
         raise ConformanceError(
-            f"spec_sizes or an option names {', '.join(unknown)}, which {form.spec_class.__name__} has not"
+            f"spec_sizes or an option names {', '.join(unknown)}, which {form.spec_class.__name__} lacks"
         )
     return LayerSpec(name="layer", spec=form.spec_class(**stored), query=QuerySpec(**query))
 

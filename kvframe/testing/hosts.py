@@ -1,4 +1,4 @@
-"""How a host hands a backend its memory and its step: kvframe's own engine, and hosts that do all of it otherwise."""
+"""The hosts that the kit runs backends under: kvframe's own engine, and a host that does differently what it may."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ class OtherHost(Host):
 
     Its pages have numbers from 0 on and one of the ``LAYOUTS``; rows of queries, keys and values have gaps between
     them; slots of padded tokens are negative, and it stores a step's tokens in two turns, each of which skips every
-    second token; entries of block tables after a request's last block are those of other
-    pages; lengths on the host are upper bounds if the builder takes these; its copies of the step on the host are
-    overwritten when the builder has finished; and it says where it wants the output.
+    second token; entries of block tables after a request's last block are those of other pages; lengths on the host are
+    upper bounds if the builder takes these; its copies of the step on the host are overwritten when the builder has
+    finished; and it says where it wants the output.
 
     Attributes:
         layout: The name of its layout.
@@ -202,7 +202,7 @@ class OtherHost(Host):
 
 
 def in_other_hosts(cases: Sequence[Case]) -> Iterator[tuple[Case, OtherHost]]:
-    """Go through a sample of cases in which every trait occurs, each with another host.
+    """Yield a sample of cases in which every trait occurs, each with another host.
 
     The layouts take turns. Each occurs at least once with keys and values, or another state, in the plain format.
     """
@@ -227,7 +227,7 @@ def _apart(state: State, num_pages: int, device: torch.device) -> tuple[torch.Te
 
 
 def _head_major(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Do so with the heads before the tokens of a page."""
+    """Lay out all pages likewise, with the heads before the tokens of a page."""
     return _in_order(state, num_pages, device, lambda tensor: tensor.transpose(1, 2) if tensor.ndim > 3 else tensor)
 
 
@@ -267,7 +267,7 @@ def _interleaved(state: State, num_pages: int, device: torch.device) -> tuple[to
 def _head_major_interleaved(
     state: State, num_pages: int, device: torch.device
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Do so with the heads before the tokens of a page, as in ``[num_blocks, num_kv_heads, block_size, K | V]``."""
+    """Lay them out likewise, heads before tokens, as in ``[num_blocks, num_kv_heads, block_size, K | V]``."""
     return _side_by_side(state, num_pages, device, lambda tensor: tensor.transpose(1, 2) if tensor.ndim > 3 else tensor)
 
 

@@ -97,7 +97,7 @@ def _check_mask_function(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) 
             _require(seen <= kept, spec, what)
             _require(n in seen, spec, f"at {n} mask_function does not show the query itself")
             continue
-        hint = "; a type whose queries see fewer tokens than are live says is_sparse" if seen < kept else ""
+        hint = "; a type whose queries see fewer tokens than are live declares is_sparse" if seen < kept else ""
         _require(seen == kept, spec, what + hint)
 
 

@@ -88,7 +88,7 @@ def _variants(name: str, metadata: CommonAttentionMetadata) -> Iterator[tuple[st
 
 
 def _of_another_host(name: str, metadata: CommonAttentionMetadata) -> Iterator[tuple[str, CommonAttentionMetadata]]:
-    """Go through a batch as hosts have it that know less of it."""
+    """Yield the batch as hosts describe it that do not know its generating tokens, or its exact lengths."""
     yield (
         f"{name}, with unknown generating tokens",
         attrs.evolve(
@@ -126,7 +126,7 @@ def _check_declaration(wrapper: MetadataWrapper) -> None:
     undeclared = [name for name in _FIELDS if name not in wrapper.fields]
     unknown = sorted(set(wrapper.fields) - set(_FIELDS))
     if undeclared or unknown:
-        problem = f"does not declare {undeclared}" if undeclared else f"declares {unknown}, which the metadata has not"
+        problem = f"does not declare {undeclared}" if undeclared else f"declares {unknown}, which the metadata lacks"
         raise _failure(wrapper, "its class", f"it {problem}")
 
 
@@ -141,7 +141,7 @@ def _check_batch(wrapper: MetadataWrapper, layer: LayerSpec, batch: str, metadat
             raise _failure(wrapper, batch, str(error)) from error
         return False
     _require_equal(wrapper, batch, "it writes to its input", before, _values(metadata))
-    _require_equal(wrapper, batch, "it makes two things of one input", _values(first), _values(second))
+    _require_equal(wrapper, batch, "it gives two results for one input", _values(first), _values(second))
     _check_extensions(wrapper, layer, batch, metadata, first)
     problem = find_problem(first) or find_difference(wrapper, layer, metadata, first)
     if problem:
@@ -151,7 +151,7 @@ def _check_batch(wrapper: MetadataWrapper, layer: LayerSpec, batch: str, metadat
             guarded = unguard(apply_wrapper(wrapper, guard(metadata)))
     except ConformanceError as error:
         raise _failure(wrapper, batch, str(error)) from error
-    _require_equal(wrapper, batch, "it makes two things of one input", _values(first), _values(guarded))
+    _require_equal(wrapper, batch, "it gives two results for one input", _values(first), _values(guarded))
     return True
 
 
@@ -165,16 +165,16 @@ def _check_extensions(
     for name, given in metadata.extensions.items():
         use, found = wrapper.extensions[name], wrapped.extensions.get(name)
         if use is FieldUse.CARRY and (found is None or found.values is not given.values):
-            raise _failure(wrapper, batch, f"it declares to carry the extension {name!r} and hands on something else")
+            raise _failure(wrapper, batch, f"it declares to carry the extension {name!r} and returns another")
         if use is FieldUse.RESET and found is given and wrapped is not metadata:
-            raise _failure(wrapper, batch, f"it declares to reset the extension {name!r} and hands it on")
+            raise _failure(wrapper, batch, f"it declares to reset the extension {name!r} and returns it unchanged")
     added = set(wrapped.extensions) - set(metadata.extensions) - wrapper.added_extensions(layer)
     if added:
-        raise _failure(wrapper, batch, f"it adds the extensions {sorted(added)} and does not say so")
+        raise _failure(wrapper, batch, f"it adds the extensions {sorted(added)} and does not declare them")
 
 
 def _check_loops(wrapper: MetadataWrapper, requests: Sequence[Request], block_size: int) -> None:
-    """Count the interpreter's instructions, whose number grows with a loop over requests."""
+    """Raise if a larger batch takes more of the interpreter's instructions: the wrapper then loops over requests."""
     for variant in range(3):
         counts = []
         for size in _LOOP_SIZES:
@@ -251,7 +251,7 @@ def _values(metadata: CommonAttentionMetadata, *, copy: bool = False) -> dict[st
 
 
 def _shapes(padded: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> dict[str, Any]:
-    """Return what a graph is captured for: shapes, and which tensors are those of the batch and which are others."""
+    """Return what must be equal in all steps that a graph serves: shapes, and which tensors are the batch's own."""
     given, found = _values(padded), _values(wrapped)
     tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     return {

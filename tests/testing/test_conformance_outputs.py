@@ -111,7 +111,7 @@ def test_a_format_that_no_layer_is_stored_in_is_an_error() -> None:
 
 
 def test_a_size_of_a_field_that_no_layer_has_is_an_error() -> None:
-    with pytest.raises(ConformanceError, match="names latent_sise, which GridSpec has not"):
+    with pytest.raises(ConformanceError, match="names latent_sise, which GridSpec lacks"):
         make_layer(attrs.evolve(CAPABILITIES, spec_sizes={"latent_sise": {512}}))
 
 

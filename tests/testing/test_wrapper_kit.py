@@ -134,15 +134,15 @@ MISTAKES = {
     ),
     "a field that there is none of": (
         doing(lambda metadata: None, fields={**CARRIED, "logits": FieldUse.CARRY}),
-        r"it declares \['logits'\], which the metadata has not",
+        r"it declares \['logits'\], which the metadata lacks",
     ),
     "a copy of what it declares to carry": (
         doing(lambda metadata: {"seq_lens": metadata.seq_lens.clone()}),
-        "declares to carry seq_lens and hands on something else",
+        "declares to carry seq_lens and returns another",
     ),
     "another number than it declares to carry": (
         doing(lambda metadata: {"causal": False}),
-        "declares to carry causal and hands on something else",
+        "declares to carry causal and returns another",
     ),
     "a write to the batch": (doing(count_up), "it writes to its input: seq_lens"),
     "a write to its host copy": (doing(count_up_on_the_host), "it writes to its input: seq_lens_cpu"),
@@ -154,20 +154,20 @@ MISTAKES = {
     "a loop over requests": (doing(loop_over_requests), "256 requests: it loops over requests in Python"),
     "another result each time": (
         doing(fresh_number, fields=resetting("block_table")),
-        "it makes two things of one input: block_table",
+        "it gives two results for one input: block_table",
     ),
     "a lost extension": (doing(without("labels")), "lost the extension 'labels'"),
     "an extension that is not declared": (
         doing(one_extension("more")),
-        r"it adds the extensions \['more'\] and does not say so",
+        r"it adds the extensions \['more'\] and does not declare them",
     ),
     "another extension than it declares to carry": (
         doing(one_extension(NUM_ACCEPTED_TOKENS)),
-        "declares to carry the extension 'num_accepted_tokens' and hands on something else",
+        "declares to carry the extension 'num_accepted_tokens' and returns another",
     ),
     "an extension that it declares to reset": (
         doing(lambda metadata: {"extensions": metadata.extensions}),
-        "declares to reset the extension 'encoder_seq_lens' and hands it on",
+        "declares to reset the extension 'encoder_seq_lens' and returns it unchanged",
     ),
     "shapes that follow from the batch": (
         doing(narrow_table, fields=resetting("block_table", "max_seq_len")),
