@@ -45,7 +45,7 @@ class Build:
     built: Any = None
 
     def take(self) -> CommonAttentionMetadata:
-        """Return what the builder builds from, and drop it: it need not be copied to the device then."""
+        """Return what the builder builds from, and drop it, so that it is not copied to the device."""
         common, self.common = self.common, None
         assert common is not None
         return common

@@ -94,7 +94,7 @@ def refresh(kept: Any, fresh: Any, memory: torch.Tensor, what: str) -> None:
         if not _lies_in(kept, memory):
             kept.copy_(fresh)
         elif kept.data_ptr() != fresh.data_ptr() or kept.stride() != fresh.stride():
-            raise NotReplayableError(f"{what} is another part of what the step brings than it was")
+            raise NotReplayableError(f"{what} is another tensor of the step than at the capture")
         return
     if isinstance(kept, Mapping) and isinstance(fresh, Mapping):
         if kept.keys() != fresh.keys():

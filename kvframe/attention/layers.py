@@ -41,8 +41,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         copies: Memory for copies of pages, for backends that do not read the format of their layers.
         dtypes: The dtypes of the layers' caches, as they are read.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
-            compute in this step; None for all. The model cuts its hidden states to them before the first of these
-            layers, and gives logits for exactly these rows.
+            compute in this step; None for all. Before the first of these layers, the model drops the other rows of its
+            hidden states. It gives logits for exactly these rows.
     """
 
     def __init__(

@@ -70,21 +70,21 @@ def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: 
 
 
 def field_names(kind: type) -> tuple[str, ...] | None:
-    """Return the fields of an attrs class or a dataclass that are not of the host; None for another class."""
+    """Return the fields of an attrs class or a dataclass whose names do not end in ``_cpu``; None for another class."""
     every = _declared(kind)
     return None if every is None else tuple(name for name in every if not name.endswith("_cpu"))
 
 
-# --- what a class is --------------------------------------------------------------------------------------------------
+# --- how a class holds tensors ----------------------------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False)
 class Kind:
-    """How values of a class hold what may be a tensor or hold one.
+    """How to take a value of a class apart, and how to rebuild it.
 
     Attributes:
-        parts: Returns what a value holds.
-        rebuild: Returns a value with other parts.
+        parts: Returns the parts of a value that may be tensors or hold tensors.
+        rebuild: Returns a copy of a value with other parts.
     """
 
     parts: Callable[[Any], Sequence[Any]]
@@ -92,12 +92,18 @@ class Kind:
 
 
 def _of_fields(cls: type, every: Sequence[str], looked_into: Sequence[str]) -> Kind:
-    """Return how an attrs class or a dataclass with these fields holds what some of them hold."""
+    """Return the kind of an attrs class or a dataclass.
+
+    Args:
+        cls: The class.
+        every: Its fields.
+        looked_into: The fields that may hold tensors.
+    """
     others = [name for name in every if name not in looked_into]
     setters, values_of_others = [_setter(cls, name) for name in (*looked_into, *others)], _getter(others)
 
     def rebuild(value: Any, parts: Sequence[Any]) -> Any:
-        # Without its constructor, which may do more than set fields.
+        # The constructor is not called, because it may do more than set fields.
         copy: Any = object.__new__(cls)
         for set_field, each in zip(setters, (*parts, *values_of_others(value)), strict=True):
             set_field(copy, each)
@@ -109,12 +115,12 @@ def _of_fields(cls: type, every: Sequence[str], looked_into: Sequence[str]) -> K
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
     if len(names) > 1:
         return attrgetter(*names)
-    # Of one name, attrgetter does not return a tuple.
+    # For a single name, attrgetter does not return a tuple.
     return lambda value: tuple(getattr(value, name) for name in names)
 
 
 def _setter(cls: type, name: str) -> Callable[[Any, Any], None]:
-    """Return a function that sets a field, of a frozen class too: the slot's own setter if the class has slots."""
+    """Return a function that sets a field, even of a frozen class; if the class has slots, it is the slot's setter."""
     field = getattr(cls, name, None)
     if isinstance(field, MemberDescriptorType):
         return field.__set__
@@ -140,7 +146,7 @@ class _Kinds(dict[type, Kind | None]):
     """The kind of each class; None for a class that holds no tensors to find."""
 
     def __missing__(self, cls: type) -> Kind | None:
-        self[cls] = TENSOR  # until it is known: a field of the class's own type may hold one
+        self[cls] = TENSOR  # until the kind is found, so that a field of the class's own type is looked into
         found = self[cls] = _find_kind(cls)
         return found
 
@@ -174,7 +180,7 @@ def _declared(cls: type) -> tuple[str, ...] | None:
 
 def _types_of_fields(cls: type) -> Mapping[str, Any]:
     try:
-        # A module may import torch for type checkers only, and still name its tensors.
+        # A module that imports torch for type checkers only can still declare tensors.
         return typing.get_type_hints(cls, localns={torch.__name__: torch})
     except NameError:
         return {}

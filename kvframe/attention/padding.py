@@ -30,11 +30,11 @@ def pad_metadata(
         num_tokens: Its packed tokens.
         num_generating: Its generating rows, at least one.
         max_query_len: The most new tokens of a request in any batch that it is replayed for; at most ``num_tokens``.
-        max_seq_len: The longest request in any such batch, whose blocks the block table then has room for; None for
-            this step's own.
+        max_seq_len: The longest request in any such batch; the block table is widened to its blocks. None for this
+            step's own.
 
     Raises:
-        BatchError: The step does not fit into these sizes, or the sizes not together.
+        BatchError: The step does not fit into these sizes, or the sizes do not fit together.
     """
     return _Padder(num_reqs, num_tokens, num_generating).pad(metadata, max_query_len, max_seq_len)
 

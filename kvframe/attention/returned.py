@@ -24,7 +24,7 @@ def build_all(
     """
     built = builder_class.build_together(builds)
     if not isinstance(built, Sequence) or len(built) != len(builds):
-        found = f"{len(built)} things" if isinstance(built, Sequence) else f"a {type(built).__name__!r}"
+        found = f"{len(built)} values" if isinstance(built, Sequence) else f"a {type(built).__name__!r}"
         raise _mistake(
             builder_class, f"build_together returned {found} for {len(builds)} builders, and not one for each"
         )

@@ -80,7 +80,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
 
     Args:
         batch: At least one request, each with at least one token.
-        tables: The groups' block tables, with room for every token of the batch and for its inputs.
+        tables: The groups' block tables, with blocks for every token of the batch and of its inputs.
         device: Where the backends run.
     """
     is_host = device.type == "cpu"
@@ -167,7 +167,7 @@ def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> 
 
     Args:
         batch: The step.
-        tables: The groups' block tables, with room for its inputs.
+        tables: The groups' block tables, with blocks for its inputs.
         device: Where the backends run.
 
     Returns:

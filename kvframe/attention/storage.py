@@ -83,8 +83,8 @@ class KVCacheStorage:
     def move(self, plan: KVCachePlan, pool: torch.Tensor) -> None:
         """Grow or shrink the pool at its end; the bytes that remain keep their content.
 
-        The pool and the views are the same tensors afterwards, at another address: the caller tells every user of the
-        old addresses, such as captured graphs.
+        The pool and the views are the same tensors afterwards, at another address. Nothing may use the old addresses
+        any longer, such as captured graphs.
 
         Args:
             plan: The new plan; only the number of slabs differs.
