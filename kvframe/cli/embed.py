@@ -85,7 +85,7 @@ def embed(
     """Make embeddings of texts with MODEL, a model's folder: an encoder, or a decoder's last token.
 
     Texts come from one of --texts and --token-ids. A text that cannot be embedded is refused alone: the others finish,
-    and the exit code is 1. Nothing is cut off.
+    and the exit code is 1. No text is truncated.
     """
     texts = _read_texts(texts_file, token_ids_file)
     salts = read_salts(cache_salts, len(texts))

@@ -145,7 +145,7 @@ def log_lines() -> Iterator[None]:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a byte count for people, in binary units (``1.50 GiB``)."""
+    """Return a byte count as text, in binary units (``1.50 GiB``)."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -111,7 +111,7 @@ class Result:
     Attributes:
         layers: The layers of this shape.
         shape: The shape, as the table has it.
-        note: The shape, for people.
+        note: The shape, in words.
         backend: The backend.
         time: The measured time; None if it could not be measured.
         problem: Why it could not be measured; empty if it was.
@@ -146,7 +146,7 @@ def _measure_all(
     """Measure each shape of layer that ``backend = "auto"`` has a choice for."""
     import torch
 
-    from kvframe.engine.tuning import able, is_measured, measure
+    from kvframe.engine.tuning import able_backends, is_measured, measure
     from kvframe.selection.times import layer_shape
 
     device = torch.device(stack.engine.device)
@@ -158,7 +158,7 @@ def _measure_all(
     for shape, members in alike.items():
         layer = by_name[members[0].layer]
         names = tuple(choice.layer for choice in members)
-        for backend in (name for name in able(members[0]) if name in wanted):
+        for backend in (name for name in able_backends(members[0]) if name in wanted):
             click.echo(f"{compact_names(names)}: {backend}", err=True)
             found, problem = None, ""
             try:

@@ -108,8 +108,8 @@ def assemble(
 def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> Assembly:
     """Return a small set-up in the plain format, in which a model can be compared with its own forward.
 
-    The comparison finds a model that attends otherwise than its masks say. The rounding of another cache format would
-    hide such an error.
+    The comparison finds a model that does not attend as its masks say. The rounding of another cache format would hide
+    such an error.
 
     Args:
         assembly: The set-up that is to serve.

@@ -37,7 +37,7 @@ from kvframe.selection.choice import Choice
 _log = logging.getLogger("kvframe")
 
 MAX_ID_CHARS = 1024
-"""Characters of a request's id."""
+"""The most characters of a request's id."""
 
 STEP_FAILED = "the step that computed this request failed; the exception that the engine raised says why"
 """The error of every request of a failed step. It leaves the exception out, which may hold another request's data."""
@@ -321,8 +321,8 @@ class EngineCore(ABC, Generic[RequestT]):
 
         Raises:
             PlanError: The new cache would be too small for an unfinished request or for the pinned prefixes, the device
-                has not enough memory, or the engine replays graphs, which hold the cache's addresses. The cache is
-                unchanged.
+                does not have enough memory, or the engine replays graphs, which hold the cache's addresses. The cache
+                is unchanged.
             StackError: ``memory`` is not a size.
         """
         if self._runner.has_graphs:

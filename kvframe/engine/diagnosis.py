@@ -161,8 +161,8 @@ def _on_reference(
 
 def _wrong_backend(name: str, entry: Entry, choice: Choice) -> BackendError:
     return BackendError(
-        f"backend {choice.backend!r} computes layer {choice.layer!r} wrongly: {name} passes its self-check with "
-        f"{entry.id!r} in its place, and not with it; give such layers another backend. {_how_to_check(choice)}",
+        f"backend {choice.backend!r} computes layer {choice.layer!r} wrongly: {name} fails its self-check with it, and "
+        f"passes with {entry.id!r} in its place; give such layers another backend. {_how_to_check(choice)}",
         code="wrong_output",
     )
 
@@ -170,9 +170,9 @@ def _wrong_backend(name: str, entry: Entry, choice: Choice) -> BackendError:
 def _wrong_wrapper(name: str, entry: Entry, choice: Choice) -> WrapperError:
     names = ", ".join(repr(wrapper.name) for wrapper in choice.wrappers)
     return WrapperError(
-        f"the wrappers [{names}] change what layer {choice.layer!r} computes: {name} passes its self-check without "
-        f"them, and not with them, on {entry.id!r} either; check them with "
-        "kvframe.testing.wrappers.check_wrapper, or leave them out",
+        f"the wrappers [{names}] change what layer {choice.layer!r} computes: on {entry.id!r} too, {name} fails its "
+        "self-check with them, and passes without them; check them with kvframe.testing.wrappers.check_wrapper, or "
+        "leave them out",
         code="wrong_output",
     )
 

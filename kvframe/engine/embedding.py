@@ -176,7 +176,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         """Queue a text and return the id of its request.
 
         Args:
-            text: Text, or token ids. Nothing is cut off; only the tokenizer's special tokens are added.
+            text: Text, or token ids. It is not truncated; only the tokenizer's special tokens are added.
             request_id: Its id; a fresh one unless given.
             cache_salt: The request shares cached prefixes with texts of the same salt only.
 

@@ -21,7 +21,7 @@ from kvframe.loading.registry import Registry
 
 
 def make_admission(assembly: Assembly, secret: bytes) -> Admission:
-    """Return what checks prompts against the limits of the model and its cache.
+    """Return the admission, which checks prompts against the limits of the model and its cache.
 
     Args:
         assembly: The set-up.

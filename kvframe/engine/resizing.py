@@ -32,14 +32,14 @@ def resize(
 
     Raises:
         PlanError: The cache would be too small for the groups, for a request or for the pinned prefixes, or the device
-            has not enough memory; the cache is unchanged.
+            does not have enough memory; the cache is unchanged.
     """
     plan = manager.plan.resized(memory_bytes)
     for request in requests:
         input_lens = {name: each.num_tokens for name, each in request.inputs.items()}
         if not plan.fits(request.num_final_tokens, input_lens):
             raise PlanError(
-                f"a cache of {plan.total_bytes} bytes has no room for the request {request.asked_id!r} of "
+                f"a cache of {plan.total_bytes} bytes does not hold the request {request.asked_id!r} of "
                 f"{request.num_final_tokens} tokens, which has not ended; wait until it ends, or abort it"
             )
     if plan.total_bytes == manager.plan.total_bytes:

@@ -21,7 +21,7 @@ class RequestStream(Iterator[RequestOutput]):
         """Read a request that was added.
 
         Args:
-            turns: The engine's.
+            turns: The engine's turns.
             next_output: Runs steps until the request has something to report, and returns it; None if it has ended.
             forget: Ends the request without a report.
         """

@@ -1,4 +1,4 @@
-"""Measures how long each backend takes for a layer, in whole steps of one layer."""
+"""Measures how long backends take for a layer, in steps of a cache that has only this layer."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ NUM_REPEATS = 7
 """The number of timed steps for each kind of batch; their median is the result."""
 
 MAX_SECONDS = 3.0
-"""No further step of a kind is timed once the steps so far took this long."""
+"""No further step of a kind of batch is timed after those so far have taken this long."""
 
 CHUNK = 512
-"""Tokens by which a request grows at a time, so that dead pages are freed in between."""
+"""Tokens by which a request grows at a time. Its dead pages are freed in between."""
 
 HOST = torch.device("cpu")
 
@@ -77,10 +77,10 @@ def is_measured(choice: Choice) -> bool:
     """Return whether there is a choice: several backends can serve the layer, and it attends to its own past tokens."""
     spec = choice.wrapped.spec
     assert spec is not None
-    return len(able(choice)) > 1 and spec.keeps_past and spec.sequence == TOKENS
+    return len(able_backends(choice)) > 1 and spec.keeps_past and spec.sequence == TOKENS
 
 
-def able(choice: Choice) -> list[str]:
+def able_backends(choice: Choice) -> list[str]:
     """Return the backends that can serve a layer, with their distributions."""
     return [candidate.name for candidate in choice.candidates if not candidate.refusals]
 
@@ -203,12 +203,12 @@ def _give_pages(manager: KVCacheManager, requests: Sequence[tuple[int, int]]) ->
     for end in range(CHUNK, longest + CHUNK, CHUNK):
         for name, (computed, _) in enumerate(requests):
             if end - CHUNK < computed:
-                has_room = manager.extend(str(name), min(end, computed))
-                assert has_room
+                is_extended = manager.extend(str(name), min(end, computed))
+                assert is_extended
                 manager.commit(str(name), [0] * longest, min(end, computed))
     for name, (computed, new) in enumerate(requests):
-        has_room = manager.extend(str(name), computed + new)
-        assert has_room
+        is_extended = manager.extend(str(name), computed + new)
+        assert is_extended
     num_computed, query_lens = np.array(requests).T
     return StepBatch(
         rows=np.array([manager.row(str(name)) for name in range(len(requests))]),
@@ -238,13 +238,16 @@ class _Tensors:
 
     @classmethod
     def draw(cls, layer: LayerSpec, num_tokens: int, device: torch.device, form: StoredForm | None) -> _Tensors:
-        """Draw the tensors; raise ``BackendError`` for a layer that keeps other state, if there is no form."""
+        """Draw the tensors; raise ``BackendError`` if there is no form, and the layer stores no keys and values."""
         spec, query = layer.spec, layer.query
         assert spec is not None
         assert query is not None
         stored = spec.in_format(PLAIN).state_tensors()
         if form is None and not {"k", "v"} <= set(stored):
-            raise BackendError(f"what a {spec.kind!r} layer stores is known to its own backends only")
+            raise BackendError(
+                f"a {spec.kind!r} layer stores no keys and values, and this backend has no conformance_form that draws "
+                "what it stores"
+            )
         dtype = getattr(torch, next(iter(stored.values())).dtype)
 
         def draw(*shape: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ class HeldInterrupts:
         self._pending: tuple[int, FrameType | None] | None = None
 
     def hold(self) -> None:
-        """Delay interrupts; nothing if they are delayed already."""
+        """Delay interrupts, unless they are delayed already."""
         handler = _signal.getsignal(_SIGINT)
         if self._handler is None and callable(handler):
             try:

@@ -81,7 +81,7 @@ class TimesTable:
 
     Attributes:
         times: The times.
-        notes: For people: the layer that each shape stands for.
+        notes: The layer that each shape stands for, in words.
     """
 
     times: Mapping[TimeKey, MeasuredTime] = attrs.field(factory=dict)
@@ -108,13 +108,13 @@ class TimesTable:
             ) from error
 
     def with_times(self, times: Mapping[TimeKey, MeasuredTime], notes: Mapping[str, str]) -> TimesTable:
-        """Return the table with further times; they replace those with the same key, for any version."""
+        """Return the table with further times; each replaces a time whose key differs at most in its versions."""
         fresh = {attrs.evolve(key, version="", torch="") for key in times}
         kept = {key: time for key, time in self.times.items() if attrs.evolve(key, version="", torch="") not in fresh}
         return TimesTable({**kept, **times}, {**self.notes, **notes})
 
     def write(self, path: Path) -> None:
-        """Write the table as a whole; raises ``FileError`` if the file cannot be written."""
+        """Write the whole table; raise ``FileError`` if the file cannot be written."""
         data = {
             "format": FORMAT,
             "weights": dict(WEIGHTS),
@@ -138,7 +138,7 @@ def check_table_place(path: Path) -> None:
         try:
             TimesTable.read(path)
         except ValueError as error:
-            raise FileError(f"is not written over: {error}; name another file, or remove it first") from error
+            raise FileError(f"is not overwritten: {error}; name another file, or remove it first") from error
         return True
 
     check_place(path, is_table)
@@ -147,12 +147,12 @@ def check_table_place(path: Path) -> None:
 def _as_time(seconds: Mapping[str, Any]) -> MeasuredTime:
     found = {kind: seconds[kind] for kind in WEIGHTS}
     if not all(isinstance(value, int | float) and 0 < value < math.inf for value in found.values()):
-        raise TypeError(f"no times: {dict(seconds)}")
+        raise TypeError(f"times must be finite and above 0, not {dict(seconds)}")
     return MeasuredTime({kind: float(value) for kind, value in found.items()})
 
 
 def in_words(time: MeasuredTime) -> str:
-    """Return a measured time as text for people."""
+    """Return a measured time as text."""
     return ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in time.seconds.items())
 
 

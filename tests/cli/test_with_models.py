@@ -346,7 +346,7 @@ def test_prefixes_that_one_run_saved_are_found_by_the_next(here: Path) -> None:
     shown = run("generate", "hybrid", "--prompt-token-ids", "ids.json", *small, "--load-prefixes", "prefixes").stderr
     assert f"loaded {len(lengths)} of {len(lengths)} prefixes, {sum(lengths)} tokens: prefixes" in shown
     refused = run("generate", "hybrid", "--prompt-token-ids", "ids.json", "--load-prefixes", "prefixes")
-    assert (2, 1) == (refused.exit_code, refused.stderr.count("prefixes was saved of a cache that stores other pages"))
+    assert (2, 1) == (refused.exit_code, refused.stderr.count("prefixes was saved from a cache with other pages"))
 
 
 def test_generate_shows_progress_and_colours_on_a_terminal(here: Path) -> None:

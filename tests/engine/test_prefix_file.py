@@ -192,13 +192,13 @@ def replace(**changes: Any) -> Callable[[Parts], None]:
 MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "a token id out of range": (put("tokens", 3, 128), "token ids outside of [0, 128)"),
     "the largest token id": (put("tokens", 11, 2**32 - 1), "token ids outside of [0, 128)"),
-    "a place behind the end": (put("places", 0, 3 * 3072 - 3071), "a page is after the end"),
-    "the largest place": (put("places", 2, 2**64 - 1), "a page is after the end"),
-    "no pages": (replace(pages=b""), "a page is after the end"),
-    "half a block": (first(num_tokens=6), "numbers of tokens"),
+    "a place after the end": (put("places", 0, 3 * 3072 - 3071), "a page lies after the end"),
+    "the largest place": (put("places", 2, 2**64 - 1), "a page lies after the end"),
+    "no pages": (replace(pages=b""), "a page lies after the end"),
+    "half a block": (first(num_tokens=6), "number of tokens"),
     "half a block, and tokens for it": (
         lambda parts: parts.update(tokens=parts["tokens"][:-2]) or first(num_tokens=6)(parts),
-        "a prefix has 6 tokens, no whole blocks",
+        "a prefix has 6 tokens, which are not whole blocks",
     ),
     "nothing at all": (
         replace(
@@ -208,9 +208,9 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
         ),
         "a prefix has 0 tokens",
     ),
-    "a billion tokens": (first(num_tokens=10**9), "numbers of tokens"),
-    "a billion pages": (first(num_pages=[10**9]), "numbers of pages"),
-    "pages of two groups": (first(num_pages=[1, 1]), "a group that the model has not"),
+    "a billion tokens": (first(num_tokens=10**9), "number of tokens"),
+    "a billion pages": (first(num_pages=[10**9]), "number of pages"),
+    "pages of two groups": (first(num_pages=[1, 1]), "a group that the model does not have"),
     "fewer pages than needed": (
         lambda parts: parts.update(places=parts["places"][1:]) or first(num_pages=[1])(parts),
         "other pages than it needs",
@@ -222,7 +222,7 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "a salt that is no Unicode": (first(salt="\ud800"), "its list of prefixes is not"),
     "an input that is not known": (
         first(inputs={"encoder": {"num_tokens": 4, "key": "00"}}),
-        "an input or a group that the model has not",
+        "an input or a group that the model does not have",
     ),
     "an input of nothing": (first(inputs={"encoder": {"num_tokens": 0, "key": "00"}}), "its list of prefixes is not"),
     "an input whose key is none": (first(inputs={"encoder": {"num_tokens": 1, "key": "0"}}), "its list of prefixes"),
@@ -234,7 +234,7 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "a deep list": (replace(prefixes=b"[" * 1_000_000), "its list of prefixes is not JSON"),
     "a list that is not JSON": (replace(prefixes=b"\xff"), "its list of prefixes is not JSON"),
     "a number of a million digits": (replace(prefixes=b"[" + b"9" * 1_000_000 + b"]"), "is not JSON"),
-    "huge sizes": (replace(sizes={"pages": 2**62}), "its header tells of"),
+    "huge sizes": (replace(sizes={"pages": 2**62}), "its header gives"),
     "sizes that overflow": (replace(sizes={"pages": 2**63, "places": 2**63}), "its header is not"),
     "sizes below nothing": (replace(sizes={"pages": -8}), "its header is not"),
     "a size that is no number of tokens": (replace(sizes={"tokens": 47}), "its header is not"),
@@ -313,7 +313,7 @@ def test_a_prefix_of_a_file_with_many_is_read_without_a_look_at_the_others(servi
         for index in (0, 250, num_prefixes - 1):
             assert ([index], [index]) == (reader.tokens(index).tolist(), reader.places(index)[0].tolist())
         assert listed.num_visits <= 6
-    assert "a prefix has 1 tokens, no whole blocks" in str(refusal(serving.engine, path))
+    assert "a prefix has 1 tokens, which are not whole blocks" in str(refusal(serving.engine, path))
 
 
 def test_a_file_that_says_that_it_is_huge_is_read_in_little_memory(serving: Serving, tmp_path: Path) -> None:

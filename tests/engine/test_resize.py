@@ -101,7 +101,7 @@ def test_a_request_that_would_not_fit_any_more_is_named(llama: TinyModel) -> Non
         name = engine.add_request(PROMPTS[0], PARAMS)
         engine.step()
         before = engine.plan
-        with pytest.raises(PlanError, match=f"no room for the request '{name}' of 57 tokens, which has not ended"):
+        with pytest.raises(PlanError, match=f"does not hold the request '{name}' of 57 tokens, which has not ended"):
             engine.resize_cache(llama.tight_memory(30, block_size=4, max_model_len=64, max_num_batched_tokens=32))
         assert before == engine.plan
         engine.abort(name)

@@ -163,7 +163,7 @@ def test_a_file_with_inputs_is_refused_where_they_would_not_be_found(whisper: Ti
         engine.save_prefixes(path, [heard(LOG_MEL, 3, 5, 7, 9)])
     for key, code, says in (
         ("5e" * 32, "other_key", r"by keys of another secret; set key in the stack's \[cache\]"),
-        (None, "no_key", r"this stack has no secret of them; set key in its \[cache\], 64 hexadecimal digits or"),
+        (None, "no_key", r"this stack has no secret for them; set key in its \[cache\], 64 hexadecimal digits or"),
     ):
         with whisper.engine(block_size=4, key=key) as engine:
             with pytest.raises(PrefixFileError, match=says) as refused:
@@ -244,9 +244,9 @@ def test_of_prefixes_that_do_not_fit_the_first_are_loaded(llama: TinyModel, tmp_
         loaded = engine.load_prefixes(tmp_path / "prefixes")
         assert [*[True] * room, *[False] * (21 - room)] == [each.is_cached for each in loaded]
         assert loaded[19].reason is not None
-        assert "no room" in loaded[19].reason
+        assert "too few free blocks" in loaded[19].reason
         assert loaded[20].reason is not None
-        assert "longer than requests are here (64 tokens)" in loaded[20].reason
+        assert "longer than a request can be here (64 tokens)" in loaded[20].reason
         assert 0 == held_pages(engine)
         engine._manager.audit()
         # The first prefix is evicted last: it is hit while a request takes the others' pages.
@@ -274,7 +274,7 @@ def test_prefixes_are_loaded_and_saved_while_requests_run(llama: TinyModel, tmp_
         engine.load_prefixes(tmp_path / "prefixes")
         second = engine.add_request(ASKED[1], GREEDY)
         engine.step()
-        with pytest.raises(RequestError, match="as many requests run") as refused:
+        with pytest.raises(RequestError, match="max_num_seqs requests are running") as refused:
             engine.load_prefixes(tmp_path / "prefixes")
         assert "busy" == refused.value.code
         made: dict[str, list[int]] = {first: [], second: []}
@@ -310,7 +310,7 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(llama: TinyModel, t
 def test_a_model_that_nothing_tells_from_others_is_not_saved(tmp_path: Path) -> None:
     with (
         ScriptedModel("x" * 40).engine() as engine,
-        pytest.raises(ModelError, match=r"^scripted cannot be told from other models"),
+        pytest.raises(ModelError, match=r"^scripted cannot be identified"),
     ):
         engine.save_prefixes(tmp_path / "prefixes", ["a system prompt"])
     assert [] == list(tmp_path.iterdir())

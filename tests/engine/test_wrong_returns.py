@@ -148,7 +148,7 @@ def test_a_builder_that_takes_over_what_another_group_built_is_right() -> None:
 @pytest.mark.parametrize(
     ("builder", "message"),
     [
-        (TooFew, "build_together returned 0 things for 1 builders, and not one for each"),
+        (TooFew, "build_together returned 0 values for 1 builders, and not one for each"),
         (BuildsNothing, "build_together returned a 'NoneType' for 1 builders"),
         (
             RefreshesOthers,

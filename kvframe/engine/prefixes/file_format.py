@@ -9,9 +9,9 @@ header in JSON, and four tensors.
 - ``prefixes``: a JSON list of everything else. It has the keyed hashes of inputs (``kvframe.cache.keys``), from which
   nothing can be learnt without the secret.
 
-The header's metadata have a checksum of each tensor (BLAKE2b, 256 bits), a checksum of themselves, and what has to be
-equal of the model, its cache and the secret. The rest of the header follows from these: a reader builds the header
-again and compares.
+The header's metadata hold a checksum of each tensor (BLAKE2b, 256 bits), a checksum of the metadata, and the
+properties of the model, its cache and the secret that must be equal in the engine that loads the file. The rest of the
+header follows from these: a reader builds the header again and compares.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_LIST_BYTES = 4 << 20
 """The longest list of prefixes: a reader reads no more at once, whatever a file says about its size."""
 LENGTH_BYTES = 8
-"""Bytes before the header: its length."""
+"""The number of bytes before the header; they hold its length."""
 _ALIGNMENT = 64
 TENSORS: Mapping[str, tuple[str, int]] = {
     "pages": ("U8", 1),
@@ -98,7 +98,7 @@ class Contents:
     """The contents of a header.
 
     Attributes:
-        origin: What must be equal in the model, its cache and the secret, as JSON values.
+        origin: The properties of the model, its cache and the secret that must be equal, as JSON values.
         sizes: Bytes of each tensor.
         checksums: Of each tensor, in hexadecimal.
     """

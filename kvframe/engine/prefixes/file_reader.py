@@ -26,7 +26,7 @@ from kvframe.engine.prefixes.file_format import (
     Places,
 )
 
-_PIECE_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 """The bytes of a tensor that one read takes."""
 
 
@@ -70,10 +70,10 @@ class PrefixFileReader:
         """Read all tensors once; raise ``PrefixFileError`` if a checksum differs."""
         for name in TENSORS:
             digest = hashlib.blake2b(digest_size=32)
-            for start in range(0, self._contents.sizes[name], _PIECE_BYTES):
-                digest.update(self._tensor(name, start, min(_PIECE_BYTES, self._contents.sizes[name] - start)))
+            for start in range(0, self._contents.sizes[name], _READ_BYTES):
+                digest.update(self._tensor(name, start, min(_READ_BYTES, self._contents.sizes[name] - start)))
             if digest.hexdigest() != self._contents.checksums[name]:
-                raise self._damaged(f"the checksum of its {name} is another")
+                raise self._damaged(f"the checksum of its {name} differs")
 
     def tokens(self, index: int) -> npt.NDArray[np.uint32]:
         """Return the token ids of a prefix, ``[num_tokens], uint32, host``."""
@@ -138,7 +138,7 @@ class PrefixFileReader:
         start = LENGTH_BYTES + length
         if start + sum(contents.sizes.values()) != num_bytes:
             raise self._damaged(
-                f"it has {num_bytes} bytes, and its header tells of {start + sum(contents.sizes.values())}"
+                f"it has {num_bytes} bytes, and its header gives {start + sum(contents.sizes.values())}"
             )
         return start, contents
 
@@ -158,9 +158,9 @@ class PrefixFileReader:
         if len(known) < len(prefixes):
             raise self._damaged("its list of prefixes is not as it was written")
         if 4 * sum(each.num_tokens for each in known) != self._contents.sizes["tokens"]:
-            raise self._damaged("its prefixes have other numbers of tokens than it holds")
+            raise self._damaged("its list of prefixes gives another number of tokens than it holds")
         if 8 * sum(sum(each.num_pages) for each in known) != self._contents.sizes["places"]:
-            raise self._damaged("its prefixes have other numbers of pages than it holds")
+            raise self._damaged("its list of prefixes gives another number of pages than it holds")
         return known
 
     def _tensor(self, name: str, start: int, num_bytes: int) -> bytes:

@@ -11,7 +11,7 @@ from kvframe.cache.input_index import joined
 from kvframe.contract.errors import ModelError
 from kvframe.contract.model import LoadedModel
 
-_PIECE_WORDS = 1 << 21
+_PART_WORDS = 1 << 21
 # The constants of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
@@ -28,8 +28,8 @@ def fingerprint_of(model: LoadedModel) -> dict[str, str]:
     identity = model.identity()
     if identity is None:
         raise ModelError(
-            f"{model.description.name} cannot be told from other models: its adapter ({type(model).__name__}) has no "
-            "identity(), so that nothing of its cache can be saved or loaded"
+            f"{model.description.name} cannot be identified: its adapter ({type(model).__name__}) has no identity(), "
+            "so its prefixes can neither be saved nor loaded"
         )
     config = hashlib.blake2b(identity.config.encode(), digest_size=32).hexdigest()
     return {"config": config, "weights": _digest(identity.weights)}
@@ -50,10 +50,10 @@ def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     words = data[:whole].view(torch.int64) if data.storage_offset() % 8 == 0 else data[:whole].clone().view(torch.int64)
-    pieces = list(words.split(_PIECE_WORDS))
+    parts = list(words.split(_PART_WORDS))
     rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
     rest[: data.numel() - whole] = data[whole:]
-    return [_sum(piece) for piece in (*pieces, rest.view(torch.int64))]
+    return [_sum(part) for part in (*parts, rest.view(torch.int64))]
 
 
 def _sum(words: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Computes the prefixes of given prompts, the part that is whole blocks, and pins them."""
+"""Computes and pins prefixes of prompts: the whole blocks that other requests can continue from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvframe.engine.requests.prompt import AnyPrompt, Prompt
 from kvframe.engine.requests.salts import check_salt
 
 JUST_COMPUTE = SamplingParams(max_new_tokens=1, ignore_eos=True)
-"""Generates one token: all of the prompt is then computed."""
+"""The parameters of a request that only computes its prompt; for this, it generates one token."""
 
 
 @attrs.frozen
@@ -47,7 +47,7 @@ class Compute(Protocol):
 
 
 class PromptPrefixes:
-    """Computes and keeps prefixes of prompts."""
+    """Computes prefixes of prompts, and pins them."""
 
     def __init__(
         self,

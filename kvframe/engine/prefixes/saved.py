@@ -32,7 +32,7 @@ from kvframe.planning.plan import KVCachePlan, spec_to_dict
 
 _A_KEY = "64 hexadecimal digits or a file of them"
 STAGING_BYTES = 16 << 20
-"""The bytes of pages that one copy between pool and file takes; one page at least."""
+"""The bytes of pages that are copied at once between pool and file; at least one page."""
 
 
 @attrs.frozen(kw_only=True)
@@ -172,7 +172,7 @@ class PrefixFiles:
                 self._check_key(file)
             if not self._manager.num_free_rows:
                 raise RequestError(
-                    "as many requests run as max_num_seqs allows; load prefixes before, or when one has ended",
+                    "max_num_seqs requests are running, and no row is free; load prefixes after one has ended",
                     code="busy",
                 )
             return self._load(file, salt)
@@ -185,7 +185,7 @@ class PrefixFiles:
                 given, reason, token_ids = prefix.salt if salt is None else salt, None, array("I")
                 if self._is_too_long(prefix):
                     longest = self._plan.max_model_len
-                    reason = f"it, or an input of it, is longer than requests are here ({longest} tokens)"
+                    reason = f"it, or an input of it, is longer than a request can be here ({longest} tokens)"
                 else:
                     token_ids = array("I", file.tokens(index).tobytes())
                     reason = self._load_one(file, index, token_ids, given, pins)
@@ -217,7 +217,10 @@ class PrefixFiles:
             inputs=prefix.inputs,
         )
         if pin is None:
-            return "the cache has no room for it beside those before it and what runs; give it more memory"
+            return (
+                "the cache has too few free blocks for it beside the earlier prefixes and the running requests; give "
+                "it more memory"
+            )
         pins.append(pin)
         return None
 
@@ -256,7 +259,7 @@ class PrefixFiles:
     # --- checks of a file ---------------------------------------------------------------------------------------------
 
     def _origin(self) -> dict[str, Any]:
-        """Return what must be equal in the cache that loads the prefixes."""
+        """Return the properties that must be equal in the engine that loads the prefixes."""
         stored = [
             {
                 "layers": group.layers,
@@ -276,14 +279,14 @@ class PrefixFiles:
     def _check_origin(self, file: PrefixFileReader) -> None:
         here, there = self._origin(), file.origin
         if there.get("config") != here["config"]:
-            raise PrefixFileError(f"{file.path} was saved of another model: its config differs", code="other_model")
+            raise PrefixFileError(f"{file.path} was saved from another model: its config differs", code="other_model")
         if there.get("weights") != here["weights"]:
             raise PrefixFileError(
-                f"{file.path} was saved of a model with this config and other weights", code="other_model"
+                f"{file.path} was saved from a model with this config and other weights", code="other_model"
             )
         if there.get("groups") != here["groups"] or there.get("layout") != here["layout"]:
             raise PrefixFileError(
-                f"{file.path} was saved of a cache that stores other pages: {_differing(there.get('groups'), here)}",
+                f"{file.path} was saved from a cache with other pages: {_differing(there.get('groups'), here)}",
                 code="other_cache",
             )
 
@@ -292,11 +295,11 @@ class PrefixFiles:
         groups = self._plan.groups
         for index, prefix in enumerate(file.prefixes):
             if prefix.num_tokens % self._plan.alignment or not (prefix.num_tokens or prefix.inputs):
-                raise self._damaged(file, f"a prefix has {prefix.num_tokens} tokens, no whole blocks")
+                raise self._damaged(file, f"a prefix has {prefix.num_tokens} tokens, which are not whole blocks")
             if not prefix.inputs.keys() <= self._plan.max_input_lens.keys() or len(prefix.num_pages) != len(groups):
-                raise self._damaged(file, "a prefix has an input or a group that the model has not")
+                raise self._damaged(file, "a prefix has an input or a group that the model does not have")
             if self._is_too_long(prefix):
-                # It is neither read nor loaded, because its size has no limit.
+                # Such a prefix is neither read nor loaded, because its size has no limit.
                 continue
             if tuple(len(self._blocks(group.index, prefix)) for group in groups) != prefix.num_pages:
                 raise self._damaged(file, "a prefix has other pages than it needs")
@@ -305,22 +308,22 @@ class PrefixFiles:
             for group, places in zip(groups, file.places(index), strict=True):
                 last = file.num_page_bytes - group.page_bytes
                 if len(places) and (last < 0 or int(places.max()) > last):
-                    raise self._damaged(file, "a page is after the end of its pages")
+                    raise self._damaged(file, "a page lies after the end of its pages")
 
     def _check_key(self, file: PrefixFileReader) -> None:
-        """Raise for a file whose inputs have keys of another secret: no request would find them."""
+        """Raise for a file whose inputs have keys of another secret, because no request would find them."""
         if not any(prefix.inputs for prefix in file.prefixes):
             return
         if self._key is None:
             raise PrefixFileError(
-                f"{file.path} knows what its prompts bring for an encoder by keys, and this stack has no secret of "
-                f"them; set key in its [cache], {_A_KEY}, to that of the stack that saved it",
+                f"{file.path} names its prompts' inputs for an encoder by keys, and this stack has no secret for them; "
+                f"set key in its [cache], {_A_KEY}, to that of the stack that saved the file",
                 code="no_key",
             )
         if file.origin.get("key") != self._key:
             raise PrefixFileError(
-                f"{file.path} knows what its prompts bring for an encoder by keys of another secret; set key in the "
-                "stack's [cache] to that of the stack that saved it",
+                f"{file.path} names its prompts' inputs for an encoder by keys of another secret; set key in the "
+                "stack's [cache] to that of the stack that saved the file",
                 code="other_key",
             )
 

@@ -105,7 +105,7 @@ class Follower:
         self._link.close()
 
     def report(self, error: BaseException) -> None:
-        """Tell rank 0 that this rank failed, wait until rank 0 has ended or let this rank end, and close."""
+        """Report to rank 0 that this rank failed, wait until rank 0 has ended or lets this rank end, and close."""
         with suppress(OSError):
             self._link.send(packed(Failure(sentence_of(error))))
         self._is_lost.wait(PATIENCE_SECONDS)
@@ -122,7 +122,7 @@ class Follower:
 
 
 def sentence_of(error: BaseException) -> str:
-    """Return an error as one line for people."""
+    """Return an error in one line."""
     text = str(error) if isinstance(error, KVFrameError) else f"{type(error).__name__}: {error}"
     return shorten(" ".join(text.split()), _MAX_SENTENCE)
 

@@ -96,7 +96,7 @@ class Leader:
         Args:
             runner: The engine's runner.
             tables: The block tables of the engine.
-            on_failed_step: Called when a step has failed and the other ranks were told to end.
+            on_failed_step: Called when a step has failed, after the command to end was sent to the other ranks.
         """
         self._on_failed_step = on_failed_step
         entries, compute = TableEntries(tables), runner.compute

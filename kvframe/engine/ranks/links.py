@@ -51,7 +51,7 @@ class Failure:
     """A rank's message that it failed.
 
     Attributes:
-        sentence: Why, for people.
+        sentence: Why, in one sentence.
     """
 
     sentence: str
@@ -189,7 +189,7 @@ def end_process(sentence: str | None) -> None:
     """End this process at once, from any thread: the main thread may wait for a rank that is gone.
 
     Args:
-        sentence: What people read on stderr; None if another rank says it.
+        sentence: The sentence that is printed on stderr; None if another rank prints it.
     """
     if sentence is not None:
         with suppress(OSError, ValueError):
@@ -247,7 +247,7 @@ def connect(rank: int, host: str, port: int, secret: bytes) -> socket.socket:
     """Return a connection to rank 0; for the other ranks.
 
     Args:
-        rank: This process's.
+        rank: The rank of this process.
         host: The address of rank 0.
         port: Its port.
         secret: As for ``listen``.

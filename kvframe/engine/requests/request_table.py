@@ -11,8 +11,8 @@ from kvframe.engine.requests.progress import RequestT
 class RequestTable(Mapping[str, RequestT]):
     """An engine's requests by id.
 
-    Invariant: a request stays in the table until its end is reported or it is removed. All unreported requests are in
-        it.
+    Invariant: a request stays in the table until its end is reported or it is removed. The table has all unreported
+    requests.
 
     Attributes:
         unreported: The requests with something to report, by id. The one that has had it for longest is the first.

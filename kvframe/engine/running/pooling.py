@@ -115,7 +115,7 @@ class PoolingRunner(ModelRunner):
         """Compute a step, and pool its hidden states.
 
         Args:
-            step: The step; every request has a row and room for its tokens.
+            step: The step; every request has a row, and blocks for its tokens.
 
         Returns:
             For each request whose last token is computed, in the step's order, ``COMPUTED``; ``FAILED`` where its

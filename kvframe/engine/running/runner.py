@@ -48,7 +48,7 @@ class ModelRunner:
         device: Where the model runs.
         graphs: The graphs that steps are replayed from if possible; None for none.
         compute: Computes a batch: ``compute(batch, logits_indices, new_inputs)``. On rank 0 of several ranks, it first
-            tells the others.
+            sends the batch to the others.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ModelRunner:
         """Store the tokens of a step's new requests, and its drafts; pack it in the order that backends ask for.
 
         Args:
-            step: The step; every request has a row and room for its tokens.
+            step: The step; every request has a row, and blocks for its tokens.
         """
         for request in step.admitted:
             self.set_row(request.row, request.token_ids, request.inputs)
@@ -234,7 +234,7 @@ class TokenRunner(ModelRunner):
         Requests that want log-probabilities of their prompt get those of the tokens that this step computes.
 
         Args:
-            step: The step; every request has a row and room for its tokens.
+            step: The step; every request has a row, and blocks for its tokens.
 
         Returns:
             Token ids in the step's order; ``FAILED`` for a request whose logits are not numbers. Of a step with drafts,

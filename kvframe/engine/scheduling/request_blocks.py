@@ -1,4 +1,4 @@
-"""Gives requests their blocks, swaps and releases them, and tells which requests will have blocks that others share."""
+"""Gives requests their blocks, swaps and releases them; finds requests whose blocks a waiting request will share."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class RequestBlocks(Generic[RequestT]):
             num_scheduled = min(stop - hit, budget)
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
                 # Without blocks for the rest, it would take blocks from others until it is preempted itself.
-                fits = fits and self._has_room_for_all(request)
+                fits = fits and self._fits_whole(request)
             if fits and self._extend_first(request, hit + num_scheduled):
                 break
             self.release(request)
@@ -145,7 +145,7 @@ class RequestBlocks(Generic[RequestT]):
             self._stats.cached_prompt_tokens += hit
         return num_scheduled
 
-    def _has_room_for_all(self, request: RequestT) -> bool:
+    def _fits_whole(self, request: RequestT) -> bool:
         """Return whether there are enough free blocks for all tokens of a new request; free the request on an error."""
         try:
             return self._cache.has_room(request.request_id, len(request.token_ids))

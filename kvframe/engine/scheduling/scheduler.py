@@ -327,12 +327,12 @@ class Scheduler(Generic[RequestT]):
         while len(granted) < len(self.running) and budget:
             request = self.running[len(granted)]
             count = min(request.next_stop - request.num_computed, budget)
-            if self._make_room(request, request.num_computed + count):
+            if self._extend_or_preempt(request, request.num_computed + count):
                 granted.append(count)
                 budget -= count
         return np.array(granted, dtype=np.int64)
 
-    def _make_room(self, request: RequestT, num_tokens: int) -> bool:
+    def _extend_or_preempt(self, request: RequestT, num_tokens: int) -> bool:
         """Allocate blocks for a running request's first tokens; return False if it was preempted itself, or ended."""
         while True:
             try:
