@@ -44,8 +44,8 @@ def run(path: Path, prompts: Sequence[str | Sequence[int]]) -> None:
         for output in engine.generate(prompts, params):
             print(output.error or output.text or list(output.token_ids))
         print("streamed: ", end="")
-        for piece in engine.stream(prompts[0], params):
-            print(piece.new_text or list(piece.new_token_ids), end=" ", flush=True)
+        for output in engine.stream(prompts[0], params):
+            print(output.new_text or list(output.new_token_ids), end=" ", flush=True)
         stats = engine.stats()
         print(f"\n{stats.generated_tokens} tokens in {stats.steps} steps, {stats.peak_bytes_held:,} bytes held at most")
         print(f"{stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens came from the prefix cache")

@@ -126,8 +126,8 @@ def log_sum_exp(normaliser: torch.Tensor, sinks: torch.Tensor | None) -> torch.T
 def placed(output: torch.Tensor, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Return the output of a library in the query's dtype, with zeros for padding after it.
 
-    The libraries' public functions take no memory to write to. So what they return is handed on if nothing is left to
-    do, and the host copies it; otherwise the last operation writes to ``out``.
+    The libraries' public functions take no memory to write to. If nothing is left to do, their tensor is returned, and
+    the host copies it. Otherwise the last operation writes to ``out``.
 
     Args:
         output: ``[num_rows, num_heads, head_size], device``.

@@ -357,7 +357,7 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[.
     from torch.fx.experimental import _config as shapes_config
 
     if shapes_config.use_duck_shape:
-        raise RuntimeError("a kernel was traced with sizes that are equal by chance taken for one")
+        raise RuntimeError("a kernel was traced outside of _compiling, so sizes that are equal by chance count as one")
     compiled: Callable[..., Any] = lookup_backend(COMPILER)(graph, inputs)
     return compiled
 

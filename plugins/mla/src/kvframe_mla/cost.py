@@ -15,8 +15,8 @@ class Cost:
     visible pair of query and token:
 
     * *absorbed* (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the up-projection of keys is applied to the queries,
-    that
-      of values after the sum): ``num_queries`` projections, and per pair ``(latent_size + rope_size) + latent_size``;
+      that of values after the sum): ``num_queries`` projections, and per pair
+      ``(latent_size + rope_size) + latent_size``;
     * *expanded*: ``num_tokens`` projections, and per pair ``(nope_size + rope_size) + head_size_v``.
 
     Absorbed attention saves ``(num_tokens - num_queries) * projection``. It costs more for its longer vectors:

@@ -68,12 +68,12 @@ class Tiles:
         counts = -(-self.num_queries // limit)
         index = np.arange(len(counts)).repeat(counts)
         skipped = (np.arange(len(index)) - (counts.cumsum() - counts)[index]) * limit[index]
-        cut = self.take(index)
+        taken = self.take(index)
         return attrs.evolve(
-            cut,
-            first_row=cut.first_row + skipped,
-            position=cut.position + skipped,
-            num_queries=np.minimum(cut.num_queries - skipped, limit[index]),
+            taken,
+            first_row=taken.first_row + skipped,
+            position=taken.position + skipped,
+            num_queries=np.minimum(taken.num_queries - skipped, limit[index]),
         )
 
 
