@@ -31,16 +31,16 @@ def host_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    kind = _kinds[type(value)]
-    if kind is None:
+    structure = _structures[type(value)]
+    if structure is None:
         return
     number = id(value)
-    if kind is TENSOR:
+    if structure is TENSOR:
         if number not in found and value.is_cpu:
             found[number] = value
     elif number not in seen:
         seen.add(number)
-        for part in kind.parts(value):
+        for part in structure.parts(value):
             _collect(part, found, seen)
 
 
@@ -54,24 +54,24 @@ def replace_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
-    kind = _kinds[type(value)]
-    if kind is None:
+    structure = _structures[type(value)]
+    if structure is None:
         return value
-    if kind is TENSOR:
+    if structure is TENSOR:
         return change(value)
     number = id(value)
     if number in known:
         return known[number]
-    before = kind.parts(value)
+    before = structure.parts(value)
     after = [_replace(part, change, known) for part in before]
-    result = value if all(map(is_, before, after)) else kind.rebuild(value, after)
+    result = value if all(map(is_, before, after)) else structure.rebuild(value, after)
     known[number] = result
     return result
 
 
-def field_names(kind: type) -> tuple[str, ...] | None:
+def field_names(cls: type) -> tuple[str, ...] | None:
     """Return the fields of an attrs class or a dataclass whose names do not end in ``_cpu``; None for another class."""
-    every = _declared(kind)
+    every = _declared(cls)
     return None if every is None else tuple(name for name in every if not name.endswith("_cpu"))
 
 
@@ -79,7 +79,7 @@ def field_names(kind: type) -> tuple[str, ...] | None:
 
 
 @attrs.frozen(eq=False)
-class Kind:
+class Structure:
     """How to take a value of a class apart, and how to rebuild it.
 
     Attributes:
@@ -91,8 +91,8 @@ class Kind:
     rebuild: Callable[[Any, Sequence[Any]], Any]
 
 
-def _of_fields(cls: type, every: Sequence[str], looked_into: Sequence[str]) -> Kind:
-    """Return the kind of an attrs class or a dataclass.
+def _of_fields(cls: type, every: Sequence[str], looked_into: Sequence[str]) -> Structure:
+    """Return the structure of an attrs class or a dataclass.
 
     Args:
         cls: The class.
@@ -109,7 +109,7 @@ def _of_fields(cls: type, every: Sequence[str], looked_into: Sequence[str]) -> K
             set_field(copy, each)
         return copy
 
-    return Kind(_getter(looked_into), rebuild)
+    return Structure(_getter(looked_into), rebuild)
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
@@ -133,28 +133,28 @@ def _rebuild_mapping(value: Any, parts: Sequence[Any]) -> Any:
 
 
 def _rebuild_sequence(value: Any, parts: Sequence[Any]) -> Any:
-    kind = type(value)
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    cls = type(value)
+    return cls(*parts) if hasattr(cls, "_fields") else cls(parts)
 
 
-TENSOR = Kind(parts=lambda value: (), rebuild=lambda value, parts: value)
-MAPPING = Kind(parts=lambda value: tuple(value.values()), rebuild=_rebuild_mapping)
-SEQUENCE = Kind(parts=lambda value: value, rebuild=_rebuild_sequence)
+TENSOR = Structure(parts=lambda value: (), rebuild=lambda value, parts: value)
+MAPPING = Structure(parts=lambda value: tuple(value.values()), rebuild=_rebuild_mapping)
+SEQUENCE = Structure(parts=lambda value: value, rebuild=_rebuild_sequence)
 
 
-class _Kinds(dict[type, Kind | None]):
-    """The kind of each class; None for a class that holds no tensors to find."""
+class _Structures(dict[type, Structure | None]):
+    """The structure of each class; None for a class that holds no tensors to find."""
 
-    def __missing__(self, cls: type) -> Kind | None:
-        self[cls] = TENSOR  # until the kind is found, so that a field of the class's own type is looked into
-        found = self[cls] = _find_kind(cls)
+    def __missing__(self, cls: type) -> Structure | None:
+        self[cls] = TENSOR  # until the structure is found, so that a field of the class's own type is looked into
+        found = self[cls] = _find_structure(cls)
         return found
 
 
-_kinds = _Kinds()
+_structures = _Structures()
 
 
-def _find_kind(cls: type) -> Kind | None:
+def _find_structure(cls: type) -> Structure | None:
     if issubclass(cls, torch.Tensor):
         return TENSOR
     every = _declared(cls)
@@ -195,7 +195,7 @@ def _may_hold_tensors(declared: Any) -> bool:
         return True
     if declared is NoneType or issubclass(declared, bool | int | float | str):
         return False
-    return _declared(declared) is None or _kinds[declared] is not None
+    return _declared(declared) is None or _structures[declared] is not None
 
 
 def _is_container(origin: Any) -> bool:
