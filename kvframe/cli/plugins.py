@@ -11,7 +11,7 @@ from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import print_json, print_table
 
 if TYPE_CHECKING:
-    from kvframe.loading.claims import Entry
+    from kvframe.loading.claims import Claim
     from kvframe.loading.plugins import PluginHost
     from kvframe.loading.registry import Catalogue
 
@@ -28,7 +28,7 @@ def plugins(stack_file: Path | None, check: bool, as_json: bool) -> None:
     from kvframe.loading.plugins import load_plugins
 
     host = load_plugins(read_stack(stack_file).plugins)
-    names = [entry for catalogue in host.registry.catalogues.values() for entry in _names(catalogue, check)]
+    names = [claim for catalogue in host.registry.catalogues.values() for claim in _names(catalogue, check)]
     if as_json:
         print_json(_to_dict(host, names))
         return
@@ -53,29 +53,29 @@ def _names(catalogue: Catalogue, check: bool) -> list[dict[str, Any]]:
     return [
         {
             "kind": catalogue.kind,
-            "name": entry.name,
-            "owner": entry.owner,
-            "plugin": entry.plugin,
-            "contested": entry.name in contested,
-            "missing": list(entry.missing()),
-            "outdated": list(entry.outdated()),
-            "install": entry.install,
-            "problem": _problem(entry, check),
+            "name": claim.name,
+            "owner": claim.owner,
+            "plugin": claim.plugin,
+            "contested": claim.name in contested,
+            "missing": list(claim.missing()),
+            "outdated": list(claim.outdated()),
+            "install": claim.install,
+            "problem": _problem(claim, check),
             "checked": check,
         }
-        for entry in catalogue.claims()
+        for claim in catalogue.claims()
     ]
 
 
-def _problem(entry: Entry, check: bool) -> str:
+def _problem(claim: Claim, check: bool) -> str:
     """Return why a name cannot be used; empty if it can, or if only an import could show it and ``check`` is False."""
     from kvframe.contract.errors import PluginError
 
-    problem = entry.problem()
+    problem = claim.problem()
     if problem or not check:
         return problem
     try:
-        return entry.why_unusable(entry.load())
+        return claim.why_unusable(claim.load())
     except PluginError as error:
         return str(error)
 

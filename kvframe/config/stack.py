@@ -223,10 +223,10 @@ def _owner_problems(policy: PluginPolicy, registry: Registry) -> Iterator[str]:
         for name, owner in choices.items():
             claims = catalogue.claims(name)
             if not claims:
-                known = {entry.name for entry in catalogue.claims()}
+                known = {claim.name for claim in catalogue.claims()}
                 yield f"plugins.owners.{kind}.{name}: {UnknownNameError(catalogue.label, name, known)}"
-            elif canonical(owner) not in {canonical(entry.owner) for entry in claims}:
-                wrong = UnknownNameError("owner", owner, {entry.owner for entry in claims})
+            elif canonical(owner) not in {canonical(claim.owner) for claim in claims}:
+                wrong = UnknownNameError("owner", owner, {claim.owner for claim in claims})
                 yield f"plugins.owners.{kind}.{name}: {wrong}"
 
 

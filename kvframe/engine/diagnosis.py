@@ -13,7 +13,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.engine.assembly import Assembly, plain_layers
 from kvframe.engine.self_check import run_packed
-from kvframe.loading.claims import BUILTIN_OWNER, Entry
+from kvframe.loading.claims import BUILTIN_OWNER, Claim
 from kvframe.loading.registry import Registry
 from kvframe.selection.chains import bind_chain, divides_keys
 from kvframe.selection.choice import Candidate, Choice
@@ -51,22 +51,22 @@ def _explain(
 ) -> ModelError | BackendError | WrapperError | None:
     """Return the error that names the wrong part; None if ``error`` already says all that is known."""
     trials, chosen, device = _Trials(assembly, layers), assembly.choices, assembly.device.type
-    entry = _find_reference(registry)
+    claim = _find_reference(registry)
     name = assembly.model.description.name
     if assembly.stack.engine.compile and trials.pass_with(chosen):
         return ModelError(f"{name} passes its self-check only if it is not compiled: leave compile out of the stack")
-    reference, uncovered = _on_reference(chosen, layers, entry, device, keep_wrappers=True)
+    reference, uncovered = _on_reference(chosen, layers, claim, device, keep_wrappers=True)
     if trials.pass_with(reference):
-        return _wrong_backend(name, entry, chosen[trials.first_wrong(reference, chosen)])
-    plain, _ = _on_reference(chosen, layers, entry, device, keep_wrappers=False)
+        return _wrong_backend(name, claim, chosen[trials.first_wrong(reference, chosen)])
+    plain, _ = _on_reference(chosen, layers, claim, device, keep_wrappers=False)
     if plain != reference and trials.pass_with(plain):
-        return _wrong_wrapper(name, entry, chosen[trials.first_wrong(plain, reference)])
+        return _wrong_wrapper(name, claim, chosen[trials.first_wrong(plain, reference)])
     if not uncovered:
         return None
     choice, reason = uncovered[0]
     return ModelError(
         f"{error}. The fault may also be that of backend {choice.backend!r}, of layer {choice.layer!r}: it could not "
-        f"be compared with {entry.id!r}, which {reason}. {_how_to_check(choice)}"
+        f"be compared with {claim.id!r}, which {reason}. {_how_to_check(choice)}"
     )
 
 
@@ -114,20 +114,20 @@ class _Trials:
         return passing
 
 
-def _find_reference(registry: Registry) -> Entry:
+def _find_reference(registry: Registry) -> Claim:
     """Return the reference backend: the built-in one with the lowest preference, as it is slow on purpose."""
-    built_in = [entry for entry in registry.backends.claims() if entry.owner == BUILTIN_OWNER]
-    return min(built_in, key=lambda entry: int(entry.load().capabilities.preference))
+    built_in = [claim for claim in registry.backends.claims() if claim.owner == BUILTIN_OWNER]
+    return min(built_in, key=lambda claim: int(claim.load().capabilities.preference))
 
 
 def _on_reference(
-    choices: Sequence[Choice], layers: Sequence[LayerSpec], entry: Entry, device: str, *, keep_wrappers: bool
+    choices: Sequence[Choice], layers: Sequence[LayerSpec], claim: Claim, device: str, *, keep_wrappers: bool
 ) -> tuple[tuple[Choice, ...], list[tuple[Choice, str]]]:
     """Return the choices with the reference backend for each layer that it serves, and why it cannot serve the others.
 
     Wrappers that drop tokens always stay, because the layers after them get no other tokens.
     """
-    backend_class = entry.load()
+    backend_class = claim.load()
     specs = {layer.name: layer for layer in layers}
     found, uncovered = [], []
     for choice in choices:
@@ -148,29 +148,29 @@ def _on_reference(
                 wrappers=wrappers,
                 wrapper_ids=tuple(identity for _, identity in kept),
                 wrapped=wrapped,
-                backend=entry.id,
+                backend=claim.id,
                 backend_class=backend_class,
                 backend_options=None,
-                backend_id=Identity.of(entry.owner, backend_class, {}),
-                candidates=(Candidate(name=entry.id),),
+                backend_id=Identity.of(claim.owner, backend_class, {}),
+                candidates=(Candidate(name=claim.id),),
                 by_time=False,
             )
         )
     return tuple(found), uncovered
 
 
-def _wrong_backend(name: str, entry: Entry, choice: Choice) -> BackendError:
+def _wrong_backend(name: str, claim: Claim, choice: Choice) -> BackendError:
     return BackendError(
         f"backend {choice.backend!r} computes layer {choice.layer!r} wrongly: {name} fails its self-check with it, and "
-        f"passes with {entry.id!r} in its place; give such layers another backend. {_how_to_check(choice)}",
+        f"passes with {claim.id!r} in its place; give such layers another backend. {_how_to_check(choice)}",
         code="wrong_output",
     )
 
 
-def _wrong_wrapper(name: str, entry: Entry, choice: Choice) -> WrapperError:
+def _wrong_wrapper(name: str, claim: Claim, choice: Choice) -> WrapperError:
     names = ", ".join(repr(wrapper.name) for wrapper in choice.wrappers)
     return WrapperError(
-        f"the wrappers [{names}] change what layer {choice.layer!r} computes: on {entry.id!r} too, {name} fails its "
+        f"the wrappers [{names}] change what layer {choice.layer!r} computes: on {claim.id!r} too, {name} fails its "
         "self-check with them, and passes without them; check them with kvframe.testing.wrappers.check_wrapper, or "
         "leave them out",
         code="wrong_output",

@@ -105,7 +105,7 @@ def _is_older(found: str, least: str) -> bool:
 
 
 @attrs.frozen
-class Entry:
+class Claim:
     """One claim to a name.
 
     Attributes:

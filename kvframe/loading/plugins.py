@@ -20,7 +20,7 @@ from kvframe.contract.errors import ContestedNameError, PluginError, StackError,
 from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.checks import OWNERS, TABLES, TEXTS
-from kvframe.loading.claims import Entry
+from kvframe.loading.claims import Claim
 from kvframe.loading.discovery import FoundPlugin, find_plugins, is_called
 from kvframe.loading.packages import provider_of
 from kvframe.loading.registry import Registry
@@ -249,15 +249,15 @@ def _load(found: FoundPlugin, policy: PluginPolicy, registry: Registry) -> None:
             )
         raise _SetAside("unusable", in_one_line(reason))
     _configure(manager, found, policy)
-    entries: list[Entry] = []
+    claims: list[Claim] = []
     for hook, kind in _REGISTERING.items():
-        register = _Registering(hook, kind, found, entries)
+        register = _Registering(hook, kind, found, claims)
         answer = _call(manager, hook, register=register)
         register.is_over = True
         if answer is not None:
             raise _SetAside("broken", f"{hook} must call register(...) and return nothing, not {safe_repr(answer)}")
     try:
-        registry.add(entries)
+        registry.add(claims)
     except ContestedNameError as error:
         raise _SetAside("conflict", str(error), error) from error
     except PluginError as error:
@@ -332,14 +332,14 @@ class _Registering:
         hook: The hook's name.
         kind: The kind of the names that the hook registers.
         found: The plugin.
-        entries: The list to which the claims are appended.
+        claims: The list to which the claims are appended.
         is_over: Whether the hook has returned.
     """
 
     hook: str
     kind: str
     found: FoundPlugin
-    entries: list[Entry]
+    claims: list[Claim]
     is_over: bool = False
 
     def __call__(
@@ -358,4 +358,4 @@ class _Registering:
                 f"plugin {self.found.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
                 "returned; nothing was registered"
             )
-        self.entries.append(Entry(self.kind, name, target, *owner, needs, install, needs_versions))
+        self.claims.append(Claim(self.kind, name, target, *owner, needs, install, needs_versions))

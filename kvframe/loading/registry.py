@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvframe.contract.errors import ContestedNameError, PluginError, UnknownNameError, listed
-from kvframe.loading.claims import BUILTIN_OWNER, KINDS, Entry, canonical
+from kvframe.loading.claims import BUILTIN_OWNER, KINDS, Claim, canonical
 from kvframe.loading.packages import provider_of
 
 
@@ -30,7 +30,7 @@ class Catalogue:
         self.label = KINDS[kind].label
         self.owner_choices = dict(owner_choices)
         self._set_aside = set_aside
-        self._claims: dict[str, list[Entry]] = {}
+        self._claims: dict[str, list[Claim]] = {}
 
     def __contains__(self, name: object) -> bool:
         """Return whether ``get`` finds ``name``."""
@@ -47,37 +47,37 @@ class Catalogue:
     def contested(self) -> Mapping[str, tuple[str, ...]]:
         """Return the plugins that claim each contested name."""
         return {
-            name: tuple(entry.owner for entry in claims)
+            name: tuple(claim.owner for claim in claims)
             for name, claims in sorted(self._claims.items())
             if name not in self
         }
 
-    def claims(self, name: str | None = None) -> tuple[Entry, ...]:
+    def claims(self, name: str | None = None) -> tuple[Claim, ...]:
         """Return every claim to ``name``, or to any name, contested or not."""
         names = sorted(self._claims) if name is None else [name]
-        return tuple(entry for each in names for entry in self._claims.get(each, ()))
+        return tuple(claim for each in names for claim in self._claims.get(each, ()))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, claim: Claim) -> None:
         """Record a claim.
 
         Args:
-            entry: The claim; nothing is imported.
+            claim: The claim; nothing is imported.
 
         Raises:
             ContestedNameError: The name is built in.
             PluginError: Another plugin of the same distribution claims it already.
         """
-        claims = self._claims.get(entry.name, [])
+        claims = self._claims.get(claim.name, [])
         for other in claims:
             if other.owner == BUILTIN_OWNER:
                 raise ContestedNameError(
-                    f"{self.label} {entry.name!r} is built in and cannot be claimed; register another name"
+                    f"{self.label} {claim.name!r} is built in and cannot be claimed; register another name"
                 )
-            if other.owner == entry.owner:
-                raise PluginError(f"{self.label} {entry.name!r} is registered already, by {other.plugin}")
-        self._claims[entry.name] = sorted([*claims, entry], key=lambda each: each.owner)
+            if other.owner == claim.owner:
+                raise PluginError(f"{self.label} {claim.name!r} is registered already, by {other.plugin}")
+        self._claims[claim.name] = sorted([*claims, claim], key=lambda each: each.owner)
 
-    def get(self, name: str) -> Entry:
+    def get(self, name: str) -> Claim:
         """Return the claim that ``name`` stands for. Imports nothing.
 
         Args:
@@ -90,9 +90,9 @@ class Catalogue:
         owner, separator, bare = name.rpartition(":")
         claims = self._claims.get(bare, [])
         if separator:
-            claims = [entry for entry in claims if canonical(entry.owner) == canonical(owner)]
+            claims = [claim for claim in claims if canonical(claim.owner) == canonical(owner)]
         if not claims:
-            known = (entry.id for entry in self.claims()) if separator else self._claims
+            known = (claim.id for claim in self.claims()) if separator else self._claims
             hint = f"plugins set aside: {listed(self._set_aside)}" if self._set_aside else ""
             provider = provider_of(self.kind, name)
             if provider is not None and not any(each.startswith(f"{provider}:") for each in self._set_aside):
@@ -102,15 +102,15 @@ class Catalogue:
             return claims[0]
         choice = self.owner_choices.get(name)
         if choice is not None:
-            for entry in claims:
-                if canonical(entry.owner) == canonical(choice):
-                    return entry
+            for claim in claims:
+                if canonical(claim.owner) == canonical(choice):
+                    return claim
             raise ContestedNameError(
                 f"the stack gives {self.label} {name!r} to {choice!r}, which does not provide it; "
-                f"provided by: {', '.join(entry.owner for entry in claims)}"
+                f"provided by: {', '.join(claim.owner for claim in claims)}"
             )
         if len(claims) > 1:
-            owners = [entry.owner for entry in claims]
+            owners = [claim.owner for claim in claims]
             raise ContestedNameError(
                 f"{self.label} {name!r} is claimed by {' and '.join(owners)}, so it belongs to none; choose with "
                 f'[plugins.owners.{self.kind}] {name} = "{owners[0]}" in the stack, or write "{claims[0].id}"'
@@ -152,15 +152,15 @@ class Registry:
         self.proposers = self.catalogues["proposer"]
         self.model_adapters = self.catalogues["model_adapter"]
 
-    def add(self, entries: Sequence[Entry]) -> None:
+    def add(self, claims: Sequence[Claim]) -> None:
         """Record all claims of one plugin; if ``Catalogue.add`` raises for one of them, record none."""
         before = {kind: dict(catalogue._claims) for kind, catalogue in self.catalogues.items()}
         try:
-            for entry in entries:
-                self.catalogues[entry.kind].add(entry)
+            for claim in claims:
+                self.catalogues[claim.kind].add(claim)
         except (ContestedNameError, PluginError):
-            for kind, claims in before.items():
-                self.catalogues[kind]._claims = claims
+            for kind, recorded in before.items():
+                self.catalogues[kind]._claims = recorded
             raise
 
     def note_set_aside(self, sentence: str) -> None:

@@ -15,7 +15,7 @@ from kvframe.planning.layer_file import is_layer_file, parse_file, read_layer_fi
 
 if TYPE_CHECKING:
     from kvframe.contract.model import LoadedModel, ModelAdapter, ModelInMemory
-    from kvframe.loading.claims import Entry
+    from kvframe.loading.claims import Claim
     from kvframe.loading.registry import Registry
 
 
@@ -24,22 +24,22 @@ class FoundAdapter:
     """Wraps a plugin's model adapter, so that its failures become errors that name it.
 
     Attributes:
-        entry: The registered name of the adapter.
+        claim: The plugin's claim to the adapter's name.
         adapter: The plugin's instance.
     """
 
-    entry: Entry
+    claim: Claim
     adapter: ModelAdapter
 
     @classmethod
-    def make(cls, entry: Entry) -> FoundAdapter:
+    def make(cls, claim: Claim) -> FoundAdapter:
         """Import the adapter's class and make an instance; raise ``PluginError`` if either fails."""
-        return cls(entry, call(f"model adapter {entry.id!r}: __init__()", entry.load()))
+        return cls(claim, call(f"model adapter {claim.id!r}: __init__()", claim.load()))
 
     @property
     def whose(self) -> str:
         """The adapter's name for errors."""
-        return f"model adapter {self.entry.id!r}"
+        return f"model adapter {self.claim.id!r}"
 
     def recognises(self, path: Path) -> bool:
         """Return whether the adapter can read ``path``; raise ``PluginError`` if it fails."""

@@ -218,20 +218,20 @@ def _consider(
     Raises:
         StackError: The stack names the backend and gives it options that do not fit.
     """
-    entry = registry.backends.get(name)
-    whose = f"backend {entry.id!r}"
+    claim = registry.backends.get(name)
+    whose = f"backend {claim.id!r}"
     try:
-        backend_class: type[AttentionBackend] = entry.load()
-        compared = (entry.id, backend_class, layer, extensions, device, lse)
+        backend_class: type[AttentionBackend] = claim.load()
+        compared = (claim.id, backend_class, layer, extensions, device, lse)
         candidate = call(f"{whose}: capabilities", _compare, *compared)
-        if device in backend_class.capabilities.devices and (reason := entry.why_unusable(backend_class)):
+        if device in backend_class.capabilities.devices and (reason := claim.why_unusable(backend_class)):
             candidate = attrs.evolve(candidate, refusals=(Refusal("environment", reason),))
         if candidate.refusals:
             return candidate, None
         options = _make_options(use, backend_class, whose)
         parameters = call(f"{whose}: its options", _parameters, options)
         identity = call(
-            f"{whose}: its options", Identity.of, entry.owner, backend_class, parameters, passes=(PluginError,)
+            f"{whose}: its options", Identity.of, claim.owner, backend_class, parameters, passes=(PluginError,)
         )
     except StackError:
         if use != AUTO:
@@ -241,7 +241,7 @@ def _consider(
         refusal = Refusal("import", str(error))
     else:
         return candidate, _Usable(backend_class, options, identity)
-    return Candidate(name=entry.id, refusals=(refusal,)), None
+    return Candidate(name=claim.id, refusals=(refusal,)), None
 
 
 def _compare(
@@ -277,9 +277,9 @@ def _none_serves(layer: LayerSpec, asked: Use, candidates: Sequence[Candidate]) 
 
 def _make_wrapper(use: Use, registry: Registry) -> tuple[MetadataWrapper, str]:
     """Return a wrapper, not yet bound to a layer, and the distribution that provides it."""
-    entry = registry.wrappers.get(use.name)
-    wrapper_class: type[MetadataWrapper] = entry.load()
-    return _with_options(wrapper_class, use, "wrapper", f"wrapper {entry.id!r}"), entry.owner
+    claim = registry.wrappers.get(use.name)
+    wrapper_class: type[MetadataWrapper] = claim.load()
+    return _with_options(wrapper_class, use, "wrapper", f"wrapper {claim.id!r}"), claim.owner
 
 
 def _make_options(use: Use, backend_class: type[AttentionBackend], whose: str) -> Any:

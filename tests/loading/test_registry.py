@@ -11,7 +11,7 @@ import pytest
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.errors import ContestedNameError, PluginError, UnknownNameError
-from kvframe.loading.claims import Entry
+from kvframe.loading.claims import Claim
 from kvframe.loading.packages import PROVIDERS
 from kvframe.loading.plugins import PluginPolicy, load_plugins
 from kvframe.loading.registry import Registry
@@ -31,8 +31,8 @@ class WindowSpec(AttentionSpec):
 """
 
 
-def backend(name: str, owner: str, plugin: str = "p") -> Entry:
-    return Entry("backend", name, f"{owner.replace('-', '_')}.backend:Backend", owner, f"{owner}:{plugin}")
+def backend(name: str, owner: str, plugin: str = "p") -> Claim:
+    return Claim("backend", name, f"{owner.replace('-', '_')}.backend:Backend", owner, f"{owner}:{plugin}")
 
 
 def add_window(site: FakeSite, target: str, spec: str = WINDOW_SPEC, name: str = "my_window") -> Registry:
@@ -111,7 +111,7 @@ def test_unknown_owner_of_a_name_lists_the_claims() -> None:
 
 def test_one_name_may_stand_for_things_of_two_kinds() -> None:
     registry = Registry()
-    registry.add([backend("fast", "kvframe-a"), Entry("wrapper", "fast", "a:W", "kvframe-a", "kvframe-a:p")])
+    registry.add([backend("fast", "kvframe-a"), Claim("wrapper", "fast", "a:W", "kvframe-a", "kvframe-a:p")])
     assert registry.backends.get("fast").kind == "backend"
     assert registry.wrappers.get("fast").kind == "wrapper"
 
@@ -142,7 +142,7 @@ def test_target_is_imported_when_it_is_loaded_and_not_before(site: FakeSite) -> 
 
 def test_class_may_be_registered_itself() -> None:
     registry = Registry()
-    registry.add([Entry("spec", "full_attention", FullAttentionSpec, "my_notebook", "my_notebook:my_notebook")])
+    registry.add([Claim("spec", "full_attention", FullAttentionSpec, "my_notebook", "my_notebook:my_notebook")])
     assert registry.specs.load("full_attention") is FullAttentionSpec
 
 
@@ -188,8 +188,8 @@ def kvframe_register_backends(register):
 
 
 def test_needs_may_be_several() -> None:
-    entry = Entry("backend", "x", "a:B", "a", "a:a", needs=["attrs", "no_such_one.part", "no_such_two"])
-    assert entry.missing() == ("no_such_one.part", "no_such_two")
+    claim = Claim("backend", "x", "a:B", "a", "a:a", needs=["attrs", "no_such_one.part", "no_such_two"])
+    assert claim.missing() == ("no_such_one.part", "no_such_two")
 
 
 @pytest.mark.parametrize(
@@ -203,25 +203,25 @@ def test_a_library_that_is_too_old_is_found_before_import(
     found: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", {"my-library": found}.__getitem__)
-    entry = Entry("backend", "x", "a:B", "a", "a:a", install="pip install -U it", needs_versions="my-library>=0.6.9")
-    assert is_refused is bool(entry.outdated())
+    claim = Claim("backend", "x", "a:B", "a", "a:a", install="pip install -U it", needs_versions="my-library>=0.6.9")
+    assert is_refused is bool(claim.outdated())
     if is_refused:
         expected = (
             f"backend 'x' of a cannot be used: needs my-library>=0.6.9, not {found} as installed here; "
             "try: pip install -U it"
         )
         with pytest.raises(PluginError) as caught:
-            entry.load()
+            claim.load()
         assert expected == str(caught.value)
 
 
 def test_the_version_of_a_distribution_that_is_not_installed_is_not_checked() -> None:
-    assert () == Entry("backend", "x", "a:B", "a", "a:a", needs_versions="no-such-library>=3").outdated()
+    assert () == Claim("backend", "x", "a:B", "a", "a:a", needs_versions="no-such-library>=3").outdated()
 
 
 def test_a_version_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(PluginError, match=r"backend 'x': needs_versions must be like 'name>=1.2', not 'library==2'"):
-        Entry("backend", "x", "a:B", "a", "a:a", needs_versions="library==2")
+        Claim("backend", "x", "a:B", "a", "a:a", needs_versions="library==2")
 
 
 def test_the_versions_that_plugins_ask_for_are_those_of_their_extras() -> None:
