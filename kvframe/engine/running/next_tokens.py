@@ -17,7 +17,9 @@ FAILED = -1
 """In place of a token: the request's logits are not numbers."""
 
 
-def sample_runs(logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+def accept_drafts(
+    logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+) -> list[list[int]]:
     """Return the tokens that follow each request's known ones: accepted drafts, and the token after them.
 
     A token is sampled from each row of logits, as it would be without drafts: with the uniform number that the request

@@ -22,7 +22,7 @@ from kvframe.contract.order import IntArray
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.requests.progress import NO_INPUTS, RequestT
 from kvframe.engine.requests.request import Request
-from kvframe.engine.running.next_tokens import add_logprobs, sample, sample_runs, token_logprobs
+from kvframe.engine.running.next_tokens import accept_drafts, add_logprobs, sample, token_logprobs
 from kvframe.engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
 from kvframe.planning.memory import allocating
 
@@ -255,7 +255,7 @@ class TokenRunner(ModelRunner):
         num_known = (packed.num_computed + packed.query_lens)[packed.is_sampled]
         if packed.drafts:
             drafts = list(compress(packed.drafts, packed.is_sampled))
-            runs = sample_runs(logits, requests, drafts)
+            runs = accept_drafts(logits, requests, drafts)
             if any(request.params.logprobs for request in requests):
                 add_logprobs(logits, requests, runs, [1 + len(each) for each in drafts])
             for row, stop, proposed, run in zip(rows.tolist(), num_known.tolist(), drafts, runs, strict=True):
