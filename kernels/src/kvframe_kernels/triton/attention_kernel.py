@@ -15,11 +15,11 @@ import triton.language as tl
 
 from kvframe_kernels.triton.attention_loop import HEAD_SCALED, NIBBLES, TENSOR_SCALED, attend_run
 
-ITEM_FIELDS = tl.constexpr(8)
+NUM_ITEM_FIELDS = tl.constexpr(8)
 """Numbers of a work item: row of the block table, first packed query, queries, position of the first query, token after
 the last seen one, first token that is not hidden, index of the part of a tile, blocks of ``BLOCK_N`` tokens of a part
 (0 for a whole tile). A part's index among the items is also the slot of its result."""
-SPLIT_FIELDS = tl.constexpr(4)
+NUM_SPLIT_FIELDS = tl.constexpr(4)
 """Numbers of a split tile: first packed query, queries, slot of the first part, parts."""
 
 
@@ -84,7 +84,7 @@ def attend(
     # Programs with consecutive numbers run at the same time. In decodes, these are the heads of one request, which read
     # the same pages. In a prompt, these are tiles of one head, whose keys and values stay in the cache.
     slot = tl.program_id(1 if MASK_ALL else 0)
-    item = numbers + first_item + slot * ITEM_FIELDS
+    item = numbers + first_item + slot * NUM_ITEM_FIELDS
     num_queries = tl.load(item + 2)
     if num_queries == 0:
         return
@@ -308,7 +308,7 @@ def join_parts(
     HAS_LSE: tl.constexpr,
 ):
     """Merge the results of a tile's parts for one query and head, weighted by their shares of the denominator."""
-    split = numbers + first_split + tl.program_id(0) * SPLIT_FIELDS
+    split = numbers + first_split + tl.program_id(0) * NUM_SPLIT_FIELDS
     query_in_tile = tl.program_id(1)
     if query_in_tile >= tl.load(split + 1):
         return

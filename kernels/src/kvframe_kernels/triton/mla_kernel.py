@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS, log_of, part_of
+from kvframe_kernels.triton.attention_kernel import NUM_ITEM_FIELDS, log_of, part_of
 from kvframe_kernels.triton.attention_loop import load_blocks
 
 
@@ -53,7 +53,7 @@ def attend_latents(
 ):
     """Compute one work item for ``HEADS`` query heads, which count as those of one KV head."""
     slot = tl.program_id(0)
-    item = numbers + first_item + slot * ITEM_FIELDS
+    item = numbers + first_item + slot * NUM_ITEM_FIELDS
     num_queries = tl.load(item + 2)
     if num_queries == 0:
         return
