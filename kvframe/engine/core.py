@@ -23,7 +23,7 @@ from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.requests.request_table import RequestTable
 from kvframe.engine.resizing import resize
-from kvframe.engine.running.runner import ModelRunner, SkipPolicy
+from kvframe.engine.running.model_runner import ModelRunner, SkipPolicy
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.scheduling.stats import EngineStats
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep

@@ -18,8 +18,8 @@ from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.requests.prompt import prompts_of
 from kvframe.engine.requests.salts import check_salt, salt_of_each
+from kvframe.engine.running.model_runner import SkipPolicy
 from kvframe.engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
-from kvframe.engine.running.runner import SkipPolicy
 from kvframe.engine.turns import verb
 from kvframe.loading.registry import Registry
 

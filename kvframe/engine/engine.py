@@ -23,7 +23,7 @@ from kvframe.engine.requests.request import Request, RequestOutput
 from kvframe.engine.requests.salts import check_salt, salt_of_each
 from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 from kvframe.engine.requests.text import TextStream
-from kvframe.engine.running.runner import SkipPolicy, TokenRunner
+from kvframe.engine.running.model_runner import SkipPolicy, TokenRunner
 from kvframe.engine.streaming import RequestStream
 from kvframe.engine.turns import verb
 

@@ -14,7 +14,7 @@ from kvframe.contract.errors import PlanError
 from kvframe.contract.model import ModelInput
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.requests.progress import NO_INPUTS, input_sequences
-from kvframe.engine.running.runner import ModelRunner
+from kvframe.engine.running.model_runner import ModelRunner
 
 
 def run_packed(

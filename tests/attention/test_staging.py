@@ -35,7 +35,7 @@ from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import LayerSpec
-from kvframe.engine.running.runner import ModelRunner
+from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, share_caches
 from kvframe.planning.plan import plan_cache

@@ -16,7 +16,7 @@ from kvframe.attention.step import StepBatch
 from kvframe.contract import hookimpl
 from kvframe.contract.order import BatchOrder
 from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.running.runner import are_last_tokens
+from kvframe.engine.running.model_runner import are_last_tokens
 from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 from kvframe.planning.groups import make_layer_specs
 from tests.engine.scripted_model import ScriptedModel

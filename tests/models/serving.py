@@ -16,7 +16,7 @@ from kvframe.config.options import CacheOptions
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import LoadedModel
 from kvframe.engine.requests.request import SamplingParams
-from kvframe.engine.running.runner import SkipPolicy
+from kvframe.engine.running.model_runner import SkipPolicy
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter

@@ -22,7 +22,7 @@ from kvframe.attention.step import StepBatch
 from kvframe.cli import main
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.engine.requests.progress import input_sequences
-from kvframe.engine.running.runner import TokenRunner
+from kvframe.engine.running.model_runner import TokenRunner
 from tests.covering import cover_pairs
 from tests.models.encoder_decoder import (
     START,

@@ -16,7 +16,7 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import KVFrameError, PlanError, shorten
 from kvframe.engine.ranks.links import END, RANK_FAILED_EXIT_CODE, Failure, Link, end_process, packed
 from kvframe.engine.ranks.messages import StepMessage
-from kvframe.engine.running.runner import ModelRunner
+from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.planning.plan import KVCachePlan
 
 PATIENCE_SECONDS = 5.0

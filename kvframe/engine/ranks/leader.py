@@ -24,7 +24,7 @@ from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.engine.ranks.links import END, Failure, Link, end_process, packed
 from kvframe.engine.ranks.messages import StepMessage, TableEntries
-from kvframe.engine.running.runner import ModelRunner
+from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.planning.plan import KVCachePlan
 
 GRACE_SECONDS = 2.0

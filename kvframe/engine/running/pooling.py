@@ -13,8 +13,8 @@ import torch
 
 from kvframe.contract.description import Pooling
 from kvframe.engine.requests.progress import FinishReason, RequestProgress
+from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.engine.running.next_tokens import FAILED
-from kvframe.engine.running.runner import ModelRunner
 from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 
 COMPUTED = 0
