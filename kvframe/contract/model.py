@@ -288,7 +288,7 @@ class ModelInMemory:
     """A model that was not loaded by kvframe, with the device and the dtype that it has.
 
     Attributes:
-        model: What runs it for an engine.
+        model: The model, ready to be attached.
         device: Where its weights are (``"cpu"``, ``"cuda:0"``).
         dtype: Their dtype by name (``"float32"``).
     """

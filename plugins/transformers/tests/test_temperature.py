@@ -1,4 +1,4 @@
-"""While a model is attached, its temperatures are computed from the true positions of a packed batch."""
+"""In a step, a model's temperatures are computed from the true positions of a packed batch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class EncoderDecoderModel(TransformersModel):
     transformers' own encoder encodes each new input once. In a step, the decoder gets only the states of the new
     inputs, packed, so that its cross-attention layers produce exactly the keys and values that have to be stored.
 
-    Invariant: as for a model without encoder; while it is attached, hooks pass true positions to the decoder's modules.
+    Invariant: as for a model without encoder; in a step, hooks pass true positions to the decoder's modules.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reads what an adapter needs of a transformers model that is in memory."""
+"""Reads the config, device, dtype and end tokens of a transformers model that the user loaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Multi-head latent attention: makes modules give their latents to the engine, unexpanded.
 
 Such a module of transformers stores one latent vector per token, and its method ``expand_kv(latents, rotated)`` makes
-the keys and values of all heads from it. While a model is attached, the method returns both arguments unchanged, so
-that the attention function gets the tensors that are to be stored.
+the keys and values of all heads from it. In a step of the engine, the method returns both arguments unchanged, so that
+the attention function gets the tensors that are to be stored.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MixerDriver:
-    """Replaces a mixer's forward while its model is attached.
+    """Stands in for a mixer's forward in a step, and computes the mixer on the states in the engine's pages.
 
     The single tokens of all requests are one batch. The tokens of a prompt are a sequence, which is run in as many
     parts as it has states to keep. If a mixer's scan cannot start from a state, it gets another scan that can; if that

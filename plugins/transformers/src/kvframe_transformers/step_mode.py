@@ -1,4 +1,4 @@
-"""What differs in a model while an engine runs a step of it, and only then."""
+"""Switches a model to the engine's layers for one step, and back after it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from kvframe_transformers.temperature import Temperatures
 
 
 class StepMode:
-    """The modules of a model, which compute by an engine's layers inside ``on`` and as transformers made them outside.
+    """Makes a model compute by an engine's layers inside ``on``; outside, it computes as transformers made it.
 
-    Inside ``on`` these differ: the name of the attention implementation, the switches of replaced temperatures, the
-    expansions of latents, the forwards of mixers that keep a state and of packed linear layers, and the flag of
-    modules that are in training mode.
+    Inside ``on``, these differ: the name of the attention implementation, the switches of temperatures, the expansion
+    of latents, the forwards of mixers that keep a state and of packed linear layers, and the training mode, which is
+    off.
 
     Attributes:
         temperatures: The temperatures of the attention modules.
-        latents: The expansions of latent attention modules.
+        latents: The latent attention modules, which pass their latents on in a step.
         forwards: The forwards of mixers in a step.
-        packed: The packed copies of linear layers; None for none.
+        packed: The packed copies of linear layers; None if no layer is packed.
     """
 
     def __init__(self, model: PreTrainedModel, temperatures: Temperatures, latents: Latents) -> None:
-        """Find the configs that name the implementation; nothing differs yet.
+        """Find the configs that name the implementation; the model stays as it is.
 
         Args:
             model: The model.
             temperatures: The temperatures of its attention modules.
-            latents: The expansions of its latent attention modules.
+            latents: Its latent attention modules.
         """
         self.temperatures = temperatures
         self.latents = latents
@@ -55,10 +55,10 @@ class StepMode:
 
     @contextmanager
     def on(self, forwards: Mapping[nn.Module, Forward] | None = None) -> Iterator[None]:
-        """Let the model compute by the engine's layers inside the block.
+        """Make the model compute by the engine's layers inside the block.
 
         Args:
-            forwards: The forwards of mixers inside the block, instead of ``forwards``.
+            forwards: The forwards of mixers inside the block; None for those of the attribute.
         """
         training = [module for module in self._modules if module.training]
         own = [(config, config._attn_implementation_internal) for config, _ in self._in_step]

@@ -48,8 +48,8 @@ def temperature_of(module: nn.Module) -> Temperature | None:
 class Temperatures:
     """The temperatures of a model's attention modules, and the modules' own switches for them.
 
-    A packed batch has no cache whose length is a position. So while the model is attached, the modules' own
-    temperatures are off and ``of`` scales the queries.
+    A packed batch has no cache whose length is a position. So in a step of the engine, the modules' own temperatures
+    are off and ``of`` scales the queries.
 
     Attributes:
         of: The temperature of each module that applies one.
