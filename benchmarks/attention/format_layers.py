@@ -9,8 +9,8 @@ import torch
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.paged import page_views
 from kvframe import FullAttentionSpec, Stack, group_layers
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import AttentionLayers
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.formats import KVFormat

@@ -22,9 +22,9 @@ from benchmarks.harness.pages import heading, medians, page, spread, table
 from benchmarks.harness.process import timed
 from benchmarks.harness.record import benchmark, progress, ratios
 from kvframe import Stack
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.staging import Staging
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract import hookimpl

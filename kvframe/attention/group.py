@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
-from kvframe.attention.merging import merged_over
+from kvframe.attention.key_parts import merged_over
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capabilities import Refusal
 from kvframe.contract.capture import GraphCapture

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from kvframe.attention.batch_metadata import StepBatch, input_slots, split_mapping
 from kvframe.attention.build import GroupMetadata, MetadataPlan, PreparedStep
 from kvframe.attention.captured import CapturedStep
 from kvframe.attention.copies import CopyScratch
@@ -15,7 +16,6 @@ from kvframe.attention.local import LocalCaches
 from kvframe.attention.request_order import find_order
 from kvframe.attention.staging import StagedMemory, Staging
 from kvframe.attention.state import StateLayers
-from kvframe.attention.step import StepBatch, input_slots, split_mapping
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import KVCache
 from kvframe.contract.capture import GraphCapture

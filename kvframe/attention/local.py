@@ -13,8 +13,8 @@ import attrs
 import numpy as np
 import torch
 
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.staging import HOST
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import fill_pages
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import KVCache

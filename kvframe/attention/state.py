@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.staging import HOST
-from kvframe.attention.step import StepBatch
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import KVCache
 from kvframe.contract.order import IntArray

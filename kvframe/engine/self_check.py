@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from kvframe.attention.step import StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import ModelInput

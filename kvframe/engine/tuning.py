@@ -11,8 +11,8 @@ import attrs
 import numpy as np
 import torch
 
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import AttentionLayers
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.options import Rule, Use

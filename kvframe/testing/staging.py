@@ -14,11 +14,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layer import AttentionLayer
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
-from kvframe.attention.merging import merged_over
+from kvframe.attention.key_parts import merged_over
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST, Staging

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.padding import pad_metadata
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.testing.case import Case

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.padding import pad_metadata
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.testing.case import Request

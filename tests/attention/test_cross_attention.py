@@ -13,9 +13,9 @@ import torch
 from kvframe_cross_attention import CrossAttentionSpec
 
 from kvframe import Prompt, SamplingParams
+from kvframe.attention.batch_metadata import InputBatch, StepBatch, build_metadata, input_slots
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.request_order import is_ordered
-from kvframe.attention.step import InputBatch, StepBatch, build_metadata, input_slots
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend

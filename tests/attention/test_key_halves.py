@@ -18,8 +18,8 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract import AttentionBackend, WrapperError
 from kvframe.testing.case import Case
 from kvframe.testing.conformance import check_backend
+from kvframe.testing.framework import check_order
 from kvframe.testing.grid import chain_refusals, make_cases
-from kvframe.testing.host import check_order
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.sample import sample
 from kvframe.testing.wrappers import check_wrapper
@@ -75,11 +75,11 @@ def test_the_halves_are_two_calls_of_the_backend_without_its_other_half(monkeypa
     assert 4 == len(calls)
     first, second = calls[:2]
     assert [request.seq_len for request in case.requests][-1] == first[-1] + second[-1]
-    monkeypatch.setattr("kvframe.attention.merging.merge_attention", lambda outputs, lses: (outputs[0], lses[0]))
+    monkeypatch.setattr("kvframe.attention.key_parts.merge_attention", lambda outputs, lses: (outputs[0], lses[0]))
     with pytest.raises(ConformanceError, match="queries are wrong"):
         check_backend(TorchReferenceBackend, case)
     monkeypatch.setattr(
-        "kvframe.attention.merging.merge_attention", lambda outputs, lses: (sum(outputs) / 2, sum(lses) / 2)
+        "kvframe.attention.key_parts.merge_attention", lambda outputs, lses: (sum(outputs) / 2, sum(lses) / 2)
     )
     with pytest.raises(ConformanceError, match="queries are wrong"):
         check_backend(TorchReferenceBackend, case)

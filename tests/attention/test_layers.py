@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import kvframe
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import AttentionLayers
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager

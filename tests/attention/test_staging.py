@@ -18,11 +18,11 @@ from kvframe_kv_formats import Fp8TokenHead
 from kvframe_torch.backend import TorchBackend
 from kvframe_triton.backend import TritonBackend
 
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
-from kvframe.attention.step import StepBatch
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.input_index import InputSequence

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.state import RollbackTable, state_step
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cli import main
 from kvframe.config.stack import Stack
 from kvframe.contract.capture import GraphCapture

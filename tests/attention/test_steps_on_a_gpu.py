@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvframe import Engine, load_plugins
-from kvframe.attention.step import StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.recognise import find_adapter

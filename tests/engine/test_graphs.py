@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from kvframe import Engine, load_plugins
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.captured import refresh
-from kvframe.attention.step import StepBatch
 from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
 
 from kvframe import Engine, Stack, load_plugins
-from kvframe.attention.step import StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract import hookimpl
 from kvframe.contract.order import BatchOrder
 from kvframe.engine.requests.request import Request, SamplingParams

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvframe import Engine, RequestOutput
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.local import LocalCaches
-from kvframe.attention.step import StepBatch
 from kvframe.contract.metadata import NO_EXTENSIONS, NUM_ACCEPTED_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.engine.core import STEP_FAILED
 from kvframe.engine.requests.request import SamplingParams

@@ -18,7 +18,7 @@ from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, Prompt, RequestOutput, SamplingParams
-from kvframe.attention.step import StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.cli import main
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.engine.requests.progress import input_sequences

@@ -15,7 +15,7 @@ from kvframe_transformers.testing import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvframe import Engine, load_plugins
-from kvframe.attention.step import StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract.errors import ModelError, StackError
 from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import make_layer_specs

@@ -13,7 +13,7 @@ import torch
 from kvframe_transformers.testing import STATE_FAMILIES, rounding_of
 
 from kvframe import Engine
-from kvframe.attention.step import StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from tests.covering import cover_values
 from tests.models.serving import ids
 

@@ -15,11 +15,11 @@ import attrs
 import numpy as np
 import torch
 
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.captured import CapturedStep
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.padding import pad_step
 from kvframe.attention.staging import HOST
-from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError

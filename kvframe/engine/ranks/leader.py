@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvframe.attention.step import StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.storage import HostStorage, KVCacheStorage
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import PlanError

@@ -11,9 +11,9 @@ import attrs
 import numpy as np
 import torch
 
+from kvframe.attention.batch_metadata import InputBatch, StepBatch, build_metadata
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.staging import HOST
-from kvframe.attention.step import InputBatch, StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import ModelError
 from kvframe.contract.metadata import CommonAttentionMetadata, Extension

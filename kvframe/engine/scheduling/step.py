@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.attention.step import StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import RequestT
 

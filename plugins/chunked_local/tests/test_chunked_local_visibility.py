@@ -22,7 +22,7 @@ from kvframe.contract import (
     LayerSpec,
     QuerySpec,
 )
-from kvframe.testing.host import apply_chain, apply_wrapper, bind_chain
+from kvframe.testing.framework import apply_chain, apply_wrapper, bind_chain
 from kvframe.testing.reference import dense_attention, visible_tokens
 
 MakeBatch = Callable[..., CommonAttentionMetadata]

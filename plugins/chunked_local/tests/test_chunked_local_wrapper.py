@@ -26,7 +26,7 @@ from kvframe.contract import (
     QuerySpec,
     WrapperError,
 )
-from kvframe.testing.host import apply_wrapper, bind_chain, check_order, pad_metadata
+from kvframe.testing.framework import apply_wrapper, bind_chain, check_order, pad_metadata
 from kvframe.testing.wrappers import check_wrapper
 
 MakeBatch = Callable[..., CommonAttentionMetadata]

@@ -15,9 +15,9 @@ from kvframe import FullAttentionSpec, Stack, load_plugins
 from kvframe.contract import BackendError, LayerSpec, QuerySpec
 from kvframe.testing.case import Request
 from kvframe.testing.conformance import check_backend
+from kvframe.testing.framework import select_backends
 from kvframe.testing.grid import make_cases
 from kvframe.testing.guard import guard
-from kvframe.testing.host import select_backends
 from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata

@@ -28,7 +28,7 @@ from kvframe.contract import (
     WrapperError,
 )
 from kvframe.testing.case import Request
-from kvframe.testing.host import apply_wrapper, check_order, pad_metadata
+from kvframe.testing.framework import apply_wrapper, check_order, pad_metadata
 from kvframe.testing.metadata import find_problem, make_metadata
 from kvframe.testing.wrappers import check_wrapper
 

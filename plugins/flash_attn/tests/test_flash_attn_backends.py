@@ -17,8 +17,8 @@ from kvframe import load_plugins
 from kvframe.contract import AttentionBackend, PluginError
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
+from kvframe.testing.framework import WrapperChain
 from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.host import WrapperChain
 from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata

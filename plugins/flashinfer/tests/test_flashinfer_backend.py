@@ -21,9 +21,9 @@ from kvframe import load_plugins
 from kvframe.contract import AttentionBackend, LayerSpec, PluginError
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
+from kvframe.testing.framework import WrapperChain
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
-from kvframe.testing.host import WrapperChain
 from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata

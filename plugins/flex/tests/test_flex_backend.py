@@ -21,8 +21,8 @@ from kvframe import Stack, load_plugins
 from kvframe.contract import BackendError, LayerSpec, StackError
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
+from kvframe.testing.framework import select_backends
 from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.host import select_backends
 from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata

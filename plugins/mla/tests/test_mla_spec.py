@@ -11,7 +11,7 @@ from kvframe_mla import MLASpec
 
 from kvframe import FullAttentionSpec, Stack, group_layers, load_plugins, make_layer_specs
 from kvframe.contract import AttentionMask, LayerSpec, SpecError, UnknownNameError
-from kvframe.testing.host import read_layer_file
+from kvframe.testing.framework import read_layer_file
 from kvframe.testing.laws import check_spec
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvframe.contract import KVCacheSpec, LayerDescription, LoadedModel, StateStep, StateTensor, TokenRange
-from kvframe.testing.host import state_step
+from kvframe.testing.framework import state_step
 
 
 class OneState(KVCacheSpec):

@@ -15,9 +15,9 @@ from kvframe import load_plugins
 from kvframe.contract import GraphCapture, LayerSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
+from kvframe.testing.framework import Staging, pad_metadata
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
-from kvframe.testing.host import Staging, pad_metadata
 from kvframe.testing.hosts import LAYOUTS, OtherHost, in_other_hosts
 from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
