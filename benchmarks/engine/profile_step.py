@@ -17,7 +17,7 @@ from benchmarks.harness.record import benchmark, progress
 from kvframe import Engine, Stack
 from kvframe.attention.layer import AttentionLayer
 from kvframe.engine.requests.request import SamplingParams
-from kvframe.engine.running import runner as runner_module
+from kvframe.engine.running import model_runner
 
 PARTS = ("scheduling", "cache", "metadata", "attention", "rest of the model", "sampling", "requests")
 HOST_PARTS = ("scheduling", "cache", "metadata", "sampling", "requests")
@@ -90,7 +90,7 @@ def profiled(engine: Engine) -> Iterator[Clock]:
         (layers, "begin_step", "metadata"),
         (engine.model, "forward", "rest of the model"),
         (AttentionLayer, "__call__", "attention"),
-        (runner_module, "sample", "sampling"),
+        (model_runner, "sample", "sampling"),
         (engine, "step", "requests"),
     ]
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in parts]
