@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvframe.cli.options import (
+    REFUSED_EXIT_CODE,
     block_size_option,
     cache_salt_option,
     check_model_exists,
@@ -27,9 +28,6 @@ from kvframe.cli.render import print_json, progress
 
 if TYPE_CHECKING:
     from kvframe.engine.running.pooling import EmbeddingOutput
-
-REFUSED_EXIT_CODE = 1
-"""Exit code if at least one text was refused or failed, though the others finished."""
 
 _NUM_SHOWN = 4
 

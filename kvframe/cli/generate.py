@@ -14,6 +14,7 @@ import click
 
 from kvframe.cli import prefixes
 from kvframe.cli.options import (
+    REFUSED_EXIT_CODE,
     TEXT_TYPE,
     block_size_option,
     cache_salt_option,
@@ -32,9 +33,6 @@ from kvframe.cli.render import log_lines, print_json, progress
 if TYPE_CHECKING:
     from kvframe.engine.prefixes.saved import SavedPrefix
     from kvframe.engine.requests.request import RequestOutput
-
-REFUSED_EXIT_CODE = 1
-"""Exit code if at least one prompt was refused or failed, though the others finished."""
 
 
 @click.command(short_help="Generate text with a model on disk.")

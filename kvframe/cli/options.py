@@ -24,6 +24,9 @@ _Options = TypeVar("_Options", "CacheOptions", "EngineOptions")
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+REFUSED_EXIT_CODE = 1
+"""Exit code if at least one prompt or text was refused or failed, though the others finished."""
+
 
 class TextType(click.ParamType[str]):
     """Text of the command line, which is UTF-8 in any locale."""
