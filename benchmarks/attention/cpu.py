@@ -19,10 +19,9 @@ from benchmarks.attention.cpu_shapes import Buffers, reference, standard_shapes,
 from benchmarks.attention.shapes import Shape
 from benchmarks.harness import options
 from benchmarks.harness.backends import usable_backends
-from benchmarks.harness.pages import heading, medians, page, spread, table
+from benchmarks.harness.pages import Column, figures, heading, medians, page, spread
 from benchmarks.harness.process import EngineProcess, find_vllm, start_engines, timed
-from benchmarks.harness.record import benchmark, progress, ratios
-from benchmarks.harness.record import rounds as by_turns
+from benchmarks.harness.record import benchmark, by_turns, in_columns, progress, ratios
 from kvframe.loading.plugins import load_plugins
 
 VLLM = "vllm"
@@ -46,45 +45,45 @@ def matrix_rate(dtype: torch.dtype) -> float:
 
 
 def measure(
-    shape: Shape, workers: Sequence[EngineProcess], file: int, rounds: int, advance: Callable[[int], None]
+    shape: Shape, systems: Mapping[str, EngineProcess], file: int, rounds: int, advance: Callable[[int], object]
 ) -> dict[str, Any]:
-    """Let the engines take turns on one shape, the order turned by one in each round.
+    """Let the systems take turns on one shape.
 
     Returns:
-        The shape, the ceiling in each round, and what each engine measured in each of its turns.
+        The shape, the ceiling in each round, and what each system measured in each of its turns.
 
     Raises:
-        SystemExit: An engine's output is not the reference's.
+        SystemExit: A system's output is not the reference's.
     """
     buffers = Buffers(file, shape)
     buffers.draw()
     expected, described = reference(shape, buffers), dataclasses.asdict(shape)
-    ceilings, refused = [], {}
-    found: dict[str, dict[str, Any]] = {}
-    for _, order in by_turns(workers, rounds):
-        for worker in (each for each in order if each.name not in refused):
-            answer = worker.ask({"shape": described})
-            if "refused" in answer:
-                refused[worker.name] = answer["refused"]
-                continue
-            error = float((buffers.output.float() - expected).abs().max() / expected.abs().max())
-            # An engine that did not write the pool would leave an earlier output, or none: never NaN alone.
-            if not error <= TOLERANCE[shape.dtype]:
-                sys.exit(f"{shape.name}: the output of {worker.name} is wrong by {error:.2g} of the largest one")
-            buffers.output.fill_(torch.nan)
-            values = found.setdefault(worker.name, {"seconds": [], "metadata_seconds": [], "error": 0.0})
-            values["error"] = max(values["error"], error)
-            for name in ("seconds", "metadata_seconds"):
-                values[name].append(statistics.median(answer[name]))
+
+    def do_turn(name: str, _: int) -> dict[str, Any]:
+        answer = systems[name].ask({"shape": described})
+        if "refused" in answer:
+            return {"refused": answer["refused"]}
+        error = float((buffers.output.float() - expected).abs().max() / expected.abs().max())
+        # A system that did not write the pool would leave an earlier output, or none: never NaN alone.
+        if not error <= TOLERANCE[shape.dtype]:
+            sys.exit(f"{shape.name}: the output of {name} is wrong by {error:.2g} of the largest one")
+        buffers.output.fill_(torch.nan)
+        return {"error": error, **{part: statistics.median(seconds) for part, seconds in answer.items()}}
+
+    ceilings, turns = [], []
+    for _, found in by_turns([*systems], rounds, do_turn, advance):
+        turns.append(found)
         ceilings.append(read_bandwidth(buffers.pool) if shape.kind == "decode" else matrix_rate(shape.torch_dtype))
-        advance(1)
+    columns = {name: in_columns(turn[name] for turn in turns) for name in systems}
+    refused = {name: values["refused"][0] for name, values in columns.items() if "refused" in values}
+    measured: dict[str, Any] = {name: values for name, values in columns.items() if name not in refused}
     # The share of each time that the shape's bytes, or operations, take at the ceiling of the same round.
     least = [(shape.read_bytes if shape.kind == "decode" else shape.num_flops) / each for each in ceilings]
-    for values in found.values():
-        values["share"] = ratios(least, values["seconds"])
-        if VLLM in found:
-            values["times_as_fast_as_vllm"] = ratios(found[VLLM]["seconds"], values["seconds"])
-    return {"shape": described, "ceiling": ceilings, "systems": found, "refused": refused}
+    for values in measured.values():
+        values |= {"error": max(values["error"]), "share": ratios(least, values["seconds"])}
+        if VLLM in measured:
+            values["times_as_fast_as_vllm"] = ratios(measured[VLLM]["seconds"], values["seconds"])
+    return {"shape": described, "ceiling": ceilings, "systems": measured, "refused": refused}
 
 
 def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> Sequence[str]:
@@ -129,21 +128,19 @@ def _requests(requests: list[list[int]]) -> str:
     )
 
 
+COLUMNS: dict[str, Column] = {
+    "seconds": ("ms", "{:,.2f}", 1e3),
+    "share": ("share of the ceiling", "{:,.0f} %", 100),
+    "times_as_fast_as_vllm": ("times as fast as vLLM", "{:.2f}"),
+    "metadata": ("metadata, µs", "{:,.0f}", 1e6),
+    "error": ("largest error", "{:.1e}"),
+}
+
+
 def _systems(measured: Mapping[str, Any]) -> str:
     fastest_first = sorted(measured["systems"].items(), key=lambda item: statistics.median(item[1]["seconds"]))
-    rows = [
-        (
-            name,
-            spread(values["seconds"], "{:,.2f}", scale=1e3),
-            spread(values["share"], "{:,.0f} %", scale=100),
-            spread(values.get("times_as_fast_as_vllm", ()), "{:.2f}"),
-            f"{1e6 * statistics.median(values['metadata_seconds']):,.0f}",
-            f"{values['error']:.1e}",
-        )
-        for name, values in fastest_first
-    ]
-    heads = ("", "ms", "share of the ceiling", "times as fast as vLLM", "metadata, µs", "largest error")
-    return table(heads, rows)
+    rows = {name: {**each, "metadata": statistics.median(each["metadata_seconds"])} for name, each in fastest_first}
+    return figures(rows, COLUMNS)
 
 
 @benchmark(
@@ -166,16 +163,17 @@ def main(rounds: int, threads: int, shapes: Sequence[Shape], systems: Sequence[s
     """Measure attention steps of one layer, each with all systems by turns, and write one JSON file and one page."""
     file = os.memfd_create("attention")
     os.truncate(file, max(map(Buffers.num_bytes, shapes)))
-    worker = "benchmarks.attention.cpu_worker"
-    arguments = {name: (worker, name, str(threads), str(file)) for name in find_systems(systems, shapes, peer)}
+    arguments = {
+        name: (f"benchmarks.attention.cpu_{VLLM if name == VLLM else 'kvframe'}", name, str(threads), str(file))
+        for name in find_systems(systems, shapes, peer)
+    }
     try:
         with (
             start_engines(arguments, peer, threads=threads, files=[file]) as engines,
             progress("measuring", len(shapes) * rounds) as advance,
             torch.inference_mode(),
         ):
-            workers = list(engines.values())
-            found = {shape.name: measure(shape, workers, file, rounds, advance) for shape in shapes}
+            found = {shape.name: measure(shape, engines, file, rounds, advance) for shape in shapes}
             versions = {name: engine.versions for name, engine in engines.items()}
     finally:
         os.close(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -9,7 +10,8 @@ import attrs
 import torch
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
-from benchmarks.attention.cpu_shapes import Buffers, Step, block_table, slots
+from benchmarks.attention.cpu_shapes import Buffers, block_table, slots
+from benchmarks.attention.cpu_turns import Step, System, answer_turns
 from benchmarks.attention.shapes import Shape
 from benchmarks.harness.paged import make_backend, page_views
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -23,7 +25,7 @@ from kvframe.testing.metadata import make_metadata
 CPU = torch.device("cpu")
 
 
-class KVFrame:
+class KVFrame(System):
     """One backend."""
 
     def __init__(self, backend: str) -> None:
@@ -33,10 +35,6 @@ class KVFrame:
             backend: Its registered name.
         """
         self._class: type[AttentionBackend] = load_plugins().registry.backends.load(backend)
-
-    def describe(self) -> dict[str, str]:
-        """Return the versions of kvframe and torch."""
-        return {"kvframe": version("kvframe"), "torch": torch.__version__}
 
     def why_not(self, shape: Shape) -> str:
         """Return why the backend refuses the layer."""
@@ -71,3 +69,9 @@ def _layer(shape: Shape) -> LayerSpec:
     spec = FullAttentionSpec(**sizes) if shape.window is None else SlidingWindowSpec(window=shape.window, **sizes)
     query = QuerySpec(num_heads=shape.num_heads, head_size=shape.head_size, scale=shape.head_size**-0.5)
     return LayerSpec(name="layer", spec=spec, query=query)
+
+
+def load(backend: str, threads: str, file: str) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
+    """Return the versions that a backend's figures depend on, and what does its turns."""
+    versions = {"kvframe": version("kvframe"), "torch": torch.__version__}
+    return versions, answer_turns(KVFrame(backend), threads, file)

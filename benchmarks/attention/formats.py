@@ -17,13 +17,13 @@ import click
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.attention.format_layers import Decode, Stored, memory
+from benchmarks.attention.format_layers import Decode, Stored, memory_of
 from benchmarks.engine.workloads import SEED
 from benchmarks.harness import models, options
 from benchmarks.harness.backends import usable_backends
-from benchmarks.harness.pages import heading, medians, page, spread, table
+from benchmarks.harness.pages import Column, figures, heading, medians, page, spread, table
 from benchmarks.harness.process import timed
-from benchmarks.harness.record import benchmark, rounds
+from benchmarks.harness.record import benchmark, by_turns, in_columns
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract.formats import PLAIN
 from kvframe.loading.plugins import load_plugins
@@ -147,11 +147,8 @@ def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
         for dtype in SPEED_DTYPES:
             stored = [Stored(each.name, each, dtype) for each in (PLAIN, *installed_formats())]
             decodes = {each.title: Decode(each, backend, registry, NUM_REQS, context) for each in stored}
-            seconds: dict[str, list[float]] = {name: [] for name in decodes}
-            for repeat, order in rounds([*decodes], repeats, warm_up=True):
-                for name in order:
-                    took, _ = timed(decodes[name])
-                    seconds[name] += [took] if repeat >= 0 else []
+            turns = by_turns([*decodes], repeats, lambda name, _: timed(decodes[name])[0], warm_up=True)  # noqa: B023
+            seconds = in_columns(each for repeat, each in turns if repeat >= 0)
             rows += [
                 {
                     "backend": backend,
@@ -169,17 +166,18 @@ def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page as Markdown."""
-    model, speed = record["model"], record["speed"]
+    model, memory, speed = record["model"], record["memory"], record["speed"]
+    plain = memory["bfloat16"]["tokens"]
     return page(
         heading("Formats of stored keys and values", record, medians(record), "float32, but where a dtype is named."),
         "## The demo's trained model",
         f"{model['num_texts']} texts of {model['text_tokens']} tokens, teacher-forced, half of them of source "
         "that it was trained on and knows nearly by heart; greedy continuations of their first 256 tokens; "
         f"{model['num_tasks']} random segments to say again. The model computes in float32 throughout.",
-        _ways(model["ways"]),
+        _ticked(model["ways"], WAYS),
         "## Memory",
         "Llama 3.1 8B, 32 layers of 8 KV heads of 128, in 8 GiB of cache.",
-        _memory(record["memory"]),
+        _ticked({name: {**each, "times": each["tokens"] / plain} for name, each in memory.items()}, MEMORY),
         "## Decoding on a CPU",
         f"One layer, {speed['num_reqs']} requests of {speed['context']:,} tokens, pages of 16; a call stores a token "
         "of each request and attends. A backend that does not read a format itself is given copies of the pages.",
@@ -187,7 +185,7 @@ def write_report(record: Mapping[str, Any]) -> str:
     )
 
 
-WAYS = {
+WAYS: dict[str, Column] = {
     "perplexity_learned": ("perplexity, learned text", "{:.4f}"),
     "perplexity": ("perplexity, other text", "{:.2f}"),
     "logprob_difference_mean": ("log-probability of a token differs by, on average", "{:.2g}"),
@@ -196,24 +194,19 @@ WAYS = {
     "tokens_before_the_first_difference": ("tokens before the first difference, of 48", "{:.1f}"),
     "copied_right": ("copied tokens right", "{:.1%}"),
 }
-"""What is said of a way to store: its column, and how a number is written."""
+"""What is said of a way to store."""
 
 
-def _ways(ways: Mapping[str, Mapping[str, Any]]) -> str:
-    def cell(value: float | None, form: str) -> str:
-        return "not measured" if value is None else form.format(value)
+MEMORY: dict[str, Column] = {
+    "bytes_per_token": ("bytes of a token", "{:,}"),
+    "tokens": ("tokens that fit", "{:,}"),
+    "times": ("times as many as bfloat16", "{:.2f}"),
+}
 
-    rows = [(f"`{name}`", *(cell(way[key], form) for key, (_, form) in WAYS.items())) for name, way in ways.items()]
-    return table(("stored as", *(head for head, _ in WAYS.values())), rows)
 
-
-def _memory(memory: Mapping[str, Mapping[str, int]]) -> str:
-    plain = memory["bfloat16"]["tokens"]
-    rows = [
-        (f"`{name}`", f"{each['bytes_per_token']:,}", f"{each['tokens']:,}", f"{each['tokens'] / plain:.2f}")
-        for name, each in memory.items()
-    ]
-    return table(("stored as", "bytes of a token", "tokens that fit", "times as many as bfloat16"), rows)
+def _ticked(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
+    """Return a table with a row for each way to store."""
+    return figures({f"`{name}`": row for name, row in rows.items()}, columns, "stored as", "not measured")
 
 
 def _speed(measured: list[Mapping[str, Any]]) -> str:
@@ -260,7 +253,9 @@ def main(repeats: int, threads: int, num_texts: int, context: int, model: Path |
             "ways": {title: compare(found, served["float32"], tasks) for title, found in served.items()},
         },
         "memory": {
-            stored.title: memory(stored.kv_format, stored.dtype if stored.kv_format == PLAIN else "bfloat16", registry)
+            stored.title: memory_of(
+                stored.kv_format, stored.dtype if stored.kv_format == PLAIN else "bfloat16", registry
+            )
             for stored in ways()
         },
         "speed": {"num_reqs": NUM_REQS, "context": context, "rows": measure_speed(context, repeats)},

@@ -18,7 +18,7 @@ from kvframe_sliding_window.spec import SlidingWindowSpec
 from kvframe_triton.backend import TritonBackend
 
 from benchmarks.harness import options
-from benchmarks.harness.pages import heading, medians, page, spread, table
+from benchmarks.harness.pages import Column, figures, heading, medians, page
 from benchmarks.harness.process import timed
 from benchmarks.harness.record import benchmark, progress, ratios
 from kvframe import Stack
@@ -216,21 +216,21 @@ def measure(part: Part, repeats: int) -> dict[str, Any]:
     }
 
 
+COLUMNS: dict[str, Column] = {
+    "microseconds": ("µs per step", "{:,.1f}"),
+    "limit": ("at most", "{:,.0f}"),
+    "dense": ("one dense operation, µs", "{:,.1f}"),
+    "times_dense": ("times that", "{:.1f}"),
+}
+
+
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    rows = [
-        (
-            name,
-            spread(part["microseconds"], "{:,.1f}"),
-            "" if part["limit"] is None else f"{part['limit']:,.0f}",
-            f"{statistics.median(part['dense_microseconds']):,.1f}",
-            f"{part['times_dense']:.1f}",
-        )
-        for name, part in record["parts"].items()
-    ]
+    rows = {
+        name: {**part, "dense": statistics.median(part["dense_microseconds"])} for name, part in record["parts"].items()
+    }
     title, note = "Attention metadata: host time per step", "float32, all on the host."
-    heads = ("", "µs per step", "at most", "one dense operation, µs", "times that")
-    return page(heading(title, record, medians(record), note), table(heads, rows))
+    return page(heading(title, record, medians(record), note), figures(rows, COLUMNS))
 
 
 @benchmark("metadata", write_report)

@@ -12,10 +12,9 @@ from benchmarks.cache.cases import Case, standard_cases, tiny_cases
 from benchmarks.cache.setting import Side
 from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
-from benchmarks.harness.pages import heading, medians, page, spread, table
+from benchmarks.harness.pages import Column, figures, heading, medians, page, spread, table
 from benchmarks.harness.process import EngineProcess, start_engines
-from benchmarks.harness.record import benchmark, progress, ratios
-from benchmarks.harness.record import rounds as by_turns
+from benchmarks.harness.record import benchmark, by_turns, in_columns, progress, ratios
 
 ENGINES = {name: ("benchmarks.cache.worker", name) for name in ("kvframe", "vllm")}
 """What answers for each engine."""
@@ -46,19 +45,16 @@ def measure(
 
     for side in present:
         ask(side, "set up")
-    turns: dict[str, list[float]] = {side.name: [] for side in present}
-    for _, order in by_turns(present, rounds):
-        for side in order:
-            turns[side.name].append(statistics.median(ask(side, "turn")))
-        advance(1)
-    found = {side.name: {"seconds": turns[side.name], **ask(side, "check")} for side in present}
+    found = by_turns(present, rounds, lambda side, _: statistics.median(ask(side, "turn")), advance)
+    turns = in_columns({side.name: seconds for side, seconds in each.items()} for _, each in found)
+    sides = {side.name: {"seconds": turns[side.name], **ask(side, "check")} for side in present}
     first = present[0].name
-    for name, values in found.items():
+    for name, values in sides.items():
         values["times_as_fast"] = ratios(turns[first], turns[name]) if name != first else []
-    return {**described, "sides": found}
+    return {**described, "sides": sides}
 
 
-FACTS = {
+FACTS: dict[str, Column] = {
     "num_groups": ("groups", "{:,}"),
     "num_held": ("blocks held at the end", "{:,}"),
     "slowest_us": ("slowest step of the last round, µs", "{:,.1f}"),
@@ -67,7 +63,7 @@ FACTS = {
     "empty_bytes_per_block": ("bytes a block, new", "{:,.1f}"),
     "cached_bytes_per_block": ("bytes a block, all cached", "{:,.1f}"),
 }
-"""Of what a check says, what is shown: its column, and how a number is written."""
+"""Of what a check says, what is shown."""
 
 RATIO = "{:.3g}"
 
@@ -103,18 +99,19 @@ def _summary(cases: Mapping[str, Any]) -> str:
 
 def _sides(measured: Mapping[str, Any]) -> str:
     sides, num_requests = measured["sides"], measured["sizes"].get("num_requests")
-    shown = [name for name in FACTS if any(name in values for values in sides.values())]
     fastest = min(min(values["seconds"]) for values in sides.values())
-    unit, scale = ("ms", 1e3) if fastest > 1e-3 else ("µs", 1e6)
-    rows = []
-    for name, values in sides.items():
-        facts = [FACTS[fact][1].format(values[fact]) for fact in shown]
-        if num_requests is not None:
-            facts.insert(0, f"{1e6 * statistics.median(values['seconds']) / num_requests:,.2f}")
-        time = spread(values["seconds"], "{:,.1f}", scale=scale)
-        rows.append((name, time, spread(values["times_as_fast"], RATIO), *facts))
-    each = [] if num_requests is None else ["µs for each request"]
-    return table(("", unit, "times as fast", *each, *(FACTS[fact][0] for fact in shown)), rows)
+    columns: dict[str, Column] = {
+        "seconds": ("ms", "{:,.1f}", 1e3) if fastest > 1e-3 else ("µs", "{:,.1f}", 1e6),
+        "times_as_fast": ("times as fast", RATIO),
+    }
+    if num_requests is not None:
+        sides = {
+            name: {**values, "each": statistics.median(values["seconds"]) / num_requests}
+            for name, values in sides.items()
+        }
+        columns["each"] = ("µs for each request", "{:,.2f}", 1e6)
+    columns |= {name: how for name, how in FACTS.items() if any(name in values for values in sides.values())}
+    return figures(sides, columns)
 
 
 @benchmark(

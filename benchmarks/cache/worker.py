@@ -1,16 +1,9 @@
-"""One engine's cache core in a process of its own, which does what it is told.
-
-    python -m benchmarks.cache.worker ENGINE
-
-ENGINE is ``kvframe``, or ``vllm`` in vLLM's environment. Each line of its input is a question as JSON, each line of its
-output the answer.
-"""
+"""One engine's cache core in a process of its own, which sets works up, does turns of them and checks them."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.cache.cases import WORKS
 from benchmarks.cache.setting import Setting
 from benchmarks.cache.work import Work
-from benchmarks.harness.process import answer_questions
 
 if TYPE_CHECKING:
     from benchmarks.cache.kvframe_core import KVFrame as Core
@@ -42,7 +34,12 @@ def make_core(engine: str) -> Core:
 
 
 class Answers:
-    """Answers to questions, with works set up in between."""
+    """Answers to questions, with works set up in between.
+
+    Attributes:
+        works: Those that are set up, by the name of the side that does them.
+        kept_memory: What ``touch_memory`` returned.
+    """
 
     def __init__(self, make: Callable[[], Core]) -> None:
         """Start with nothing set up.
@@ -52,6 +49,7 @@ class Answers:
         """
         self._make = make
         self.works: dict[str, Work] = {}
+        self.kept_memory: list[bytes] = []
 
     def __call__(self, question: dict[str, Any]) -> Any:
         """Set a work up, do a turn of one, or check one and give it up."""
@@ -94,17 +92,8 @@ def touch_memory(num_bytes: int) -> list[bytes]:
     return [bytes(_SMALL) for _ in range(num_bytes // _SMALL)][:: _ARENA // _SMALL]
 
 
-def main() -> None:
-    """Answer until there are no more questions."""
-    engine = sys.argv[1]
-    kept = touch_memory(256 << 20)
-
-    def load() -> tuple[dict[str, str], Answers]:
-        return make_core(engine).describe(), Answers(lambda: make_core(engine))
-
-    answer_questions(load)
-    del kept
-
-
-if __name__ == "__main__":
-    main()
+def load(engine: str) -> tuple[dict[str, str], Answers]:
+    """Return the versions of ``kvframe`` or, in its environment, ``vllm``, and what answers questions."""
+    answers = Answers(lambda: make_core(engine))
+    answers.kept_memory = touch_memory(256 << 20)
+    return make_core(engine).describe(), answers

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from benchmarks.engine.serving import (
+    COMPILED,
+    KVFRAME,
+    PACKED,
+    TRANSFORMERS,
+    VLLM,
+    Asked,
+    Engines,
+    config_of,
+    load,
+    serve_by_turns,
+    start_servers,
+)
 from benchmarks.engine.stepping import Setting
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.process import EngineProcess, start_engines
-from benchmarks.harness.record import benchmark, progress, ratios, rounds
+from benchmarks.harness.pages import Column, figures, heading, medians, page
+from benchmarks.harness.record import benchmark, in_columns, progress, ratios
 from kvframe.loading.checks import parse_bytes
 
-KVFRAME, VLLM, TRANSFORMERS = "kvframe", "vLLM", "transformers"
-COMPILED, PACKED = ", compiled", ", packed"
 WARM_PROMPTS, WARM_TOKENS = 4, 8
 """Of the round that is not counted: its prompts, and the new tokens of each."""
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
@@ -54,53 +61,27 @@ WORKLOADS = (
 )
 
 
-def load(batch: Batch, path: Path, engines: Mapping[str, EngineProcess]) -> list[EngineProcess]:
-    """Return the engines that serve a batch, with its model loaded."""
-    setting = Setting(
-        path=str(path), dtype=batch.dtype, memory=parse_bytes(batch.memory), max_num_seqs=batch.num_prompts
-    )
-    found = [engines[name] for name in batch.systems if name in engines]
-    for engine in found:
-        ways = {"is_compiled": engine.name.endswith(COMPILED), "is_packed": engine.name.endswith(PACKED)}
-        engine.ask({"setting": {**dataclasses.asdict(setting), **ways}})
-    return found
-
-
-def measure(
-    batch: Batch, all_engines: Mapping[str, EngineProcess], repeats: int, advance: Callable[[int], None]
-) -> dict[str, Any]:
-    """Let the engines take turns on a batch, the order turned by one in each round.
-
-    Raises:
-        SystemExit: Two engines generated different tokens in float32.
-    """
+def measure(batch: Batch, engines: Engines, repeats: int, advance: Callable[[int], object]) -> dict[str, Any]:
+    """Let the engines that serve a batch take turns on it."""
     path = models.path_of(batch.model)
-    vocab_size = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    engines = load(batch, path, all_engines)
-    found: dict[str, dict[str, list[float]]] = {engine.name: {} for engine in engines}
-    for repeat, order in rounds(engines, repeats, warm_up=True):
-        prompts, tokens = batch.prompts(repeat, vocab_size), {}
-        num_new_tokens = batch.num_new_tokens
+    vocab_size = config_of(path)["vocab_size"]
+    engines = {name: engines[name] for name in batch.systems if name in engines}
+    memory = parse_bytes(batch.memory)
+    load(engines, Setting(path=str(path), dtype=batch.dtype, memory=memory, max_num_seqs=batch.num_prompts))
+
+    def ask(repeat: int) -> Asked:
+        prompts = batch.prompts(repeat, vocab_size)
         if repeat < 0:
-            prompts, num_new_tokens = prompts[:WARM_PROMPTS], WARM_TOKENS
-        for engine in order:
-            served = engine.ask({"prompts": prompts, "num_new_tokens": num_new_tokens})
-            tokens[engine.name] = served.pop("tokens")
-            if repeat >= 0:
-                for name, value in _figures(batch, served).items():
-                    found[engine.name].setdefault(name, []).append(value)
-        for name, theirs in tokens.items():
-            equal = sum(map(list.__eq__, theirs, tokens[KVFRAME])) / len(prompts)
-            if batch.dtype == "float32" and equal < 1:
-                sys.exit(f"{batch.name}: {name} and {KVFRAME} generate the same for {equal:.0%} of the prompts")
-            if repeat >= 0:
-                found[name].setdefault("equal_prompts", []).append(equal)
-        advance(1)
-    for figures in found.values():
+            return {"prompts": prompts[:WARM_PROMPTS], "num_new_tokens": WARM_TOKENS}
+        return {"prompts": prompts, "num_new_tokens": batch.num_new_tokens}
+
+    served = serve_by_turns(batch.name, engines, repeats, ask, advance, are_equal=batch.dtype == "float32")
+    found = {name: in_columns(_figures(batch, each) for each in rounds) for name, rounds in served.items()}
+    for each in found.values():
         if VLLM in found:
-            figures["times_as_fast_as_vllm"] = ratios(found[VLLM]["seconds"], figures["seconds"])
-            if "host_ms" in figures:
-                figures["host_beside_vllm"] = ratios(figures["host_ms"], found[VLLM]["host_ms"])
+            each["times_as_fast_as_vllm"] = ratios(found[VLLM]["seconds"], each["seconds"])
+            if "host_ms" in each:
+                each["host_beside_vllm"] = ratios(each["host_ms"], found[VLLM]["host_ms"])
     return {"batch": attrs.asdict(batch), "systems": found}
 
 
@@ -115,10 +96,10 @@ def _figures(batch: Batch, served: Mapping[str, Any]) -> dict[str, float]:
     if "steps" in served:
         found["prompts_attention"] = served["first_attention_seconds"] / served["first_seconds"]
         found |= {f"{part}_ms": 1e3 * statistics.median(times) for part, times in served["steps"].items()}
-    return {name: value for name, value in found.items() if value}
+    return {**{name: value for name, value in found.items() if value}, "equal_prompts": served["equal_prompts"]}
 
 
-COLUMNS = {
+COLUMNS: dict[str, Column] = {
     "generated_per_second": ("generated tokens/s", "{:,.0f}"),
     "times_as_fast_as_vllm": ("times as fast as vLLM", "{:.2f}"),
     "prompts_per_second": ("prompt tokens/s", "{:,.0f}"),
@@ -130,7 +111,7 @@ COLUMNS = {
     "host_beside_vllm": ("as a share of vLLM's", "{:.2f}"),
     "equal_prompts": ("prompts with kvframe's tokens", "{:.2f}"),
 }
-"""The columns of a table: the figure, its head, and how a number is written."""
+"""The columns of a table, by the name of the figure."""
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -146,11 +127,7 @@ def write_report(record: Mapping[str, Any]) -> str:
             f"Model `{batch['model']}` in {batch['dtype']}; {batch['num_prompts']} prompts of {batch['shortest']} "
             f"tokens, {batch['num_new_tokens']} new tokens each."
         )
-        rows = [
-            (system, *(spread(figures.get(figure, ()), form) for figure, (_, form) in COLUMNS.items()))
-            for system, figures in measured["systems"].items()
-        ]
-        parts += [f"## {name}", words, table(("", *(head for head, _ in COLUMNS.values())), rows), _rest(measured)]
+        parts += [f"## {name}", words, figures(measured["systems"], COLUMNS), _rest(measured)]
     return page(*parts)
 
 
@@ -183,10 +160,9 @@ def _rest(measured: Mapping[str, Any]) -> str:
 def main(repeats: int, threads: int, workloads: Sequence[Batch], peer: Path) -> dict[str, Any]:
     """Measure whole engines on batches, all systems by turns, and write one JSON file and one page."""
     models.silence_transformers()
-    names = dict.fromkeys(name for batch in workloads for name in batch.systems)
-    arguments = {name: ("benchmarks.engine.worker", name.partition(",")[0].lower()) for name in names}
+    systems = [name for batch in workloads for name in batch.systems]
     with (
-        start_engines(arguments, peer, threads=threads, variables=KEEPS_MEMORY) as engines,
+        start_servers(systems, threads, peer, KEEPS_MEMORY) as engines,
         progress("measuring", len(workloads) * (repeats + 1)) as advance,
     ):
         found = {batch.name: measure(batch, engines, repeats, advance) for batch in workloads}

@@ -5,7 +5,6 @@ The README of benchmarks says how.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,27 @@ from typing import Any
 import attrs
 import torch
 
-from benchmarks.engine.peers import load_plain
+from benchmarks.engine.serving import (
+    KVFRAME,
+    LOOKUP,
+    NGRAM,
+    TRANSFORMERS,
+    Asked,
+    Engines,
+    load,
+    serve_by_turns,
+    start_servers,
+)
+from benchmarks.engine.stepping import Setting
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.process import timed
-from benchmarks.harness.record import benchmark, progress, ratios, rounds
-from kvframe import Engine, SamplingParams, Stack
+from benchmarks.harness.pages import Column, figures, heading, medians, page
+from benchmarks.harness.record import benchmark, progress, ratios
 
 LOOKUP_TOKENS = 8
 """Tokens that both ``ngram`` and transformers' prompt lookup propose at most."""
-PLAIN, NGRAM = "kvframe", "kvframe, ngram"
-GENERATE, LOOKUP = "transformers generate()", "transformers, prompt lookup"
-Prompts = Sequence[Sequence[int]]
+PLAIN, WITH_NGRAM = KVFRAME, KVFRAME + NGRAM
+GENERATE, WITH_LOOKUP = "transformers generate()", TRANSFORMERS + LOOKUP
+SYSTEMS = (PLAIN, WITH_NGRAM, GENERATE, WITH_LOOKUP)
 
 
 @attrs.frozen(kw_only=True)
@@ -80,66 +88,28 @@ TEXTS = (
 BATCHES = (1, 8, 32)
 
 
-def make_engine(path: Path, **engine: Any) -> Engine:
-    """Return an engine with the stack's defaults but for the memory."""
-    tables = {"cache": {"memory": "64MiB", "prefix_caching": False}, "engine": engine}
-    return Engine.from_pretrained(path, stack=Stack.from_mapping(tables))
+def measure(
+    text: Text, engines: Engines, path: Path, batch: int, repeats: int, advance: Callable[[int], object]
+) -> dict[str, Any]:
+    """Let all systems take turns on the same prompts."""
+    engines = {name: engine for name, engine in engines.items() if not text.temperature or name in (PLAIN, WITH_NGRAM)}
+    setting = Setting(path=str(path), memory=64 << 20, max_num_seqs=64, temperature=text.temperature)
+    load(engines, setting, max_drafts=LOOKUP_TOKENS)
 
+    def ask(repeat: int) -> Asked:
+        return {"prompts": text.prompts(repeat, batch), "num_new_tokens": text.num_new_tokens}
 
-def measure(text: Text, path: Path, batch: int, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Run all systems on the same prompts by turns.
-
-    Raises:
-        SystemExit: Two systems generated different tokens.
-    """
-    plain = load_plain(path)
-    drafts = {"name": "ngram", "max_drafts": LOOKUP_TOKENS}
-    with make_engine(path) as without, make_engine(path, drafts=drafts) as with_drafts:
-        params = SamplingParams(
-            max_new_tokens=text.num_new_tokens, ignore_eos=True, temperature=text.temperature, seed=0
-        )
-
-        def serve(engine: Engine, prompts: Prompts) -> list[list[int]]:
-            return [list(output.token_ids) for output in engine.generate(prompts, params)]
-
-        def generate(prompts: Prompts, **settings: Any) -> list[list[int]]:
-            # Prompt lookup takes one prompt at a time; prompts of one length need no padding.
-            rows = [[prompt] for prompt in prompts] if settings else [prompts]
-            found: list[list[int]] = []
-            for row in rows:
-                ids = torch.tensor(row)
-                made = plain.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=text.num_new_tokens, **settings
-                )
-                found += made[:, ids.shape[1] :].tolist()
-            return found
-
-        systems: list[tuple[str, Callable[[Prompts], list[list[int]]]]] = [
-            (PLAIN, lambda prompts: serve(without, prompts)),
-            (NGRAM, lambda prompts: serve(with_drafts, prompts)),
-            (GENERATE, generate),
-            (LOOKUP, lambda prompts: generate(prompts, prompt_lookup_num_tokens=LOOKUP_TOKENS)),
-        ][: 2 if text.temperature else 4]
-        seconds: dict[str, list[float]] = {name: [] for name, _ in systems}
-        for repeat, order in rounds(systems, repeats, warm_up=True):
-            prompts = text.prompts(repeat, batch)
-            outputs = {}
-            for name, run in order:
-                took, outputs[name] = timed(lambda: run(prompts))  # noqa: B023
-                if repeat >= 0:
-                    seconds[name].append(took)
-            different = [name for name, tokens in outputs.items() if tokens != outputs[PLAIN]]
-            # A number that lies at the border of two tokens may sample the other one in another batch.
-            if different and not text.temperature:
-                sys.exit(f"{text.name}, {batch}: {', '.join(different)} and {PLAIN} gave different tokens")
-            advance(1)
-        stats = with_drafts.stats()
+    # A number that lies at the border of two tokens may sample the other one in another batch.
+    are_equal = not text.temperature
+    served = serve_by_turns(f"{text.name}, {batch}", engines, repeats, ask, advance, are_equal=are_equal)
     num_tokens = batch * text.num_new_tokens
+    seconds = {name: [each["seconds"] for each in rounds] for name, rounds in served.items()}
     return {
         "tokens_per_second": {name: [num_tokens / took for took in times] for name, times in seconds.items()},
-        "times_as_fast": {name: ratios(times, seconds[NGRAM]) for name, times in seconds.items() if name != NGRAM},
-        "draft_tokens": stats.draft_tokens,
-        "accepted_draft_tokens": stats.accepted_draft_tokens,
+        "times_as_fast": {
+            name: ratios(times, seconds[WITH_NGRAM]) for name, times in seconds.items() if name != WITH_NGRAM
+        },
+        **{name: served[WITH_NGRAM][-1][name] for name in ("draft_tokens", "accepted_draft_tokens")},
     }
 
 
@@ -154,20 +124,21 @@ def write_report(record: Mapping[str, Any]) -> str:
     for name, batches in record["texts"].items():
         what = next(text.what for text in TEXTS if text.name == name)
         parts.append(f"## {name}\n\nPrompts are {what}. Aim: {aims[name]} times as fast as without drafts.")
-        peers = [peer for peer in (PLAIN, GENERATE, LOOKUP) if peer in next(iter(batches.values()))["times_as_fast"]]
-        rows = []
-        for batch, measured in batches.items():
-            share = measured["accepted_draft_tokens"] / max(1, measured["draft_tokens"])
-            rows.append(
-                (
-                    batch,
-                    spread(measured["tokens_per_second"][NGRAM], "{:,.0f}"),
-                    *(spread(measured["times_as_fast"][peer], "{:.2f}") for peer in peers),
-                    f"{share:.0%} of {measured['draft_tokens']:,}",
-                )
-            )
-        columns = ("requests", "ngram, tokens/s", *(f"times as fast as {each}" for each in peers))
-        parts.append(table((*columns, "drafts accepted"), rows))
+        rows = {
+            batch: {
+                "ngram": measured["tokens_per_second"][WITH_NGRAM],
+                **measured["times_as_fast"],
+                "accepted": f"{measured['accepted_draft_tokens'] / max(1, measured['draft_tokens']):.0%} of "
+                f"{measured['draft_tokens']:,}",
+            }
+            for batch, measured in batches.items()
+        }
+        peers = [name for name in SYSTEMS if name in next(iter(rows.values()))]
+        columns: dict[str, Column] = {
+            "ngram": ("ngram, tokens/s", "{:,.0f}"),
+            **{name: (f"times as fast as {name}", "{:.2f}") for name in peers},
+        }
+        parts.append(figures(rows, {**columns, "accepted": ("drafts accepted", "{}")}, "requests"))
     return page(*parts)
 
 
@@ -177,12 +148,14 @@ def write_report(record: Mapping[str, Any]) -> str:
 @options.choose("--text", "texts", TEXTS)
 def main(repeats: int, threads: int, texts: Sequence[Text]) -> dict[str, Any]:
     """Measure texts that repeat themselves and texts that do not, at several numbers of requests."""
-    models.silence_transformers()
     found: dict[str, Any] = {}
-    with progress("measuring", len(texts) * len(BATCHES) * (repeats + 1)) as advance:
+    with (
+        start_servers(SYSTEMS, threads) as engines,
+        progress("measuring", len(texts) * len(BATCHES) * (repeats + 1)) as advance,
+    ):
         for text in texts:
             path = models.path_of("bench-llama-tiny" if text is TINY else "demo")
-            found[text.name] = {str(batch): measure(text, path, batch, repeats, advance) for batch in BATCHES}
+            found[text.name] = {str(each): measure(text, engines, path, each, repeats, advance) for each in BATCHES}
     return {"repeats": repeats, "texts": found}
 
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
-from transformers import AutoConfig
 
-from benchmarks.engine.peers import ContinuousBatching, KVFrame, PaddedGenerate, System
+from benchmarks.engine.serving import (
+    CONTINUOUS,
+    KVFRAME,
+    Asked,
+    Engines,
+    config_of,
+    load,
+    serve_by_turns,
+    start_servers,
+)
+from benchmarks.engine.stepping import Setting
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.process import timed
-from benchmarks.harness.record import benchmark, progress, ratios, rounds
+from benchmarks.harness.pages import figures, heading, medians, page, spread, table
+from benchmarks.harness.record import benchmark, progress, ratios
+from kvframe.loading.checks import parse_bytes
 
-PAGE_SIZE = 16
-
-
+GENERATE = "transformers generate()"
 DEMO: dict[str, Any] = {"model": "demo", "memory": "64MiB", "num_prompts": 32, "num_new_tokens": 64}
 LLAMA: dict[str, Any] = {"model": "bench-llama-32m", "memory": "256MiB", "num_prompts": 16, "num_new_tokens": 32}
 TINY: dict[str, Any] = {"model": "bench-llama-tiny", "memory": "8MiB", "num_prompts": 4, "num_new_tokens": 8}
@@ -34,89 +39,52 @@ WORKLOADS = (
 )
 
 
-def measure_throughput(workload: Workload, path: Path, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Run all systems on the same batches, the order turned by one at each repeat.
+def measure_throughput(
+    workload: Workload, engines: Engines, vocab_size: int, repeats: int, advance: Callable[[int], object]
+) -> dict[str, Any]:
+    """Let all systems take turns on the same batches."""
 
-    Raises:
-        SystemExit: Two systems generated different tokens.
-    """
-    config = AutoConfig.from_pretrained(path)
-    most = workload.num_prompts * (workload.prefix + workload.longest + workload.num_new_tokens + PAGE_SIZE)
-    sharing = workload.prefix > 0
-    systems: list[System] = [
-        KVFrame(path, memory=workload.memory, prefix_caching=sharing),
-        PaddedGenerate(path),
-        ContinuousBatching(path, num_tokens=most, page_size=PAGE_SIZE, prefix_caching=sharing),
-    ]
-    seconds: dict[str, list[float]] = {system.name: [] for system in systems}
-    dense_bytes = 0
-    try:
-        for repeat, order in rounds(systems, repeats, warm_up=True):
-            prompts = workload.prompts(repeat, config.vocab_size)
-            outputs = {}
-            for system in order:
-                took, outputs[system.name] = timed(lambda: system.generate(prompts, workload.num_new_tokens))  # noqa: B023
-                if repeat >= 0:
-                    seconds[system.name].append(took)
-            _check_equal(workload, outputs)
-            longest = max(map(len, prompts)) + workload.num_new_tokens
-            dense_bytes = max(dense_bytes, workload.num_prompts * longest * _bytes_per_token(config))
-            advance(1)
-        cache_bytes = {system.name: system.cache_bytes() for system in systems}
-    finally:
-        for system in systems:
-            system.close()
+    def ask(repeat: int) -> Asked:
+        return {"prompts": workload.prompts(repeat, vocab_size), "num_new_tokens": workload.num_new_tokens}
+
+    served = serve_by_turns(workload.name, engines, repeats, ask, advance)
     num_tokens = workload.num_prompts * workload.num_new_tokens
+    speeds = {name: [num_tokens / each["seconds"] for each in rounds] for name, rounds in served.items()}
     return {
-        "tokens_per_second": {name: [num_tokens / took for took in times] for name, times in seconds.items()},
-        "cache_bytes": cache_bytes,
-        "dense_bytes": dense_bytes,
+        "tokens_per_second": speeds,
+        "cache_bytes": {name: rounds[-1]["cache_bytes"] for name, rounds in served.items()},
         "tokens_equal": True,
+        "times_as_fast": summarise(speeds),
     }
 
 
-def _check_equal(workload: Workload, outputs: dict[str, list[list[int]]]) -> None:
-    expected = outputs[PaddedGenerate.name]
-    for name, tokens in outputs.items():
-        different = [index for index, (mine, theirs) in enumerate(zip(tokens, expected, strict=True)) if mine != theirs]
-        if different:
-            sys.exit(f"{workload.name}: {name} differs from {PaddedGenerate.name} in prompts {different}")
+def dense_bytes(workload: Workload, config: Mapping[str, Any], vocab_size: int, repeats: int) -> int:
+    """Return the bytes of the largest batch if every layer keeps every token in float32, in one padded tensor."""
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    of_token = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_size * 4
+    longest = max(len(prompt) for repeat in range(-1, repeats) for prompt in workload.prompts(repeat, vocab_size))
+    return int(workload.num_prompts * (longest + workload.num_new_tokens) * of_token)
 
 
-def _bytes_per_token(config: Any) -> int:
-    """Return the bytes of one token's float32 keys and values in every layer."""
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head_size * 4)
-
-
-def measure_first_token(workload: Workload, path: Path, repeats: int) -> dict[str, list[float]]:
+def measure_first_token(workload: Workload, engines: Engines, vocab_size: int, repeats: int) -> dict[str, list[float]]:
     """Time one prompt's first token: in transformers, in kvframe, and there again after a prefix served before."""
-    vocab_size = AutoConfig.from_pretrained(path).vocab_size
-    ours, theirs = KVFrame(path, memory=workload.memory, prefix_caching=True), PaddedGenerate(path)
-    names = (theirs.name, ours.name, "kvframe, prefix served before")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    try:
-        for repeat in range(-1, repeats):
-            first, second = workload.prompts(repeat, vocab_size)[:2]
-            took = (
-                timed(lambda: theirs.generate([first], 1)),  # noqa: B023
-                timed(lambda: ours.generate([first], 1)),  # noqa: B023
-                timed(lambda: ours.generate([second], 1)),  # noqa: B023
-            )
-            if took[0][1] != took[1][1] or took[2][1] != theirs.generate([second], 1):
-                sys.exit(f"{workload.name}: the first token differs")
-            if repeat >= 0:
-                for times, (each, _) in zip(seconds.values(), took, strict=True):
-                    times.append(each)
-    finally:
-        ours.close()
+    seconds: dict[str, list[float]] = {name: [] for name in (GENERATE, KVFRAME, "kvframe, prefix served before")}
+    for repeat in range(-1, repeats):
+        first, second = ({"prompts": [each], "num_new_tokens": 1} for each in workload.prompts(repeat, vocab_size)[:2])
+        served = [engines[name].ask(each) for name, each in ((GENERATE, first), (KVFRAME, first), (KVFRAME, second))]
+        expected = [served[0]["tokens"]] * 2 + [engines[GENERATE].ask(second)["tokens"]]
+        if [each["tokens"] for each in served] != expected:
+            sys.exit(f"{workload.name}: the first token differs")
+        if repeat >= 0:
+            for times, each in zip(seconds.values(), served, strict=True):
+                times.append(each["seconds"])
     return seconds
 
 
 def summarise(speeds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return, for each peer, the median over the repeats of how many times as fast kvframe was on the same batch."""
-    own = speeds[KVFrame.name]
-    return {name: statistics.median(ratios(own, each)) for name, each in speeds.items() if name != KVFrame.name}
+    own = speeds[KVFRAME]
+    return {name: statistics.median(ratios(own, each)) for name, each in speeds.items() if name != KVFRAME}
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -125,9 +93,8 @@ def write_report(record: Mapping[str, Any]) -> str:
     parts = [heading("Generating: kvframe and transformers", record, medians(record), note)]
     for name, measured in record["workloads"].items():
         parts += [f"## {name}", _batch(measured), _speeds(measured)]
-        times = measured.get("first_token_seconds", {})
-        rows = [(system, spread(each, "{:,.1f}", scale=1000)) for system, each in times.items()]
-        parts.append(table(("one request alone", "time to its first token, ms"), rows))
+        times = {system: {"seconds": each} for system, each in measured.get("first_token_seconds", {}).items()}
+        parts.append(figures(times, {"seconds": ("time to its first token, ms", "{:,.1f}", 1000)}, "one request alone"))
     return page(*parts)
 
 
@@ -157,16 +124,28 @@ def _speeds(measured: Mapping[str, Any]) -> str:
 @options.choose("--workload", "workloads", WORKLOADS)
 def main(repeats: int, threads: int, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
-    models.silence_transformers()
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it asks for packages it can do without
-    found: dict[str, Any] = {}
-    with progress("measuring", len(workloads) * (repeats + 1)) as advance:
+    systems, found = (KVFRAME, GENERATE, CONTINUOUS), dict[str, Any]()
+    with (
+        start_servers(systems, threads) as engines,
+        progress("measuring", len(workloads) * (repeats + 1)) as advance,
+    ):
         for workload in workloads:
             path = models.path_of(workload.model)
-            measured = measure_throughput(workload, path, repeats, advance)
-            measured["times_as_fast"] = summarise(measured["tokens_per_second"])
+            config = config_of(path)
+            vocab_size = config["vocab_size"]
+            setting = Setting(
+                path=str(path),
+                memory=parse_bytes(workload.memory),
+                max_num_seqs=workload.num_prompts,
+                max_model_len=workload.prefix + workload.longest + workload.num_new_tokens,
+                prefix_caching=workload.prefix > 0,
+            )
+            load(engines, setting)
+            measured = measure_throughput(workload, engines, vocab_size, repeats, advance)
+            measured["dense_bytes"] = dense_bytes(workload, config, vocab_size, repeats)
             if workload.prefix:
-                measured["first_token_seconds"] = measure_first_token(workload, path, repeats)
+                load(engines, setting)
+                measured["first_token_seconds"] = measure_first_token(workload, engines, vocab_size, repeats)
             found[workload.name] = {"batch": attrs.asdict(workload), "model": path.name, **measured}
     return {"repeats": repeats, "workloads": found}
 

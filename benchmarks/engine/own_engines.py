@@ -1,17 +1,17 @@
-"""kvframe's engine and transformers' ``generate()``, for processes that serve batches."""
+"""kvframe's engine, and the two ways in which transformers serves a batch, for processes that serve batches."""
 
 from __future__ import annotations
 
+import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StoppingCriteria
 
-from benchmarks.engine.peers import load_plain
 from benchmarks.engine.stepping import (
     MAX_NUM_BATCHED_TOKENS,
+    Answers,
     BatchEngine,
     Prompts,
     Served,
@@ -23,24 +23,31 @@ from benchmarks.harness.models import silence_transformers
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.attention.layer import AttentionLayer
 
+PAGE_SIZE = 16
+"""Tokens of a page in transformers' continuous batching."""
+
 
 class KVFrame(SteppedEngine):
-    """The default stack without prefix caching."""
+    """The default stack with a cache of a fixed size."""
 
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
         super().__init__()
         silence_transformers()
-        cache = {"memory": setting.memory, "prefix_caching": False}
         engine = {
             "dtype": setting.dtype,
             "compile": setting.is_compiled,
             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
             "max_num_seqs": setting.max_num_seqs,
+            **({"drafts": {"name": "ngram", "max_drafts": setting.max_drafts}} if setting.max_drafts else {}),
         }
-        plugin = {"transformers": {"pack_weights": setting.is_packed}}
-        stack = Stack.from_mapping({"cache": cache, "engine": engine, "plugin": plugin})
-        self._engine = Engine.from_pretrained(setting.path, stack=stack)
+        tables = {
+            "cache": {"memory": setting.memory, "prefix_caching": setting.prefix_caching},
+            "engine": engine,
+            "plugin": {"transformers": {"pack_weights": setting.is_packed}},
+        }
+        self._engine = Engine.from_pretrained(setting.path, stack=Stack.from_mapping(tables))
+        self._sampling: dict[str, Any] = {"ignore_eos": True, "temperature": setting.temperature, "seed": 0}
         self._numbers: dict[str, int] = {}
         adapter: Any = self._engine.model
         self.model_clock.watch(*((adapter, "compiled") if setting.is_compiled else (adapter.model, "forward")))
@@ -48,7 +55,7 @@ class KVFrame(SteppedEngine):
 
     def add(self, prompts: Prompts, num_new_tokens: int) -> None:
         """Add the requests."""
-        params = SamplingParams(max_new_tokens=num_new_tokens, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=num_new_tokens, **self._sampling)
         self._numbers = {self._engine.add_request(prompt, params): index for index, prompt in enumerate(prompts)}
 
     def has_unfinished(self) -> bool:
@@ -57,11 +64,31 @@ class KVFrame(SteppedEngine):
 
     def step(self) -> list[tuple[int, list[int]]]:
         """Do a step."""
-        return [(self._numbers[each.request_id], list(each.new_token_ids)) for each in self._engine.step()]
+        outputs = self._engine.step()
+        assert all(each.error is None for each in outputs), [each.error for each in outputs]
+        return [(self._numbers[each.request_id], list(each.new_token_ids)) for each in outputs]
+
+    def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
+        """Serve a batch; the bytes, and the drafts, are those since the model was loaded."""
+        served = super().serve(prompts, num_new_tokens)
+        stats = self._engine.stats()
+        drafts = {"draft_tokens": stats.draft_tokens, "accepted_draft_tokens": stats.accepted_draft_tokens}
+        return {**served, "cache_bytes": stats.peak_bytes_held, **drafts}
 
     def close(self) -> None:
         """Detach the model."""
         self._engine.close()
+
+
+class Transformers(BatchEngine):
+    """A model as transformers loads it by default, with no end tokens, so that every request is equally long."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Load a model."""
+        silence_transformers()
+        dtype = getattr(torch, setting.dtype)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(setting.path, dtype=dtype).eval()
+        self._model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
 class FirstToken(StoppingCriteria):
@@ -81,28 +108,80 @@ class FirstToken(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-class Transformers(BatchEngine):
-    """``generate()`` on the whole batch, whose prompts have one length."""
+class Generate(Transformers):
+    """``model.generate()``: one batch, padded on the left to the longest prompt; with drafts, prompt by prompt."""
 
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
-        silence_transformers()
-        self._model = load_plain(Path(setting.path), getattr(torch, setting.dtype))
+        super().__init__(setting)
+        self._options = {"prompt_lookup_num_tokens": setting.max_drafts} if setting.max_drafts else {}
 
     def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
         """Serve a batch."""
-        first = FirstToken()
+        tokens: list[list[int]] = []
         start, cpu = time.perf_counter(), cpu_seconds()
-        input_ids = torch.tensor(prompts)
-        output = self._model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=num_new_tokens,
-            stopping_criteria=[first],
-        )
+        # Prompt lookup takes one prompt at a time.
+        for batch in [[prompt] for prompt in prompts] if self._options else [prompts]:
+            first, longest = FirstToken(), max(map(len, batch))
+            output = self._model.generate(
+                torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in batch]),
+                attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch]),
+                max_new_tokens=num_new_tokens,
+                stopping_criteria=[first],
+                return_dict_in_generate=True,
+                **self._options,
+            )
+            tokens += output.sequences[:, longest:].tolist()
         return {
-            "tokens": output[:, input_ids.shape[1] :].tolist(),
+            "tokens": tokens,
             "seconds": time.perf_counter() - start,
             "first_seconds": first.time - start,
             "cpu_seconds": cpu_seconds() - cpu,
+            "cache_bytes": sum(
+                state.nbytes for layer in output.past_key_values.layers for state in (layer.keys, layer.values)
+            ),
         }
+
+
+class ContinuousBatching(Transformers):
+    """transformers' own continuous batching, its manager kept alive between batches."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Load a model; the manager starts with the first batch."""
+        super().__init__(setting)
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # of packages it can do without
+        config = ContinuousBatchingConfig(
+            page_size=PAGE_SIZE,
+            num_blocks=setting.max_num_seqs * -(-setting.max_model_len // PAGE_SIZE + 1),
+            max_batch_tokens=MAX_NUM_BATCHED_TOKENS,
+            allow_block_sharing=setting.prefix_caching,
+        )
+        self._running = self._model.continuous_batching_context_manager(
+            generation_config=self._model.generation_config, continuous_batching_config=config, warmup=False
+        )
+        self._manager = self._running.__enter__()
+
+    def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
+        """Add the requests and wait for all results."""
+        start, cpu = time.perf_counter(), cpu_seconds()
+        names = self._manager.add_requests(inputs=[list(prompt) for prompt in prompts], max_new_tokens=num_new_tokens)
+        found: dict[str, list[int]] = {}
+        while len(found) < len(names):
+            result = self._manager.get_result(timeout=1)
+            if result is None:
+                assert self._manager.is_running(), "the generation thread ended"
+            elif result.is_finished():
+                assert result.error is None, result.error
+                found[result.request_id] = list(result.generated_tokens)
+        seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu}
+        return {"tokens": [found[name] for name in names], **seconds, "cache_bytes": None}
+
+    def close(self) -> None:
+        """Stop the manager's thread."""
+        self._running.__exit__(None, None, None)
+
+
+def load(system: str) -> tuple[dict[str, str], Answers]:
+    """Return the versions that a system's figures depend on, and what answers questions."""
+    engines = {"kvframe": KVFrame, "transformers continuous batching": ContinuousBatching}
+    return Answers.of(engines.get(system, Generate), system.partition(" ")[0])

@@ -14,8 +14,8 @@ import attrs
 
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import heading, medians, page, spread, table
-from benchmarks.harness.record import benchmark, progress, ratios, rounds
+from benchmarks.harness.pages import Column, figures, heading, medians, page
+from benchmarks.harness.record import benchmark, by_turns, progress, ratios
 from kvframe import Engine, SamplingParams, Stack
 
 WRAPPER = "decode_only"
@@ -135,18 +135,17 @@ def measure(workload: Workload, repeats: int, advance: Callable[[int], None]) ->
     """
     path = models.path_of(workload.model)
     systems = {name: System(workload, path, skipping=name == "on") for name in ("off", "on")}
-    found: dict[str, list[Prefill]] = {name: [] for name in systems}
+    some, found = systems["off"], dict[str, list[Prefill]](off=[], on=[])
+
+    def run(name: str, repeat: int) -> Prefill:
+        return systems[name].run(*workload.prompts(repeat, some.vocab_size))
+
     try:
-        some = systems["off"]
-        for repeat, order in rounds(("off", "on"), repeats, warm_up=True):
-            (prompt,) = workload.prompts(repeat, some.vocab_size)
-            runs = {name: systems[name].run(prompt) for name in order}
+        for repeat, runs in by_turns([*systems], repeats, run, advance, warm_up=True):
             if runs["on"].token != runs["off"].token:
                 sys.exit(f"{workload.name}: the tokens of repeat {repeat} differ with prefill skipping on and off")
-            if repeat >= 0:
-                for name, run in runs.items():
-                    found[name].append(run)
-            advance(1)
+            for name, each in runs.items():
+                found[name] += [each] if repeat >= 0 else []
     finally:
         for system in systems.values():
             system.close()
@@ -193,7 +192,7 @@ def write_report(record: Mapping[str, Any]) -> str:
     note = "float32, the first token is equal in every repeat."
     parts = [heading("Prefill skipping: on and off", record, medians(record), note)]
     for name, measured in record["workloads"].items():
-        parts += [f"## {name}", _shape(measured), _seconds(measured), _predictions(measured)]
+        parts += [f"## {name}", _shape(measured), _seconds(measured), figures(measured["clocks"], PREDICTIONS)]
     published = (
         "Published, on a GPU: in vLLM pull request 19719, with Qwen2 and a prompt of 8,192 tokens, the second group of "
         "layers takes 9.7 ms with skipping and 16.6 ms without, 0.58."
@@ -212,21 +211,24 @@ def _shape(measured: Mapping[str, Any]) -> str:
 
 
 def _seconds(measured: Mapping[str, Any]) -> str:
-    rows = []
-    for clock, figures in measured["clocks"].items():
-        for title, part in (("trailing layers", "trailing"), ("whole prefill", "whole")):
-            times = figures["seconds"][part]
-            shown = [spread(times[name], "{:,.1f}", scale=1000) for name in ("off", "on")]
-            rows.append((f"{title}, {clock}", *shown, f"{figures[f'{part}_ratio']:.3f}"))
-    return table(("", "off, ms", "on, ms", "on is … of off"), rows)
+    rows = {
+        f"{title}, {clock}": {**clocked["seconds"][part], "ratio": clocked[f"{part}_ratio"]}
+        for clock, clocked in measured["clocks"].items()
+        for title, part in (("trailing layers", "trailing"), ("whole prefill", "whole"))
+    }
+    columns: dict[str, Column] = {
+        "off": ("off, ms", "{:,.1f}", 1000),
+        "on": ("on, ms", "{:,.1f}", 1000),
+        "ratio": ("on is … of off", "{:.3f}"),
+    }
+    return figures(rows, columns)
 
 
-def _predictions(measured: Mapping[str, Any]) -> str:
-    rows = [
-        (clock, *(f"{figures[key]:.2f}" for key in ("trailing_share", "predicted_whole_ratio", "whole_ratio")))
-        for clock, figures in measured["clocks"].items()
-    ]
-    return table(("", "trailing layers' share, off", "so of the whole is left", "measured"), rows)
+PREDICTIONS: dict[str, Column] = {
+    "trailing_share": ("trailing layers' share, off", "{:.2f}"),
+    "predicted_whole_ratio": ("so of the whole is left", "{:.2f}"),
+    "whole_ratio": ("measured", "{:.2f}"),
+}
 
 
 @benchmark("skipping", write_report)

@@ -1,13 +1,15 @@
-"""Serves a batch step by step, and takes the times of it. Of what an engine's environment has, it needs nothing."""
+"""Serves batches step by step, and takes the times of it. Of what an engine's environment has, it needs nothing."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, Self
 
 Prompts = Sequence[Sequence[int]]
 Served = dict[str, Any]
@@ -22,17 +24,25 @@ class Setting:
 
     Attributes:
         path: The checkpoint's folder.
-        dtype: Of weights, keys and values.
         memory: Of the cache, in bytes.
         max_num_seqs: The most requests at a time.
+        max_model_len: Tokens of the longest request, for an engine that has to know it.
+        dtype: Of weights, keys and values.
+        prefix_caching: Whether requests share blocks.
+        temperature: Of sampling; 0 for none.
+        max_drafts: The most draft tokens that are proposed, from the text before them.
         is_compiled: Whether the engine compiles the model, if it can.
         is_packed: Whether kvframe keeps packed copies of weights; vLLM always packs them.
     """
 
     path: str
-    dtype: str
     memory: int
     max_num_seqs: int
+    max_model_len: int = 0
+    dtype: str = "float32"
+    prefix_caching: bool = False
+    temperature: float = 0.0
+    max_drafts: int = 0
     is_compiled: bool = False
     is_packed: bool = False
 
@@ -75,8 +85,9 @@ class BatchEngine(ABC):
 
         Returns:
             ``tokens``; ``seconds`` of the whole and ``first_seconds`` until each request had a token; ``cpu_seconds``
-            of all threads. If the engine shows its steps, also ``first_attention_seconds``, those in attention until
-            then; and for ``steps`` in which every request got its next token the seconds of each, by ``STEP_PARTS``.
+            of all threads; engines of this environment also say the most ``cache_bytes``, None if it cannot be known.
+            If the engine shows its steps, also ``first_attention_seconds``, those in attention until each had a token;
+            and for ``steps`` in which every request got its next token the seconds of each, by ``STEP_PARTS``.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -139,3 +150,33 @@ def cpu_seconds() -> float:
     """Return the processor time of this process, all its threads, and its processes that have ended."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+class Answers:
+    """Answers to questions, with at most one model loaded in between."""
+
+    def __init__(self, make: Callable[[Setting], BatchEngine]) -> None:
+        """Start with no model.
+
+        Args:
+            make: Loads one.
+        """
+        self._make = make
+        self._engine: BatchEngine | None = None
+
+    @classmethod
+    def of(cls, make: Callable[[Setting], BatchEngine], package: str) -> tuple[dict[str, str], Self]:
+        """Return the versions of an engine's package and of torch, and what answers."""
+        return {name: version(name) for name in (package, "torch")}, cls(make)
+
+    def __call__(self, question: dict[str, Any]) -> Any:
+        """Load a model instead of the last one, or serve a batch."""
+        if "setting" in question:
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = None
+            gc.collect()
+            self._engine = self._make(Setting(**question["setting"]))
+            return None
+        assert self._engine is not None
+        return self._engine.serve(**question)

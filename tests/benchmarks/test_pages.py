@@ -53,12 +53,31 @@ def test_the_order_is_turned_by_one_in_each_round() -> None:
     assert [(0, [])] == [*record.rounds([], 1)]
 
 
+def test_each_round_says_what_each_side_did_in_the_order_of_the_sides() -> None:
+    done: list[tuple[str, int]] = []
+    found = [*record.by_turns("ab", 2, lambda side, number: done.append((side, number)) or number, warm_up=True)]
+    assert [("b", -1), ("a", -1), ("a", 0), ("b", 0), ("b", 1), ("a", 1)] == done
+    assert [(-1, ["a", "b"]), (0, ["a", "b"]), (1, ["a", "b"])] == [(number, [*sides]) for number, sides in found]
+    assert {"a": [0, 1], "b": [0, 1]} == record.in_columns(sides for number, sides in found if number >= 0)
+
+
 def test_ratios_are_of_the_same_round() -> None:
     assert [3.0, 0.5] == record.ratios([6.0, 2.0], [2.0, 4.0])
 
 
 def test_a_median_is_shown_with_its_range() -> None:
     assert "2.0 (1.0 to 6.0)" == pages.spread([0.001, 0.006, 0.002], "{:.1f}", scale=1000)
+
+
+def test_a_table_of_figures_shows_medians_numbers_and_text_and_says_what_is_missing() -> None:
+    rows = {"one": {"time": [0.001, 0.003, 0.002], "count": 2000, "how": "itself"}, "two": {"count": 1}}
+    columns = {"time": ("ms", "{:.0f}", 1000), "count": ("number", "{:,}"), "how": ("reads", "{}")}
+    assert pages.figures(rows, columns, "name", "none").splitlines() == [
+        "| name | ms | number | reads |",
+        "|---|---|---|---|",
+        "| one | 2 (1 to 3) | 2,000 | itself |",
+        "| two | none | 1 | none |",
+    ]
 
 
 def test_progress_adds_up_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
