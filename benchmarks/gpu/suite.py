@@ -25,7 +25,7 @@ from benchmarks.gpu.report import write_report
 from benchmarks.gpu.timing import measure_ceilings
 from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.machine import RESULTS, describe_machine
-from benchmarks.harness.record import write
+from benchmarks.harness.record import can_join, write
 from kvframe.loading.plugins import load_plugins
 
 
@@ -63,11 +63,8 @@ def main(budget: float, device: str, tiny: bool, names: tuple[str, ...], results
 
 
 def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with what an earlier one has besides, if it is of the same device, commit and libraries."""
-    same = ("device", "commit", "torch", "triton", "python")
-    if not before or any(before["machine"][key] != record["machine"][key] for key in same):
-        return record
-    if record["machine"]["commit"] == "unknown":
+    """Return a record with what an earlier one has besides, of other backends too, if they can be joined."""
+    if not before or not can_join(before, record):
         return record
     cases = dict(before["cases"])
     for name, case in record["cases"].items():

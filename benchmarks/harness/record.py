@@ -67,16 +67,21 @@ def benchmark(
     return decorate
 
 
-def join(before: Record, record: dict[str, Any], entry: str) -> dict[str, Any]:
-    """Return a record with what an earlier one measured besides; without it, unless both are of the same machine."""
+def can_join(before: Record, record: Record) -> bool:
+    """Return whether two records are of one machine, one known commit and the same versions."""
     machine, earlier = record["machine"], before["machine"]
-    varying = {"command", "date"}
-    if any(machine[key] != earlier[key] for key in {*machine} - varying) or set(record[entry]) >= set(before[entry]):
+    same = {*machine} - {"command", "date"}
+    return machine["commit"] != "unknown" and all(machine[key] == earlier.get(key) for key in same)
+
+
+def join(before: Record, record: dict[str, Any], entry: str) -> dict[str, Any]:
+    """Return a record with what an earlier one measured besides; without it, unless they can be joined."""
+    if not can_join(before, record) or set(record[entry]) >= set(before[entry]):
         return record
-    commands = dict.fromkeys((*earlier["command"].split("; "), machine["command"]))
+    commands = dict.fromkeys((*before["machine"]["command"].split("; "), record["machine"]["command"]))
     return {
         **record,
-        "machine": {**machine, "command": "; ".join(commands)},
+        "machine": {**record["machine"], "command": "; ".join(commands)},
         entry: {**before[entry], **record[entry]},
     }
 
