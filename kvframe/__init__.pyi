@@ -3,6 +3,7 @@
 from .attention.group import AttentionGroup as AttentionGroup
 from .attention.hosted import HostedLayers as HostedLayers
 from .attention.hosted import HostedStep as HostedStep
+from .attention.hosted_model import HostedModel as HostedModel
 from .attention.storage import KVCacheStorage as KVCacheStorage
 from .builtin.full_attention import FullAttentionSpec as FullAttentionSpec
 from .cache.block_pool import BlockPool as BlockPool
@@ -14,6 +15,7 @@ from .cache.events import CacheCleared as CacheCleared
 from .cache.input_index import InputSequence as InputSequence
 from .cache.keys import content_key as content_key
 from .cache.keys import prefix_key as prefix_key
+from .cache.live_blocks import LiveBlocks as LiveBlocks
 from .cache.manager import KVCacheManager as KVCacheManager
 from .cache.pins import Pin as Pin
 from .cache.stats import KVCacheStats as KVCacheStats

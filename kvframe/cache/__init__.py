@@ -13,5 +13,5 @@ Its files, in the order of the flow; each uses only those before it.
 - Requests that run: argument checks (``arguments``); blocks that forks share (``copy_on_write``); blocks are allocated
   (``allocation``); rows begin, run, release dead blocks and end (``coordinator``).
 - Requests in host memory, and saved prefixes that are restored: ``swap``.
-- What an engine calls: ``manager``.
+- What an engine calls: ``manager``; what the block manager of another engine asks: ``live_blocks``.
 """
