@@ -69,7 +69,7 @@ def tune(
     """
     import torch
 
-    from kvframe.engine.assembly import check_device
+    from kvframe.engine.running.device import check_device
     from kvframe.planning.groups import make_layer_specs
     from kvframe.planning.recognise import describe_model
     from kvframe.selection.select import select_backends

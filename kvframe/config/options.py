@@ -151,6 +151,8 @@ class EngineOptions:
         max_model_len: The most tokens of a request, prompt and output. Without it, the model's own limit.
         max_samples: The most samples that a request may ask for (``n``).
         max_stop_chars: The most characters of a request's stop strings, all of them together.
+        max_step_seconds: How long a step may take if several ranks compute it. If it has not ended by then, all ranks
+            end, with a sentence that names the rank which does not wait for another one, and the line it is in.
         device: Where the model runs (``"cpu"``, ``"cuda:0"``).
         dtype: The model's element type.
         self_check: Whether a model's packed run is compared with its own forward before it serves; an error names the
@@ -176,6 +178,7 @@ class EngineOptions:
     max_model_len: int | None = attrs.field(default=None, validator=WHOLE_OR_NONE)
     max_samples: int = attrs.field(default=128, validator=WHOLE)
     max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)
+    max_step_seconds: int = attrs.field(default=600, validator=WHOLE)
     device: str = attrs.field(default="cpu", validator=DEVICE)
     dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
     self_check: bool = attrs.field(default=True, validator=SWITCH)

@@ -24,6 +24,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.engine.ranks.agreement import agree
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
+from kvframe.engine.running.device import check_device
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
@@ -279,16 +280,3 @@ def adopt(
     found = adopt_model(model, tokenizer, registry)
     stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, device=found.device, dtype=found.dtype))
     return found.model, make_layer_specs(found.model.description, registry, stack, found.dtype), registry, stack
-
-
-def check_device(stack: Stack) -> None:
-    """Refuse a device that cannot be used, before a model is loaded.
-
-    Raises:
-        StackError: The stack names such a device.
-    """
-    try:
-        torch.empty(0, device=stack.engine.device)
-    except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
-        reason = str(error).strip().splitlines()[0]
-        raise StackError(f"{stack.source}: engine.device {stack.engine.device!r} cannot be used: {reason}") from error

@@ -132,7 +132,12 @@ class EngineCore(ABC, Generic[RequestT]):
         attach_model(assembly, layers, registry, self._runner.warm_up, has_ranks=ranks is not None)
         if isinstance(ranks, Leader):
             assert isinstance(self._runner, ModelRunner)
-            ranks.lead(self._runner, self._manager.tables, on_failed_step=self._turns.close)
+            ranks.lead(
+                self._runner,
+                self._manager.tables,
+                on_failed_step=self._turns.close,
+                max_step_seconds=stack.engine.max_step_seconds,
+            )
 
     def _check_model(self) -> None:
         """Raise a ``ModelError`` for a model that this kind of engine cannot serve."""
@@ -216,7 +221,13 @@ class EngineCore(ABC, Generic[RequestT]):
             engine = cls(model, layers, registry=registry, stack=stack, ranks=ranks, **options)
             if isinstance(ranks, Follower):
                 assert isinstance(engine._runner, ModelRunner)
-                ranks.follow(engine._runner, engine._manager.tables, engine._storage, engine._host)
+                ranks.follow(
+                    engine._runner,
+                    engine._manager.tables,
+                    engine._storage,
+                    engine._host,
+                    max_step_seconds=stack.engine.max_step_seconds,
+                )
         if isinstance(ranks, Follower):
             engine.close()
             raise SystemExit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,13 +24,15 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.cli.prompts import read_prompts
 from kvframe.contract.errors import BackendError, EngineError, PlanError, RequestError, SpecError, StackError
 from kvframe.contract.specs import ENCODER, TOKENS, LayerSpec
-from kvframe.engine.ranks import links
+from kvframe.engine.ranks import links, step_limit
 from kvframe.engine.ranks.agreement import RankSetup, agree
 from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.ranks.joining import collectives_for, ranks_of
 from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.ranks.links import END, Failure, Link, connect, listen, packed
 from kvframe.engine.ranks.messages import TableEntries
 from kvframe.engine.ranks.place import Place, find_place, stack_of_rank
+from kvframe.engine.ranks.step_limit import StepLimit
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.selection.identity import Identity
@@ -61,6 +65,25 @@ def test_each_rank_of_a_machine_takes_the_gpu_of_its_number() -> None:
     assert "cpu" == stack_of_rank(Stack(), place).engine.device
     with pytest.raises(StackError, match="'cuda:0' is one device, and there are 8 ranks; set it to 'cuda'"):
         stack_of_rank(Stack.from_mapping({"engine": {"device": "cuda:0"}}), place)
+
+
+def test_ranks_on_cpus_use_gloo_and_on_gpus_nccl_if_torch_has_it() -> None:
+    stack, gpu = Stack.from_mapping({"engine": {"device": "cuda"}}), torch.device("cuda:0")
+    assert "gloo" == collectives_for(torch.device("cpu"), Stack())
+    if torch.distributed.is_nccl_available():
+        assert "nccl" == collectives_for(gpu, stack)
+    else:
+        with pytest.raises(StackError, match="ranks on 'cuda' communicate through nccl, which this build of torch"):
+            collectives_for(gpu, stack)
+
+
+def test_a_rank_whose_gpu_is_not_there_is_refused_before_it_joins(
+    second_of_two: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "63")
+    expected = "engine.device 'cuda:63' cannot be used"
+    with pytest.raises(StackError, match=expected), ranks_of(Stack.from_mapping({"engine": {"device": "cuda"}})):
+        pass
 
 
 def test_several_ranks_read_no_prompts_from_standard_input(second_of_two: None) -> None:
@@ -310,6 +333,108 @@ def test_rank_0_may_report_an_error_of_its_own_before_that_of_another(monkeypatc
     leader, other, ended = pair()
     other.sendall(packed(Failure("another mistake")))
     assert "rank 1: another mistake" == ended.get(timeout=10)
+    leader.close()
+    other.close()
+
+
+def wait_in(module: str, lock: Any, limit: StepLimit) -> None:
+    """Wait in a step for a lock, in code of a module."""
+    code = "def wait(lock, limit):\n    with limit:\n        lock.acquire()\n    lock.release()\n"
+    space: dict[str, Any] = {"__name__": module}
+    exec(code, space)
+    threading.Thread(target=space["wait"], args=(lock, limit), daemon=True).start()
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"), [("hanging", "line 3 of 'hanging'"), ("torch.distributed.collectives", None)]
+)
+def test_a_step_that_does_not_end_is_told_with_its_line_unless_it_waits_for_another_rank(
+    module: str, expected: str | None
+) -> None:
+    lines: SimpleQueue[str | None] = SimpleQueue()
+    lock = threading.Lock()
+    with lock:
+        wait_in(module, lock, StepLimit(0.2, lines.put))
+        assert expected == lines.get(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("moments", "num_late"),
+    [
+        ("b...e" * 3 + "." * 10, 0),  # steps that end in time, and an idle rank
+        ("b..." + "eb..." * 5, 0),  # each begins as soon as the one before has ended
+        ("b...e.b.....", 1),
+        ("b" + "." * 20, 1),
+    ],
+)
+def test_a_step_is_late_after_its_own_moments_only(
+    moments: str, num_late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of four moments: steps begin (``b``) and end (``e``) while moments pass."""
+    late: list[str | None] = []
+
+    class Moments:
+        def __init__(self) -> None:
+            self._left = iter(re.findall(r"[be]*\.", moments))
+
+        def wait(self, seconds: float) -> bool:
+            assert seconds == 1
+            for each in next(self._left, "x"):
+                if each in "be":
+                    limit.__enter__() if each == "b" else limit.__exit__(None, None, None)
+                if each == "x":
+                    return True
+            return False
+
+    class Thread:
+        def __init__(self, **options: Any) -> None: ...
+
+        def start(self) -> None: ...
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step_limit.threading, "Event", Moments)
+        patched.setattr(step_limit.threading, "Thread", Thread)
+        limit = StepLimit(4, late.append)
+    limit._measure()
+    assert num_late == len(late)
+
+
+class _Runner:
+    """What rank 0 asks to compute a step: it waits."""
+
+    tokens = np.zeros((1, 8), dtype=np.int64)
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def compute(self, *arguments: Any) -> None:
+        self._event.wait(20)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_rank_0_ends_all_if_a_step_does_not_end(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank that hangs says so. Without it, rank 0 says where it is itself."""
+    monkeypatch.setattr("kvframe.engine.ranks.leader.GRACE_SECONDS", 0.2)
+    leader, other, ended = pair()
+    event = threading.Event()
+    runner: Any = _Runner(event)
+    leader.lead(runner, BlockTables(1, 8, [4]), on_failed_step=lambda: None, max_step_seconds=0.5)
+    batch = StepBatch(
+        rows=np.zeros(1, dtype=np.int64),
+        num_computed=np.zeros(1, dtype=np.int64),
+        query_lens=np.ones(1, dtype=np.int64),
+        generating_indices=np.zeros(1, dtype=np.int64),
+    )
+    threading.Thread(target=runner.compute, args=(batch, batch.generating_indices, {}), daemon=True).start()
+    if is_told:
+        other.sendall(packed(Failure("a step has not ended")))
+    sentence = str(ended.get(timeout=10))
+    if is_told:
+        assert "rank 1: a step has not ended" == sentence
+    else:
+        assert sentence.startswith("rank 0: a step has not ended within 0.5 seconds: it is in line ")
+        assert "raise engine.max_step_seconds in the stack" in sentence
+    event.set()
     leader.close()
     other.close()
 

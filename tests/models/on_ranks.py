@@ -1,4 +1,4 @@
-"""A program that runs engines over two ranks, as two processes, and prints what came of them; ``test_ranks`` reads it.
+"""A program that runs engines over ranks, each a process, and prints what came of them; ``test_ranks`` reads it.
 
 The processes are forked after everything is imported, so that a pair of them costs little.
 """
@@ -195,12 +195,24 @@ def run_refused(folder: Path) -> Result:
     return said
 
 
+def run_three(folder: Path) -> Result:
+    """A model of 4 heads over three ranks."""
+    with followed(71):
+        try:
+            engine_of(folder / "llama")
+        except KVFrameError as error:
+            return {"said": str(error)}
+    return {}
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def serve_long(folder: Path, on_step: Callable[[Engine, int], None] = lambda engine, number: None) -> Result:
+def serve_long(
+    folder: Path, on_step: Callable[[Engine, int], None] = lambda engine, number: None, **options: Any
+) -> Result:
     """Serve until something ends this process."""
-    with engine_of(folder / "llama") as engine:
+    with engine_of(folder / "llama", **options) as engine:
         for number in range(10**6):
             if not engine.has_unfinished:
                 for prompt in PROMPTS:
@@ -215,9 +227,9 @@ def when_following(rank: int, act: Callable[[], None]) -> None:
     if int(os.environ["RANK"]) == rank:
         follow = Follower.follow
 
-        def act_first(self: Follower, *arguments: Any) -> None:
+        def act_first(self: Follower, *arguments: Any, **options: Any) -> None:
             act()
-            follow(self, *arguments)
+            follow(self, *arguments, **options)
 
         Follower.follow = act_first  # type: ignore[method-assign]
 
@@ -272,12 +284,24 @@ def raise_in_set_up(folder: Path) -> Result:
 
 
 def _break_attention() -> None:
-    from kvframe.attention.layer import AttentionLayer
-
     def fail(*arguments: Any) -> None:
         raise RuntimeError("attention is broken")
 
-    AttentionLayer.__call__ = fail  # type: ignore[method-assign]
+    _replace_attention(fail)
+
+
+def _replace_attention(computed: Callable[..., Any]) -> None:
+    from kvframe.attention.layer import AttentionLayer
+
+    AttentionLayer.__call__ = computed  # type: ignore[method-assign]
+
+
+def hang_on_1(folder: Path) -> Result:
+    """Let the attention of rank 1 never end, while rank 0 waits for it and both answer."""
+    taken = threading.Lock()
+    taken.acquire()
+    when_following(1, lambda: _replace_attention(lambda *arguments: taken.acquire(timeout=80)))
+    return serve_long(folder, max_step_seconds=2)
 
 
 def interrupt(folder: Path) -> Result:
@@ -318,28 +342,31 @@ RUNS: Mapping[str, Callable[[Path], Result]] = {
     for each in (
         run_cases,
         run_refused,
+        run_three,
         kill_0,
         kill_1,
         kill_1_idle,
         stop_1,
         raise_on_1,
         raise_in_set_up,
+        hang_on_1,
         fail_on_rank_0,
         interrupt,
     )
 }
 
 
-# --- pairs of processes -----------------------------------------------------------------------------------------------
+# --- processes -------------------------------------------------------------------------------------------------------
 
 
-def run_pair(run: Callable[[Path], Result], folder: Path) -> Result:
-    """Run a function in two ranks; return rank 0's result, the exit codes and stderr."""
+def run_ranks(run: Callable[[Path], Result], folder: Path) -> Result:
+    """Run a function in two ranks, or as many as its name says; return rank 0's result, the exit codes and stderr."""
+    size = 3 if run is run_three else 2
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as scratch:
-        out, said = Path(scratch, "out"), [Path(scratch, f"said{rank}") for rank in range(2)]
-        children = [_fork(rank, port, run, folder, out, said[rank]) for rank in range(2)]
+        out, said = Path(scratch, "out"), [Path(scratch, f"said{rank}") for rank in range(size)]
+        children = [_fork(rank, size, port, run, folder, out, said[rank]) for rank in range(size)]
         codes = {}
         for _ in children:
             child, status = os.wait()
@@ -350,7 +377,7 @@ def run_pair(run: Callable[[Path], Result], folder: Path) -> Result:
             signal.alarm(MOST_SECONDS if left else 0)
         return {
             "result": json.loads(out.read_text()) if out.exists() else None,
-            "codes": [codes[0], codes[1]],
+            "codes": [codes[rank] for rank in range(size)],
             "said": [each.read_text(errors="replace") for each in said],
         }
 
@@ -360,13 +387,14 @@ def _kill(processes: Sequence[int], *_: Any) -> None:
         os.kill(process, signal.SIGQUIT)
 
 
-def _fork(rank: int, port: int, run: Callable[[Path], Result], folder: Path, out: Path, said: Path) -> int:
+def _fork(rank: int, size: int, port: int, run: Callable[[Path], Result], folder: Path, out: Path, said: Path) -> int:
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         with said.open("w") as errors:
             os.dup2(errors.fileno(), 2)
@@ -389,4 +417,4 @@ def _fork(rank: int, port: int, run: Callable[[Path], Result], folder: Path, out
 if __name__ == "__main__":
     torch.set_num_threads(1)
     asked = sys.argv[2:] or list(RUNS)
-    print(json.dumps({name: run_pair(RUNS[name], Path(sys.argv[1])) for name in asked}))
+    print(json.dumps({name: run_ranks(RUNS[name], Path(sys.argv[1])) for name in asked}))

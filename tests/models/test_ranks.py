@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -77,6 +78,13 @@ def test_a_model_that_cannot_be_divided_is_refused_in_one_sentence(pairs: Mappin
     assert "a file of saved prefixes holds all of them" in said["prefixes"]
 
 
+def test_three_ranks_for_four_heads_are_refused_in_one_sentence(pairs: Mapping[str, Any]) -> None:
+    found = pairs["run_three"]
+    assert [0, 0, 0] == found["codes"], found["said"]
+    expected = "4 heads and 2 key-value heads; start as many processes as divide both: 1 or 2"
+    assert f"over 3 ranks: its layer 'model.layers.0.self_attn' has {expected}" in found["result"]["said"]
+
+
 @pytest.mark.parametrize("run", ["kill_1", "kill_1_idle"])
 def test_a_rank_that_is_killed_ends_all_with_one_sentence(pairs: Mapping[str, Any], run: str) -> None:
     found = pairs[run]
@@ -93,6 +101,17 @@ def test_a_rank_that_is_stopped_ends_all(pairs: Mapping[str, Any]) -> None:
     found = pairs["stop_1"]
     assert [71, 71] == found["codes"]
     assert "rank 1 is lost: nothing was heard from it for 2 seconds, so its process is stopped" in found["said"][0]
+    assert "" == found["said"][1]
+
+
+def test_a_rank_that_answers_and_never_ends_a_step_ends_all_within_the_limit(pairs: Mapping[str, Any]) -> None:
+    found = pairs["hang_on_1"]
+    assert [71, 71] == found["codes"]
+    sentence = (
+        r"rank 1: a step has not ended within 2 seconds: it is in line \d+ of '(__main__|tests.models.on_ranks)'; "
+    )
+    advice = "if steps may take as long as that, raise engine.max_step_seconds in the stack\n"
+    assert re.fullmatch(f"kvframe: error: {sentence}{advice}", found["said"][0])
     assert "" == found["said"][1]
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import KVFrameError, PlanError, shorten
 from kvframe.engine.ranks.links import END, RANK_FAILED_EXIT_CODE, Failure, Link, end_process, packed
 from kvframe.engine.ranks.messages import StepMessage
+from kvframe.engine.ranks.step_limit import StepLimit, late
 from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.planning.plan import KVCachePlan
 
@@ -70,7 +72,13 @@ class Follower:
         return found
 
     def follow(
-        self, runner: ModelRunner, tables: BlockTables, storage: KVCacheStorage, host: HostStorage | None
+        self,
+        runner: ModelRunner,
+        tables: BlockTables,
+        storage: KVCacheStorage,
+        host: HostStorage | None,
+        *,
+        max_step_seconds: float,
     ) -> None:
         """Execute rank 0's commands until its engine is closed.
 
@@ -79,12 +87,14 @@ class Follower:
             tables: The block tables that the runner reads; rank 0's entries are written here.
             storage: This rank's pool.
             host: Its host store, if requests are swapped.
+            max_step_seconds: How long a step may take; rank 0 is told where this rank is after that.
         """
         # Ctrl-C in a terminal reaches all processes; rank 0 decides what it means.
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        limit = StepLimit(max_step_seconds, partial(self._late, max_step_seconds))
         commands: dict[str, Callable[..., None]] = {
-            "step": lambda step: _run(step, runner, tables),
+            "step": lambda step: _run(step, runner, tables, limit),
             "copy_pages": storage.copy_pages,
             "fill": storage.fill,
             "resize": lambda *size: _resize(storage, *size),
@@ -97,6 +107,7 @@ class Follower:
             if command == END[0]:
                 break
             commands[command](*arguments)
+        limit.close()
         self.close()
 
     def close(self) -> None:
@@ -110,6 +121,11 @@ class Follower:
             self._link.send(packed(Failure(sentence_of(error))))
         self._is_lost.wait(PATIENCE_SECONDS)
         self.close()
+
+    def _late(self, max_seconds: float, line: str | None) -> None:
+        if line is not None:  # otherwise this rank waits for another one
+            with suppress(OSError):
+                self._link.send(packed(Failure(late(max_seconds, line))))
 
     def _lost(self, reason: str | None) -> None:
         if reason is not None and not self._is_over.is_set():
@@ -127,7 +143,7 @@ def sentence_of(error: BaseException) -> str:
     return shorten(" ".join(text.split()), _MAX_SENTENCE)
 
 
-def _run(step: StepMessage, runner: ModelRunner, tables: BlockTables) -> None:
+def _run(step: StepMessage, runner: ModelRunner, tables: BlockTables, limit: StepLimit) -> None:
     """Compute this rank's share of a step."""
     for stack, (at, ids) in zip(tables.stacks, step.entries, strict=True):
         stack.flat[at] = ids
@@ -137,7 +153,8 @@ def _run(step: StepMessage, runner: ModelRunner, tables: BlockTables) -> None:
     for name, inputs in step.inputs.items():
         runner.input_lens[name][batch.rows] = inputs.lens
     wanted = batch.generating_indices if step.logits_indices is None else step.logits_indices
-    runner.compute(batch, wanted, step.new_inputs)
+    with limit:
+        runner.compute(batch, wanted, step.new_inputs)
 
 
 def _resized(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -> KVCachePlan:

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 
 from kvframe.config.stack import Stack
+from kvframe.contract.errors import StackError
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.ranks.links import RANK_FAILED_EXIT_CODE, connect, listen
 from kvframe.engine.ranks.place import Place, find_place, stack_of_rank
+from kvframe.engine.running.device import check_device
 
 _LOADING_TIME = timedelta(hours=2)
-"""The time limit of a collective operation: a rank may load its weights for long. A rank that ends is found at once."""
+"""The time limit of a collective operation: a rank may load its weights for long. A rank that ends is found at once;
+``StepLimit`` finds one that does not end a step."""
 
 _numbers = itertools.count()
 """Numbers the engines of this process; all ranks make the same engines in the same order."""
@@ -38,7 +41,8 @@ def ranks_of(stack: Stack) -> Iterator[tuple[Leader | Follower | None, Stack]]:
         This rank; None if this process is alone. And the stack with the device of this rank.
 
     Raises:
-        StackError: The stack names the device of one rank for all.
+        StackError: The stack names the device of one rank for all; or this rank's device cannot be used, or this build
+            of torch has nothing that carries collective operations between such devices.
     """
     place = find_place()
     if place is None:
@@ -56,16 +60,37 @@ def ranks_of(stack: Stack) -> Iterator[tuple[Leader | Follower | None, Stack]]:
         raise SystemExit(RANK_FAILED_EXIT_CODE) from error
 
 
+def collectives_for(device: torch.device, stack: Stack) -> str:
+    """Return torch's name of what carries collective operations between ranks on such devices: gloo, NCCL.
+
+    Args:
+        device: The device of one rank.
+        stack: What to use.
+
+    Raises:
+        StackError: This build of torch does not have it.
+    """
+    import torch.distributed as dist
+
+    name = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(name):
+        raise StackError(
+            f"{stack.source}: ranks on {device.type!r} communicate through {name}, which this build of torch does not "
+            'have; install one that has it, or set engine.device to "cpu"'
+        )
+    return name
+
+
 def _join(place: Place, stack: Stack) -> Leader | Follower:
     import torch.distributed as dist  # a process that is alone need not load it
 
     if not dist.is_initialized():
+        check_device(stack)
         device = torch.device(stack.engine.device)
-        if device.type == "cpu":
-            dist.init_process_group("gloo", timeout=_LOADING_TIME)
-        else:
+        backend = collectives_for(device, stack)
+        if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
-            dist.init_process_group(timeout=_LOADING_TIME, device_id=device)
+        dist.init_process_group(backend, timeout=_LOADING_TIME, device_id=None if device.type == "cpu" else device)
     store: Any = dist.distributed_c10d._get_default_store()
     key = f"kvframe/{next(_numbers)}"
     host = "127.0.0.1" if place.is_one_machine else os.environ.get("MASTER_ADDR", socket.gethostname())

@@ -24,6 +24,7 @@ from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.engine.ranks.links import END, Failure, Link, end_process, packed
 from kvframe.engine.ranks.messages import StepMessage, TableEntries
+from kvframe.engine.ranks.step_limit import StepLimit, late
 from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.planning.plan import KVCachePlan
 
@@ -65,6 +66,7 @@ class Leader:
         self.num_ranks, self.num_local_ranks = 1 + len(connections), num_local_ranks
         self.is_over = False
         self._on_failed_step: Callable[[], None] | None = None
+        self._limit: StepLimit | None = None
         self._end = end
         self._has_ended = threading.Lock()
         self._links = {
@@ -90,21 +92,32 @@ class Leader:
         self._send((command, arguments))
         return {rank: link.values.get() for rank, link in self._links.items()}
 
-    def lead(self, runner: ModelRunner, tables: BlockTables, *, on_failed_step: Callable[[], None]) -> None:
+    def lead(
+        self,
+        runner: ModelRunner,
+        tables: BlockTables,
+        *,
+        on_failed_step: Callable[[], None],
+        max_step_seconds: float,
+    ) -> None:
         """Let every other rank compute the batches of a runner too.
 
         Args:
             runner: The engine's runner.
             tables: The block tables of the engine.
             on_failed_step: Called when a step has failed, after the command to end was sent to the other ranks.
+            max_step_seconds: How long a step may take; all ranks end after that.
         """
         self._on_failed_step = on_failed_step
+        self._limit = limit = StepLimit(max_step_seconds, partial(self._late, max_step_seconds))
         entries, compute = TableEntries(tables), runner.compute
 
         def compute_everywhere(batch: StepBatch, logits_indices: IntArray, new_inputs: NewInputs) -> torch.Tensor:
             try:
-                self.send_command("step", StepMessage.of(batch, logits_indices, new_inputs, runner.tokens, entries))
-                return compute(batch, logits_indices, new_inputs)
+                with limit:
+                    message = StepMessage.of(batch, logits_indices, new_inputs, runner.tokens, entries)
+                    self.send_command("step", message)
+                    return compute(batch, logits_indices, new_inputs)
             except BaseException as error:
                 self._give_up(isinstance(error, Exception))
                 raise
@@ -113,6 +126,8 @@ class Leader:
 
     def close(self) -> None:
         """Let the other ranks end. Safe to call twice."""
+        if self._limit is not None:
+            self._limit.close()
         if not self.is_over:
             self.is_over = True
             with suppress(OSError):
@@ -144,6 +159,11 @@ class Leader:
     def _lost(self, rank: int, reason: str | None) -> None:
         if reason is not None:  # otherwise the rank has said itself why it failed
             self._end_all(f"rank {rank} is lost: {reason}; all ranks end")
+
+    def _late(self, max_seconds: float, line: str | None) -> None:
+        if line is None:  # another rank has more to say, and _failed then ends all
+            time.sleep(2 * GRACE_SECONDS)
+        self._end_all(late(max_seconds, line) if line is None else f"rank 0: {late(max_seconds, line)}")
 
     def _end_all(self, sentence: str) -> None:
         if not self.is_over and self._has_ended.acquire(blocking=False):
