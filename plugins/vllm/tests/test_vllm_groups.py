@@ -11,8 +11,8 @@ import attrs
 import pytest
 import torch
 
-from kvframe import FullAttentionSpec, Stack, load_plugins
-from kvframe.contract import BackendError, LayerSpec, QuerySpec
+from kvframe import FullAttentionSpec, HostedModel, Stack, load_plugins
+from kvframe.contract import BackendError, LayerDescription, LayerSpec, ModelDescription, QuerySpec
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make vllm"),
@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 LENS = [9, 6]
+OPTIONS = {"block_size", "num_kv_heads", "head_size", "window"}
 NUM_TOKENS = sum(LENS)
 SPEC = FullAttentionSpec(block_size=8, num_kv_heads=2, head_size=8, dtype="float32")
 PLAIN = LayerSpec(name="plain", spec=SPEC, query=QuerySpec(num_heads=4, head_size=8, scale=0.5))
@@ -32,23 +33,40 @@ WINDOWED = attrs.evolve(PLAIN, name="windowed", spec=WINDOW)
 SHARING = attrs.evolve(PLAIN, name="sharing", shares_with="plain")
 
 
-def make_builder(names: Sequence[str], layers: Sequence[LayerSpec], monkeypatch: Any, **impl: Any) -> Any:
+def make_builder(names: Sequence[str], layers: Sequence[LayerSpec], *, skips: bool = False) -> Any:
     """Return a group's builder, in blocks of 4: half of those that the layers were described with."""
     from kvframe_vllm.v0_32.backend import HostedBuilder, HostedImpl
 
+    rules: dict[str, Any] = {"rules": [{"layers": "*", "backend": "torch"}]}
+    if skips:
+        rules["engine"] = {"prefill_skipping": "decode_only"}
+    described = [
+        LayerDescription(
+            name=layer.name,
+            kind=layer.spec.kind,
+            options=attrs.asdict(layer.spec, recurse=False, filter=lambda field, _: field.name in OPTIONS),
+            query=attrs.asdict(layer.query, recurse=False),
+            shares_with=layer.shares_with,
+        )
+        for layer in layers
+        if layer.spec is not None and layer.query is not None
+    ]
+    model = HostedModel(
+        ModelDescription(name="made", layers=tuple(described), max_model_len=64),
+        Stack.from_mapping(rules),
+        load_plugins().registry,
+        torch.float32,
+        stored={layer.name: {"k": torch.float32, "v": torch.float32} for layer in layers},
+        kinds={},
+        skips=skips,
+    )
     made = {}
     for layer in layers:
-        assert layer.query is not None
-        made[layer.name] = HostedImpl(4, 8, layer.query.scale, 2, kv_sharing_target_layer_name=layer.shares_with)
-        made[layer.name].layer = layer
-        vars(made[layer.name]).update(impl)
+        made[layer.name] = HostedImpl(4, 8, 0.5, 2)
+        made[layer.name].name, made[layer.name].model = layer.name, model
     context = {name: SimpleNamespace(impl=impl) for name, impl in made.items()}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-    rules = {"rules": [{"layers": "*", "backend": "torch"}], "engine": {"prefill_skipping": "decode_only"}}
-    monkeypatch.setattr(HostedBuilder, "stack", Stack.from_mapping(rules), raising=False)
-    monkeypatch.setattr(HostedBuilder, "registry", load_plugins().registry, raising=False)
-    builder = HostedBuilder(SimpleNamespace(block_size=4), list(names), config, torch.device("cpu"))
-    return builder, made
+    return HostedBuilder(SimpleNamespace(block_size=4), list(names), config, torch.device("cpu")), made
 
 
 def batch(**more: Any) -> Any:
@@ -89,11 +107,9 @@ def tensors() -> Mapping[str, torch.Tensor]:
     }
 
 
-def test_layers_of_a_group_that_differ_in_spec_or_query_side_are_computed_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_of_a_group_that_differ_in_spec_or_query_side_are_computed_apart() -> None:
     names = ["plain", "capped", "windowed"]
-    builder, impls = make_builder(names, [PLAIN, CAPPED, WINDOWED], monkeypatch)
+    builder, impls = make_builder(names, [PLAIN, CAPPED, WINDOWED])
     metadata, given = builder.build(0, batch()), tensors()
     wanted = {"plain": {}, "capped": {"cap": 1.0}, "windowed": {"window": 3}}
     found = {}
@@ -105,10 +121,10 @@ def test_layers_of_a_group_that_differ_in_spec_or_query_side_are_computed_apart(
     assert not torch.allclose(found["plain"], found["windowed"])
 
 
-def test_skipped_layers_compute_the_rows_that_vllm_names_and_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_layers_compute_the_rows_that_vllm_names_and_write_nothing() -> None:
     rows = torch.tensor([8, 14])
-    keeping, impls = make_builder(["plain"], [PLAIN], monkeypatch)
-    skipping, skipped = make_builder(["sharing"], [PLAIN, SHARING], monkeypatch, is_skipped=True)
+    keeping, impls = make_builder(["plain"], [PLAIN])
+    skipping, skipped = make_builder(["sharing"], [PLAIN, SHARING], skips=True)
     given, pages, output = tensors(), torch.full((10, 2, 4, 16), float("nan")), torch.empty(NUM_TOKENS, 4, 8)
     impls["plain"].forward(None, **given, kv_cache=pages, attn_metadata=keeping.build(0, batch()), output=output)
     before = pages.clone()
@@ -120,3 +136,21 @@ def test_skipped_layers_compute_the_rows_that_vllm_names_and_write_nothing(monke
     assert (2, [8, 14]) == (metadata.num_logits_indices, metadata.logits_indices_padded.tolist())
     with pytest.raises(BackendError, match="was to get the 2 tokens that generate, and got 15: its model skips none"):
         skipped["sharing"].forward(None, given["query"], None, None, pages, metadata, output)
+
+
+def test_a_layer_that_is_no_attention_is_refused_as_one_on_a_backend_of_vllms() -> None:
+    """Recurrent layers have no implementation that could be asked."""
+    from kvframe_vllm.v0_32.layers import describe_layers
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    class Recurrent(AttentionLayerBase):
+        def get_attn_backend(self) -> Any:
+            return int
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> None:
+            return None
+
+    compiled = SimpleNamespace(static_forward_context={"layers.0": Recurrent()})
+    config = SimpleNamespace(compilation_config=compiled)
+    with pytest.raises(BackendError, match=r"layer 'layers\.0' would run on vLLM's own int"):
+        describe_layers(config, {}, Stack(), load_plugins().registry)

@@ -49,14 +49,15 @@ def spec_of(name: str) -> KVCacheSpec:
 
 def hosted(spec: KVCacheSpec, max_model_len: int = 96, in_flight: int = 7) -> Any:
     import torch
-    from kvframe_vllm.v0_32.spec import HostedSpec
+    from kvframe_vllm.v0_32.cache import HostedSpec
 
     reported = SimpleNamespace(**SIZES, head_size_v=8, dtype=torch.float32, page_size_padded=None)
-    return HostedSpec.over(reported, inner=spec, max_model_len=max_model_len, max_in_flight_tokens=in_flight)
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len), max_in_flight_tokens=in_flight)
+    return HostedSpec.over(reported, spec, config)
 
 
 def make_manager(spec: KVCacheSpec) -> Any:
-    from kvframe_vllm.v0_32.manager import LiveBlockManager
+    from kvframe_vllm.v0_32.cache import LiveBlockManager
     from vllm.v1.core.block_pool import BlockPool
 
     pool = BlockPool(64, enable_caching=True, hash_block_size=4)
@@ -91,7 +92,7 @@ def test_a_request_holds_its_live_blocks_and_those_it_computes(name: str) -> Non
 @pytest.mark.parametrize("name", [*SPECS, "fading"])
 @pytest.mark.parametrize("alignment", [4, 8])
 def test_a_hit_is_the_longest_prefix_whose_live_blocks_are_cached(name: str, alignment: int) -> None:
-    from kvframe_vllm.v0_32.manager import LiveBlockManager
+    from kvframe_vllm.v0_32.cache import LiveBlockManager
 
     spec = spec_of(name)
     for seed in range(200):
@@ -118,7 +119,7 @@ def test_a_hit_is_the_longest_prefix_whose_live_blocks_are_cached(name: str, ali
 
 
 def test_a_type_that_keeps_no_block_before_a_chunk_hits_at_its_start_without_any() -> None:
-    from kvframe_vllm.v0_32.manager import LiveBlockManager
+    from kvframe_vllm.v0_32.cache import LiveBlockManager
 
     pool = SimpleNamespace(hash_block_size=4, null_block=None, get_cached_block=lambda block, groups: None)
     rows, length = LiveBlockManager.find_longest_cache_hit(
@@ -128,7 +129,7 @@ def test_a_type_that_keeps_no_block_before_a_chunk_hits_at_its_start_without_any
 
 
 def test_drafting_heads_are_refused() -> None:
-    from kvframe_vllm.v0_32.manager import LiveBlockManager
+    from kvframe_vllm.v0_32.cache import LiveBlockManager
 
     with pytest.raises(BackendError, match="EAGLE or MTP"):
         LiveBlockManager.find_longest_cache_hit([], 0, [0], None, hosted(spec_of("full")), True, 4)

@@ -21,6 +21,7 @@ SOURCES = sorted(Path(kvframe_vllm.names.__file__).parent.rglob("*.py"))
 CALLERS = {
     "vllm.model_executor.layers.attention:MLAAttention",
     "vllm.model_executor.layers.attention.chunked_local_attention:ChunkedLocalAttention",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum",
     "vllm.v1.attention.backends.utils:KVSharingFastPrefillMetadata",
 }
 """What is not imported, and whose calls or fields this package answers."""
@@ -37,8 +38,8 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_all_that_is_imported_of_vllm_is_in_the_list_of_names() -> None:
     found = {name for path in SOURCES for name in imported(path)}
-    listed = {name.split(".get_attn_")[0] for name in kvframe_vllm.names.NAMES}
-    roots = {":".join((module, name.split(".")[0])) for module, _, name in (each.partition(":") for each in listed)}
+    listed = (name.partition(":") for name in kvframe_vllm.names.NAMES)
+    roots = {":".join((module, name.split(".")[0])) for module, _, name in listed}
     assert roots - CALLERS == {name if ":" in name else f"{name}:__version__" for name in found}
 
 
@@ -55,9 +56,9 @@ def test_without_a_stack_nothing_is_attached() -> None:
 
 
 def test_kinds_of_layers_come_from_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "KINDS", {})
+    monkeypatch.setattr(plugin, "SETTINGS", {})
     plugin.kvframe_configure({"kinds": {"model.layers.0.*": "sliding_window"}})
-    assert {"model.layers.0.*": "sliding_window"} == plugin.KINDS
+    assert {"model.layers.0.*": "sliding_window"} == plugin.SETTINGS["kinds"]
 
 
 @pytest.mark.parametrize("settings", [{"kind": {}}, {"kinds": "sliding_window"}, {"kinds": {"*": 3}}])

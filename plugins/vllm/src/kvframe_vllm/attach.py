@@ -11,8 +11,6 @@ from kvframe_vllm.names import missing_names
 
 ADAPTERS = {"0.32": "kvframe_vllm.v0_32.hooks"}
 """The adapter's module for each minor version of vLLM."""
-
-
 _attached: list[str] = []
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvframe.contract import StackError, hookimpl
 
-KINDS: dict[str, str] = {}
-"""The kinds of layers that are to have another than vLLM gives them, by pattern; the first that matches counts."""
+SETTINGS: dict[str, Mapping[str, str]] = {}
+"""``kinds``: the kinds of layers that are to have another than vLLM gives them, by pattern; the first match counts."""
 
 
 @hookimpl
@@ -25,5 +25,4 @@ def kvframe_configure(settings: Mapping[str, Any]) -> None:
             "[plugin.vllm] takes only kinds, a table of cache specs by pattern of layer names, such as "
             'kinds = { "model.layers.*" = "sliding_window" }'
         )
-    KINDS.clear()
-    KINDS.update(kinds)
+    SETTINGS["kinds"] = kinds
