@@ -75,6 +75,20 @@ def test_a_packed_model_generates_the_same(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+def test_a_compiled_model_multiplies_by_the_copies_too(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    with Engine.from_pretrained(tmp_path, stack=stack_of(pack_weights=True)) as engine:
+        model: Any = engine.model
+        expected = [output.token_ids for output in engine.generate(PROMPTS, params)]
+        model.compile("aot_eager")
+        with torch.no_grad():
+            for layer in model.model.modules():
+                if type(layer) is nn.Linear:
+                    layer.weight.fill_(torch.nan)
+        assert expected == [output.token_ids for output in engine.generate(PROMPTS, params)]
+
+
 @pytest.mark.parametrize("settings", [{"pack_weights": 1}, {"pack": True}])
 def test_other_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(StackError, match="takes only pack_weights, true or false"):

@@ -52,7 +52,7 @@ class TransformersModel(LoadedModel):
 
     Attributes:
         compiled: The compiled model; None if it is not compiled.
-        packs_weights: Whether linear layers on a CPU multiply by packed copies of their weights, unless it is compiled.
+        packs_weights: Whether linear layers on a CPU multiply by packed copies of their weights.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class TransformersModel(LoadedModel):
             return
         for name, tensors in self._mode.latents.parameters().items():
             self._layers[name].bind(tensors)
-        if self.packs_weights and self.compiled is None:
+        if self.packs_weights:
             self._mode.packed = PackedLinears(self._body)
 
     def compile(self, backend: Any = "inductor") -> None:
@@ -182,8 +182,6 @@ class TransformersModel(LoadedModel):
             # The layers' drivers and the encoder run Python code in each step.
             why = "layers that keep a state" if self._drivers else "an encoder"
             raise ModelError(f"{self.description.name} has {why}, so it cannot be compiled; leave compile out")
-        if self._mode is not None:
-            self._mode.packed = None  # the compiler cannot trace packed weights
         modules = self._modules()
         sizes = {modules[layer.name]: _value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend)
