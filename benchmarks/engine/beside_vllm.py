@@ -49,7 +49,7 @@ class Batch(Workload):
     systems: Sequence[str] = (KVFRAME, KVFRAME + PACKED, VLLM, TRANSFORMERS)
 
 
-SYSTEMS = (KVFRAME, KVFRAME + PACKED, KVFRAME + COMPILED, VLLM, VLLM + COMPILED, TRANSFORMERS)
+SYSTEMS = (KVFRAME, KVFRAME + PACKED, KVFRAME + COMPILED + PACKED, VLLM, VLLM + COMPILED, TRANSFORMERS)
 LLAMA: dict[str, Any] = {"model": "bench-llama-100m", "memory": "1GiB", "num_prompts": 32, "shortest": 512}
 SMALL: dict[str, Any] = {"memory": "256MiB", "num_prompts": 64, "shortest": 64, "num_new_tokens": 64}
 WORKLOADS = (

@@ -40,8 +40,8 @@ def load(engines: Engines, setting: Setting, max_drafts: int = 0) -> None:
     """Let each engine load a model in its way, instead of the one before."""
     for name, engine in engines.items():
         ways = {
-            "is_compiled": name.endswith(COMPILED),
-            "is_packed": name.endswith(PACKED),
+            "is_compiled": COMPILED in name,
+            "is_packed": PACKED in name,
             "max_drafts": max_drafts if name.endswith((NGRAM, LOOKUP)) else 0,
         }
         engine.ask({"setting": {**dataclasses.asdict(setting), **ways}})
