@@ -14,26 +14,29 @@ from kvframe.attention.nested import field_names, replace_tensors
 from kvframe.attention.staging import StagedMemory
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.state import StateStep
 
 
 @attrs.frozen(eq=False)
 class CapturedStep:
     """A step that a graph was captured of.
 
-    Invariant: the tensors that the graph reads are those of ``groups``, ``kept_rows`` and ``inputs``, from the capture
-    on.
+    Invariant: the tensors that the graph reads are those of ``groups``, ``kept_rows``, ``states`` and ``inputs``, from
+    the capture on.
 
     Attributes:
         memory: The tensors that came from the host.
         groups: What the layers of each attention group read.
         kept_rows: The rows that the skipped layers compute; None for all.
         inputs: The step's further tensors, on the device.
+        states: What the state layers compute; its tensors are in the memory.
     """
 
     memory: StagedMemory
     groups: Sequence[GroupMetadata]
     kept_rows: torch.Tensor | None
     inputs: tuple[torch.Tensor, ...]
+    states: Sequence[StateStep] = ()
 
     @classmethod
     def of(
@@ -42,6 +45,7 @@ class CapturedStep:
         groups: Sequence[GroupMetadata],
         kept_rows: torch.Tensor | None,
         inputs: tuple[torch.Tensor, ...],
+        states: Sequence[StateStep] = (),
     ) -> CapturedStep:
         """Return a step whose tensors stay where they are: in the memory, or in copies of their own.
 
@@ -50,9 +54,10 @@ class CapturedStep:
             groups: What was built of the step.
             kept_rows: The rows that the skipped layers compute; None for all.
             inputs: The step's further tensors, in the memory.
+            states: What the state layers compute, in the memory.
         """
         groups, kept_rows = replace_tensors((groups, kept_rows), lambda tensor: _keep(tensor, memory))
-        return cls(memory, groups, kept_rows, inputs)
+        return cls(memory, groups, kept_rows, inputs, states)
 
     def refresh(self, groups: Sequence[GroupMetadata], kept_rows: torch.Tensor | None) -> None:
         """Write another step's values, which was staged into the same memory, into the tensors of this one.

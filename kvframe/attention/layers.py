@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -24,8 +25,11 @@ from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TOKENS, LayerSpec
+from kvframe.contract.state import StateStep
 from kvframe.planning.groups import Grouping
 from kvframe.selection.choice import Choice
+
+NO_SLOTS: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
 class AttentionLayers(Mapping[str, AttentionLayer]):
@@ -40,6 +44,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         skipped: The layers that compute only the generating tokens of a step, in the order in which they run.
         copies: Memory for copies of pages, for backends that do not read the format of their layers.
         dtypes: The dtypes of the layers' caches, as they are read.
+        of_inputs: The indices of the cache groups that keep state of an input sequence.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. Before the first of these layers, the model drops the other rows of its
             hidden states. It gives logits for exactly these rows.
@@ -102,8 +107,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         num_cache_groups = len(grouping.groups) + self.local.num_places
         self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
         stores = {group.cache_group for group in self.groups if group.writes}
-        of_inputs = {group.index for group in grouping.groups if group.spec.sequence != TOKENS}
-        self._stores_tokens, self._stores_inputs = sorted(stores - of_inputs), bool(stores & of_inputs)
+        self.of_inputs = frozenset(group.index for group in grouping.groups if group.spec.sequence != TOKENS)
+        self._stores_tokens, self._stores_inputs = sorted(stores - self.of_inputs), bool(stores & self.of_inputs)
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
         orders = [group.builder.batch_order for group in by_size]
         self._orders = tuple(dict.fromkeys(order for order in orders if order is not None))
@@ -111,15 +116,11 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
     @property
     def capture(self) -> GraphCapture:
         """The batches for which the metadata of all groups can be captured as part of a graph."""
-        if self.states:
-            return GraphCapture.NEVER  # the pages that a step reads and writes are found on the host
         return min((group.capture for group in self.groups), default=GraphCapture.ALWAYS)
 
     @property
     def least_captured(self) -> str:
         """A phrase that names the layer that limits ``capture``, and its backend."""
-        if self.states:
-            return f"layer {next(iter(self.states))!r}, which keeps a state"
         group = min(self.groups, key=lambda group: group.capture)
         chain = "".join(f" after {wrapper.name!r}" for wrapper in group.wrappers)
         return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"
@@ -170,7 +171,13 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         """
         if self._unchecked:
             self._check_bound()
-        prepared = self._prepare(metadata, batch, tables)
+        states = self.states.steps(batch, tables) if self._keeps_states else ()
+        slots = NO_SLOTS
+        if self._stores_inputs:
+            assert batch is not None
+            assert tables is not None
+            slots = input_slots(batch, tables, metadata[0].slot_mapping.device)
+        prepared = self._prepare(metadata, states, slots)
         if self._staging.is_needed:
             prepared, inputs = self._staging.to_device((prepared, inputs))
         if prepared.states:
@@ -179,27 +186,36 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         return inputs
 
     def capture_step(
-        self, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]
+        self,
+        metadata: Sequence[CommonAttentionMetadata],
+        inputs: tuple[torch.Tensor, ...],
+        states: Sequence[StateStep] = (),
     ) -> CapturedStep:
         """Begin a step whose tensors stay where they are, for a graph that is captured of it.
 
         Args:
-            metadata: As for ``begin_step``, on the host, at a graph's sizes. The layers keep no states and nothing of
-                other sequences.
+            metadata: As for ``begin_step``, on the host, at a graph's sizes. The step stores nothing of inputs beside
+                tokens.
             inputs: As for ``begin_step``.
+            states: What ``states.rounds`` returned for the step, if there are state layers.
 
         Raises:
             WrapperError: A wrapper cannot take the step.
         """
-        prepared = self._prepare(metadata, None, None)
+        prepared = self._prepare(metadata, states)
         memory = StagedMemory.of((prepared, inputs), self._staging.device)
         prepared, inputs = self._staging.to_device((prepared, inputs), memory)
-        captured = CapturedStep.of(memory, self._plan.build(prepared), prepared.kept_rows, inputs)
-        self._give(captured.groups, captured.kept_rows)
+        groups = self._plan.build(prepared)
+        captured = CapturedStep.of(memory, groups, prepared.kept_rows, inputs, prepared.states)
+        self._give_captured(captured)
         return captured
 
     def replay_step(
-        self, captured: CapturedStep, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]
+        self,
+        captured: CapturedStep,
+        metadata: Sequence[CommonAttentionMetadata],
+        inputs: tuple[torch.Tensor, ...],
+        states: Sequence[StateStep] = (),
     ) -> None:
         """Begin a step in the tensors of one that was captured.
 
@@ -207,14 +223,19 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             captured: What ``capture_step`` returned.
             metadata: As for ``capture_step``, at the same sizes.
             inputs: As for ``begin_step``, of the same shapes.
+            states: As for ``capture_step``, at the same sizes.
 
         Raises:
             NotReplayableError: Something other than the values of tensors differs from what was captured.
             WrapperError: A wrapper cannot take the step.
         """
-        prepared = self._prepare(metadata, None, None)
+        prepared = self._prepare(metadata, states)
         prepared, _ = self._staging.to_device((prepared, inputs), captured.memory)
         captured.refresh(self._plan.build(prepared), prepared.kept_rows)
+        self._give_captured(captured)
+
+    def _give_captured(self, captured: CapturedStep) -> None:
+        self.states.select(captured.states)
         self._give(captured.groups, captured.kept_rows)
 
     def _give(self, groups: Sequence[GroupMetadata], kept_rows: torch.Tensor | None) -> None:
@@ -235,20 +256,16 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
     def _prepare(
         self,
         metadata: Sequence[CommonAttentionMetadata],
-        batch: StepBatch | None,
-        tables: BlockTables | None,
+        states: Sequence[StateStep],
+        input_mappings: Mapping[int, torch.Tensor] = NO_SLOTS,
     ) -> PreparedStep:
         prepared = self._plan.prepare(metadata)
         mappings = {index: metadata[index].slot_mapping for index in self._stores_tokens}
-        if self._stores_inputs:
-            assert batch is not None
-            assert tables is not None
-            mappings |= input_slots(batch, tables, metadata[0].slot_mapping.device)
+        mappings.update(input_mappings)
         prepared.slots = {
             index: split_mapping(mapping, metadata[index].block_size) for index, mapping in mappings.items()
         }
-        if self._keeps_states:
-            prepared.states = self.states.steps(batch, tables)
+        prepared.states = states
         if self.skipped and not metadata[0].all_generate:
             prepared.kept_rows = metadata[0].generating_indices
         return prepared

@@ -46,11 +46,23 @@ def pad_step(
     num_tokens: int,
     num_generating: int,
     max_query_len: int,
-    max_seq_len: int,
+    max_seq_lens: Sequence[int],
 ) -> tuple[CommonAttentionMetadata, ...]:
-    """Return the metadata of all cache groups padded by ``pad_metadata``; tensors that they shared stay shared."""
+    """Return the metadata of all cache groups padded by ``pad_metadata``; tensors that they shared stay shared.
+
+    Args:
+        metadata: The step, one value per cache group.
+        num_reqs: As for ``pad_metadata``.
+        num_tokens: Likewise.
+        num_generating: Likewise.
+        max_query_len: Likewise.
+        max_seq_lens: For each cache group, the longest sequence in any batch that it is replayed for.
+    """
     padder = _Padder(num_reqs, num_tokens, num_generating)
-    return tuple(padder.pad(common, max_query_len, max_seq_len) for common in metadata)
+    return tuple(
+        padder.pad(common, max_query_len, max_seq_len)
+        for common, max_seq_len in zip(metadata, max_seq_lens, strict=True)
+    )
 
 
 class _Padder:

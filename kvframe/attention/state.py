@@ -150,6 +150,22 @@ def _runs(places: _Places, requests: IntArray) -> list[StateRun]:
     ]
 
 
+def _pad_rounds(step: StateStep, num_rows: int, num_rounds: int) -> StateStep:
+    """Return a step without runs with as many rounds and rows. Added rows read and write the null page.
+
+    Added rows compute the last packed token, which is padding if there is an added row.
+    """
+    rounds = []
+    for index in range(num_rounds):
+        columns = torch.zeros(len(attrs.fields(StateRound)), num_rows, dtype=torch.int64)
+        columns[0] = num_rows * num_rounds - 1
+        for each in step.rounds[index : index + 1]:
+            for column, values in zip(columns, attrs.astuple(each, recurse=False), strict=True):
+                column[: len(values)] = values
+        rounds.append(StateRound(*columns.unbind()))
+    return StateStep(tuple(rounds), ())
+
+
 class StateLayer:
     """One state layer: the model computes it on the pages that the cache gives it.
 
@@ -230,6 +246,31 @@ class StateLayers(Mapping[str, StateLayer]):
                 )
             )
         return steps
+
+    @property
+    def max_rounds(self) -> int | None:
+        """The most new tokens of a request that all layers take in rounds; None if there are no layers."""
+        return min((self._num_states(group, layers[0]) for group, layers in self._alike), default=None)
+
+    def _num_states(self, group: int, layer: StateLayer) -> int:
+        _, num_rollback_states, _ = self._rollback.get(group, (0, 0, 0))
+        return layer.stored.states_per_block + num_rollback_states
+
+    def rounds(
+        self, batch: StepBatch | None, tables: BlockTables, num_rows: int, num_rounds: int
+    ) -> list[StateStep] | None:
+        """Return the steps of the layers, on the host, at the sizes of a graph; None if a request needs a run.
+
+        Args:
+            batch: The step; None for a step of padding only.
+            tables: The block tables of all cache groups.
+            num_rows: The requests of the graph, those of padding included.
+            num_rounds: The most tokens that one of them computes.
+        """
+        steps = [StateStep((), ())] * len(self._alike) if batch is None else self.steps(batch, tables)
+        if any(step.runs for step in steps):
+            return None
+        return [_pad_rounds(step, num_rows, num_rounds) for step in steps]
 
     def select(self, steps: Sequence[StateStep]) -> None:
         """Give the layers the steps that ``steps`` returned."""

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 class StateRound:
     """One token of each of several requests, to be computed together.
 
+    In a step that is padded to the size of a graph, added rows have places in the null page.
+
     Attributes:
-        rows: ``[num_rows], int64, device``: the packed tokens, each of another request.
+        rows: ``[num_rows], int64, device``: the packed tokens, each of another request; of added rows, the last packed
+            token, which is padding.
         source_pages: ``[num_rows], int64, device``: the page with the state before the token. Each of these tokens has
             one. It is the block id at which the layers find the state: of a rollback page, that of one of its parts.
         source_places: ``[num_rows], int64, device``: which of the page's states that is.
-        target_pages: ``[num_rows], int64, device``: the page that gets the state after the token. All differ.
+        target_pages: ``[num_rows], int64, device``: the page that gets the state after the token. All differ, except
+            those of added rows.
         target_places: ``[num_rows], int64, device``: which of its states.
     """
 

@@ -294,7 +294,7 @@ class Engine(EngineCore[Request]):
                 self.model.forward,
                 assembly.device,
                 max_model_len=self._max_model_len,
-                has_inputs=bool(self.model.description.max_input_lens),
+                max_input_lens=self.model.description.max_input_lens,
                 source=self.stack.source,
             ),
         )

@@ -282,7 +282,34 @@ def test_state_layers_have_pages_and_no_backend() -> None:
     assert [("a", "b")] == bench.groups()
     assert ["s", "t"] == list(bench.attention.states)
     assert [(1, 2), (2, 2)] == [each.pages["sum"].shape[1:] for each in bench.attention.states.values()]
-    assert GraphCapture.NEVER == bench.attention.capture
+    assert GraphCapture.ALWAYS == Bench([states("s"), states("t", 2)]).attention.capture
+
+
+def test_a_step_at_the_size_of_a_graph_has_added_rows_in_the_null_page() -> None:
+    bench = Bench([states("s", 2), states("t", 3)])
+    for name, length in (("0", 8), ("1", 3)):
+        bench.manager.start(name, [0] * 64)
+        assert bench.manager.extend(name, length)
+    rows, tables, layers = np.array([bench.manager.row(name) for name in "01"]), bench.manager.tables, bench.attention
+
+    def padded(*requests: tuple[int, int], sizes: tuple[int, int] = (3, 2)) -> list[StateStep] | None:
+        computed, new = np.array(requests).T
+        batch = StepBatch(rows=rows, num_computed=computed, query_lens=new, generating_indices=np.cumsum(new) - 1)
+        return layers.states.rounds(batch, tables, *sizes)
+
+    assert 2 == layers.states.max_rounds
+    of_two, of_three = padded((6, 2), (2, 1)) or []
+    (_, first), (second, _) = (tables[0].ids[row, :2].tolist() for row in rows)
+    assert [
+        [(0, first, 1, first, 0), (2, second, 1, second, 0), (5, 0, 0, 0, 0)],
+        [(1, first, 0, first, 1), (5, 0, 0, 0, 0), (5, 0, 0, 0, 0)],
+    ] == rounds_of(of_two)
+    assert [(3, 3)] * 2 == [(len(each.rows), len(each.target_pages)) for each in of_three.rounds]
+    # A request without earlier tokens, and one with more tokens than a page has states, need runs.
+    assert padded((0, 1), (2, 1)) is None
+    assert padded((5, 3), (2, 1), sizes=(3, 3)) is None
+    for step in layers.states.rounds(None, tables, 1, 2) or []:
+        assert [[(1, 0, 0, 0, 0)]] * 2 == rounds_of(step)
 
 
 def test_layers_of_one_group_hold_the_same_step() -> None:

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from kvframe import Engine, load_plugins
-from kvframe.attention.batch_metadata import StepBatch
+from kvframe.attention.batch_metadata import InputBatch, StepBatch
 from kvframe.attention.captured import refresh
+from kvframe.attention.state import StateLayers
 from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
@@ -27,9 +28,9 @@ from kvframe.engine.graphs.device_graphs import CalledGraph
 from kvframe.engine.graphs.sizes import GraphSizes, auto_sizes, context_sizes
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.requests.request import SamplingParams
-from tests.attention.attending import Bench, full, layer, plugin
+from kvframe.planning.groups import Grouping
+from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference, DecodesOnly, UniformOnly
-from tests.attention.test_states import states
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, make_stack, served
 
 BACKENDS = {"capturable": CapturableReference, "decodes_only": DecodesOnly, "uniform_only": UniformOnly}
@@ -125,6 +126,8 @@ def test_requests_with_log_probabilities_and_random_tokens_are_served_alike(
 def graphs_for(level: GraphCapture, skipped: tuple[str, ...] = (), **sizes: Any) -> StepGraphs:
     class Layers:
         capture = level
+        states = StateLayers((), Grouping(groups=(), follows={}), {})
+        of_inputs = frozenset[int]()
 
     Layers.skipped = skipped  # type: ignore[attr-defined]
     given: dict[str, Any] = {
@@ -149,7 +152,7 @@ def batch_of(*requests: tuple[int, int], generating: list[int] | None = None) ->
 
 def sizes_of(graphs: StepGraphs, batch: StepBatch) -> tuple[int, ...] | None:
     found = graphs.sizes_for(batch, len(batch.generating_indices))
-    return None if found is None else tuple(attrs.astuple(found))
+    return None if found is None else attrs.astuple(found)[:6]
 
 
 def test_a_step_is_padded_to_the_next_sizes() -> None:
@@ -187,6 +190,31 @@ def test_a_step_that_skips_tokens_needs_backends_that_take_any_batch() -> None:
     assert sizes_of(graphs_for(GraphCapture.UNIFORM), batch) is not None
     assert sizes_of(graphs_for(GraphCapture.UNIFORM, ("last",)), batch) is None
     assert sizes_of(graphs_for(GraphCapture.ALWAYS, ("last",)), batch) is not None
+
+
+def test_a_step_of_states_is_captured_unless_a_token_has_no_state_to_continue_from() -> None:
+    choice = attrs.evolve(graphs_for(GraphCapture.ALWAYS)._choice, max_rounds=2)
+    assert choice.of(batch_of((5, 2), (9, 1)), 2) is not None
+    assert choice.of(batch_of((5, 3)), 1) is None
+    assert choice.of(batch_of((5, 1), (0, 1)), 2) is None
+    # A graph that no step could use is not captured when the engine starts.
+    assert {1} == {sizes.query_len for sizes in choice.usual(64)}
+
+
+def test_a_step_of_inputs_is_captured_unless_it_computes_one() -> None:
+    choice = graphs_for(GraphCapture.ALWAYS, max_input_len=3000)._choice
+
+    def with_inputs(lens: list[int], is_new: list[bool]) -> GraphSizes | None:
+        inputs = {"encoder": InputBatch(lens=np.array(lens), is_new=np.array(is_new))}
+        return choice.of(attrs.evolve(batch_of((5, 1), (9, 1)), inputs=inputs), 2)
+
+    assert [1024, 3000] == [
+        found.max_input_len
+        for lens in ([1024, 3], [3, 1025])
+        if (found := with_inputs(lens, [False, False])) is not None
+    ]
+    assert with_inputs([1024, 3], [False, True]) is None
+    assert {1024, 3000} == {sizes.max_input_len for sizes in choice.usual(8)}
 
 
 def test_a_chain_with_effects_leaves_no_uniform_steps_to_a_backend_that_needs_them(
@@ -266,11 +294,6 @@ def test_sizes_in_vain_are_refused_and_auto_says_it_once(
         runner: Any = engine._runner
         assert runner.graphs is None
     assert 1 == len([record for record in caplog.records if "without graphs" in record.message])
-
-
-def test_a_state_cannot_be_captured() -> None:
-    bench = Bench([layer("a", full()), states("s")])
-    assert "layer 's', which keeps a state" == bench.attention.least_captured
 
 
 @attrs.frozen(eq=False)

@@ -111,7 +111,8 @@ class TinyModel:
 def make_stack(**options: Any) -> Stack:
     """Return a stack; each option is put into the table that has its key.
 
-    ``backend`` and ``wrappers`` are for every layer, and ``states`` are options of the layers that keep a state.
+    ``backend`` and ``wrappers`` are for every layer, ``backends`` gives the backend of each kind of layer, and
+    ``states`` are options of the layers that keep a state.
     """
     # With little memory, prompts begin with blocks for their first chunk, so that more requests are preempted.
     engine = {"self_check": False, "reserve_prompts": False}
@@ -119,6 +120,8 @@ def make_stack(**options: Any) -> Stack:
     rules: list[dict[str, Any]] = [{"layers": "*", "backend": options.pop("backend", "auto")}]
     if "wrappers" in options:
         rules[0]["wrappers"] = options.pop("wrappers")
+    for kind, backend in options.pop("backends", {}).items():
+        rules.append({"kind": kind, "backend": backend})
     if "states" in options:
         rules.append({"kind": "mamba", "spec": options.pop("states"), "optional": True})
     for key, value in options.items():

@@ -2,56 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
 import pytest
 
 from kvframe import Engine, Prompt, RequestOutput, SamplingParams, load_plugins
-from kvframe.contract import DraftRequest, Proposer, Register, StackError, hookimpl
+from kvframe.contract import StackError
 from tests.covering import cover_values
 from tests.models import encoder_decoder
+from tests.models.knowing import ANSWERS, make_manifest
 from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, ids
-
-MAX_DRAFTS = 4
-ANSWERS: list[list[int]] = []
-"""The tokens of each request, prompt and answer, that the proposer knows."""
-
-
-@attrs.define(kw_only=True, eq=False)
-class Knowing(Proposer):
-    """Knows what requests will generate, and makes a mistake in three of ten tokens."""
-
-    name = "knowing"
-    max_drafts: int = MAX_DRAFTS
-
-    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
-        return [self.drafts_of(list(each.token_ids), each.max_drafts) for each in requests]
-
-    def drafts_of(self, known: list[int], most: int) -> list[int]:
-        chance = random.Random(sum(known) + len(known))
-        answers = (answer for answer in ANSWERS if answer[: len(known)] == known)
-        following = next(answers, known)[len(known) : len(known) + most]
-        return [token if chance.random() < 0.7 else (token + 1) % 128 for token in following]
-
-    def forget(self, request_ids: Sequence[str]) -> None:
-        pass
-
-
-def make_manifest() -> ModuleType:
-    manifest = ModuleType("knowing_plugin")
-
-    @hookimpl
-    def kvframe_register_proposers(register: Register) -> None:
-        register("knowing", Knowing)
-
-    manifest.kvframe_register_proposers = kvframe_register_proposers  # type: ignore[attr-defined]
-    return manifest
-
 
 FAMILIES = (
     "llama",

@@ -26,6 +26,7 @@ class GraphSizes:
         num_wanted: Rows of logits, including padding.
         max_seq_len: The most tokens of a request after the step.
         all_generate: Whether every token generates, so that no layer skips any.
+        max_input_len: The most tokens of an input beside the request's own; 0 if requests bring none.
     """
 
     num_reqs: int
@@ -34,6 +35,7 @@ class GraphSizes:
     num_wanted: int
     max_seq_len: int
     all_generate: bool
+    max_input_len: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +53,8 @@ class SizeChoice:
         max_seq_lens: The lengths of the longest request that steps are padded to, ascending.
         level: The kinds of batches that can be captured.
         skips: Whether layers can compute generating tokens only.
+        max_rounds: The most tokens of a request that the state layers take in rounds; None if there are none.
+        max_input_lens: The lengths of the longest input beside tokens that steps are padded to, ascending.
     """
 
     num_reqs: tuple[int, ...]
@@ -58,6 +62,8 @@ class SizeChoice:
     max_seq_lens: tuple[int, ...]
     level: GraphCapture
     skips: bool
+    max_rounds: int | None = None
+    max_input_lens: tuple[int, ...] = (0,)
 
     def of(self, batch: StepBatch, num_wanted: int) -> GraphSizes | None:
         """Return the sizes of the graph that can replay a step; None if no graph fits it.
@@ -82,6 +88,15 @@ class SizeChoice:
         max_seq_len = _next(self.max_seq_lens, int((batch.num_computed + batch.query_lens).max()))
         if num_reqs is None or query_len is None or max_seq_len is None or batch.extensions or not num_wanted:
             return None
+        # A prompt's first token continues from no state.
+        if self.max_rounds is not None and (longest > self.max_rounds or not batch.num_computed.all()):
+            return None
+        if any(inputs.is_new.any() for inputs in batch.inputs.values()):
+            return None
+        max_input_len = _next(
+            self.max_input_lens, max((int(inputs.lens.max()) for inputs in batch.inputs.values()), default=0)
+        )
+        assert max_input_len is not None, "an input is no longer than the plan allows"
         rows = num_reqs, num_reqs * query_len
         wanted, generating = _next(rows, num_wanted), rows[1] if all_generate else _next(rows, num_generating)
         if wanted is None or generating is None:
@@ -93,6 +108,7 @@ class SizeChoice:
             num_wanted=wanted,
             max_seq_len=max_seq_len,
             all_generate=all_generate,
+            max_input_len=max_input_len,
         )
 
     def usual(self, max_num_tokens: int) -> list[GraphSizes]:
@@ -117,8 +133,8 @@ class SizeChoice:
                     )
                     sizes = self.of(batch, num_reqs)
                     if sizes is not None and query_len <= max_seq_len and sizes.num_tokens <= max_num_tokens:
-                        found.add(sizes)
-        return sorted(found, key=lambda sizes: (sizes.num_tokens, sizes.max_seq_len), reverse=True)
+                        found |= {attrs.evolve(sizes, max_input_len=each) for each in self.max_input_lens}
+        return sorted(found, key=lambda sizes: (sizes.num_tokens, sizes.max_seq_len, sizes.max_input_len), reverse=True)
 
 
 def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -130,18 +146,17 @@ def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def asked_sizes(options: EngineOptions, max_model_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def asked_sizes(options: EngineOptions, longest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the stack's numbers of requests and of tokens per request, ascending, limited to what a step can have.
 
     A number of requests above ``max_num_seqs`` is replaced by ``max_num_seqs``, because padding costs time and memory.
 
     Args:
         options: The stack's engine options, with graphs on.
-        max_model_len: The most tokens of a request.
+        longest: The most tokens of a request in a step that can be captured.
     """
     most = options.max_num_seqs
     num_reqs = auto_sizes(most) if isinstance(options.graphs, str) else {min(size, most) for size in options.graphs}
-    longest = min(options.max_num_batched_tokens, max_model_len)
     return tuple(sorted(num_reqs)), tuple(size for size in options.graph_query_lens if size <= longest)
 
 

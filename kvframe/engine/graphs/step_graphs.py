@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -26,6 +26,7 @@ from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import IntArray
+from kvframe.contract.state import StateStep
 from kvframe.engine.graphs.device_graphs import CaptureError, StepGraph, graph_factory
 from kvframe.engine.graphs.sizes import GraphSizes, SizeChoice, asked_sizes, context_sizes
 
@@ -60,6 +61,7 @@ class StepGraphs:
         query_lens: Sequence[int],
         max_model_len: int,
         max_num_batched_tokens: int,
+        max_input_len: int = 0,
     ) -> None:
         """Keep what a capture needs.
 
@@ -72,6 +74,7 @@ class StepGraphs:
             max_model_len: The most tokens of a request.
             max_num_batched_tokens: The most tokens of a step. Sizes with more tokens, including padding, are captured
                 only when a step first needs them.
+            max_input_len: The most tokens of an input that a request brings beside its tokens.
         """
         self._layers = layers
         self._forward = forward
@@ -81,6 +84,8 @@ class StepGraphs:
             max_seq_lens=context_sizes(max_model_len),
             level=layers.capture,
             skips=bool(layers.skipped),
+            max_rounds=layers.states.max_rounds,
+            max_input_lens=context_sizes(max_input_len),
         )
         self._max_num_tokens = max_num_batched_tokens
         self._make_graph = graph_factory(device)
@@ -98,7 +103,7 @@ class StepGraphs:
         device: torch.device,
         *,
         max_model_len: int,
-        has_inputs: bool,
+        max_input_lens: Mapping[str, int],
         source: str,
     ) -> StepGraphs | None:
         """Return the graphs that a stack asks for; None if its steps run without graphs.
@@ -109,29 +114,27 @@ class StepGraphs:
             forward: The model's forward.
             device: The device of the model.
             max_model_len: The most tokens of a request.
-            has_inputs: Whether requests bring inputs beside their tokens.
+            max_input_lens: The most tokens of each input that requests bring beside their tokens.
             source: Where the stack was read, for errors.
 
         Raises:
-            StackError: The stack names sizes, and the model, a wrapper or a backend cannot be captured.
+            StackError: The stack names sizes, and a wrapper or a backend cannot be captured; or its numbers of tokens
+                of a request are all larger than a step that can be captured has.
         """
         if options.graphs == "off":
             return None
-        why = None
-        if has_inputs:
-            why = "requests of this model bring inputs beside their tokens"
-        elif layers.capture is GraphCapture.NEVER:
+        if layers.capture is GraphCapture.NEVER:
             why = f"nothing can be captured of {layers.least_captured}"
-        if why is not None and options.graphs == "auto":
-            _log.warning("steps run without graphs: %s", why)
-            return None
-        if why is not None:
+            if options.graphs == "auto":
+                _log.warning("steps run without graphs: %s", why)
+                return None
             raise StackError(f'{source}: engine.graphs names sizes, but {why}; "auto" runs such steps without')
-        num_reqs, query_lens = asked_sizes(options, max_model_len)
+        longest = min(options.max_num_batched_tokens, max_model_len, layers.states.max_rounds or max_model_len)
+        num_reqs, query_lens = asked_sizes(options, longest)
         if not query_lens:
             raise StackError(
                 f"{source}: engine.graph_query_lens is {list(options.graph_query_lens)}, and a request computes at "
-                f"most {min(options.max_num_batched_tokens, max_model_len)} tokens in a step"
+                f"most {longest} tokens in a step that can be captured"
             )
         return cls(
             layers,
@@ -141,6 +144,7 @@ class StepGraphs:
             query_lens=query_lens,
             max_model_len=max_model_len,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            max_input_len=max(max_input_lens.values(), default=0),
         )
 
     @property
@@ -183,13 +187,17 @@ class StepGraphs:
                     query_lens=np.array([sizes.query_len]),
                     generating_indices=positions[-1:],
                 )
+                states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
+                assert states is not None
                 metadata = build_metadata(batch, tables, HOST)
-                self.run(sizes, metadata, np.zeros_like(positions), positions, positions[-1:])
+                self._run(sizes, metadata, states, np.zeros_like(positions), positions, positions[-1:])
         _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)
 
     def run(
         self,
         sizes: GraphSizes,
+        batch: StepBatch,
+        tables: BlockTables,
         metadata: Sequence[CommonAttentionMetadata],
         token_ids: IntArray,
         positions: IntArray,
@@ -199,23 +207,41 @@ class StepGraphs:
 
         Args:
             sizes: What ``sizes_for`` returned for the step.
-            metadata: The step, one value per cache group; on the host.
+            batch: The step.
+            tables: The block tables of all cache groups.
+            metadata: What ``build_metadata`` made of both, on the host.
             token_ids: ``[num_tokens]``.
             positions: ``[num_tokens]``.
             wanted: ``[num_wanted]``: the packed tokens whose logits are wanted.
 
         Returns:
-            Logits of the wanted rows, then of padding; they are overwritten by the next step. None if the capture
-            raised any exception. Steps of these sizes then run without a graph, and each reason is logged once. The
+            Logits of the wanted rows, then of padding; they are overwritten by the next step. None if a state layer
+            has no page for the state between two of a request's tokens, or if the capture raised any exception. In the
+            second case, steps of these sizes run without a graph from then on, and each reason is logged once. The
             pages stay correct: the step without a graph writes again what the capture wrote.
         """
+        states = self._layers.states.rounds(batch, tables, sizes.num_reqs, sizes.query_len)
+        return None if states is None else self._run(sizes, metadata, states, token_ids, positions, wanted)
+
+    def _run(
+        self,
+        sizes: GraphSizes,
+        metadata: Sequence[CommonAttentionMetadata],
+        states: Sequence[StateStep],
+        token_ids: IntArray,
+        positions: IntArray,
+        wanted: IntArray,
+    ) -> torch.Tensor | None:
         padded = pad_step(
             metadata,
             num_reqs=sizes.num_reqs,
             num_tokens=sizes.num_tokens,
             num_generating=sizes.num_generating,
             max_query_len=sizes.query_len,
-            max_seq_len=sizes.max_seq_len,
+            max_seq_lens=[
+                sizes.max_input_len if index in self._layers.of_inputs else sizes.max_seq_len
+                for index in range(len(metadata))
+            ],
         )
         inputs = (
             torch.from_numpy(np.pad(token_ids, (0, sizes.num_tokens - len(token_ids)))),
@@ -225,9 +251,9 @@ class StepGraphs:
         captured = self._graphs.get(sizes)
         try:
             if captured is None:
-                captured = self._graphs[sizes] = self._capture(padded, inputs)
+                captured = self._graphs[sizes] = self._capture(padded, inputs, states)
             else:
-                self._layers.replay_step(captured.step, padded, inputs)
+                self._layers.replay_step(captured.step, padded, inputs, states)
                 captured.graph.replay()
                 self.num_replays += 1
         except (NotReplayableError, CaptureError) as error:
@@ -239,8 +265,13 @@ class StepGraphs:
             return None
         return captured.output
 
-    def _capture(self, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]) -> _CapturedGraph:
-        step, graph = self._layers.capture_step(metadata, inputs), self._make_graph()
+    def _capture(
+        self,
+        metadata: Sequence[CommonAttentionMetadata],
+        inputs: tuple[torch.Tensor, ...],
+        states: Sequence[StateStep],
+    ) -> _CapturedGraph:
+        step, graph = self._layers.capture_step(metadata, inputs, states), self._make_graph()
         token_ids, positions, wanted = step.inputs
         try:
             output = graph.capture(lambda: self._forward(token_ids, positions, wanted))

@@ -171,7 +171,7 @@ class ModelRunner:
                     }
                 )
             if self.graphs is not None and sizes is not None:
-                rows_of_graph = self.graphs.run(sizes, metadata, *tensors)
+                rows_of_graph = self.graphs.run(sizes, batch, self._tables, metadata, *tensors)
                 if rows_of_graph is not None:
                     return rows_of_graph[: len(logits_indices)]
             token_ids, positions_there, wanted = self._layers.begin_step(

@@ -1,0 +1,46 @@
+"""A proposer for tests: it knows what requests will generate, and makes mistakes on purpose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import ModuleType
+
+import attrs
+
+from kvframe.contract import DraftRequest, Proposer, Register, hookimpl
+
+MAX_DRAFTS = 4
+ANSWERS: list[list[int]] = []
+"""The tokens of each request, prompt and answer, that the proposer knows."""
+
+
+@attrs.define(kw_only=True, eq=False)
+class Knowing(Proposer):
+    """Knows what requests will generate, and makes a mistake in three of ten tokens."""
+
+    name = "knowing"
+    max_drafts: int = MAX_DRAFTS
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        return [self.drafts_of(list(each.token_ids), each.max_drafts) for each in requests]
+
+    def drafts_of(self, known: list[int], most: int) -> list[int]:
+        chance = random.Random(sum(known) + len(known))
+        answers = (answer for answer in ANSWERS if answer[: len(known)] == known)
+        following = next(answers, known)[len(known) : len(known) + most]
+        return [token if chance.random() < 0.7 else (token + 1) % 128 for token in following]
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        pass
+
+
+def make_manifest() -> ModuleType:
+    manifest = ModuleType("knowing_plugin")
+
+    @hookimpl
+    def kvframe_register_proposers(register: Register) -> None:
+        register("knowing", Knowing)
+
+    manifest.kvframe_register_proposers = kvframe_register_proposers  # type: ignore[attr-defined]
+    return manifest
