@@ -1,12 +1,14 @@
-"""Attention as one torch operator, which a compiled model calls without tracing into it.
+"""Layers as torch operators, which a compiled model calls without tracing into them.
 
 A compiler cannot follow a layer to the step that runs: which metadata it reads, which pages, which kernel. So a
-compiled model calls ``kvframe::attend`` instead of the layer. The compiler knows only the shape of its output.
+compiled model calls ``kvframe::attend`` instead of an attention layer, and ``kvframe::compute`` instead of anything
+else that depends on the step. The compiler knows only the shapes of their outputs.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -56,12 +58,50 @@ class OpaqueAttention:
         return self._attend(query, key, value, sinks)
 
 
+class OpaqueFunction:
+    """Calls a function of tensors as an operator, while a model is compiled and when it runs.
+
+    The operator may write to memory that the compiler does not know, as that of a layer that keeps a state: its results
+    have to be used, so that the compiler does not remove it.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+        shapes: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> None:
+        """Take the function.
+
+        Args:
+            run: What is called when the model runs.
+            shapes: Returns tensors of the shapes, dtypes and devices of the results. Their values are not read.
+        """
+        self._run, self._shapes = run, shapes
+        self._name = str(next(_NUMBERS))
+        _FUNCTIONS[self._name] = self
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Call the function."""
+        results: list[torch.Tensor] = torch.ops.kvframe.compute(inputs, self._name)
+        return results
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Call the function, and return its results in memory that no argument shares."""
+        return _in_own_memory(self._run(inputs), inputs)
+
+    def shapes(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors of the shapes of the results, which share no memory."""
+        return [each.new_empty(each.shape) for each in self._shapes(inputs)]
+
+
 _NUMBERS = itertools.count()
 _CALLS: WeakValueDictionary[str, OpaqueAttention] = WeakValueDictionary()
+_FUNCTIONS: WeakValueDictionary[str, OpaqueFunction] = WeakValueDictionary()
 _LIBRARY = torch.library.Library("kvframe", "DEF")
 _LIBRARY.define(
     "attend(Tensor query, Tensor? key, Tensor? value, Tensor? sinks, str layer, SymInt head_size_v) -> Tensor"
 )
+_LIBRARY.define("compute(Tensor[] inputs, str function) -> Tensor[]")
 
 
 def _attend(
@@ -72,11 +112,20 @@ def _attend(
     layer: str,
     head_size_v: int,
 ) -> torch.Tensor:
-    # The compiler expects contiguous memory that no argument shares.
-    output = _CALLS[layer].run(query, key, value, sinks).contiguous()
-    memory = output.untyped_storage().data_ptr()
-    taken = (each for each in (query, key, value, sinks) if each is not None)
-    return output.clone() if any(each.untyped_storage().data_ptr() == memory for each in taken) else output
+    output = _CALLS[layer].run(query, key, value, sinks)
+    return _in_own_memory([output], [each for each in (query, key, value, sinks) if each is not None])[0]
+
+
+def _in_own_memory(results: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the results as the compiler expects them: contiguous, in memory that nothing else shares."""
+    used = {each.untyped_storage().data_ptr() for each in taken}
+    separate = []
+    for result in results:
+        result = result.contiguous()
+        memory = result.untyped_storage().data_ptr()
+        separate.append(result.clone() if memory in used else result)
+        used.add(memory)
+    return separate
 
 
 def _fake(
@@ -90,5 +139,15 @@ def _fake(
     return query.new_empty(query.shape[0], query.shape[1], head_size_v)
 
 
+def _compute(inputs: list[torch.Tensor], function: str) -> list[torch.Tensor]:
+    return _FUNCTIONS[function].run(inputs)
+
+
+def _fake_compute(inputs: list[torch.Tensor], function: str) -> list[torch.Tensor]:
+    return _FUNCTIONS[function].shapes(inputs)
+
+
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+_LIBRARY.impl("compute", _compute, "CompositeExplicitAutograd")
 torch.library.register_fake("kvframe::attend", _fake, lib=_LIBRARY)
+torch.library.register_fake("kvframe::compute", _fake_compute, lib=_LIBRARY)

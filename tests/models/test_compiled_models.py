@@ -1,4 +1,4 @@
-"""Models compiled around their attention: equal tokens, a single graph, and the compiler never traces the attention."""
+"""Models compiled around their attention and states: equal tokens, a single graph, and no layer of them is traced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 
 from kvframe import Engine, SamplingParams
 from kvframe.contract.errors import ModelError
-from kvframe.contract.operator import OpaqueAttention
+from kvframe.contract.operator import OpaqueAttention, OpaqueFunction
 from tests.engine.scripted_model import ScriptedModel
-from tests.models.serving import TinyModel, served
+from tests.models import encoder_decoder
+from tests.models.serving import PROMPTS, TinyModel, served
+
+WITH_STATES = ("mamba", "mamba2", "jamba", "falcon_h1", "qwen3_next", "lfm2", "kimi_linear")
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +65,9 @@ def test_the_first_step_finds_its_model_compiled(models: Callable[[str], TinyMod
 
 # torch itself warns where its compiler is first used.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_inductor_compiles_a_model_that_passes_its_self_check(tmp_path: Path) -> None:
-    model = TinyModel.save(tmp_path, "llama", num_hidden_layers=1)
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_inductor_compiles_a_model_that_passes_its_self_check(tmp_path: Path, family: str) -> None:
+    model = TinyModel.save(tmp_path, family, num_hidden_layers=1)
     with model.engine() as engine:
         expected = served(engine)
     with model.engine(compile=True, self_check=True) as engine:
@@ -71,24 +75,72 @@ def test_inductor_compiles_a_model_that_passes_its_self_check(tmp_path: Path) ->
 
 
 def test_a_compiler_sees_attention_as_one_operator(models: Callable[[str], TinyModel]) -> None:
-    seen: list[list[str]] = []
+    seen = seen_in(models("llama"))
+    assert 3 == seen.count("kvframe.attend")
+    assert not [target for target in seen if "scaled_dot_product" in target or "index_put" in target]
+
+
+def seen_in(model: TinyModel) -> list[str]:
+    """Return the functions that a compiler sees in a model."""
+    seen: list[str] = []
 
     def noting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        seen.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    with compiled(models("llama").engine(), noting):
-        pass
-    (targets,) = seen
-    assert 3 == targets.count("kvframe.attend")
-    assert not [target for target in targets if "scaled_dot_product" in target or "index_put" in target]
+    with compiled(model.engine(), noting):
+        return seen
 
 
-def test_a_model_that_keeps_a_state_is_refused(models: Callable[[str], TinyModel]) -> None:
-    with pytest.raises(ModelError, match="has layers that keep a state, so it cannot be compiled"):
-        models("mamba").engine(compile=True)
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_a_model_with_states_gives_the_same_tokens_from_one_graph(
+    models: Callable[[str], TinyModel], family: str
+) -> None:
+    with models(family).engine() as engine:
+        expected = served(engine)
+    with compiled(models(family).engine(max_num_batched_tokens=24), "eager") as engine:
+        body: Any = engine.model.compiled  # type: ignore[attr-defined]
+        assert expected == served(engine)
+        assert 0 == body.num_graph_breaks
+        assert body.num_graphs <= 4
     # The model is restored, so that another engine can use it.
-    models("mamba").engine().close()
+    with models(family).engine() as engine:
+        assert expected == served(engine)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
+def test_a_decoder_with_an_encoder_gives_the_same_tokens_from_few_graphs(
+    models: Callable[[str], TinyModel], family: str
+) -> None:
+    prompts, params = encoder_decoder.prompts(family), SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with models(family).engine() as engine:
+        expected = [each.token_ids for each in engine.generate(prompts, params)]
+    with compiled(models(family).engine(max_num_batched_tokens=24), "eager") as engine:
+        body: Any = engine.model.compiled  # type: ignore[attr-defined]
+        assert expected == [each.token_ids for each in engine.generate(prompts, params)]
+        assert 0 == body.num_graph_breaks
+        # Each for steps with an input of one token alone, and for others.
+        assert body.num_graphs <= 5
+
+
+def test_a_compiler_sees_a_state_layer_as_one_operator(models: Callable[[str], TinyModel]) -> None:
+    seen = seen_in(models("falcon_h1"))
+    assert (2, 2) == (seen.count("kvframe.compute"), seen.count("kvframe.attend"))
+    assert not [target for target in seen if "conv" in target or "softplus" in target or "index_put" in target]
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "qwen3_next", "t5"])
+def test_a_compiled_model_computes_drafts_in_replayed_steps(models: Callable[[str], TinyModel], family: str) -> None:
+    prompts: Any = encoder_decoder.prompts(family) if family == "t5" else PROMPTS
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    options: dict[str, Any] = {"backends": {"full_attention": "cpu"}, "drafts": "ngram"}
+    with models(family).engine() as engine:
+        expected = [each.token_ids for each in engine.generate(prompts, params)]
+    with compiled(models(family).engine(**options, graphs=[8], graph_query_lens=[1, 5]), "eager") as engine:
+        assert expected == [each.token_ids for each in engine.generate(prompts, params)]
+        runner: Any = engine._runner
+        assert runner.graphs.num_replays > 0
+        assert set() == runner.graphs._reasons
 
 
 def test_a_failure_of_the_compiler_is_one_clear_error(models: Callable[[str], TinyModel]) -> None:
@@ -123,3 +175,20 @@ def test_the_operator_promises_the_shape_that_it_gives() -> None:
     assert same(query, None, None).data_ptr() != query.data_ptr()
     last = OpaqueAttention(lambda query, key, value, sinks=None: value[1:], 5)
     assert last(query, key, value).data_ptr() != value[1:].data_ptr()
+
+
+def test_the_operator_of_a_function_gives_results_in_their_own_memory() -> None:
+    taken, kept = torch.randn(3, 4), torch.randn(2, 3)
+    function = OpaqueFunction(
+        lambda given: [given[0], kept.T, kept.T, given[1]],
+        lambda given: [given[0], *(given[1].new_empty(3, 2) for _ in range(2)), given[1]],
+    )
+    results = function([taken, kept])
+    assert all(map(torch.equal, [taken, kept.T, kept.T, kept], results))
+    assert all(each.is_contiguous() for each in results)
+    assert 6 == len({each.data_ptr() for each in (*results, taken, kept)})
+    torch.library.opcheck(
+        torch.ops.kvframe.compute.default,
+        ([taken, kept], function._name),
+        test_utils=("test_schema", "test_faketensor"),
+    )

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe import Prompt, SamplingParams, load_plugins
-from kvframe.attention.step import StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.engine.graphs.device_graphs import CalledGraph
 from kvframe.engine.graphs.sizes import GraphSizes
 from kvframe.engine.graphs.step_graphs import StepGraphs

@@ -145,7 +145,7 @@ def test_inputs_are_encoded_as_transformers_does_and_packed_in_their_order(tmp_p
     torch.testing.assert_close(model._states[0], torch.cat(expected), rtol=0, atol=1e-5)
     assert [(2, 5), (1, 1)] == sizes
     model.compute_inputs({})
-    assert (1, 1, 64) == tuple(model._states.shape)
+    assert (1, 2, 64) == tuple(model._states.shape)
 
 
 @pytest.mark.parametrize(

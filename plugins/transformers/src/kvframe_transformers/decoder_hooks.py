@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvframe.contract import ModelError
+from kvframe.contract import ModelError, OpaqueFunction
 from kvframe_transformers.discovery import takes_position_ids
 from kvframe_transformers.routing import running_step
 
@@ -31,8 +31,14 @@ class DecoderHooks:
             attention: Its attention modules that an engine runs. The engine adds the bias; a module would compute one
                 for all pairs of packed tokens.
         """
+        # A compiler must not trace how they find the running step.
+        positions = OpaqueFunction(lambda given: [_positions_of(model, given[0]).clone()], lambda given: given)
+
+        def pass_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return _pass_positions(positions, module, args, kwargs)
+
         self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(_pass_positions, with_kwargs=True)
+            module.register_forward_pre_hook(pass_positions, with_kwargs=True)
             for module in model.modules()
             if takes_position_ids(module)
         ]
@@ -49,19 +55,31 @@ class DecoderHooks:
         self._handles = []
 
 
-def _pass_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    step = running_step()
-    if step is None:
+def _pass_positions(
+    positions: OpaqueFunction, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    if torch.compiler.is_compiling():
+        return args, {**kwargs, _POSITIONS: positions([kwargs[_POSITIONS]])[0]}
+    if running_step() is None:
         return None
-    given = kwargs.get(_POSITIONS)
+    return args, {**kwargs, _POSITIONS: _positions_of(module, kwargs.get(_POSITIONS))}
+
+
+def _positions_of(module: nn.Module, given: Any) -> torch.Tensor:
+    """Return the positions of the running step's tokens, in the shape of those that a module was given."""
+    step = running_step()
+    assert step is not None
     if not isinstance(given, torch.Tensor) or given.numel() != len(step.positions):
         raise ModelError(
             f"{type(module).__name__} does not get one position for each token, so it cannot get those of a packed "
             "batch; only a model adapter of its own can serve it"
         )
-    return args, {**kwargs, _POSITIONS: step.positions.view_as(given)}
+    return step.positions.view_as(given)
 
 
 def _give_no_bias(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    if torch.compiler.is_compiling():
+        hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        return args, {**kwargs, _BIAS: hidden.new_empty(0)}
     step = running_step()
     return None if step is None else (args, {**kwargs, _BIAS: step.positions.new_empty(0)})

@@ -60,8 +60,8 @@ class EncoderDecoderModel(TransformersModel):
         self._build_without_weights = build_without_weights
         self._num_tokens: dict[torch.Size, int] = {}
         self._takes_decoder_positions = _DECODER_POSITIONS in inspect.signature(model.forward).parameters
-        self._no_states = torch.zeros(1, 1, width_of_encoder(model), device=model.device, dtype=model.dtype)
-        """One row, because modules cannot take none. Its output is not used."""
+        self._no_states = torch.zeros(1, 2, width_of_encoder(model), device=model.device, dtype=model.dtype)
+        """Modules cannot take no row, and a compiler makes another program for one row. The output is not used."""
         self._states = self._no_states
         self._hooks: DecoderHooks | None = None
 
@@ -233,7 +233,7 @@ class EncoderDecoderModel(TransformersModel):
             return self._decode(torch.tensor(prompt, device=self.model.device), states.unsqueeze(0))
 
     def _decode(self, input_ids: torch.Tensor, states: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        output = self.model(
+        output = self._running_body(
             encoder_outputs=BaseModelOutput(last_hidden_state=states),
             decoder_input_ids=input_ids.unsqueeze(0),
             use_cache=False,

@@ -14,7 +14,7 @@ from kvframe_transformers.paged_steps import PagedStep, kernels_run_on
 from kvframe_transformers.routing import running_step
 from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference, tolerance_of
-from kvframe_transformers.states import Forward, Inputs, MixerCall, Numbers, Output, StateView
+from kvframe_transformers.states import CallForm, Forward, Inputs, MixerCall, Numbers, Output, StateView
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ class MixerDriver:
     parts as it has states to keep. If a mixer's scan cannot start from a state, it gets another scan that can; if that
     is not possible either, the sequence is computed token by token. If there are kernels that step the mixer's states
     in their pages, they compute single tokens.
+
+    Attributes:
+        form: The form of the mixer's calls; None before ``note``.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Forward, layer: AttachedState) -> None:
@@ -56,11 +59,13 @@ class MixerDriver:
         self._paged_step: PagedStep | None = None
         self._numbers: Numbers = ((), ())
         self._noted: Inputs = {}
+        self.form: CallForm | None = None
 
     def note(self, num_rows: dict[str, int], *args: Any, **kwargs: Any) -> Output:
         """Run the mixer without a state; record its arguments, and the number of rows that it returns."""
         output: Output = self._forward(*args, **kwargs)
         self._noted = self._call.inputs_of(args, kwargs)
+        self.form = CallForm.of(args, kwargs, self._noted[self._call.tokens], output)
         num_rows[self._name] = next(_tensors(output)).shape[1]
         return output
 

@@ -36,7 +36,7 @@ from kvframe_transformers.routing import Route, Routes, RunningStep, running, ru
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.sentence_transformers import read_pooling
 from kvframe_transformers.skipping import RowCutter, blocks_from
-from kvframe_transformers.states import own_forward
+from kvframe_transformers.states import OpaqueForward, own_forward
 from kvframe_transformers.step_mode import StepMode
 from kvframe_transformers.temperature import Temperatures
 
@@ -176,12 +176,12 @@ class TransformersModel(LoadedModel):
             backend: The compiler: a name that torch knows, or a callable as ``torch.compile`` takes it.
 
         Raises:
-            ModelError: The model has an encoder or layers that keep a state, or torch cannot compile it.
+            ModelError: torch cannot compile it.
         """
-        if self._drivers or self.description.max_input_lens:
-            # The layers' drivers and the encoder run Python code in each step.
-            why = "layers that keep a state" if self._drivers else "an encoder"
-            raise ModelError(f"{self.description.name} has {why}, so it cannot be compiled; leave compile out")
+        if self._mode is not None:
+            self._mode.opaque = {
+                module: OpaqueForward(driver.form, driver) for module, driver in self._drivers.items() if driver.form
+            }
         modules = self._modules()
         sizes = {modules[layer.name]: _value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend)
@@ -279,13 +279,18 @@ class TransformersModel(LoadedModel):
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
         if self._takes_positions:
             inputs["position_ids"] = None if positions is None else positions.unsqueeze(0) + self._first_position
-        step, body = running_step(), self._body
-        # Hooks leave rows out, and compiled code ignores hooks. Plain runs use the model as it was loaded.
-        if self.compiled is not None and step is not None and step.kept_rows is None:
-            body = self.compiled
-        output = body(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
+        output = self._running_body(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
         rows: torch.Tensor = (output.logits if self.description.generates else output.last_hidden_state)[0]
         return rows
+
+    @property
+    def _running_body(self) -> Any:
+        """What computes a step: the compiled model, if it can."""
+        step = running_step()
+        # Rows are left out by hooks, which compiled code ignores; plain runs use the model as it was loaded.
+        if self.compiled is not None and step is not None and step.kept_rows is None:
+            return self.compiled
+        return self._body
 
     def _run_plain(self, prompt: list[int]) -> torch.Tensor:
         """Return the logits ``[len(prompt), vocab_size]``, or hidden states, of the model's own attention."""

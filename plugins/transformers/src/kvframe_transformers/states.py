@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,8 @@ import attrs
 import torch
 from torch import nn
 from torch.nn.functional import pad
+
+from kvframe.contract import OpaqueFunction
 
 _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 _PADDING_CALL = "create_recurrent_attention_mask"
@@ -140,6 +142,103 @@ class MixerCall:
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 bound.update(bound.pop(name, {}))
         return {name: value for name, value in bound.items() if name != self.cache and name not in _HARMLESS}
+
+
+@attrs.frozen
+class CallForm:
+    """The form of a mixer's calls and results, whatever the values and the number of tokens.
+
+    Attributes:
+        args: The positional arguments of a call; those that are tensors are not read.
+        kwargs: The keyword arguments; likewise.
+        tokens: The place of the tokens among the tensors of the arguments.
+        is_tuple: Whether the result is a tuple.
+        sizes: For each tensor of the result, the sizes after ``[batch, num_tokens]``, and its dtype.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tokens: int
+    is_tuple: bool
+    sizes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: torch.Tensor, output: Output) -> CallForm:
+        """Return the form of a call whose tokens and result are given."""
+        (place,) = (index for index, each in enumerate(tensors_of(args, kwargs)) if each is tokens)
+        tensors = output if isinstance(output, tuple) else (output,)
+        sizes = tuple((tuple(each.shape[2:]), each.dtype) for each in tensors)
+        return cls(_without_tensors(args), _without_tensors(dict(kwargs)), place, isinstance(output, tuple), sizes)
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call with these tensors."""
+        left = iter(tensors)
+        return _with_tensors(self.args, left), _with_tensors(self.kwargs, left)
+
+    def result(self, tensors: Sequence[torch.Tensor]) -> Output:
+        """Return the result that has these tensors."""
+        return tuple(tensors) if self.is_tuple else tensors[0]
+
+    def empty(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of the result of a call with these tensors, without values."""
+        tokens = tensors[self.tokens]
+        return [tokens.new_empty(*tokens.shape[:2], *sizes, dtype=dtype) for sizes, dtype in self.sizes]
+
+
+class _Tensor:
+    """Stands for a tensor in the form of a call."""
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors in a call's arguments, those in tuples included. A compiler can trace it."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found.extend(tensors_of(value, {}))
+    return found
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_without_tensors, value))
+    if isinstance(value, dict):
+        return {name: _without_tensors(each) for name, each in value.items()}
+    return _Tensor() if isinstance(value, torch.Tensor) else value
+
+
+def _with_tensors(value: Any, left: Iterator[torch.Tensor]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_with_tensors(each, left) for each in value)
+    if isinstance(value, dict):
+        return {name: _with_tensors(each, left) for name, each in value.items()}
+    return next(left) if isinstance(value, _Tensor) else value
+
+
+class OpaqueForward:
+    """A mixer's forward in a compiled model: one operator, which the compiler does not look into.
+
+    Attributes:
+        target: What the operator calls.
+        forward: What the mixer gets as its forward.
+    """
+
+    def __init__(self, form: CallForm, target: Forward) -> None:
+        """Take the form of the mixer's calls, and what the operator calls at first."""
+        self.target = target
+        self._form = form
+        function = OpaqueFunction(self._run, form.empty)
+
+        def forward(*args: Any, **kwargs: Any) -> Output:
+            return form.result(function(tensors_of(args, kwargs)))
+
+        self.forward: Forward = forward
+
+    def _run(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        args, kwargs = self._form.filled(tensors)
+        output: Output = self.target(*args, **kwargs)
+        return output if isinstance(output, tuple) else (output,)
 
 
 def is_mixer(module: nn.Module) -> bool:

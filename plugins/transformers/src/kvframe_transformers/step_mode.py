@@ -13,7 +13,7 @@ from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.packed import PackedLinears
 from kvframe_transformers.routing import RUN_TIME
-from kvframe_transformers.states import Forward, replaced_forwards
+from kvframe_transformers.states import Forward, OpaqueForward, replaced_forwards
 from kvframe_transformers.temperature import Temperatures
 
 
@@ -29,6 +29,7 @@ class StepMode:
         latents: The latent attention modules, which pass their latents on in a step.
         forwards: The forwards of mixers in a step.
         packed: The packed copies of linear layers; None if no layer is packed.
+        opaque: What a compiled model calls instead of the forwards of its mixers, by module.
     """
 
     def __init__(self, model: PreTrainedModel, temperatures: Temperatures, latents: Latents) -> None:
@@ -43,6 +44,7 @@ class StepMode:
         self.latents = latents
         self.forwards: Mapping[nn.Module, Forward] = {}
         self.packed: PackedLinears | None = None
+        self.opaque: Mapping[nn.Module, OpaqueForward] = {}
         self._modules = list(model.modules())
         configs = _configs(model)
         own = [config._attn_implementation_internal for config in configs]
@@ -62,7 +64,7 @@ class StepMode:
         """
         training = [module for module in self._modules if module.training]
         own = [(config, config._attn_implementation_internal) for config, _ in self._in_step]
-        with replaced_forwards(self.forwards if forwards is None else forwards):
+        with replaced_forwards(self._in_operators(self.forwards if forwards is None else forwards)):
             try:
                 _set_implementations(self._in_step)
                 _set_training(training, False)
@@ -78,6 +80,13 @@ class StepMode:
                 self.temperatures.switch_on()
                 _set_training(training, True)
                 _set_implementations(own)
+
+    def _in_operators(self, forwards: Mapping[nn.Module, Forward]) -> Mapping[nn.Module, Forward]:
+        """Return the forwards with those that are behind operators replaced: a compiled model keeps calling these."""
+        replaced = dict(forwards)
+        for module, opaque in self.opaque.items():
+            opaque.target, replaced[module] = forwards[module], opaque.forward
+        return replaced
 
     @contextmanager
     def off(self) -> Iterator[None]:
