@@ -72,6 +72,7 @@ def test_inductor_compiles_a_model_that_passes_its_self_check(tmp_path: Path, fa
         expected = served(engine)
     with model.engine(compile=True, self_check=True) as engine:
         assert expected == served(engine)
+        assert 0 == engine.model.compiled.num_graph_breaks  # type: ignore[attr-defined]
 
 
 def test_a_compiler_sees_attention_as_one_operator(models: Callable[[str], TinyModel]) -> None:

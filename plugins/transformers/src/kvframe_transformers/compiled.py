@@ -42,8 +42,10 @@ class CompiledBody:
         compiler: Callable[..., Any] = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
 
         def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            run = compiler(graph, inputs)
+            # Only now: a compiler may ask for another trace of the model instead.
             self.num_graphs += 1
-            return compiler(graph, inputs)
+            return run
 
         def run(**inputs: Any) -> Any:
             return body(**inputs)
