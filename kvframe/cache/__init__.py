@@ -9,7 +9,8 @@ Its files, in the order of the flow; each uses only those before it.
 - The inputs of requests beside their tokens: ``input_index``. Running requests, as rows: ``rows``.
 - Finding tokens: ``radix_tree``, ``publisher``.
 - Data for other processes: ``keys``, ``events``.
-- The audit of all this: ``audit``; hits, in the pool and its indexes as one: ``stats``, ``prefix_lookup``, ``pins``.
+- The audit of all this: ``audit``; hits, in the pool and its indexes as one: ``stats``, ``prefix_lookup``,
+  ``found_prefix``, ``pins``.
 - Requests that run: argument checks (``arguments``); blocks that forks share (``copy_on_write``); blocks are allocated
   (``allocation``); rows begin, run, release dead blocks and end (``coordinator``).
 - Requests in host memory, and saved prefixes that are restored: ``swap``.

@@ -22,6 +22,7 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.copy_on_write import PageCopier
 from kvframe.cache.events import EventLog
+from kvframe.cache.found_prefix import FoundPrefix, found_prefix
 from kvframe.cache.input_index import InputSequence, input_blocks, inputs_root
 from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
 from kvframe.cache.pins import Pin, Pins
@@ -251,6 +252,11 @@ class KVCacheManager:
         """Return how many tokens ``start`` would find cached; the errors of tokens, salt and inputs are its too."""
         self._check_prompt(token_ids, salt, inputs)
         return self._find_prefix(token_ids, salt, inputs, len(token_ids) - 1).num_tokens
+
+    def found_prefix(self, request_id: str) -> FoundPrefix:
+        """Return what the lookup of a request found, and why it was not more. Ask before its first ``commit``."""
+        entry = self._entry(request_id)
+        return found_prefix(entry.uncounted, entry.asked_tokens, self.plan)
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from kvframe.cli import prefixes
@@ -211,6 +212,7 @@ def _to_dict(prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:
         "text": output.text,
         "finish_reason": output.finish_reason,
         "error": output.error,
+        "cached": None if output.cached is None else attrs.asdict(output.cached),
         "prompt_logprobs": None if output.prompt_logprobs is None else list(map(_finite, output.prompt_logprobs)),
     }
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvframe import Engine, SamplingParams
+from kvframe import Engine, Prompt, SamplingParams
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError
 from kvframe.engine.requests.stops import StopStrings
 from kvframe.engine.running.next_tokens import draw_truncated, sample
@@ -139,6 +139,15 @@ def test_what_is_no_batch_of_prompts_is_refused(prompts: Any) -> None:
     with ScriptedModel(SCRIPT).engine() as engine, pytest.raises(RequestError, match="must be a list") as refusal:
         engine.generate(prompts)
     assert "bad_prompts" == refusal.value.code
+
+
+@pytest.mark.parametrize("boundaries", [[0], [-1, 2], [4], [1.0], "12", {1}, None, [True]], ids=range(8))
+def test_boundaries_that_are_not_in_the_prompt_are_refused(boundaries: Any) -> None:
+    with ScriptedModel(SCRIPT).engine() as engine:
+        with pytest.raises(RequestError, match="from 1 to its number of tokens, 3, not") as refusal:
+            engine.add_request(Prompt(decoder=[1, 2, 3], boundaries=boundaries))
+        assert "bad_boundaries" == refusal.value.code
+        assert not engine.has_unfinished
 
 
 def test_prompts_may_come_from_a_generator_or_an_array() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.cache.input_index import InputSequence
 from kvframe.contract.errors import SpecError
 from kvframe.contract.model import ModelInput
@@ -51,6 +52,9 @@ class CountingCache:
         self.missing[request_id] = frozenset(name for name, each in inputs.items() if each not in self.stored_inputs)
         self.to_store[request_id] = set(inputs.values())
         return self.hits.get(request_id, 0) if use_prefix else 0
+
+    def found_prefix(self, request_id: str) -> FoundPrefix:
+        return FoundPrefix()
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         return self.missing[request_id]
@@ -93,6 +97,14 @@ class CountingCache:
         if request_id not in self.names:
             self.names.append(request_id)
         return self.names.index(request_id)
+
+
+class ForkingCache(CountingCache):
+    """Forks requests."""
+
+    def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
+        self.held[new_id], self.token_ids[new_id] = self.held[request_id], token_ids
+        self.missing[new_id], self.to_store[new_id] = frozenset(), set()
 
 
 def request(
@@ -162,6 +174,28 @@ def test_a_prefix_hit_is_not_computed() -> None:
     made = scheduler(CountingCache(hits={"a": 8}), request("a", 10))
     assert [{"a": 2}, {"a": 1}] == run(made, 2)
     assert (10, 8) == (made.stats.prompt_tokens, made.stats.cached_prompt_tokens)
+
+
+def test_a_step_ends_at_each_boundary_of_a_prompt() -> None:
+    first = request("a", 30)
+    first.boundaries = (4, 8, 24)
+    made = scheduler(CountingCache(), first, request("b", 9))
+    assert [
+        {"a": 4, "b": 9},
+        {"a": 4, "b": 1},
+        {"a": 16},
+        {"a": 6, "b": 1},
+        {"a": 1, "b": 1},
+        {"a": 1},
+    ] == run(made, 6)
+
+
+def test_boundaries_within_a_hit_and_before_a_fork_change_nothing_else() -> None:
+    first, second = request("a", 20, first=1), request("b", 20, first=1)
+    first.boundaries = second.boundaries = (4, 12)
+    first.pause_at, second.forks_from = 19, first
+    made = scheduler(ForkingCache(hits={"a": 8}), first, second)
+    assert [{"a": 4}, {"a": 7}, {"a": 1, "b": 1}] == run(made, 3)
 
 
 def test_who_was_admitted_when_a_step_breaks_waits_as_before() -> None:

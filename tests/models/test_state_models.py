@@ -10,7 +10,8 @@ import pytest
 import torch
 from kvframe_transformers.testing import MORE_STATE_FAMILIES, STATE_FAMILIES
 
-from kvframe import Engine, SamplingParams, Stack
+from kvframe import Engine, Prompt, SamplingParams, Stack
+from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.contract.errors import ModelError
 from kvframe.contract.state import StateRound, StateRun
 from tests.covering import cover_values
@@ -205,6 +206,33 @@ def test_with_few_states_a_third_request_continues_where_the_second_differed_fro
     model, expected = long_models(family)
     with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:
         assert [WHOLE, WHOLE, REST, REST] == computed_each(engine, expected)
+
+
+@LONG_HYBRIDS
+def test_a_named_boundary_lets_the_second_request_find_the_prefix(long_models: Any, family: str) -> None:
+    model, expected = long_models(family)
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:
+        found = []
+        for prompt, tokens in zip(LONG, expected, strict=True):
+            (output,) = engine.generate([Prompt(decoder=prompt, boundaries=[1000, 1000, 1040])], GREEDY)
+            assert tokens == output.token_ids
+            assert output.cached is not None
+            found.append(output.cached.num_tokens)
+        assert [0, 960, 960, 960] == found
+
+
+def test_an_output_says_which_group_limited_what_was_found(long_models: Any) -> None:
+    model, _ = long_models("bamba")
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:
+        engine.generate(LONG[:1], GREEDY)
+        (output,) = engine.generate(LONG[1:2], GREEDY)
+        why = "group 0 (mamba) keeps states at few blocks' ends, and has none after token 0"
+        assert FoundPrefix(known_tokens=960, of_groups={0: 0, 1: 960}, limited_by=(0,), why=why) == output.cached
+        outputs = engine.generate(LONG[1:2], SamplingParams(n=2, max_new_tokens=2, seed=1))
+        assert [1024, 1039] == [each.cached.num_tokens for each in outputs if each.cached is not None]
+        (output,) = engine.generate(LONG[1:2], SamplingParams(prompt_logprobs=True, max_new_tokens=1))
+        why = "every token of the prompt is computed for its log-probabilities"
+        assert FoundPrefix(why=why) == output.cached
 
 
 def test_with_few_states_a_request_continues_an_earlier_one(long_models: Any) -> None:

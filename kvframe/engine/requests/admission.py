@@ -96,6 +96,27 @@ class Admission:
             own = _tokens_of("the model's start_token_ids", lambda: start_token_ids(text))
         return self.token_ids(own, params, {each: value.num_tokens for each, value in inputs.items()}), inputs
 
+    def boundaries(self, prompt: AnyPrompt, num_tokens: int) -> tuple[int, ...]:
+        """Return where steps of a prompt of so many tokens have to end: the last whole blocks before its boundaries.
+
+        Raises:
+            RequestError: A boundary is not a number of tokens of the prompt.
+        """
+        if not isinstance(prompt, Prompt):
+            return ()
+        try:
+            given = _whole_numbers(prompt.boundaries)
+        except RequestError:
+            given = [0]
+        if given and not 1 <= min(given) <= max(given) <= num_tokens:
+            raise RequestError(
+                f"a prompt's boundaries are whole numbers from 1 to its number of tokens, {num_tokens}, not "
+                f"{shown(prompt.boundaries)}",
+                code="bad_boundaries",
+            )
+        ends = {each - each % self.plan.alignment for each in given} if self.plan.groups else set()
+        return tuple(sorted(ends - {0, num_tokens}))
+
     def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
         given = _unicode(value) if isinstance(value, str) else value
         prepared = _ask(f"reading the input of the {sequence}", self._model.prepare_input, sequence, given)

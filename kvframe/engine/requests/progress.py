@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
 import attrs
 
+from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.cache.input_index import InputSequence
 from kvframe.contract.model import ModelInput
 
@@ -54,7 +56,9 @@ class RequestProgress:
         is_on_cache: Whether it started on cached state.
         trusts_cache: Whether it may start on cached state; False after its output on cached state was not numbers.
         was_started: Whether it was ever admitted.
+        cached: What was found of its prompt, or taken from another sample, when it was first admitted; None before.
         pause_at: Computed tokens at which a step ends, so that other requests can fork from there; 0 for none.
+        boundaries: Computed tokens at which steps end too, ascending, so that each type of state keeps one there.
         forks_from: The request with the same tokens from which it forks at ``pause_at``, to save computing them; None
             for none, and after the first try.
         finish_reason: Why it ended; None until then.
@@ -80,7 +84,9 @@ class RequestProgress:
     is_on_cache: bool = False
     trusts_cache: bool = True
     was_started: bool = False
+    cached: FoundPrefix | None = None
     pause_at: int = 0
+    boundaries: tuple[int, ...] = ()
     forks_from: RequestProgress | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -92,8 +98,21 @@ class RequestProgress:
 
     @property
     def next_stop(self) -> int:
-        """The number of computed tokens at which it pauses, or of all known tokens."""
-        return self.pause_at if self.num_computed < self.pause_at else len(self.token_ids)
+        """The number of computed tokens at which its next step has to end."""
+        return self.stop_after(self.num_computed)
+
+    @property
+    def last_pause(self) -> int:
+        """The last number of computed tokens, before all known ones, at which a step has to end; 0 for none."""
+        return max(self.pause_at, self.boundaries[-1]) if self.boundaries else self.pause_at
+
+    def stop_after(self, num_computed: int) -> int:
+        """Return the number of computed tokens at which a step has to end that begins after ``num_computed``."""
+        stop = len(self.token_ids)
+        if self.boundaries:
+            place = bisect_right(self.boundaries, num_computed)
+            stop = self.boundaries[place] if place < len(self.boundaries) else stop
+        return min(stop, self.pause_at) if num_computed < self.pause_at else stop
 
     @property
     def num_new_input_tokens(self) -> int:

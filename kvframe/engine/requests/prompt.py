@@ -12,17 +12,23 @@ from kvframe.contract.errors import RequestError, shown
 
 @attrs.frozen(kw_only=True, eq=False)
 class Prompt:
-    """A prompt of two parts, for a model with an encoder. A prompt that is only text or ids goes to the encoder.
+    """A prompt of two parts, for a model with an encoder; or one with boundaries.
+
+    A prompt that is only text or ids goes to the encoder, if the model has one.
 
     Attributes:
         encoder: The encoder's input: text, token ids, or features as a tensor or an array, depending on the model; None
             for no input, if the model allows that.
         decoder: The tokens that are to be continued: text, which is put after the model's start tokens, or ids, which
-            are used unchanged. The model's start tokens unless given.
+            are used unchanged. The model's start tokens unless given. For a model without an encoder, the prompt.
+        boundaries: Numbers of the prompt's first tokens that other prompts begin with too, such as a system prompt's
+            length. Layers that keep states at few places keep one at the last whole blocks before each of them, so that
+            the next request finds it.
     """
 
     encoder: Any = None
     decoder: str | Sequence[int] | None = None
+    boundaries: Sequence[int] = ()
 
 
 AnyPrompt = str | Sequence[int] | Prompt

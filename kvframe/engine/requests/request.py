@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
 from kvframe.engine.requests.params import SamplingParams as SamplingParams
@@ -38,6 +39,7 @@ class RequestOutput:
         prompt_logprobs: For each prompt token, the logarithm of its probability after the tokens before it, from the
             model's logits without temperature; None for the first token, NaN if the logits are not numbers. The whole
             field is None unless the params ask for it, and until the whole prompt is computed.
+        cached: What was found of the prompt in the cache, which group limited it and why; None before it is admitted.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class RequestOutput:
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     prompt_logprobs: tuple[float | None, ...] | None = None
+    cached: FoundPrefix | None = None
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -110,6 +113,7 @@ class Request(RequestProgress):
         cache_salt: str = "",
         asked_id: str | None = None,
         sample: int = 0,
+        boundaries: tuple[int, ...] = (),
     ) -> Request:
         """Return a request that has not started.
 
@@ -124,6 +128,7 @@ class Request(RequestProgress):
             cache_salt: The request shares cached prefixes with requests of the same salt.
             asked_id: The id that its owner uses; ``request_id`` unless given.
             sample: The index of the sample.
+            boundaries: Tokens of the prompt at which steps end, ascending.
         """
         return cls(
             request_id=request_id,
@@ -137,6 +142,7 @@ class Request(RequestProgress):
             text_stream=text_stream,
             inputs=inputs,
             cache_salt=cache_salt,
+            boundaries=boundaries,
         )
 
     def __attrs_post_init__(self) -> None:
@@ -227,6 +233,7 @@ class Request(RequestProgress):
             finish_reason=self.finish_reason,
             error=self.error,
             prompt_logprobs=self.prompt_logprobs,
+            cached=self.cached,
         )
         if self.params.logprobs:
             output = attrs.evolve(

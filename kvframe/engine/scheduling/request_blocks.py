@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic
 
+import attrs
+
+from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.engine.requests.progress import RequestProgress, RequestT
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.stats import SchedulerStats
@@ -90,6 +93,7 @@ class RequestBlocks(Generic[RequestT]):
         request.fork(other)
         request.row = self._cache.row(request.request_id)
         request.is_on_cache = request.was_started = True
+        request.cached = FoundPrefix(num_tokens=request.num_computed, known_tokens=request.num_computed)
         self._stats.prompt_tokens += request.num_prompt_tokens
         self._stats.cached_prompt_tokens += request.num_computed
         return len(request.token_ids) - request.num_computed
@@ -123,8 +127,7 @@ class RequestBlocks(Generic[RequestT]):
             # A single input is admitted at any length, because it cannot be computed in parts.
             new_tokens = request.num_new_input_tokens
             fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
-            stop = request.pause_at if hit < request.pause_at else len(request.token_ids)
-            num_scheduled = min(stop - hit, budget)
+            num_scheduled = min(request.stop_after(hit) - hit, budget)
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
                 # Without blocks for the rest, it would take blocks from others until it is preempted itself.
                 fits = fits and self._fits_whole(request)
@@ -141,6 +144,10 @@ class RequestBlocks(Generic[RequestT]):
         self._stats.computed_input_tokens += new_tokens
         if not request.was_started:
             request.was_started = True
+            request.cached = self._cache.found_prefix(request.request_id)
+            if request.wants_prompt_rows:
+                why = "every token of the prompt is computed for its log-probabilities"
+                request.cached = attrs.evolve(request.cached, why=why)
             self._stats.prompt_tokens += request.num_prompt_tokens
             self._stats.cached_prompt_tokens += hit
         return num_scheduled

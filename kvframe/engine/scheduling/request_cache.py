@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.cache.input_index import InputSequence
 from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import NO_SEQUENCES
@@ -23,6 +24,9 @@ class RequestCache(Protocol):
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
     ) -> int:
         """Add a request; return the number of tokens that a cached prefix covers, fewer than ``token_ids``."""
+
+    def found_prefix(self, request_id: str) -> FoundPrefix:
+        """Return what a started request's lookup found, and why it was not more."""
 
     def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
         """Add a request that continues from another request's computed tokens."""

@@ -309,7 +309,7 @@ class Scheduler(Generic[RequestT]):
         rows, num_computed, num_known = self.running.columns(len(self.running))
         counts: IntArray = num_known - num_computed
         if self._pausing:
-            self._pausing = [each for each in self._pausing if each.row >= 0 and each.num_computed < each.pause_at]
+            self._pausing = [each for each in self._pausing if each.row >= 0 and each.num_computed < each.last_pause]
             for request in self._pausing:
                 counts[self.running.index(request)] = request.next_stop - request.num_computed
         if int(counts.sum()) > budget:
@@ -407,7 +407,7 @@ class Scheduler(Generic[RequestT]):
                 continue
             if not count:
                 break
-            if request.num_computed < request.pause_at:
+            if request.num_computed < request.last_pause:
                 self._pausing.append(request)
             self.waiting.popleft()
             self.running.append(request)
