@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from kvframe_transformers.testing import MORE_STATE_FAMILIES, STATE_FAMILIES
@@ -219,6 +220,16 @@ def test_a_named_boundary_lets_the_second_request_find_the_prefix(long_models: A
             assert output.cached is not None
             found.append(output.cached.num_tokens)
         assert [0, 960, 960, 960] == found
+
+
+def test_boundaries_within_one_block_cost_one_step(long_models: Any) -> None:
+    model, _ = long_models("bamba")
+    prompt = Prompt(decoder=LONG[0], boundaries=[1000, 999, 3, 960, 1040])
+    with model.engine(block_size=64, memory="16MiB") as engine:
+        assert (960, 1024) == engine._admission.boundaries(prompt, 1040)
+        assert () == engine._admission.boundaries(attrs.evolve(prompt, boundaries=[960]), 960)
+        engine.generate([prompt], SamplingParams(max_new_tokens=1))
+        assert 3 == engine.stats().steps
 
 
 def test_an_output_says_which_group_limited_what_was_found(long_models: Any) -> None:
