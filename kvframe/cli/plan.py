@@ -158,7 +158,10 @@ def _to_dict(
         "note": grouping.note,
         "follows": dict(grouping.follows),
         "computed_otherwise": computed,
-        "concurrency": [{"num_tokens": n, "max_requests": planned.max_concurrency(n)} for n in lengths],
+        "concurrency": [
+            {"num_tokens": n, "max_requests": planned.max_concurrency(n), "max_generating": planned.max_generating(n)}
+            for n in lengths
+        ],
     }
 
 
@@ -178,7 +181,18 @@ def _print(
         return
     print_table(
         f"{description.name}: {len(description.layers)} layers{sharing}",
-        ("group", "kind", "layers", "needs of the past", "dtypes", "block", "page", "per slab", "most blocks"),
+        (
+            "group",
+            "kind",
+            "layers",
+            "needs of the past",
+            "dtypes",
+            "block",
+            "page",
+            "per slab",
+            "most blocks",
+            "generating",
+        ),
         [
             (
                 str(group.index),
@@ -190,8 +204,11 @@ def _print(
                 format_bytes(group.page_bytes),
                 str(group.pages_per_slab),
                 str(group.peak_blocks),
+                str(generating),
             )
-            for group, stored in zip(planned.groups, grouping.groups, strict=True)
+            for group, stored, generating in zip(
+                planned.groups, grouping.groups, planned.generating_blocks(planned.max_model_len), strict=True
+            )
         ],
     )
     if computed:
@@ -217,16 +234,22 @@ def _print(
             *_rest(planned),
             *_bytes_held(planned),
             ("wasted", f"{planned.waste_fraction:.2%} of full slabs"),
+            ("found again", _found_again(planned)),
             *swapping,
         ],
     )
     print_table(
         "Requests that fit at once",
-        ("tokens each", "requests"),
-        [(f"{n:,}", f"{planned.max_concurrency(n):,}") for n in lengths],
+        ("tokens each", "requests", "all but one generating"),
+        [(f"{n:,}", f"{planned.max_concurrency(n):,}", f"{planned.max_generating(n):,}") for n in lengths],
     )
     if grouping.note is not None:
         click.echo(grouping.note)
+
+
+def _found_again(planned: KVCachePlan) -> str:
+    shortest = planned.shortest_prefix
+    return "no prefix" if shortest is None else f"prefixes of {shortest:,} tokens, and of multiples of it"
 
 
 def _rest(planned: KVCachePlan) -> list[tuple[str, str]]:

@@ -163,13 +163,33 @@ class KVCachePlan:
             num_tokens: Its final length.
             input_lens: The lengths of its inputs, by sequence; None for the longest ones.
         """
+        return self._most_blocks(num_tokens, self.max_num_batched_tokens, input_lens)
+
+    def generating_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """Return the most blocks per group that a request holds while it generates.
+
+        A step then computes one token, and the draft tokens for which states are planned. The blocks are fewer than
+        ``peak_blocks`` if a type needs more of them while a prompt is computed.
+
+        Args:
+            num_tokens: Its final length.
+            input_lens: The lengths of its inputs, by sequence; None for the longest ones.
+        """
+        specs = [group.spec for group in self.groups]
+        num_drafts = max((max(spec.num_rollback_states, spec.states_per_block - 1) for spec in specs), default=0)
+        return self._most_blocks(num_tokens, 1 + num_drafts, input_lens)
+
+    def _most_blocks(
+        self, num_tokens: int, max_new_tokens: int, input_lens: Mapping[str, int] | None
+    ) -> tuple[int, ...]:
         lens = self.max_input_lens if input_lens is None else input_lens
+        is_planned = (num_tokens, max_new_tokens) == (self.max_model_len, self.max_num_batched_tokens)
         return tuple(
             -(-lens.get(group.spec.sequence, 0) // group.block_size)
             if group.is_of_input
             else group.peak_blocks
-            if num_tokens == self.max_model_len
-            else peak_of(group.spec, num_tokens, self.max_num_batched_tokens)
+            if is_planned
+            else peak_of(group.spec, num_tokens, max_new_tokens)
             for group in self.groups
         )
 
@@ -235,14 +255,41 @@ class KVCachePlan:
         if not self.groups:
             return None
         blocks = self.peak_blocks(self.max_model_len if num_tokens is None else num_tokens)
+        return self._most_requests(blocks, blocks)
+
+    def max_generating(self, num_tokens: int | None = None) -> int | None:
+        """Return how many requests of ``num_tokens`` tokens fit at once if one of them computes its prompt.
+
+        The others generate. None if no state is kept (no limit).
+
+        Args:
+            num_tokens: Their length; ``max_model_len`` if not given.
+        """
+        if not self.groups:
+            return None
+        num_tokens = self.max_model_len if num_tokens is None else num_tokens
+        return self._most_requests(self.generating_blocks(num_tokens), self.peak_blocks(num_tokens))
+
+    def _most_requests(self, blocks: Sequence[int], last: Sequence[int]) -> int:
+        """Return how many requests fit at once that hold ``blocks`` each, but for one that holds ``last``."""
         low, high = 0, self.num_slabs * max(group.pages_per_slab for group in self.groups) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            if self.num_slabs_for(count * middle for count in blocks) <= self.num_slabs:
+            held = (count * (middle - 1) + most for count, most in zip(blocks, last, strict=True))
+            if self.num_slabs_for(held) <= self.num_slabs:
                 low = middle
             else:
                 high = middle
         return low
+
+    @property
+    def shortest_prefix(self) -> int | None:
+        """The tokens of the shortest prefix that a later request can find; None if it finds none.
+
+        It can find multiples of it too.
+        """
+        is_kept = any(not group.is_of_input for group in self.groups) and self.alignment < self.max_model_len
+        return self.alignment if is_kept else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, ready for JSON."""
@@ -256,8 +303,9 @@ class KVCachePlan:
                     "page_bytes": group.page_bytes,
                     "pages_per_slab": group.pages_per_slab,
                     "peak_blocks": group.peak_blocks,
+                    "generating_blocks": generating,
                 }
-                for group in self.groups
+                for group, generating in zip(self.groups, self.generating_blocks(self.max_model_len), strict=True)
             ],
             "slab_bytes": self.slab_bytes,
             "num_slabs": self.num_slabs,
@@ -275,6 +323,8 @@ class KVCachePlan:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_input_lens": dict(self.max_input_lens),
             "max_concurrency": self.max_concurrency(),
+            "max_generating": self.max_generating(),
+            "shortest_prefix": self.shortest_prefix,
         }
 
 

@@ -100,6 +100,31 @@ def is_served(
 
 @settings(max_examples=50)
 @given(plan=plans(), data=st.data())
+def test_all_requests_but_one_may_hold_what_they_need_to_generate(plan: KVCachePlan, data: st.DataObject) -> None:
+    num_tokens = data.draw(st.integers(1, max(1, longest(plan))))
+    assume(plan.fits(num_tokens))
+    count = plan.max_generating(num_tokens) or 0
+    assert count >= (plan.max_concurrency(num_tokens) or 0)
+    manager = KVCacheManager(plan, max_num_seqs=max(1, min(count, 8)), prefix_caching=False)
+    lens: dict[str, int] = {}
+
+    def grow(name: str, stop: int) -> None:
+        assert manager.extend(name, stop)
+        manager.commit(name, [7] * num_tokens, stop)
+        lens[name] = stop
+
+    for index in range(min(count, 8)):
+        prompt = data.draw(st.integers(1, num_tokens))
+        manager.start(str(index), [7] * num_tokens)
+        for start in range(0, prompt, plan.max_num_batched_tokens):
+            # The others generate beside each chunk.
+            for name, known in lens.items():
+                grow(name, min(known + 1, num_tokens))
+            grow(str(index), min(start + plan.max_num_batched_tokens, prompt))
+
+
+@settings(max_examples=50)
+@given(plan=plans(), data=st.data())
 def test_what_fits_is_served_in_any_division_into_steps(plan: KVCachePlan, data: st.DataObject) -> None:
     num_tokens = longest(plan)
     assume(num_tokens)

@@ -90,7 +90,12 @@ def test_plan_prints_the_plan_as_json(layers: Path) -> None:
     assert plan["total_bytes"] == plan["null_bytes"] + plan["num_slabs"] * plan["slab_bytes"] + rest_bytes <= 16 * 2**20
     assert 4 * 512 == plan["bytes_per_token"]
     assert 0 <= plan["waste_fraction"] < 1
-    assert plan["concurrency"][-1] == {"num_tokens": 4096, "max_requests": plan["max_concurrency"]}
+    assert plan["concurrency"][-1] == {
+        "num_tokens": 4096,
+        "max_requests": plan["max_concurrency"],
+        "max_generating": plan["max_generating"],
+    }
+    assert (16, True) == (plan["shortest_prefix"], plan["max_generating"] > plan["max_concurrency"])
 
 
 def test_plan_says_live_ranges_in_words_and_examples(layers: Path) -> None:

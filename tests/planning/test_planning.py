@@ -208,6 +208,32 @@ def test_as_many_requests_as_planned_fit_at_once(shapes: list[tuple[int, int, in
         assert plan.fits(length) == (most >= 1)
 
 
+def test_a_plan_says_what_requests_hold_while_they_generate() -> None:
+    specs = [ranged(block_size=4, window=8), full(block_size=4)]
+    layers = [LayerSpec(name=str(index), spec=spec) for index, spec in enumerate(specs)]
+    plan = plan_cache(group_layers(layers), memory_bytes=2**18, max_model_len=64, max_num_batched_tokens=16)
+    assert ((7, 16), (3, 16)) == (plan.peak_blocks(64), plan.generating_blocks(64))
+    most = plan.max_generating()
+    assert most is not None
+    assert most > (plan.max_concurrency() or 0)
+    held = ((most - 1) * 3 + 7, most * 16)
+    assert plan.num_slabs_for(held) <= plan.num_slabs < plan.num_slabs_for((held[0] + 3, held[1] + 16))
+    assert {"max_generating": most, "shortest_prefix": 4}.items() <= plan.to_dict().items()
+    assert [3, 16] == [group["generating_blocks"] for group in plan.to_dict()["groups"]]
+
+
+def test_the_shortest_prefix_is_whole_blocks_of_every_group() -> None:
+    def shortest(*sizes: int, max_model_len: int = 64) -> int | None:
+        specs = [ranged(block_size=sizes[0], window=8), full(block_size=sizes[1])]
+        layers = [LayerSpec(name=str(index), spec=spec) for index, spec in enumerate(specs)]
+        sizes_of_plan = {"max_model_len": max_model_len, "max_num_batched_tokens": 16}
+        return plan_cache(group_layers(layers), memory_bytes=2**20, **sizes_of_plan).shortest_prefix
+
+    assert (12, 8) == (shortest(4, 6), shortest(8, 4))
+    # A prompt's last token is always computed.
+    assert shortest(4, 6, max_model_len=12) is None
+
+
 def test_a_longer_chunk_needs_more_blocks_of_a_window() -> None:
     spec = ranged(block_size=4, window=8)
     assert 3 == spec.peak_blocks(64, 1)
