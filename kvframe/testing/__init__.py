@@ -7,4 +7,7 @@ real models, and ``serving`` computes them. ``wrappers`` checks a wrapper on hos
 tensors of ``guard``, and compares the slots that queries attend to (``attended``). ``batches`` has the batches for all
 checks. ``host`` has the functions of the host that plugins' tests call. The kit needs no test framework: a broken
 contract raises ``ConformanceError``.
+
+``backend_checks``, ``spec_checks`` and so on list what is checked of one part of a plugin, as ``checks``. ``suites``
+has classes that make a test of pytest of each; ``kvframe check`` runs the same ones.
 """

@@ -147,7 +147,7 @@ def _judge_layers(
         return
     judged = []
     for label in labels:
-        layer = _make_layer(label, backend_class.capabilities, form)
+        layer = make_labelled_layer(label, backend_class.capabilities, form)
         judged.append((label, *_judge(backend_class, chain, label, layer, form, device)))
     if not chain and not any(verdict in (EQUAL, WRONG) for _, verdict, _ in judged):
         nothing = f"{backend_class.__name__} serves no layer at all on {device}, so that nothing of it was computed"
@@ -155,7 +155,8 @@ def _judge_layers(
     yield from judged
 
 
-def _make_layer(label: str, capabilities: Capabilities, form: StateForm) -> LayerSpec:
+def make_labelled_layer(label: str, capabilities: Capabilities, form: StateForm) -> LayerSpec:
+    """Return a layer of a kind: a label of ``LAYERS``, with or without ``SHARING`` after it."""
     block_size = align_up(4, capabilities.block_size_multiple)
     layer = make_layer(capabilities, form, block_size=block_size, **LAYERS[label.removesuffix(SHARING)](block_size))
     return share_cache(layer) if label.endswith(SHARING) else layer
@@ -177,7 +178,7 @@ def _judge(
     if codes:
         return " ".join(codes), ""
     try:
-        for case in _cases(chain, label, layer, causal):
+        for case in make_cases_of(chain, label, layer, causal):
             check_backend(backend_class, attrs.evolve(case, form=form), device)
     except WrapperError as error:
         return (WRONG, str(error)) if error.code in MISTAKES else (error.code, "")
@@ -189,7 +190,8 @@ def _judge(
     return EQUAL, ""
 
 
-def _cases(chain: WrapperChain, label: str, layer: LayerSpec, causal: bool) -> Iterator[Case]:
+def make_cases_of(chain: WrapperChain, label: str, layer: LayerSpec, causal: bool) -> Iterator[Case]:
+    """Yield the steps of a layer of this kind after a chain, also padded if its shapes are known beforehand."""
     for step, requests in (CROSS_STEPS if CROSS in label else STEPS).items():
         name = f"{label}: {step}"
         case = Case(name=name, layer=layer, requests=requests, causal=causal, wrappers=chain)

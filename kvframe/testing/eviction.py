@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.contract.errors import PluginError
+from kvframe.config.options import make_with_options
+from kvframe.contract.errors import KVFrameError, PluginError
 from kvframe.contract.eviction import MOST_USES, EvictionPolicy, ReleasedPages
 from kvframe.contract.foreign import call
+from kvframe.testing.checks import Check, Checks
 from kvframe.testing.laws import ConformanceError
 
 USES = np.array([0, 1, 2, 3, 5, 8, 100, 10**4, 10**9])
@@ -45,9 +50,53 @@ def check_policy(policy: EvictionPolicy) -> None:
     Raises:
         ConformanceError: A law does not hold; the error is about the first one.
     """
-    for capacity, reuse in itertools.product(CAPACITIES, REUSE):
-        _check_in_pool(_PolicyInPool(policy, capacity, reuse))
-    _PolicyInPool(policy, PAGE_BYTES, REUSE[0])(1, USES[:0])
+    for capacity, shares in itertools.product(CAPACITIES, range(len(REUSE))):
+        check_in_pool(policy, capacity, shares)
+
+
+def check_in_pool(policy: EvictionPolicy, capacity: int, shares: int) -> None:
+    """Check a policy's answers in one pool.
+
+    Args:
+        policy: The policy.
+        capacity: The bytes of the pool, one of ``CAPACITIES``.
+        shares: The index of the shares of reuse in ``REUSE``.
+
+    Raises:
+        ConformanceError: A law does not hold.
+    """
+    ask = _PolicyInPool(policy, capacity, REUSE[shares])
+    _check_in_pool(ask)
+    ask(1, USES[:0])
+
+
+def policy_checks(
+    policy_class: type[EvictionPolicy], options: Mapping[str, Any] | None = None, *, name: str = ""
+) -> Checks:
+    """Return the checks of a policy, one for each pool and share of reuse.
+
+    Args:
+        policy_class: The policy.
+        options: Its options; none unless given.
+        name: Its registered name; its own unless given.
+
+    Raises:
+        ConformanceError: It cannot be made with these options.
+    """
+    part = f"eviction policy {name or policy_class.name!r}"
+    try:
+        policy = make_with_options(policy_class, options or {})
+    except (KVFrameError, ValueError) as error:
+        raise ConformanceError(f"{part} cannot be made: {error}") from error
+    checks = [
+        Check(
+            name=f"pool={capacity}-shares={shares}",
+            features=("a pool without pages" if not capacity else f"a pool of {capacity:,} bytes",),
+            run=partial(check_in_pool, policy, capacity, shares),
+        )
+        for capacity, shares in itertools.product(CAPACITIES, range(len(REUSE)))
+    ]
+    return Checks(part=part, checks=tuple(checks))
 
 
 @attrs.frozen

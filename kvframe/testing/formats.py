@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -66,15 +66,31 @@ def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int =
     Raises:
         ConformanceError: A law does not hold; the error is about the first one.
     """
-    generator = torch.Generator().manual_seed(0)
     for dtype in DTYPES:
-        for num_heads in (1, 2):
-            key = torch.randn(2 * BLOCK_SIZE, num_heads, head_size, generator=generator).to(dtype)
-            value = torch.randn(2 * BLOCK_SIZE, num_heads, head_size_v, generator=generator).to(dtype)
-            _check_rounding(kv_format, key, value)
-            _check_slots(kv_format, key, value)
-            _check_reading(kv_format, key, value)
-            _check_nan(kv_format, key, value)
+        for law in LAWS:
+            check_law(law, kv_format, dtype, head_size=head_size, head_size_v=head_size_v)
+
+
+def check_law(
+    law: str, kv_format: KVFormat, dtype: torch.dtype = torch.float32, *, head_size: int = 16, head_size_v: int = 8
+) -> None:
+    """Check one of the ``LAWS``, for one head and for two.
+
+    Args:
+        law: Its name.
+        kv_format: As for ``check_format``.
+        dtype: The dtype that attention computes in, one of ``DTYPES``.
+        head_size: As for ``check_format``.
+        head_size_v: As for ``check_format``.
+
+    Raises:
+        ConformanceError: The law does not hold.
+    """
+    generator = torch.Generator().manual_seed(DTYPES.index(dtype))
+    for num_heads in (1, 2):
+        key = torch.randn(2 * BLOCK_SIZE, num_heads, head_size, generator=generator).to(dtype)
+        value = torch.randn(2 * BLOCK_SIZE, num_heads, head_size_v, generator=generator).to(dtype)
+        LAWS[law](kv_format, key, value)
 
 
 class _Pages:
@@ -210,6 +226,15 @@ def _check_nan(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> N
         _require(bool(tensor[2, -1, 1].isnan()), kv_format, f"NaN in {name} is read back as {float(tensor[2, -1, 1])}")
         tensor[2, -1] = 0
         _require(not tensor.isnan().any(), kv_format, f"NaN in {name} spreads to other tokens or heads")
+
+
+LAWS: Mapping[str, Callable[[KVFormat, torch.Tensor, torch.Tensor], None]] = {
+    "rounding": _check_rounding,
+    "slots": _check_slots,
+    "reading": _check_reading,
+    "NaN": _check_nan,
+}
+"""The laws by name, in the order in which ``check_format`` checks them."""
 
 
 @contextmanager

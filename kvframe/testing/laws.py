@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import attrs
 import numpy as np
 
 from kvframe.contract.errors import KVFrameError
@@ -36,41 +37,73 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
     Raises:
         ConformanceError: A law does not hold; the error is about the first one.
     """
+    for law in LAWS:
+        check_law(law, spec, max_tokens, num_refused=num_refused)
+
+
+def check_law(law: str, spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0) -> None:
+    """Check one of the ``LAWS``, and with it that live ranges keep the law of the past.
+
+    Args:
+        law: Its name.
+        spec: As for ``check_spec``.
+        max_tokens: As for ``check_spec``.
+        num_refused: As for ``check_spec``.
+
+    Raises:
+        ConformanceError: The law does not hold.
+    """
     live = [_ask(spec, n) for n in range(max_tokens + 1)]
-    for n, ranges in enumerate(live):
-        again = _ask(spec, n)
-        _require(ranges == again, spec, f"live_ranges({n}) is {ranges} the first time and {again} the second time")
-    for n in range(max_tokens):
+    LAWS[law](_Asked(spec, live, max_tokens, num_refused))
+
+
+@attrs.frozen(eq=False)
+class _Asked:
+    """A spec with its live ranges at every position up to ``max_tokens``."""
+
+    spec: KVCacheSpec
+    live: list[tuple[TokenRange, ...]]
+    max_tokens: int
+    num_refused: int
+
+
+def _check_past(asked: _Asked) -> None:
+    for n, ranges in enumerate(asked.live):
+        again = _ask(asked.spec, n)
+        what = f"live_ranges({n}) is {ranges} the first time and {again} the second time"
+        _require(ranges == again, asked.spec, what)
+    if not asked.spec.keeps_past:
+        found = next(filter(None, asked.live), ())
+        _require(not found, asked.spec, f"keeps_past is False, and live_ranges gives {found}")
+
+
+def _check_forgetting(asked: _Asked) -> None:
+    spec, live = asked.spec, asked.live
+    for n in range(asked.max_tokens):
         returned = _tokens(live[n + 1]) - _tokens(live[n]) - {n}
-        _require(
-            not returned,
-            spec,
-            f"law of forgetting: tokens {sorted(returned)} are live at {n + 1} and were not at {n}",
-        )
-    if not spec.keeps_past:
-        _require(not any(live), spec, f"keeps_past is False, and live_ranges gives {next(filter(None, live), ())}")
+        what = f"law of forgetting: tokens {sorted(returned)} are live at {n + 1} and were not at {n}"
+        _require(not returned, spec, what)
     if spec.num_rollback_states:
         _require(spec.states_per_block == 1, spec, "it has num_rollback_states, and several states_per_block")
         for n, ranges in enumerate(live):
             is_last = ranges == (((n - 1, n),) if n else ())
             _require(is_last, spec, f"num_rollback_states is for the last token's state, and live at {n} is {ranges}")
-    mask = spec.mask
+
+
+def _check_mask(asked: _Asked) -> None:
+    mask = asked.spec.mask
     if mask is not None and mask.causal:
-        for n in range(max_tokens + 1):
-            seen, kept = masked_tokens(mask, n), _tokens(live[n])
-            _require(seen == kept, spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(kept)}")
-    _check_mask_function(spec, live)
-    _check_format(spec)
-    _check_derivations(spec, max_tokens)
-    _check_stored(spec, max_tokens, num_refused)
-    _check_retained(spec, live)
+        for n, ranges in enumerate(asked.live):
+            seen, kept = masked_tokens(mask, n), _tokens(ranges)
+            _require(seen == kept, asked.spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(kept)}")
 
 
-def _check_mask_function(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) -> None:
+def _check_mask_function(asked: _Asked) -> None:
     """Check that a mask function agrees with the live ranges, for all positions at once and for each alone.
 
     Of a sparse type, it must show no token that is not live, and may show fewer.
     """
+    spec, live = asked.spec, asked.live
     function, is_causal = spec.mask_function, spec.mask is None or spec.mask.causal
     if spec.is_sparse:
         _require(spec.mask is None, spec, "is_sparse is True, and a mask shows every live token")
@@ -109,8 +142,9 @@ def _ask(spec: KVCacheSpec, n: int) -> tuple[TokenRange, ...]:
     return tuple(ranges)
 
 
-def _check_format(spec: KVCacheSpec) -> None:
+def _check_format(asked: _Asked) -> None:
     """Check that a spec with a format can leave it and return to it, and keeps the same tokens in every format."""
+    spec = asked.spec
     plain = spec.in_format(PLAIN)
     _require(plain.kv_format == PLAIN, spec, f"in_format(PLAIN) is in the format {plain.kv_format.name}")
     again = plain.in_format(spec.kv_format)
@@ -118,8 +152,8 @@ def _check_format(spec: KVCacheSpec) -> None:
     _require(again == spec, spec, "in_format() changes more than the format")
 
 
-def _check_derivations(spec: KVCacheSpec, max_tokens: int) -> None:
-    general = KVCacheSpec
+def _check_derivations(asked: _Asked) -> None:
+    spec, max_tokens, general = asked.spec, asked.max_tokens, KVCacheSpec
     for name in ("group_key", "block_bytes", "is_per_block"):
         _require_equal(spec, name, getattr(general, name).fget(spec), getattr(spec, name))
     sizes = sorted({1, 2, spec.block_size, spec.block_size + 1, max_tokens})
@@ -132,8 +166,9 @@ def _check_derivations(spec: KVCacheSpec, max_tokens: int) -> None:
             _require_equal(spec, f"peak_blocks({n}, {size})", expected, found)
 
 
-def _check_stored(spec: KVCacheSpec, max_tokens: int, num_refused: int) -> None:
+def _check_stored(asked: _Asked) -> None:
     """Check the blocks that a step stores: they are its own, and cover the live tokens if some tokens are refused."""
+    spec, max_tokens, num_refused = asked.spec, asked.max_tokens, asked.num_refused
     block_size = spec.block_size
     live = [_tokens(spec.live_blocks(n)) for n in range(2 * max_tokens + 1)]
     for n in range(max_tokens + 1):
@@ -159,7 +194,8 @@ def _check_stored(spec: KVCacheSpec, max_tokens: int, num_refused: int) -> None:
                 )
 
 
-def _check_retained(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) -> None:
+def _check_retained(asked: _Asked) -> None:
+    spec, live = asked.spec, asked.live
     retained = spec.retain_all()
     _require(
         dict(retained.state_tensors()) == dict(spec.state_tensors()), spec, "retain_all() stores other state tensors"
@@ -167,6 +203,19 @@ def _check_retained(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) -> No
     for n, ranges in enumerate(live):
         lost = _tokens(ranges) - _tokens(retained.live_ranges(n))
         _require(not lost, spec, f"retain_all() loses tokens {sorted(lost)} at {n}")
+
+
+LAWS: Mapping[str, Callable[[_Asked], None]] = {
+    "past": _check_past,
+    "forgetting": _check_forgetting,
+    "mask": _check_mask,
+    "mask function": _check_mask_function,
+    "formats": _check_format,
+    "derivations": _check_derivations,
+    "stored blocks": _check_stored,
+    "retaining all": _check_retained,
+}
+"""The laws by name, in the order in which ``check_spec`` checks them."""
 
 
 def _tokens(ranges: Iterable[TokenRange]) -> set[int]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
-from kvframe.contract.errors import PluginError
+from kvframe.config.options import make_with_options
+from kvframe.contract.errors import KVFrameError, PluginError
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.proposer import DraftRequest, Proposer
+from kvframe.testing.checks import Check, Checks
 from kvframe.testing.laws import ConformanceError
 
 NUM_STEPS = 60
 """Steps of a check."""
+NUM_DRAFTS = (1, 5)
+"""The most drafts of a request, besides the proposer's default."""
 _VOCABULARY = 8
 """Few tokens, so that the same tokens occur again and again."""
 
@@ -41,6 +46,40 @@ def check_proposer(make: Callable[[], Proposer]) -> None:
                 f"{_name(make())}: in step {step} the drafts of a request depend on requests of another salt: "
                 f"{alone} without them, {together} with them"
             )
+
+
+def proposer_checks(
+    proposer_class: type[Proposer], options: Mapping[str, Any] | None = None, *, name: str = ""
+) -> Checks:
+    """Return the checks of a proposer, for several numbers of drafts.
+
+    Args:
+        proposer_class: The proposer.
+        options: Its options; none unless given.
+        name: Its registered name; its own unless given.
+
+    Raises:
+        ConformanceError: It cannot be made with these options.
+    """
+    part = f"proposer {name or proposer_class.name!r}"
+    given = dict(options or {})
+    tried = {"as given": given}
+    if "max_drafts" not in given:
+        tried |= {f"max_drafts={most}": {**given, "max_drafts": most} for most in NUM_DRAFTS}
+    for each in tried.values():
+        try:
+            make_with_options(proposer_class, each)
+        except (KVFrameError, ValueError) as error:
+            raise ConformanceError(f"{part} cannot be made with {each}: {error}") from error
+    checks = [
+        Check(
+            name=label.replace(" ", "_"),
+            features=(f"drafts, {label}",),
+            run=partial(check_proposer, partial(make_with_options, proposer_class, each)),
+        )
+        for label, each in tried.items()
+    ]
+    return Checks(part=part, checks=tuple(checks))
 
 
 def _steps(proposer: Proposer, *, others: bool) -> list[list[list[int]]]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
 from kvframe_attention_free import EncoderOnlySpec
 
 from kvframe import group_layers, load_plugins, plan_cache
 from kvframe.contract import LayerSpec, QuerySpec
-from kvframe.testing.laws import check_spec
+from kvframe.testing.suites import SpecTests
 
 
 def encoder_only(**options: int) -> EncoderOnlySpec:
     return EncoderOnlySpec(**{"block_size": 4, "num_kv_heads": 2, "head_size": 8, **options})
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 5])
-def test_it_keeps_the_laws(block_size: int) -> None:
-    check_spec(encoder_only(block_size=block_size))
+class TestEncoderOnly(SpecTests):
+    spec = "encoder_only"
 
 
 def test_no_token_of_the_past_is_live() -> None:

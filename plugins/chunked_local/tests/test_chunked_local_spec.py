@@ -16,7 +16,7 @@ from kvframe_chunked_local import ChunkedLocalSpec
 import kvframe
 from kvframe import FullAttentionSpec
 from kvframe.contract import AttentionMask, KVCacheSpec, SpecError
-from kvframe.testing.laws import check_spec
+from kvframe.testing.suites import SpecTests
 
 
 def chunked(chunk: int, block_size: int = 4) -> ChunkedLocalSpec:
@@ -78,10 +78,9 @@ def test_the_fast_residency_equals_the_general_one(spec: ChunkedLocalSpec, n: in
     assert KVCacheSpec.num_resident_blocks(spec, n, num_new) == spec.num_resident_blocks(n, num_new)
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 5, 16])
-@pytest.mark.parametrize("chunk", [1, 2, 4, 5, 6, 8, 15, 50])
-def test_it_keeps_the_laws(chunk: int, block_size: int) -> None:
-    check_spec(chunked(chunk, block_size), max_tokens=40)
+class TestChunkedLocal(SpecTests):
+    spec = "chunked_local"
+    options = tuple({"chunk": chunk} for chunk in (1, 2, 4, 5, 6, 8, 15, 50))
 
 
 # --- the distribution -------------------------------------------------------------------------------------------------

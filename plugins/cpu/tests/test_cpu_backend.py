@@ -18,16 +18,11 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.framework import select_backends
 from kvframe.testing.grid import make_cases
 from kvframe.testing.guard import guard
-from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.runs import Run, make_runs, sample_runs
-from kvframe.testing.sample import parts, sample
-from kvframe.testing.serving import check_run
+from kvframe.testing.suites import BackendTests
 
 CASES = make_cases(CpuBackend.capabilities)
-NUM_PARTS = 8
-RUNS = make_runs(CpuBackend.capabilities)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,32 +30,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_it_computes_some_of_the_grid(part: int) -> None:
-    few = sample(CASES)
-    assert {"float32", "float16", "bfloat16"} <= {str(case.stored_dtype)[6:] for case in few}
-    assert CpuBackend.capabilities.formats == {case.spec.kv_format.name for case in few}
-    for case in parts(few, NUM_PARTS)[part]:
-        check_backend(CpuBackend, case)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_it_computes_the_whole_grid(part: int) -> None:
-    assert 700 < len(CASES)
-    for case in parts(CASES, NUM_PARTS)[part]:
-        check_backend(CpuBackend, case)
-
-
-@pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
-def test_it_serves_two_layers_and_steps_at_real_sizes(run: Run) -> None:
-    check_run(CpuBackend, run)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_it_serves_every_run(run: Run) -> None:
-    check_run(CpuBackend, run)
+class TestCpu(BackendTests):
+    backend = "cpu"
+    writes_out = True
 
 
 @pytest.mark.parametrize("batch", ["mixed", "uneven", "extend", "decode"])
@@ -71,12 +43,6 @@ def test_finite_values_where_nothing_is_live_change_nothing(batch: str) -> None:
     assert 9 < len(chosen)
     for case in chosen:
         check_backend(CpuBackend, case, poison=1e4)
-
-
-def test_it_serves_another_host() -> None:
-    for case, host in in_other_hosts(CASES):
-        check_backend(CpuBackend, case, host=host)
-        assert (0, True) == (host.num_copies, host.num_outputs > 0)
 
 
 def test_threads_change_nothing() -> None:

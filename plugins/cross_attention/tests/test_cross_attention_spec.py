@@ -12,14 +12,14 @@ from kvframe_cross_attention import CrossAttentionSpec
 import kvframe
 from kvframe import FullAttentionSpec
 from kvframe.contract import ENCODER, TOKENS, AttentionMask, LayerSpec, PlanError, QuerySpec
-from kvframe.testing.laws import check_spec
+from kvframe.testing.suites import SpecTests
 
 CROSS = CrossAttentionSpec(block_size=4, num_kv_heads=2, head_size=8)
 QUERY = QuerySpec(num_heads=4, head_size=8, scale=0.3)
 
 
-def test_the_spec_keeps_the_laws() -> None:
-    check_spec(CROSS)
+class TestCrossAttention(SpecTests):
+    spec = "cross_attention"
 
 
 @pytest.mark.parametrize(("n", "expected"), [(0, ()), (1, ((0, 1),)), (1500, ((0, 1500),))])

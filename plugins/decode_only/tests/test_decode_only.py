@@ -30,7 +30,7 @@ from kvframe.contract import (
 from kvframe.testing.case import Request
 from kvframe.testing.framework import apply_wrapper, check_order, pad_metadata
 from kvframe.testing.metadata import find_problem, make_metadata
-from kvframe.testing.wrappers import check_wrapper
+from kvframe.testing.suites import WrapperTests
 
 SPEC = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
 SHARING = LayerSpec(name="layer.1", spec=SPEC, shares_with="layer.0")
@@ -181,8 +181,8 @@ def test_it_stands_before_what_drops_tokens_or_makes_rows_of_a_request(effect: s
     assert "chain_order" == refused.value.code
 
 
-def test_it_keeps_the_contract_of_wrappers() -> None:
-    check_wrapper(DecodeOnly(), SHARING)
+class TestDecodeOnly(WrapperTests):
+    wrapper = "decode_only"
 
 
 # --- every token ------------------------------------------------------------------------------------------------------

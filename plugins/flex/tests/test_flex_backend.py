@@ -23,13 +23,11 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.framework import select_backends
 from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.runs import Run, make_runs, sample_runs
 from kvframe.testing.sample import sample
-from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
+from kvframe.testing.suites import BackendTests
 
 CASES = {case.name: case for case in make_cases(FlexBackend.capabilities)}
 FEW = sample([*CASES.values()])
@@ -45,7 +43,6 @@ TRACED = sample(
     (),
 )
 """A smaller sample, without the traits in which only sizes and formats differ."""
-RUNS = make_runs(FlexBackend.capabilities)
 CPU = torch.device("cpu")
 
 
@@ -70,36 +67,9 @@ def layer_of(**options: Any) -> LayerSpec:
     return make_layer(FlexBackend.capabilities, **options)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
-def test_it_computes_some_of_the_grid(poison: float) -> None:
-    assert {"float32", "float16", "bfloat16"} == {str(case.stored_dtype)[6:] for case in FEW}
-    assert any(case.name.startswith("function-stride=6") for case in FEW)
-    for case in FEW if poison != poison else FEW[::4]:
-        check_backend(FlexBackend, case, poison=poison)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
-def test_it_computes_the_whole_grid(poison: float) -> None:
-    for case in CASES.values():
-        check_backend(FlexBackend, case, poison=poison)
-
-
-def test_it_serves_another_host() -> None:
-    for case, host in in_other_hosts([*CASES.values()]):
-        check_backend(FlexBackend, case, host=host)
-        assert (0, True) == (host.num_copies, host.num_outputs > 0)
-
-
-@pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
-def test_it_serves_two_layers_and_steps_at_real_sizes(run: Run) -> None:
-    check_run(FlexBackend, run)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_it_serves_every_run(run: Run) -> None:
-    check_run(FlexBackend, run)
+class TestFlex(BackendTests):
+    backend = "flex"
+    writes_out = True
 
 
 def test_it_computes_a_case_compiled() -> None:

@@ -13,7 +13,7 @@ from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8Token
 from kvframe_kv_formats.formats import MAX_SCALE, MIN_SCALE
 
 from kvframe.contract import KVFormat, Slots, SpecError, StateTensor
-from kvframe.testing.formats import check_format
+from kvframe.testing.suites import FormatTests
 
 FORMATS = (Fp8Tensor(), Fp8TokenHead(), Int8TokenHead(), Int4TokenHead())
 ids = [kv_format.name for kv_format in FORMATS]
@@ -52,10 +52,20 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=ids)
-@pytest.mark.parametrize("sizes", [(16, 8), (2, 2), (40, 128)])
-def test_a_format_keeps_the_laws(kv_format: KVFormat, sizes: tuple[int, int]) -> None:
-    check_format(kv_format, head_size=sizes[0], head_size_v=sizes[1])
+class TestFp8Tensor(FormatTests):
+    format = "fp8_tensor"
+
+
+class TestFp8TokenHead(FormatTests):
+    format = "fp8_token_head"
+
+
+class TestInt8TokenHead(FormatTests):
+    format = "int8_token_head"
+
+
+class TestInt4TokenHead(FormatTests):
+    format = "int4_token_head"
 
 
 # --- the content of a page --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvframe_mamba.spec import WHOLE_REQUEST
 import kvframe
 from kvframe import group_layers
 from kvframe.contract import KVFrameError, LayerSpec, StateTensor
-from kvframe.testing.laws import check_spec
+from kvframe.testing.suites import SpecTests
 
 Blocks = tuple[tuple[int, int], ...]
 
@@ -126,11 +127,30 @@ def test_a_long_request_holds_a_handful_of_states() -> None:
     assert 129 == mamba(16, "all").peak_blocks(1_000_000, 2048)
 
 
-@pytest.mark.parametrize("checkpoints", ["none", "aligned", "all"])
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 9])
-@pytest.mark.parametrize("block_size", [1, 2, 4, 7])
-def test_the_laws_hold(block_size: int, num_draft_tokens: int, checkpoints: str) -> None:
-    check_spec(mamba(block_size, checkpoints, num_draft_tokens), num_refused=num_draft_tokens)
+class MambaTests(SpecTests):
+    spec = "mamba"
+    block_sizes = (1, 2, 4, 7)
+
+    @property
+    def options(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]
+        shapes = {"conv_shapes": ((6, 4),), "recurrent_shapes": ((2, 3, 5),), "num_draft_tokens": self.num_refused}
+        return [{**shapes, "checkpoints": checkpoints} for checkpoints in ("none", "aligned", "all")]
+
+
+class TestMamba(MambaTests):
+    pass
+
+
+class TestMambaWithOneDraft(MambaTests):
+    num_refused = 1
+
+
+class TestMambaWithThreeDrafts(MambaTests):
+    num_refused = 3
+
+
+class TestMambaWithNineDrafts(MambaTests):
+    num_refused = 9
 
 
 @given(st.integers(1, 9), st.integers(0, 12), st.integers(0, 60), st.integers(1, 40), st.integers(0, 12))

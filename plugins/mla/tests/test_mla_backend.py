@@ -23,13 +23,13 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
-from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.runs import Run, make_runs, sample_runs
+from kvframe.testing.runs import make_runs
 from kvframe.testing.sample import sample
 from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
+from kvframe.testing.suites import BackendTests
 
 CASES = make_cases(MLABackend.capabilities, form=Latents())
 FEW = sample(CASES)
@@ -41,36 +41,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
-def test_it_computes_some_of_the_grid(poison: float) -> None:
-    assert {"float64", "float32", "float16", "bfloat16"} == {str(case.stored_dtype)[6:] for case in FEW}
-    for case in FEW if poison != poison else FEW[::4]:
-        check_backend(MLABackend, case, poison=poison)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
-def test_it_computes_the_whole_grid(poison: float) -> None:
-    assert 80 < len(CASES)
-    for case in CASES:
-        check_backend(MLABackend, case, poison=poison)
-
-
-def test_it_serves_another_host() -> None:
-    for case, host in in_other_hosts(CASES):
-        check_backend(MLABackend, case, host=host)
-        assert (0, True) == (host.num_copies, host.num_outputs > 0)
-
-
-@pytest.mark.parametrize("run", sample_runs(RUNS, ["kind", "head_size"]), ids=lambda run: run.name)
-def test_it_serves_two_layers_and_steps_at_real_sizes(run: Run) -> None:
-    check_run(MLABackend, run)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_it_serves_every_run(run: Run) -> None:
-    check_run(MLABackend, run)
+class TestMLA(BackendTests):
+    backend = "mla"
+    run_traits = ("kind", "head_size")
+    writes_out = True
 
 
 def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits() -> None:

@@ -12,7 +12,7 @@ from kvframe_mla import MLASpec
 from kvframe import FullAttentionSpec, Stack, group_layers, load_plugins, make_layer_specs
 from kvframe.contract import AttentionMask, LayerSpec, SpecError, UnknownNameError
 from kvframe.testing.framework import read_layer_file
-from kvframe.testing.laws import check_spec
+from kvframe.testing.suites import SpecTests
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -39,9 +39,8 @@ def test_the_mask_is_causal() -> None:
     assert AttentionMask() == spec().mask
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_it_keeps_the_laws(block_size: int) -> None:
-    check_spec(spec(block_size=block_size))
+class TestMLASpec(SpecTests):
+    spec = "mla"
 
 
 def test_retaining_all_changes_nothing() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from kvframe_ngram.proposer import NgramIndex, NgramProposer
 
 from kvframe.contract import DraftRequest
-from kvframe.testing.proposers import check_proposer
+from kvframe.testing.suites import ProposerTests
 
 Tokens = Sequence[int]
 
@@ -56,9 +57,13 @@ def test_options_are_whole_numbers_of_at_least_one(option: str, value: object) -
         NgramProposer(**{option: value})
 
 
-def test_it_keeps_the_laws_of_proposers() -> None:
-    check_proposer(NgramProposer)
-    check_proposer(lambda: NgramProposer(min_match=1, max_match=1, max_drafts=1))
+class TestNgram(ProposerTests):
+    proposer = "ngram"
+
+
+class TestNgramOfOneToken(ProposerTests):
+    proposer = "ngram"
+    options: ClassVar[Mapping[str, Any]] = {"min_match": 1, "max_match": 1}
 
 
 def test_nothing_of_ended_requests_is_kept() -> None:

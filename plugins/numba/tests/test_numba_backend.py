@@ -10,15 +10,12 @@ from kvframe_numba.backend import NumbaBackend
 from kvframe.testing.case import Case
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
-from kvframe.testing.hosts import in_other_hosts
-from kvframe.testing.runs import Run, make_runs, sample_runs
 from kvframe.testing.sample import sample
-from kvframe.testing.serving import check_run
+from kvframe.testing.suites import BackendTests
 
 CASES = make_cases(NumbaBackend.capabilities)
 FEW = sample(CASES)
 """A sample of the cases with every trait of the grid."""
-RUNS = make_runs(NumbaBackend.capabilities)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,9 +34,9 @@ def check_in_parts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-def test_it_computes_what_it_declares(case: Case) -> None:
-    check_backend(NumbaBackend, case)
+class TestNumba(BackendTests):
+    backend = "numba"
+    writes_out = True
 
 
 @pytest.mark.parametrize("case", FEW[::2], ids=lambda case: case.name)
@@ -47,25 +44,7 @@ def test_split_over_threads_and_tokens_it_computes_the_same(case: Case, monkeypa
     check_in_parts(case, monkeypatch)
 
 
-def test_it_serves_another_host() -> None:
-    for case, host in in_other_hosts(CASES):
-        check_backend(NumbaBackend, case, host=host)
-        assert (0, True) == (host.num_copies, host.num_outputs > 0)
-
-
-@pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
-def test_it_serves_two_layers_and_steps_at_real_sizes(run: Run) -> None:
-    check_run(NumbaBackend, run)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_it_serves_every_run(run: Run) -> None:
-    check_run(NumbaBackend, run)
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_computes_the_whole_grid(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_backend(NumbaBackend, case)
+def test_split_it_computes_the_whole_grid(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check_in_parts(case, monkeypatch)

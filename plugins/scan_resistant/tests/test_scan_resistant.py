@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -15,7 +15,7 @@ from kvframe_scan_resistant.policy import ScanResistant
 
 from kvframe import FullAttentionSpec, KVCacheManager, group_layers, plan_cache
 from kvframe.contract import LRU, MOST_USES, EvictionPolicy, LayerSpec, ReleasedPages
-from kvframe.testing.eviction import check_policy
+from kvframe.testing.suites import EvictionTests
 
 POOL_PAGES, BLOCK = 256, 16
 
@@ -50,9 +50,23 @@ def test_pages_used_fifteen_times_or_more_are_one_kind() -> None:
     assert [1000, 1400, 1400] == priorities(ScanResistant(), [14, 15, 16], {15: 0.9})
 
 
-@pytest.mark.parametrize("patience", [0, 0.5, 4.0, 1000])
-def test_it_keeps_the_laws(patience: float) -> None:
-    check_policy(ScanResistant(patience=patience))
+class TestScanResistant(EvictionTests):
+    policy = "scan_resistant"
+
+
+class TestScanResistantWithoutPatience(EvictionTests):
+    policy = "scan_resistant"
+    options: ClassVar[Mapping[str, Any]] = {"patience": 0}
+
+
+class TestScanResistantWithLittlePatience(EvictionTests):
+    policy = "scan_resistant"
+    options: ClassVar[Mapping[str, Any]] = {"patience": 0.5}
+
+
+class TestScanResistantWithMostPatience(EvictionTests):
+    policy = "scan_resistant"
+    options: ClassVar[Mapping[str, Any]] = {"patience": 1000}
 
 
 @pytest.mark.parametrize("patience", [-1, 1001, float("nan"), True, "4"])

@@ -16,7 +16,7 @@ from kvframe_sliding_window import SlidingWindowSpec
 import kvframe
 from kvframe import FullAttentionSpec
 from kvframe.contract import AttentionMask, KVCacheSpec, SpecError
-from kvframe.testing.laws import check_spec
+from kvframe.testing.suites import SpecTests
 
 
 def sliding(window: int, num_sink_tokens: int = 0, block_size: int = 4) -> SlidingWindowSpec:
@@ -92,10 +92,12 @@ def test_the_fast_residency_equals_the_general_one(spec: SlidingWindowSpec, n: i
     assert KVCacheSpec.num_resident_blocks(spec, n, num_new) == spec.num_resident_blocks(n, num_new)
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 5, 16])
-@pytest.mark.parametrize(("window", "num_sink_tokens"), [(1, 0), (4, 0), (5, 0), (1, 2), (4, 1), (6, 5), (7, 40)])
-def test_it_keeps_the_laws(window: int, num_sink_tokens: int, block_size: int) -> None:
-    check_spec(sliding(window, num_sink_tokens, block_size), max_tokens=40)
+class TestSlidingWindow(SpecTests):
+    spec = "sliding_window"
+    options = tuple(
+        {"window": window, "num_sink_tokens": num_sink_tokens}
+        for window, num_sink_tokens in ((1, 0), (4, 0), (5, 0), (1, 2), (4, 1), (6, 5), (7, 40))
+    )
 
 
 # --- the distribution -------------------------------------------------------------------------------------------------

@@ -1,0 +1,224 @@
+"""What is checked of a backend: the grid's cases, other hosts, and runs at the sizes of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.formats import PLAIN, KVFormat
+from kvframe.contract.metadata import SEQ_STARTS
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.selection.chains import WrapperChain
+from kvframe.testing.case import Case
+from kvframe.testing.checks import Check, Checks
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.formats import installed_formats
+from kvframe.testing.grid import MAIN_DTYPES, in_format, make_cases, make_layer
+from kvframe.testing.hosts import OtherHost, in_other_hosts
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.runs import TRAITS, Run, make_runs, sample_runs
+from kvframe.testing.sample import TOGETHER, sample
+from kvframe.testing.serving import check_run
+from kvframe.testing.state import KEYS_AND_VALUES, RELATIVE_BIAS, SOFT_CAP, StateForm, form_of
+
+LARGE = 1e4
+"""A value of memory without live state that is not NaN: it finds a backend that hides NaN."""
+
+_FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "full attention": {},
+    "windows": {"window": 5},
+    "sink tokens": {"window": 5, "num_sink_tokens": 3},
+    "chunks": {"chunk": 6},
+    "bidirectional": {"causal": False},
+    "mask functions": {"stride": 6, "has_function": True},
+    "live ranges alone": {"stride": 6},
+    "sparse types": {"window": 4, "dilation": 3},
+    "soft cap": {"soft_cap": SOFT_CAP},
+    "learned sinks": {"has_sinks": True},
+    "relative bias": {"relative_bias": RELATIVE_BIAS},
+}
+"""Features of layers by name, each with a layer that needs it, as options of the grid's layers."""
+
+_VALUE_SIZES, _NOT_CAUSAL, _HIDDEN, _LSE = (
+    *("values of another size", "batches that are not causal", "hidden first tokens", "log-sum-exp"),
+)
+_ORDER = (*_FEATURES, _VALUE_SIZES, _LSE, *MAIN_DTYPES, "prompts", "decodes", "mixed batches", "padding")
+
+
+def backend_checks(
+    backend_class: type[AttentionBackend],
+    *,
+    name: str = "",
+    device: str = "cpu",
+    whole: bool = False,
+    chains: Sequence[WrapperChain] = (),
+    formats: Sequence[KVFormat] | None = None,
+    keeps: Callable[[Case], bool] = lambda case: True,
+    together: Collection[tuple[str, str]] = TOGETHER,
+    run_traits: Collection[str] = TRAITS,
+    run_kinds: Collection[str] | None = None,
+    writes_out: bool = False,
+) -> Checks:
+    """Return the checks of a backend.
+
+    Args:
+        backend_class: The backend.
+        name: Its registered name; that of the class unless given.
+        device: The device of the backend.
+        whole: Whether every case and run is checked, or a sample in which every feature occurs.
+        chains: Wrapper chains after which it is checked too.
+        formats: As for ``make_cases``.
+        keeps: Whether a case is checked, for a backend that takes too long for some of them.
+        together: Traits of cases whose pairs occur in the sample.
+        run_traits: Traits of runs whose values occur in the sample.
+        run_kinds: The kinds of runs; all unless given.
+        writes_out: Whether it must write its output where the other host wants it.
+
+    Raises:
+        ConformanceError: There is nothing to check, or the backend declares what the kit cannot check.
+    """
+    capabilities, form = backend_class.capabilities, form_of(backend_class)
+    cases = [case for case in make_cases(capabilities, device, chains, form, formats) if keeps(case)]
+    runs = make_runs(capabilities, device, form, formats)
+    runs = tuple(run for run in runs if run_kinds is None or run.kind in run_kinds)
+    if not cases or not runs:
+        raise ConformanceError(f"backend {name or backend_class.__name__!r}: no case or no run is left to check")
+    few = sample(cases, together)
+    checks = [_case_check(backend_class, case, device) for case in (cases if whole else few)]
+    checks += [_case_check(backend_class, case, device, LARGE) for case in (cases if whole else sample(few, ()))]
+    checks += [_host_check(backend_class, case, device, host, writes_out) for case, host in in_other_hosts(cases)]
+    checks += [_run_check(backend_class, run, device) for run in (runs if whole else sample_runs(runs, run_traits))]
+    refused = dict(_refused(backend_class, device, form, formats))
+    return Checks(
+        part=f"backend {name or backend_class.__name__!r}", checks=tuple(checks), refused=refused, order=_ORDER
+    )
+
+
+def _case_check(backend_class: type[AttentionBackend], case: Case, device: str, poison: float | None = None) -> Check:
+    if poison is None:
+        return Check(
+            name=case.name,
+            features=_features_of(backend_class, case),
+            run=partial(check_backend, backend_class, case, device),
+        )
+    return Check(
+        name=f"{case.name}-large_values",
+        features=_features_of(backend_class, case),
+        run=partial(check_backend, backend_class, case, device, poison),
+    )
+
+
+def _host_check(
+    backend_class: type[AttentionBackend], case: Case, device: str, host: OtherHost, writes_out: bool
+) -> Check:
+    def run() -> None:
+        check_backend(backend_class, case, device, host=host)
+        if writes_out and host.num_copies:
+            raise ConformanceError(
+                f"{backend_class.__name__} on {case.name}: it returned {host.num_copies} of {host.num_outputs} outputs "
+                "in tensors of its own, which the host copied to where it wanted them"
+            )
+
+    features = (*_features_of(backend_class, case), "another host")
+    return Check(name=f"{case.name}-host={host.layout}", features=features, run=run)
+
+
+def _run_check(backend_class: type[AttentionBackend], run: Run, device: str) -> Check:
+    return Check(
+        name=f"run-{run.name}",
+        features=(*_features_of(backend_class, run.case(run.layer, 0)), "two layers, two steps"),
+        run=partial(check_run, backend_class, run, device),
+    )
+
+
+def _features_of(backend_class: type[AttentionBackend], case: Case) -> tuple[str, ...]:
+    """Return the features that a case uses."""
+    return (*_of_mask(case.spec), *_of_layer(case, backend_class.capabilities.returns_lse), *_of_batch(case))
+
+
+def _of_mask(spec: KVCacheSpec) -> Iterator[str]:
+    mask = spec.mask
+    if spec.is_sparse:
+        yield "sparse types"
+    elif mask is None:
+        yield "live ranges alone" if spec.mask_function is None else "mask functions"
+    elif not mask.causal:
+        yield "bidirectional"
+    elif mask.chunk is not None:
+        yield "chunks"
+    else:
+        yield "full attention" if mask.window is None else "windows"
+        if mask.num_sink_tokens:
+            yield "sink tokens"
+
+
+def _of_layer(case: Case, with_lse: bool) -> Iterator[str]:
+    query, spec = case.query, case.spec
+    used = {
+        "soft cap": query.soft_cap is not None,
+        "learned sinks": query.has_sinks,
+        "relative bias": query.relative_bias is not None,
+        _VALUE_SIZES: case.form is KEYS_AND_VALUES and case.form.head_size_v(spec) != query.head_size,
+        _LSE: with_lse,
+    }
+    yield from (feature for feature, is_used in used.items() if is_used)
+    yield str(case.stored_dtype).removeprefix("torch.")
+    if spec.kv_format != PLAIN:
+        yield f"format {spec.kv_format.name}"
+    if case.layer.shares_with is not None:
+        yield "shared caches"
+    if case.wrappers:
+        yield f"after {'+'.join(wrapper.name for wrapper in case.wrappers)}"
+
+
+def _of_batch(case: Case) -> Iterator[str]:
+    if case.is_cross:
+        yield "keys of another sequence"
+    elif all(request.num_new == 1 and request.num_computed for request in case.requests):
+        yield "decodes"
+    else:
+        yield "prompts" if not any(request.num_computed for request in case.requests) else "mixed batches"
+    used = {
+        _NOT_CAUSAL: not case.causal,
+        _HIDDEN: any(request.num_hidden for request in case.requests),
+        "padding": case.num_padding > 0,
+    }
+    yield from (feature for feature, is_used in used.items() if is_used)
+
+
+def _refused(
+    backend_class: type[AttentionBackend], device: str, form: StateForm, formats: Sequence[KVFormat] | None
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the features that the backend refuses, with the codes."""
+    capabilities = backend_class.capabilities
+
+    def codes(layer: LayerSpec) -> tuple[str, ...]:
+        return tuple(refusal.code for refusal in capabilities.refusals(layer, device))
+
+    wanted: dict[str, LayerSpec | None] = {
+        feature: make_layer(capabilities, form, **options) for feature, options in _FEATURES.items()
+    }
+    usual = make_layer(capabilities, form)
+    if form is KEYS_AND_VALUES:
+        assert usual.query is not None
+        wanted[_VALUE_SIZES] = make_layer(capabilities, form, head_size_v=usual.query.head_size * 2)
+    wanted |= {dtype: attrs.evolve(usual, spec=_in_dtype(usual.spec, dtype)) for dtype in MAIN_DTYPES}
+    for kv_format in installed_formats() if formats is None else formats:
+        wanted[f"format {kv_format.name}"] = in_format(usual, kv_format)
+    yield from ((feature, found) for feature, layer in wanted.items() if layer is not None and (found := codes(layer)))
+    if capabilities.not_causal is not None:
+        yield _NOT_CAUSAL, (capabilities.not_causal.code,)
+    if SEQ_STARTS not in capabilities.extensions:
+        yield _HIDDEN, (f"extension_{SEQ_STARTS}",)
+    if not capabilities.returns_lse:
+        yield _LSE, ("lse",)
+
+
+def _in_dtype(spec: KVCacheSpec | None, dtype: str) -> KVCacheSpec:
+    made: Any = spec
+    changed: KVCacheSpec = attrs.evolve(made, dtype=dtype)
+    return changed

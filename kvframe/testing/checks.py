@@ -1,0 +1,191 @@
+"""What is checked of one part of a plugin, such as a backend, and the verdict on each of its features.
+
+``backend_checks``, ``spec_checks`` and the like make the checks. The test classes of ``suites`` and ``kvframe check``
+both run them, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import attrs
+
+from kvframe.contract.errors import KVFrameError, UnknownNameError
+from kvframe.contract.foreign import safe_reason
+from kvframe.testing.laws import ConformanceError
+
+Verdict = Literal["works", "refused", "wrong"]
+
+
+@attrs.frozen(kw_only=True)
+class Check:
+    """One check of a part.
+
+    Attributes:
+        name: Unique among the part's checks (``"full-block=16-decode"``).
+        features: The features that the check uses, such as ``"windows"``.
+        run: Raises ``ConformanceError`` if the part is wrong; returns the code of a refusal, or nothing.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    run: Callable[[], str | None]
+
+
+@attrs.frozen(kw_only=True)
+class Checks:
+    """All checks of one part.
+
+    Attributes:
+        part: The part, for people (``"backend 'mine'"``).
+        checks: The checks, at least one.
+        refused: For each feature that the part refuses, the codes of the refusals.
+        order: Features in the order in which verdicts list them; others follow as they occur.
+    """
+
+    part: str
+    checks: tuple[Check, ...]
+    refused: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
+    order: tuple[str, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        """Raise ``ConformanceError`` if there is no check: the part would pass without one."""
+        if not self.checks:
+            codes = sorted({code for each in self.refused.values() for code in each})
+            why = f": it refuses everything that could be checked ({', '.join(codes)})" if codes else ""
+            raise ConformanceError(f"{self.part}: there is nothing to check{why}")
+        names = [check.name for check in self.checks]
+        assert len({*names}) == len(names), sorted(name for name in names if names.count(name) > 1)
+
+    def only(self, pattern: str) -> Checks:
+        """Return the checks whose name matches a pattern (``"full-*"``).
+
+        Raises:
+            UnknownNameError: No name matches.
+        """
+        chosen = tuple(check for check in self.checks if fnmatchcase(check.name, pattern))
+        if not chosen:
+            raise UnknownNameError("check", pattern, [check.name for check in self.checks], f"of {self.part}")
+        return attrs.evolve(self, checks=chosen, refused={})
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """The verdict on one feature.
+
+    Attributes:
+        feature: Its name.
+        verdict: Whether it works, is refused, or is wrong.
+        codes: The codes of the refusals; of a feature that works but for others, the names of those.
+        num_passed: How many of its checks passed.
+        num_checks: How many checks use it; none if it is refused.
+    """
+
+    feature: str
+    verdict: Verdict
+    codes: tuple[str, ...] = ()
+    num_passed: int = 0
+    num_checks: int = 0
+
+    def __str__(self) -> str:
+        """Return the verdict in words."""
+        if self.verdict == "refused":
+            return f"refused: {', '.join(self.codes)}"
+        return f"works, but not: {', '.join(self.codes)}" if self.codes and self.verdict == "works" else self.verdict
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """What was found about a part.
+
+    Attributes:
+        part: The part, for people.
+        rows: The verdicts.
+        failures: The sentence of each failed check, by the check's name, in order.
+        num_checks: How many checks were run.
+    """
+
+    part: str
+    rows: tuple[Row, ...]
+    failures: Mapping[str, str]
+    num_checks: int
+
+
+def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done: None) -> Report:
+    """Run all checks, and return what was found; an exception of the part counts as a failure.
+
+    Args:
+        checks: The checks.
+        on_progress: Called after each with the number of checks that were run.
+    """
+    failures: dict[str, str] = {}
+    refusals: dict[str, str] = {}
+    for done, check in enumerate(checks.checks, start=1):
+        try:
+            code = check.run()
+            if code:
+                refusals[check.name] = code
+        except KVFrameError as error:
+            failures[check.name] = str(error)
+        except Exception as error:
+            failures[check.name] = f"{checks.part} on {check.name}: {type(error).__name__}: {safe_reason(error)}"
+        on_progress(done)
+    rows = _judge(checks, failures, refusals)
+    return Report(part=checks.part, rows=rows, failures=failures, num_checks=len(checks.checks))
+
+
+def _judge(checks: Checks, failures: Collection[str], refusals: Mapping[str, str]) -> tuple[Row, ...]:
+    """Return a row for each feature.
+
+    A check uses several features. Of the features of failed checks, those are wrong that explain the failures: a
+    feature none of whose checks passed, and the fewest others that occur in every failed check left.
+    """
+    using: dict[str, list[str]] = {}
+    for check in checks.checks:
+        for feature in check.features:
+            using.setdefault(feature, []).append(check.name)
+    failed = {feature: [name for name in names if name in failures] for feature, names in using.items()}
+    wrong = _explain(using, failed, failures)
+    features_of = {check.name: check.features for check in checks.checks}
+    rows = []
+    for feature, names in using.items():
+        codes = tuple(dict.fromkeys(refusals[name] for name in names if name in refusals))
+        num_failed, num_refused = len(failed[feature]), sum(name in refusals for name in names)
+        row = Row(
+            feature=feature,
+            verdict="wrong" if feature in wrong else "works",
+            num_passed=len(names) - num_failed - num_refused,
+            num_checks=len(names) - num_refused,
+        )
+        if row.verdict == "works" and num_failed:
+            blamed = {each for name in failed[feature] for each in features_of[name] if each in wrong}
+            row = attrs.evolve(row, codes=tuple(each for each in using if each in blamed))
+        elif num_refused == len(names):
+            row = Row(feature=feature, verdict="refused", codes=codes)
+        rows.append(row)
+    refused = [
+        Row(feature=name, verdict="refused", codes=codes) for name, codes in checks.refused.items() if name not in using
+    ]
+    places = {feature: index for index, feature in enumerate(checks.order)}
+    return tuple(sorted([*rows, *refused], key=lambda row: places.get(row.feature, len(places))))
+
+
+def _explain(
+    using: Mapping[str, Sequence[str]], failed: Mapping[str, Sequence[str]], failures: Collection[str]
+) -> set[str]:
+    """Return the features that are wrong."""
+    wrong: set[str] = set()
+    left = {*failures}
+    while left:
+
+        def share(feature: str) -> tuple[float, int]:
+            covered = len(left.intersection(failed[feature]))
+            return covered / len(using[feature]), covered
+
+        worst = max(using, key=share)
+        wrong.add(worst)
+        left.difference_update(failed[worst])
+    # A feature that never worked is not known to work without the others.
+    return wrong | {feature for feature, names in failed.items() if len(names) == len(using[feature])}

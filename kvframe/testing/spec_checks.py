@@ -1,0 +1,206 @@
+"""What is checked of a cache spec: its laws, a plan, and the attention of every installed backend under its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from kvframe.config.options import make_with_options
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.errors import KVFrameError, PluginError, SpecError
+from kvframe.contract.foreign import call
+from kvframe.contract.specs import TOKENS, KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import plan_cache
+from kvframe.testing.case import Case
+from kvframe.testing.checks import Check, Checks
+from kvframe.testing.composition import STEPS
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import SCALE
+from kvframe.testing.laws import LAWS, ConformanceError, check_law
+from kvframe.testing.state import KEYS_AND_VALUES, StateForm, form_of
+
+BLOCK_SIZES = (1, 4, 5, 16)
+MAX_TOKENS = 48
+"""Positions up to this one are checked."""
+
+_SIZES = ((1, 2, 3), (5, 3, 2), (6, 16, 7))
+"""Values of the options that a spec requires and that are whole numbers, if none are given: around those of blocks."""
+
+_USUAL: Mapping[str, int] = {"num_kv_heads": 2, "head_size": 8, "latent_size": 16, "rope_size": 4, "head_size_v": 8}
+"""Sizes of state, by the names of their fields."""
+
+
+def spec_checks(
+    spec_class: type[KVCacheSpec],
+    options: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    name: str = "",
+    registry: Registry | None = None,
+    block_sizes: Sequence[int] = BLOCK_SIZES,
+    max_tokens: int = MAX_TOKENS,
+    num_refused: int = 0,
+    whole: bool = False,
+) -> Checks:
+    """Return the checks of a spec.
+
+    Args:
+        spec_class: The spec.
+        options: Options with which it is checked, small against ``max_tokens``. Unless given, whole numbers are chosen
+            for those that it requires.
+        name: Its registered name; ``kind`` unless given.
+        registry: Where backends are looked up; that of the installed plugins unless given.
+        block_sizes: The block sizes with which it is checked.
+        max_tokens: Positions up to this one are checked.
+        num_refused: As for ``check_spec``.
+        whole: Whether attention is computed for each step, and not for the mixed ones alone.
+
+    Raises:
+        ConformanceError: The spec cannot be made with these options.
+    """
+    part = f"cache spec {name or spec_class.kind!r}"
+    registry = load_plugins().registry if registry is None else registry
+    found = list(_options_of(spec_class, options))
+    specs = {
+        _label(given, size): _make(part, spec_class, {**given, "block_size": size})
+        for given in found
+        for size in block_sizes
+    }
+    checks = [
+        Check(
+            name=f"{law}-{label}",
+            features=(f"law: {law}",),
+            run=partial(check_law, law, spec, max_tokens, num_refused=num_refused),
+        )
+        for law in LAWS
+        for label, spec in specs.items()
+    ]
+    checks += [
+        Check(name=f"plan-{label}", features=("planning",), run=partial(_check_plan, spec, max_tokens))
+        for label, spec in specs.items()
+    ]
+    refused: dict[str, tuple[str, ...]] = {}
+    for given in found:
+        label, spec = _label(given, 4), _make(part, spec_class, {**given, "block_size": 4})
+        for backend in registry.backends.names():
+            more, codes = _attention_checks(spec, label, backend, registry, whole)
+            checks += more
+            if codes:
+                refused.setdefault(f"attention by {backend}", codes)
+    return Checks(part=part, checks=tuple(checks), refused=refused, order=tuple(f"law: {law}" for law in LAWS))
+
+
+def _label(given: Mapping[str, Any], block_size: int) -> str:
+    named = {key: value for key, value in given.items() if key not in _USUAL}
+    return "-".join(f"{key}={value}" for key, value in {**named, "block": block_size}.items())
+
+
+def _options_of(
+    spec_class: type[KVCacheSpec], options: Sequence[Mapping[str, Any]] | None
+) -> Sequence[Mapping[str, Any]]:
+    """Return the options to check, with the usual sizes of state where the spec has such fields."""
+    fields = {field.name: field for field in attrs.fields(spec_class) if field.init}
+    usual = {key: value for key, value in _USUAL.items() if key in fields and fields[key].default is attrs.NOTHING}
+    if options is not None:
+        return [{**usual, **given} for given in options]
+    required = [
+        key for key, field in fields.items() if field.default is attrs.NOTHING and key not in {*usual, "block_size"}
+    ]
+    others = [key for key in required if fields[key].type not in ("int", int)]
+    if others:
+        raise ConformanceError(
+            f"cache spec {spec_class.kind!r}: give its options {', '.join(others)}, which are no whole numbers"
+        )
+    tried = [{**usual, **dict(zip(required, sizes * len(required), strict=False))} for sizes in _SIZES]
+    made = [given for given in tried if _can_be_made(spec_class, given)]
+    if not made:
+        _make(f"cache spec {spec_class.kind!r}", spec_class, {**tried[0], "block_size": 4})
+    return made if required else made[:1]
+
+
+def _can_be_made(spec_class: type[KVCacheSpec], given: Mapping[str, Any]) -> bool:
+    try:
+        for size in BLOCK_SIZES:
+            make_with_options(spec_class, {**given, "block_size": size})
+    except (KVFrameError, ValueError):
+        return False
+    return True
+
+
+def _make(part: str, spec_class: type[KVCacheSpec], options: Mapping[str, Any]) -> KVCacheSpec:
+    try:
+        return make_with_options(spec_class, options)
+    except (KVFrameError, ValueError) as error:
+        raise ConformanceError(f"{part} cannot be made with {dict(options)}: {error}; give other options") from error
+
+
+def _check_plan(spec: KVCacheSpec, max_tokens: int) -> None:
+    """Plan one layer; planning checks a sample of answers at real lengths too."""
+    longest = 16 * max_tokens
+    others = {} if spec.sequence == TOKENS else {spec.sequence: longest}
+    try:
+        plan_cache(
+            group_layers([LayerSpec(name="layer", spec=spec)]),
+            memory_bytes=1 << 24,
+            max_model_len=longest,
+            max_num_batched_tokens=max_tokens,
+            max_input_lens=others,
+        )
+    except KVFrameError as error:
+        raise ConformanceError(f"{spec}: {error}") from error
+
+
+def _attention_checks(
+    spec: KVCacheSpec, label: str, backend: str, registry: Registry, whole: bool
+) -> tuple[list[Check], tuple[str, ...]]:
+    """Return checks of a backend's attention under a spec's mask, or the codes of the refusals."""
+    try:
+        backend_class: type[AttentionBackend] = registry.backends.load(backend)
+        reason = call("unusable_reason()", backend_class.unusable_reason)
+        form = form_of(backend_class)
+    except PluginError:
+        return [], ("import",)
+    if reason:
+        return [], ("environment",)
+    layer = _layer_of(spec, form)
+    if layer is None or not spec.keeps_past or spec.sequence != TOKENS:
+        return [], ()
+    refusals = backend_class.capabilities.refusals(layer, "cpu")
+    if refusals:
+        return [], tuple(refusal.code for refusal in refusals)
+    cases = [
+        Case(name=f"{backend}-{label}-{step}", layer=layer, requests=requests, form=form)
+        for step, requests in STEPS.items()
+        if whole or step == "mixed"
+    ]
+    return [
+        Check(name=case.name, features=(f"attention by {backend}",), run=partial(check_backend, backend_class, case))
+        for case in cases
+    ], ()
+
+
+def _layer_of(spec: KVCacheSpec, form: StateForm) -> LayerSpec | None:
+    """Return a layer with this spec whose queries fit the form's state; None if the form is of other state."""
+    names = {*spec.state_tensors()}
+    if form is KEYS_AND_VALUES:
+        if names != {"k", "v"}:
+            return None
+        key = spec.state_tensors()["k"].shape
+        return LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=2 * key[1], head_size=key[2], scale=SCALE))
+    usual = _as_form(form)
+    if usual is None or names != {*usual.state_tensors()}:
+        return None
+    head_size = form.usual_head_size({})
+    return LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=4, head_size=head_size, scale=SCALE))
+
+
+def _as_form(form: StateForm) -> KVCacheSpec | None:
+    try:
+        return form.spec_class(block_size=4, **form.sizes(form.usual_head_size({})))
+    except (SpecError, TypeError):
+        return None

@@ -1,0 +1,248 @@
+"""Test classes for pytest: a plugin's tests are a subclass that names what it tests.
+
+::
+
+    from kvframe.testing.suites import BackendTests
+
+
+    class TestMine(BackendTests):
+        backend = "mine"
+
+pytest then runs a test for each check of the kit, in which every feature that the backend declares occurs.
+``pytest -m whole`` runs the rest of a backend's, spec's or format's checks. A class without a check is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.eviction import EvictionPolicy
+from kvframe.contract.formats import KVFormat
+from kvframe.contract.model import ModelAdapter
+from kvframe.contract.proposer import Proposer
+from kvframe.contract.specs import KVCacheSpec
+from kvframe.contract.wrapper import MetadataWrapper
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Catalogue
+from kvframe.selection.chains import WrapperChain
+from kvframe.testing.adapter_checks import adapter_checks
+from kvframe.testing.backend_checks import backend_checks
+from kvframe.testing.case import Case
+from kvframe.testing.checks import Check, Checks
+from kvframe.testing.eviction import policy_checks
+from kvframe.testing.format_checks import format_checks
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.proposers import proposer_checks
+from kvframe.testing.runs import TRAITS
+from kvframe.testing.sample import TOGETHER
+from kvframe.testing.spec_checks import BLOCK_SIZES, MAX_TOKENS, spec_checks
+from kvframe.testing.wrapper_checks import wrapper_checks
+
+_WHOLE = "whole: all checks of the kit, where usual runs compute some of them"
+
+
+class KitTests:
+    """The base of the test classes: a test for each check."""
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return the checks; ``whole`` asks for all of them.
+
+        Raises:
+            ConformanceError: There is nothing to check.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is no test class of a kind: derive from BackendTests or such")
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make a test of each check; called by pytest for each method of the class."""
+        if "kit_check" not in metafunc.fixturenames:
+            return
+        chosen = self.make_checks(whole=False).checks
+        tests = [pytest.param(check, id=check.name) for check in chosen]
+        # Most runs leave the rest out, so that it is not even made.
+        expression = metafunc.config.option.markexpr
+        if "whole" in expression and "not whole" not in expression:
+            metafunc.config.addinivalue_line("markers", _WHOLE)
+            names = {check.name for check in chosen}
+            rest = [check for check in self.make_checks(whole=True).checks if check.name not in names]
+            tests += [pytest.param(check, id=check.name, marks=pytest.mark.whole) for check in rest]
+        metafunc.parametrize("kit_check", tests)
+
+    def test_conformance(self, kit_check: Check) -> None:
+        """Run one check."""
+        kit_check.run()
+
+
+def _found(part: Any, catalogue: str) -> tuple[str, Any]:
+    """Return the name and the class that a test class names."""
+    if not isinstance(part, str):
+        return "", part
+    found: Catalogue = load_plugins().registry.catalogues[catalogue]
+    return part, found.load(part)
+
+
+class BackendTests(KitTests):
+    """Tests of a backend.
+
+    Attributes:
+        backend: The registered name, or the class.
+        device: Where it runs.
+        chains: Wrapper chains after which it is tested too.
+        together: As for ``backend_checks``, like the attributes after it.
+        run_traits: Traits of runs whose values occur.
+        run_kinds: The kinds of runs; None for all.
+        formats: The formats; None for all that are installed.
+        writes_out: Whether it must write its output where the other host wants it.
+    """
+
+    backend: ClassVar[str | type[AttentionBackend]]
+    device: ClassVar[str] = "cpu"
+    chains: ClassVar[Sequence[WrapperChain]] = ()
+    together: ClassVar[Collection[tuple[str, str]]] = TOGETHER
+    run_traits: ClassVar[Collection[str]] = TRAITS
+    run_kinds: ClassVar[Collection[str] | None] = None
+    formats: ClassVar[Sequence[KVFormat] | None] = None
+    writes_out: ClassVar[bool] = False
+
+    def keeps(self, case: Case) -> bool:
+        """Return whether a case is tested; a backend that takes long for some cases overrides it."""
+        return True
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return the cases, those of other hosts, and the runs."""
+        name, backend_class = _found(self.backend, "backend")
+        return backend_checks(
+            backend_class,
+            name=name,
+            device=self.device,
+            whole=whole,
+            chains=self.chains,
+            formats=self.formats,
+            keeps=self.keeps,
+            together=self.together,
+            run_traits=self.run_traits,
+            run_kinds=self.run_kinds,
+            writes_out=self.writes_out,
+        )
+
+
+class SpecTests(KitTests):
+    """Tests of a cache spec.
+
+    Attributes:
+        spec: The registered name, or the class.
+        options: Options with which it is tested; None for small whole numbers where it requires any.
+        block_sizes: The block sizes with which it is tested.
+        max_tokens: Positions up to this one are tested.
+        num_refused: As for ``check_spec``.
+    """
+
+    spec: ClassVar[str | type[KVCacheSpec]]
+    options: ClassVar[Sequence[Mapping[str, Any]] | None] = None
+    block_sizes: ClassVar[Sequence[int]] = BLOCK_SIZES
+    max_tokens: ClassVar[int] = MAX_TOKENS
+    num_refused: ClassVar[int] = 0
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return the laws, a plan, and attention by every backend."""
+        name, spec_class = _found(self.spec, "spec")
+        return spec_checks(
+            spec_class,
+            self.options,
+            name=name,
+            block_sizes=self.block_sizes,
+            max_tokens=self.max_tokens,
+            num_refused=self.num_refused,
+            whole=whole,
+        )
+
+
+class WrapperTests(KitTests):
+    """Tests of a wrapper.
+
+    Attributes:
+        wrapper: The registered name, or the class.
+        options: Its options.
+    """
+
+    wrapper: ClassVar[str | type[MetadataWrapper]]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return its declarations, and attention after it, on every kind of layer."""
+        name, wrapper_class = _found(self.wrapper, "wrapper")
+        return wrapper_checks(wrapper_class, self.options, name=name)
+
+
+class FormatTests(KitTests):
+    """Tests of a format.
+
+    Attributes:
+        format: The registered name, or the class.
+        options: Its options.
+    """
+
+    format: ClassVar[str | type[KVFormat]]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return the laws, and attention by every backend."""
+        name, format_class = _found(self.format, "format")
+        return format_checks(format_class, self.options, name=name, whole=whole)
+
+
+class EvictionTests(KitTests):
+    """Tests of an eviction policy.
+
+    Attributes:
+        policy: The registered name, or the class.
+        options: Its options.
+    """
+
+    policy: ClassVar[str | type[EvictionPolicy]]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return the laws in pools of several sizes."""
+        name, policy_class = _found(self.policy, "eviction")
+        return policy_checks(policy_class, self.options, name=name)
+
+
+class ProposerTests(KitTests):
+    """Tests of a proposer of draft tokens.
+
+    Attributes:
+        proposer: The registered name, or the class.
+        options: Its options.
+    """
+
+    proposer: ClassVar[str | type[Proposer]]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return the laws for several numbers of drafts."""
+        name, proposer_class = _found(self.proposer, "proposer")
+        return proposer_checks(proposer_class, self.options, name=name)
+
+
+class AdapterTests(KitTests):
+    """Tests of a model adapter.
+
+    Attributes:
+        adapter: The registered name, or the class; it has to be installed.
+    """
+
+    adapter: ClassVar[str | type[ModelAdapter]]
+
+    def make_model(self) -> Path:
+        """Return where a small model is that the adapter reads; made when tests are collected."""
+        raise ConformanceError(f"{type(self).__name__} has no model to test with: override make_model()")
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return how it reads the model, and how the engine serves it."""
+        name, adapter_class = _found(self.adapter, "model_adapter")
+        return adapter_checks(adapter_class, self.make_model(), name=name)
