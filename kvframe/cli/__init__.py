@@ -28,6 +28,7 @@ _COMMANDS: Mapping[str, str] = {
     "explain": "kvframe.cli.explain:explain",
     "tune": "kvframe.cli.tune:tune",
     "plugins": "kvframe.cli.plugins:plugins",
+    "check": "kvframe.cli.check:check",
 }
 """The commands by name, in the order that ``--help`` lists them, as import strings."""
 
