@@ -29,6 +29,7 @@ _COMMANDS: Mapping[str, str] = {
     "tune": "kvframe.cli.tune:tune",
     "plugins": "kvframe.cli.plugins:plugins",
     "check": "kvframe.cli.check:check",
+    "new-plugin": "kvframe.cli.new_plugin:new_plugin",
 }
 """The commands by name, in the order that ``--help`` lists them, as import strings."""
 
