@@ -247,15 +247,51 @@ class KVCacheSpec(ABC):
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the most blocks that a request holds at once until it has ``num_tokens`` tokens.
 
+        A type that stores all blocks of a step is asked at few positions, because of the law of forgetting.
+
         Args:
             num_tokens: The request's length at its end, in tokens.
             max_new_tokens: The most tokens that one step computes for it.
         """
+        if type(self).stored_blocks is KVCacheSpec.stored_blocks:
+            return self._peak_of_steps_in(num_tokens, max_new_tokens) if num_tokens > 0 else 0
         steps: Iterable[tuple[int, int]] = ((n, min(max_new_tokens, num_tokens - n)) for n in range(num_tokens))
-        if type(self).stored_blocks is not KVCacheSpec.stored_blocks and self.block_size < num_tokens:
+        if self.block_size < num_tokens:
             # A step that ends within the last block may store more blocks than one that ends with it.
             steps = itertools.chain(steps, self._steps_into_last_block(num_tokens, max_new_tokens))
         return max(itertools.starmap(self.num_resident_blocks, steps), default=0)
+
+    def _peak_of_steps_in(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Return the peak of a type that stores all blocks of a step.
+
+        While a step begins within one block, the number of live blocks before that block only falls. So of all steps
+        that end in the same block, the first one holds the most. From one block to the next, the live blocks before it
+        become at most one more. So a range of blocks is left out if even that could not exceed the peak found so far.
+        """
+        size, last = self.block_size, (num_tokens - 1) // self.block_size
+
+        def alive_before(block: int) -> int:
+            return self.num_resident_blocks(block * size, 1) - 1
+
+        def held_from(block: int, alive: int) -> int:
+            first, end = block * size, -(-min(block * size + max_new_tokens, num_tokens) // size)
+            ends_later = end * size - max_new_tokens + 1  # where the first step begins that ends in the next block
+            if end * size < num_tokens and ends_later < first + size:
+                return max(alive + end - block, self.num_resident_blocks(ends_later, max_new_tokens))
+            return alive + end - block
+
+        most_new = -(-(max_new_tokens + size - 1) // size)
+        peak = max(held_from(0, 0), held_from(last, alive_before(last)))
+        left = [(0, last, 0)]
+        while left:
+            first, stop, alive = left.pop()
+            if stop - first < 2 or alive - first + min(stop - 1 + most_new, last + 1) <= peak:
+                continue
+            middle = (first + stop) // 2
+            alive_there = alive_before(middle)
+            peak = max(peak, held_from(middle, alive_there))
+            left += [(first, middle, alive), (middle, stop, alive_there)]
+        return peak
 
     def _steps_into_last_block(self, num_tokens: int, max_new_tokens: int) -> Iterator[tuple[int, int]]:
         """Go through steps, starts and counts, that end less than a block before the last token; near block ends."""

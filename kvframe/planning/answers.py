@@ -89,10 +89,13 @@ def are_ranges(given: Any, first: int, last: int) -> bool:
 def lacks(needed: Iterable[TokenRange], *kept: Iterable[TokenRange]) -> TokenRange | None:
     """Return the first part of ``needed`` that ``kept`` does not cover; None if it covers all. Ranges are sorted."""
     held = sorted(part for ranges in kept for part in ranges)
+    place = 0
     for start, stop in needed:
-        for first, last in held:
-            if first <= start < last:
-                start = last
+        while place < len(held) and held[place][0] <= start:
+            start = max(start, min(held[place][1], stop))
+            if start == stop:
+                break  # the part may cover some of the next range too
+            place += 1
         if start < stop:
             return start, stop
     return None

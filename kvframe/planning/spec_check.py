@@ -6,20 +6,30 @@ for each distinct spec, up to the longest request. This module imports neither N
 
 from __future__ import annotations
 
+import logging
 import random
+from bisect import bisect_right
 from collections.abc import Mapping
 from functools import partial
+from operator import itemgetter
 
 import attrs
 
 from kvframe.contract.formats import StateTensor
 from kvframe.contract.masks import AttentionMask, MaskFunction
 from kvframe.contract.specs import KVCacheSpec, TokenRange, num_covered, union
-from kvframe.planning.answers import Answers, ask, ask_count, lacks, wrong_answer
+from kvframe.planning.answers import Answers, ask, ask_count, ask_live_ranges, lacks, wrong_answer
 
+_log = logging.getLogger("kvframe")
+
+_MANY_RANGES, _GROWTH = 1 << 20, 1.5
+"""A peak that takes more live ranges than this is warned about, unless twice the tokens have so many times more of
+them: a peak at the end is found at once."""
 _DENSE, _NUM_RANDOM, _NUM_BOUNDARIES = 64, 48, 6
 _NUM_KEYS = 8
 """For a query after the first positions, a mask function is asked about this many live tokens, and as many of any."""
+_NUM_PARTS = 8
+"""Of live ranges in many parts: the first, the last and some other parts, whose ends are asked about."""
 _SEED = 37
 
 
@@ -67,6 +77,7 @@ def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int
             if held > most:
                 most, needs_most = held, step
         kept, before = ranges, n
+    _warn_of_many_ranges(spec, max_tokens)
     peak = peak_of(spec, max_tokens, max_new_tokens)
     if peak < most:
         raise wrong_answer(
@@ -105,6 +116,24 @@ def peak_of(spec: KVCacheSpec, num_tokens: int, max_new_tokens: int) -> int:
     question = f"peak_blocks({num_tokens}, {max_new_tokens})"
     most = -(-num_tokens // spec.block_size)
     return ask_count(spec, question, lambda: spec.peak_blocks(num_tokens, max_new_tokens), least=0, most=most)
+
+
+def _warn_of_many_ranges(spec: KVCacheSpec, num_tokens: int) -> None:
+    """Log that a derived peak takes long: if a type has many live ranges, whose number no longer grows."""
+    if type(spec).peak_blocks is not KVCacheSpec.peak_blocks:
+        return
+    at_half, at_end = (len(ask_live_ranges(spec, n)) for n in (num_tokens // 2, num_tokens))
+    num_asked = at_end * -(-num_tokens // spec.block_size)
+    if num_asked > _MANY_RANGES and at_end < _GROWTH * at_half:
+        _log.warning(
+            "planning asks the cache spec %r for up to %s live ranges, to derive the most blocks of a request of %s "
+            "tokens; to make it faster, override peak_blocks in %s.%s",
+            spec.kind,
+            f"{num_asked:,}",
+            f"{num_tokens:,}",
+            type(spec).__module__,
+            type(spec).__qualname__,
+        )
 
 
 def _check_state_tensors(spec: KVCacheSpec) -> None:
@@ -150,7 +179,8 @@ def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, rang
     beside them, some other live tokens and some of all tokens.
     """
     for key in (n, n + 1, n + 2, *(range(n) if n < _DENSE else _sampled_keys(n, ranges))):
-        is_live, question = any(start <= key < stop for start, stop in ranges), f"mask_function({n}, {key})"
+        place = bisect_right(ranges, key, key=itemgetter(0)) - 1
+        is_live, question = place >= 0 and key < ranges[place][1], f"mask_function({n}, {key})"
         sees = ask(spec, question, partial(_sees, function, n, key))
         if key == n:
             if not sees:
@@ -165,7 +195,10 @@ def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, rang
 
 def _sampled_keys(n: int, ranges: tuple[TokenRange, ...]) -> list[int]:
     source = random.Random(n)
-    keys = {end + offset for part in ranges for end in part for offset in (-1, 0)} | {0, n - 1}
+    few = ranges
+    if len(ranges) > 3 * _NUM_PARTS:
+        few = (*ranges[:_NUM_PARTS], *source.sample(ranges, _NUM_PARTS), *ranges[-_NUM_PARTS:])
+    keys = {end + offset for part in few for end in part for offset in (-1, 0)} | {0, n - 1}
     keys.update(source.randrange(n) for _ in range(_NUM_KEYS))
     if ranges:
         keys.update(source.randrange(*source.choice(ranges)) for _ in range(_NUM_KEYS))
