@@ -33,6 +33,7 @@ os.environ |= {
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
 }
 os.environ["KVFRAME_TIMES"] = str(Path(__file__).parent / ".cache" / "no_times.json")
+os.environ.pop("COLUMNS", None)  # what commands print is 80 columns wide
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

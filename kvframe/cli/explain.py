@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import attrs
 import click
 
 from kvframe.cli.options import dtype_option, json_option, load_checked_plugins, read_stack, stack_option
-from kvframe.cli.render import compact_names, print_json, print_table
+from kvframe.cli.render import compact_names, print_facts, print_json, print_note, print_reasons, print_table
 from kvframe.contract.eviction import LRU
 from kvframe.contract.formats import PLAIN
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from kvframe.contract.eviction import EvictionPolicy
     from kvframe.contract.specs import LayerSpec
     from kvframe.contract.wrapper import MetadataWrapper
+    from kvframe.loading.registry import Registry
     from kvframe.planning.groups import Grouping
     from kvframe.selection.choice import Choice
 
-
-UNUSABLE = (["import"], ["environment"], ["device"])
-"""Codes of refusals that hold for every layer: the backend cannot run in this environment or on this device."""
+_NUM_CELLS = 4
+"""The cells of a row after its number and its layers."""
 
 
 @click.command(short_help="Say which wrappers and backend each layer gets, and why.")
@@ -31,8 +31,11 @@ UNUSABLE = (["import"], ["environment"], ["device"])
 @stack_option
 @click.option("--device", metavar="DEVICE", help="Where it would run. Default: as in the stack.")
 @dtype_option
+@click.option("--verbose", is_flag=True, help="Say for every other backend the whole reason, row by row.")
 @json_option
-def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str | None, as_json: bool) -> None:
+def explain(
+    model: Path, stack_file: Path | None, device: str | None, dtype: str | None, verbose: bool, as_json: bool
+) -> None:
     """Say for each layer of a model its group, wrapper chain and backend, and why the other backends were not chosen.
 
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
@@ -57,11 +60,11 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     if as_json:
         print_json({"model": description.name, "note": grouping.note, "eviction": eviction, "layers": explained})
         return
-    _print(description.name, explained)
+    _print(description.name, explained, registry, verbose)
     if grouping.note is not None:
-        click.echo(grouping.note)
+        print_note(grouping.note)
     if stack.cache.eviction.name != LRU.name:
-        click.echo(f"cached pages are evicted by the policy {eviction}")
+        print_note(f"cached pages are evicted by the policy {eviction}")
 
 
 def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backends: Sequence[str]) -> dict[str, Any]:
@@ -112,14 +115,14 @@ def _in_words(chosen: MetadataWrapper | EvictionPolicy) -> str:
     return f"{chosen.name} ({parameters})" if parameters else chosen.name
 
 
-def _served_by(explained: dict[str, Any]) -> str:
+def _served_by(explained: dict[str, Any], names: Mapping[str, str]) -> str:
     """Return a layer's backend, whether it reads copies of another format, and its measured time if that decided."""
     from kvframe.selection.times import MeasuredTime, in_words
 
     backend, kv_format = explained["backend"], explained["format"]
     if backend is None:
         return "computed by the model"
-    words = str(backend)
+    words = names.get(backend, str(backend))
     if kv_format != PLAIN.name:
         words += f", on copies of {kv_format}" if explained["on_copies"] else f", on {kv_format}"
     if explained["by_time"]:
@@ -127,29 +130,67 @@ def _served_by(explained: dict[str, Any]) -> str:
     return words
 
 
-def _print(model: str, explained: list[dict[str, Any]]) -> None:
-    """Print one row for all layers with equal explanations, and once the backends that no layer can have here."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    unusable: dict[str, str] = {}
+def _print(model: str, explained: Sequence[dict[str, Any]], registry: Registry, verbose: bool) -> None:
+    """Print one row for all layers with equal choices, then each reason against other backends once.
+
+    With ``verbose``, the reasons are printed row by row, each backend with its distribution.
+    """
+    names = {registry.backends.get(name).id: name for name in registry.backends.names()}
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for each in explained:
-        unusable |= {other["backend"]: other["reason"] for other in each["others"] if other["codes"] in UNUSABLE}
-        others = "; ".join(
-            f"{other['backend']}: {other['reason']}" for other in each["others"] if other["codes"] not in UNUSABLE
-        )
-        row = (
-            each["kind"],
-            str("none" if each["group"] is None else each["group"])
-            + ("" if each["rollback_group"] is None else f" and {each['rollback_group']}")
-            + (f" (of {each['shares_with']})" if each["shares_with"] else ""),
-            " → ".join(each["wrappers"]) or "none",
-            _served_by(each),
-            others or "none",
-        )
-        alike.setdefault(row, []).append(each["layer"])
+        alike.setdefault(_row(each, names), []).append(each)
     print_table(
         f"{model}: {len(explained)} layers",
-        ("layers", "kind", "group", "wrappers", "backend", "other backends"),
-        [(f"{len(names)}: {compact_names(names)}", *row) for row, names in alike.items()],
+        ("row", "layers", "kind", "group", "wrappers", "backend"),
+        [
+            (str(number), f"{len(of_row)}: {compact_names([each['layer'] for each in of_row])}", *row[:_NUM_CELLS])
+            for number, (row, of_row) in enumerate(alike.items(), start=1)
+        ],
     )
-    if unusable:
-        print_table("not usable here", ("backend", "reason"), [*unusable.items()])
+    others = {number: of_row[0]["others"] for number, of_row in enumerate(alike.values(), start=1)}
+    others = {number: found for number, found in others.items() if found}
+    if verbose:
+        for number, found in others.items():
+            print_facts(f"Row {number}: why not", [(each["backend"], _in_short(each, registry)) for each in found])
+    elif others:
+        print_reasons("Why not the others", _by_reason(others, names, registry))
+        print_note("--verbose says it row by row; `kvframe plugins NAME` says what a backend needs")
+
+
+def _row(explained: dict[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what is equal for layers of one row: its cells, and what is said below the table."""
+    group = "none" if explained["group"] is None else str(explained["group"])
+    rollback = "" if explained["rollback_group"] is None else f" and {explained['rollback_group']}"
+    shares = f" (of {explained['shares_with']})" if explained["shares_with"] else ""
+    cells = (
+        explained["kind"],
+        group + rollback + shares,
+        " → ".join(explained["wrappers"]) or "none",
+        _served_by(explained, names),
+    )
+    return (*cells, *(f"{other['backend']}: {other['reason']}" for other in explained["others"]))
+
+
+def _by_reason(
+    others: Mapping[int, Sequence[dict[str, Any]]], names: Mapping[str, str], registry: Registry
+) -> dict[str, list[str]]:
+    """Return the backends of each reason, with the rows that it holds for unless these are all; able ones first."""
+    found: dict[tuple[bool, str], dict[str, list[int]]] = {}
+    for number, of_row in others.items():
+        for other in of_row:
+            reason = bool(other["codes"]), _in_short(other, registry)
+            found.setdefault(reason, {}).setdefault(names.get(other["backend"], other["backend"]), []).append(number)
+    return {
+        reason: [name if len(rows) == len(others) else f"{name} ({_rows(rows)})" for name, rows in of_names.items()]
+        for (_, reason), of_names in sorted(found.items(), key=lambda item: item[0][0])
+    }
+
+
+def _rows(numbers: Sequence[int]) -> str:
+    return f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _in_short(other: dict[str, Any], registry: Registry) -> str:
+    """Return the reason against a backend; if it cannot be imported, without the backend's name."""
+    problem = registry.backends.get(other["backend"]).problem() if other["codes"] == ["import"] else ""
+    return problem or str(other["reason"])

@@ -18,7 +18,7 @@ from kvframe.cli.options import (
     read_stack,
     stack_option,
 )
-from kvframe.cli.render import compact_names, format_bytes, print_facts, print_json, print_table
+from kvframe.cli.render import compact_names, format_bytes, print_facts, print_json, print_note, print_table
 from kvframe.contract.formats import PLAIN
 
 if TYPE_CHECKING:
@@ -177,28 +177,27 @@ def _print(
     sharing = f", {num_following} of them read another layer's cache" if num_following else ""
     if not planned.groups:
         click.echo(f"{description.name}: {len(description.layers)} layers, no cache is needed")
-        click.echo(grouping.note)
+        print_note(grouping.note or "")
         return
     print_table(
         f"{description.name}: {len(description.layers)} layers{sharing}",
-        (
-            "group",
-            "kind",
-            "layers",
-            "needs of the past",
-            "dtypes",
-            "block",
-            "page",
-            "per slab",
-            "most blocks",
-            "generating",
-        ),
+        ("group", "kind", "layers", "needs of the past"),
         [
             (
                 str(group.index),
                 group.spec.kind,
                 f"{len(group.layers)}: {compact_names(group.layers)}",
                 describe_live_range(group.spec, planned.max_model_len),
+            )
+            for group in planned.groups
+        ],
+    )
+    print_table(
+        "Pages",
+        ("group", "dtypes", "block", "page", "per slab", "most blocks", "generating"),
+        [
+            (
+                str(group.index),
                 _stored_as(stored.stored),
                 str(group.block_size) if group.block_size < planned.max_model_len else "all",
                 format_bytes(group.page_bytes),
@@ -244,7 +243,7 @@ def _print(
         [(f"{n:,}", f"{planned.max_concurrency(n):,}", f"{planned.max_generating(n):,}") for n in lengths],
     )
     if grouping.note is not None:
-        click.echo(grouping.note)
+        print_note(grouping.note)
 
 
 def _found_again(planned: KVCachePlan) -> str:

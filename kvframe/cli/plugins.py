@@ -2,53 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvframe.cli.options import json_option, read_stack, stack_option
-from kvframe.cli.render import print_json, print_table
+from kvframe.cli.render import line_width, print_facts, print_json, print_note, print_reasons, print_table
+from kvframe.contract.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim
-    from kvframe.loading.plugins import PluginHost
+    from kvframe.loading.plugins import PluginRecord
     from kvframe.loading.registry import Catalogue
 
 
 @click.command(short_help="List the plugins and the names they register.")
+@click.argument("wanted", nargs=-1, metavar="[NAME]...")
+@click.option("--verbose", is_flag=True, help="Say everything about every plugin.")
 @stack_option
 @click.option("--check", is_flag=True, help="Import what the names stand for, and ask each backend if it can run here.")
 @json_option
-def plugins(stack_file: Path | None, check: bool, as_json: bool) -> None:
-    """List the plugins: version, contract, status, why one is not in use, and the names they register.
+def plugins(wanted: tuple[str, ...], verbose: bool, stack_file: Path | None, check: bool, as_json: bool) -> None:
+    """List the plugins, one a line: version, status and the names they register; and why a name cannot be used here.
 
-    A name is "not imported" if the file of its class was found; --check imports the class.
+    A NAME is that of a plugin, of its distribution, or one that it registers: then everything about these plugins is
+    said. A registered name is "not imported" if the file of its class was found; --check imports the class.
     """
     from kvframe.loading.plugins import load_plugins
 
     host = load_plugins(read_stack(stack_file).plugins)
-    names = [claim for catalogue in host.registry.catalogues.values() for claim in _names(catalogue, check)]
+    claims = [claim for catalogue in host.registry.catalogues.values() for claim in catalogue.claims()]
+    records = _chosen(host.records, claims, wanted)
+    kept = {record.id for record in records}
+    names = [each for catalogue in host.registry.catalogues.values() for each in _names(catalogue, check, kept)]
     if as_json:
-        print_json(_to_dict(host, names))
-        return
+        print_json(_to_dict(records, names))
+    elif wanted or verbose:
+        for record in records:
+            _print_whole(record, [each for each in names if each["plugin"] == record.id])
+    else:
+        _print(records, names, check)
+
+
+def _chosen(records: Sequence[PluginRecord], claims: Sequence[Claim], wanted: Sequence[str]) -> list[PluginRecord]:
+    """Return the plugins that are named by their own name, their distribution or a name that they register."""
+    called: dict[str, set[str]] = {}
+    for record in records:
+        for name in (record.name, record.id, record.distribution):
+            called.setdefault(name, set()).add(record.id)
+    for claim in claims:
+        for name in (claim.name, claim.id):
+            called.setdefault(name, set()).add(claim.plugin)
+    for name in wanted:
+        if name not in called:
+            known = {record.name for record in records} | {claim.name for claim in claims}
+            raise UnknownNameError("plugin or registered name", name, sorted(known), "`kvframe plugins` lists them")
+    kept = {plugin for name in wanted for plugin in called[name]}
+    return [record for record in records if not wanted or record.id in kept]
+
+
+def _print(records: Sequence[PluginRecord], names: Sequence[dict[str, Any]], check: bool) -> None:
+    """Print one line for each plugin, then the plugins that were set aside and the names that cannot be used here."""
+    columns = ("plugin", "version", "status")
+    rows = [(record.name, record.version or "-", record.status) for record in records]
+    taken = sum(max(map(len, cells)) for cells in zip(columns, *rows, strict=True))
+    width = line_width() - taken - 2 * (len(columns) + 1)
     print_table(
         "Plugins",
-        ("plugin", "distribution", "version", "contract", "status", "reason"),
+        (*columns, "registers"),
         [
-            (each.name, each.distribution, each.version or "-", each.api_version or "-", each.status, each.reason)
-            for each in host.records
+            (*row, _registered([each for each in names if each["plugin"] == record.id], width))
+            for row, record in zip(rows, records, strict=True)
         ],
     )
-    print_table(
-        "Registered names",
-        ("kind", "name", "owner", "usable"),
-        [(each["kind"], each["name"], each["owner"], _usable_in_words(each)) for each in names],
+    reasons: dict[str, list[str]] = {}
+    for record in records:
+        if record.reason:
+            reasons.setdefault(f"{record.status}: {record.reason}", []).append(f"plugin {record.id}")
+    for each in names:
+        if each["contested"] or each["problem"]:
+            reasons.setdefault(_usable(each), []).append(f"{each['kind'].replace('_', ' ')} {each['name']}")
+    if reasons:
+        print_reasons("Not usable here", reasons)
+    more = "" if check else "; --check imports what is registered"
+    print_note(f"`kvframe plugins NAME` says everything about a plugin or name{more}")
+
+
+def _registered(names: Sequence[dict[str, Any]], width: int) -> str:
+    """Return the names that a plugin registers by kind, or their numbers if the names are longer than a line."""
+    by_kind: dict[str, list[str]] = {}
+    for each in names:
+        by_kind.setdefault(each["kind"].replace("_", " "), []).append(each["name"])
+    listed = ", ".join(f"{kind} {', '.join(named)}" for kind, named in by_kind.items())
+    counted = ", ".join(f"{len(named)} {kind}{'s' * (len(named) > 1)}" for kind, named in by_kind.items())
+    return (listed if len(listed) <= width else counted) or "-"
+
+
+def _print_whole(record: PluginRecord, names: Sequence[dict[str, Any]]) -> None:
+    """Print everything about one plugin."""
+    print_facts(
+        record.id,
+        [
+            ("version", record.version or "unknown"),
+            ("contract", record.api_version or "not stated"),
+            ("status", f"{record.status}: {record.reason}" if record.reason else record.status),
+            *((f"{each['kind'].replace('_', ' ')} {each['name']}", _in_words(each)) for each in names),
+        ],
     )
 
 
-def _names(catalogue: Catalogue, check: bool) -> list[dict[str, Any]]:
-    """Return every claim to a name as plain values."""
+def _names(catalogue: Catalogue, check: bool, plugins: Collection[str]) -> list[dict[str, Any]]:
+    """Return these plugins' claims to names as plain values."""
     contested = catalogue.contested()
     return [
         {
@@ -64,6 +130,7 @@ def _names(catalogue: Catalogue, check: bool) -> list[dict[str, Any]]:
             "checked": check,
         }
         for claim in catalogue.claims()
+        if claim.plugin in plugins
     ]
 
 
@@ -80,15 +147,21 @@ def _problem(claim: Claim, check: bool) -> str:
         return str(error)
 
 
-def _usable_in_words(name: dict[str, Any]) -> str:
+def _in_words(name: dict[str, Any]) -> str:
+    """Return whether a name can be used."""
+    if name["contested"] or name["problem"]:
+        return f"not usable: {_usable(name)}"
+    return "usable" if name["checked"] else "not imported"
+
+
+def _usable(name: dict[str, Any]) -> str:
+    """Return why a name cannot be used."""
     if name["contested"]:
         return f"contested: write {name['owner']}:{name['name']}, or choose an owner in the stack"
-    if name["problem"]:
-        return f"no: {name['problem']}"
-    return "yes" if name["checked"] else "not imported"
+    return str(name["problem"])
 
 
-def _to_dict(host: PluginHost, names: list[dict[str, Any]]) -> dict[str, Any]:
+def _to_dict(records: Sequence[PluginRecord], names: list[dict[str, Any]]) -> dict[str, Any]:
     from kvframe.contract.hookspecs import API_VERSION
 
     return {
@@ -102,7 +175,7 @@ def _to_dict(host: PluginHost, names: list[dict[str, Any]]) -> dict[str, Any]:
                 "status": record.status,
                 "reason": record.reason,
             }
-            for record in host.records
+            for record in records
         ],
         "names": names,
     }

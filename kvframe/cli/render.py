@@ -1,6 +1,6 @@
-"""Prints tables and progress bars on a terminal, and aligned plain text in a pipe.
+"""Prints tables, facts and progress bars that fit the width of the terminal, or 80 columns in a pipe.
 
-rich is imported only if the output is a terminal.
+rich is imported only for progress bars.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TextIO
+from textwrap import TextWrapper
+from typing import Any, TextIO
 
 import click
 
@@ -21,8 +22,17 @@ ShowProgress = Callable[[int], None]
 """Takes the number of finished units and updates a progress bar."""
 
 
+_PIPE_WIDTH = 80
+"""Columns of a line if the output is not a terminal."""
+
 _NARROWEST_FOLD = 24
-"""The most characters of a table's widest column; longer cells are folded."""
+"""The least width that a folded cell gets, unless its longest word is shorter."""
+
+_NARROWEST_VALUE = 12
+"""The least width that the value of a named fact gets."""
+
+_INDENT = _GAP = "  "
+"""What is before a line of a table, and between its columns."""
 
 
 def wants_no_escapes() -> bool:
@@ -42,8 +52,21 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
     click.echo(json.dumps(value, indent=indent, ensure_ascii=not is_utf8))
 
 
+def line_width() -> int:
+    """Return the columns of a line: ``COLUMNS`` if it is set, the terminal's width on a terminal, 80 in a pipe."""
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or _PIPE_WIDTH
+    except (OSError, ValueError, AttributeError):  # not a terminal, or a stream without a descriptor
+        return _PIPE_WIDTH
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn on a terminal, aligned columns in a pipe.
+    """Print a table whose lines fit into ``line_width``: cells of text fold, and so do headings.
+
+    If the columns do not fit even so, the rows are printed one after the other, one value a line.
 
     Args:
         title: The text above the table.
@@ -51,52 +74,97 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         rows: One cell of text for each column. A column of numbers is aligned to the right.
     """
     to_right = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
-    if is_drawn_on(sys.stdout):
-        _draw_table(title, columns, rows, to_right)
+    widths = _column_widths(columns, rows, to_right, line_width() - len(_INDENT))
+    if widths is None:
+        for index, row in enumerate(rows):
+            print_facts(f"{title} ({index + 1} of {len(rows)})", zip(columns, row, strict=True))
         return
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    click.echo(title)
-    for line in (columns, *rows):
-        cells = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, to_right, strict=True)
-        )
-        click.echo("  " + "  ".join(cells).rstrip())
+    click.echo(_styled(title, bold=True))
+    for number, row in enumerate((columns, *rows)):
+        cells = [_fold_text(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in range(max(map(len, cells))):
+            parts = (cell[line] if line < len(cell) else "" for cell in cells)
+            text = _GAP.join(
+                part.rjust(width) if right else part.ljust(width)
+                for part, width, right in zip(parts, widths, to_right, strict=True)
+            )
+            click.echo(_INDENT + (text.rstrip() if number else _styled(text.rstrip(), fg="cyan")))
+        if number == 0 and is_drawn_on(sys.stdout):
+            click.echo(_INDENT + "─" * (sum(widths) + len(_GAP) * (len(widths) - 1)))
     click.echo()
 
 
 def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
-    """Print named values, one a line, under a title."""
+    """Print named values under a title, one a line; a long value folds."""
     lines = list(facts)
-    width = max(len(name) for name, _ in lines)
-    click.echo(click.style(title, bold=True))
+    names = max(len(name) for name, _ in lines)
+    width = max(_NARROWEST_VALUE, line_width() - names - len(_INDENT + _GAP))
+    click.echo(_styled(title, bold=True))
     for name, value in lines:
-        click.echo(f"  {name.ljust(width)}  {value}")
+        for index, part in enumerate(_fold_text(value, width)):
+            click.echo(f"{_INDENT}{('' if index else name).ljust(names)}{_GAP}{part}".rstrip())
     click.echo()
 
 
-def _draw_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], to_right: Sequence[bool]) -> None:
-    """Draw a table whose widest column folds; if the terminal is too narrow, print it row by row, one value a line."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def print_reasons(title: str, reasons: Mapping[str, Sequence[str]]) -> None:
+    """Print under a title each reason once, after the names that it holds for."""
+    click.echo(_styled(title, bold=True))
+    for reason, names in reasons.items():
+        for index, part in enumerate(_fold_text(f"{', '.join(names)}: {reason}", line_width() - 2 * len(_INDENT))):
+            click.echo(f"{_INDENT * (2 if index else 1)}{part}")
+    click.echo()
 
-    console = Console()
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    widest = widths.index(max(widths))
-    needed = sum(widths) - widths[widest] + min(widths[widest], _NARROWEST_FOLD) + 2 * len(columns)
-    if needed > console.width:
-        for index, row in enumerate(rows):
-            print_facts(f"{title} ({index + 1} of {len(rows)})", zip(columns, row, strict=True))
-        return
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for index, (name, right) in enumerate(zip(columns, to_right, strict=True)):
-        justify: Literal["left", "right"] = "right" if right else "left"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=index != widest, header_style="cyan")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+
+def print_note(text: str) -> None:
+    """Print a sentence, folded."""
+    click.echo("\n".join(_fold_text(text, line_width())))
+
+
+def _styled(text: str, **style: Any) -> str:
+    return click.style(text, **style) if is_drawn_on(sys.stdout) else text
+
+
+def _column_widths(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], to_right: Sequence[bool], available: int
+) -> list[int] | None:
+    """Return the width of each column, so that a line fits into ``available``; None if it cannot.
+
+    If the columns are too wide, the widest give up most. A column of numbers never folds; a column of text keeps its
+    longest word, or ``_NARROWEST_FOLD`` characters of it if all of it does not fit.
+    """
+    widest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    available -= len(_GAP) * (len(columns) - 1)
+    for most in (available, _NARROWEST_FOLD):
+        widths = []
+        for heading, right, *cells in zip(columns, to_right, *rows, strict=True):
+            words = [len(word) for cell in cells for word in ([cell] if right else _words(cell))]
+            longest = max(words, default=0)
+            widths.append(max(*map(len, heading.split()), longest if right else min(longest, most)))
+        if sum(widths) <= available:
+            break
+    else:
+        return None
+    for _ in range(available - sum(widths)):
+        narrow = [index for index, width in enumerate(widths) if width < widest[index]]
+        if not narrow:
+            break
+        widths[min(narrow, key=widths.__getitem__)] += 1
+    return widths
+
+
+_BREAKS = re.compile(r"(\s+|(?<=,)(?=\S))")
+
+
+def _words(text: str) -> list[str]:
+    """Return the parts of a text between which a line may end: after spaces and commas."""
+    return [part for part in _BREAKS.split(text) if part.strip()]
+
+
+def _fold_text(text: str, width: int) -> list[str]:
+    """Return the lines of a text of at most ``width`` characters each; at least one."""
+    wrapper = TextWrapper(width, break_on_hyphens=False)
+    wrapper.wordsep_simple_re = _BREAKS
+    return wrapper.wrap(text) or [""]
 
 
 def _is_number(cell: str) -> bool:
