@@ -30,6 +30,7 @@ _COMMANDS: Mapping[str, str] = {
     "plugins": "kvframe.cli.plugins:plugins",
     "check": "kvframe.cli.check:check",
     "new-plugin": "kvframe.cli.new_plugin:new_plugin",
+    "doctor": "kvframe.cli.doctor:doctor",
 }
 """The commands by name, in the order that ``--help`` lists them, as import strings."""
 

@@ -1,0 +1,316 @@
+"""``kvframe doctor``: what is installed here, what works, what is broken, and what to type."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+import click
+
+from kvframe.cli.guard import joined_lines
+from kvframe.cli.options import json_option, read_stack, stack_option
+from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
+from kvframe.contract.errors import PlanError, PluginError
+from kvframe.contract.failed_imports import explain_failed_import
+
+if TYPE_CHECKING:
+    from kvframe.loading.claims import Entry
+    from kvframe.loading.plugins import PluginHost
+
+BROKEN_EXIT_CODE = 1
+"""Exit code if something that kvframe or an installed plugin needs is broken."""
+
+_SHOWN = ("torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "triton")
+"""Distributions whose versions are shown, installed or not."""
+
+State = Literal["usable", "missing", "unusable", "broken"]
+"""Of a registered name: what it needs is not installed; or it says that it cannot run here; or it fails."""
+
+_BROKEN_STATUSES = ("incompatible", "conflict", "broken")
+
+
+@attrs.frozen(kw_only=True)
+class Name:
+    """A registered name, after its class was imported.
+
+    Attributes:
+        kind: Its kind.
+        name: The name.
+        plugin: The plugin that registers it.
+        state: Whether it can be used.
+        reason: Why not; empty if it can.
+    """
+
+    kind: str
+    name: str
+    plugin: str
+    state: State
+    reason: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Library:
+    """A module that registered names need.
+
+    Attributes:
+        module: Its name.
+        version: The version of its distribution; empty if it is not installed, or has none.
+        installed: Whether it can be found.
+        needed_by: The names that need it, each with its kind.
+        install: What installs it; empty if no plugin says so.
+    """
+
+    module: str
+    version: str
+    installed: bool
+    needed_by: tuple[str, ...]
+    install: str
+
+
+@click.command(short_help="Check what is installed here, and say what to type.")
+@stack_option
+@json_option
+def doctor(stack_file: Path | None, as_json: bool) -> None:
+    """Check versions, devices, libraries and plugins, and say what is broken and what to type.
+
+    Every registered class is imported, and every backend is asked if it can run here. A library that is not installed
+    and a backend without its device are no fault. The exit code is 1 if something that an installed plugin needs is
+    broken: a requirement that is missing or too old, a plugin that fails, a name that two plugins claim.
+    """
+    from kvframe.loading.plugins import load_plugins
+
+    stack = read_stack(stack_file)
+    torch_problem = _try_torch()
+    host = load_plugins(stack.plugins)
+    entries = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
+    names = [_state_of(entry) for entry in entries]
+    problems = [
+        *([torch_problem] if torch_problem else []),
+        *_requirement_problems(host),
+        *_plugin_problems(host, names),
+    ]
+    found = {
+        "versions": _versions(),
+        "devices": [] if torch_problem else _devices(),
+        "libraries": [attrs.asdict(each) for each in _libraries(entries)],
+        "plugins": [
+            {"id": each.id, "version": each.version, "status": each.status, "reason": each.reason}
+            for each in host.records
+        ],
+        "names": [attrs.asdict(each) for each in names],
+        "problems": problems,
+        "next": _next_steps(problems, names),
+    }
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+    if problems:
+        click.get_current_context().exit(BROKEN_EXIT_CODE)
+
+
+def _versions() -> dict[str, str | None]:
+    """Return the versions of kvframe, its contract, Python, the system and the distributions that matter most."""
+    from kvframe.contract.hookspecs import API_VERSION
+
+    return {
+        "kvframe": _version("kvframe"),
+        "contract": API_VERSION,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        **{name: _version(name) for name in _SHOWN},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _try_torch() -> str:
+    """Return why torch cannot be imported; empty if it can."""
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # a broken library raises anything
+        text = joined_lines(f"{type(error).__name__}: {error}")
+        return explain_failed_import(error, text) or f"torch cannot be imported: {text}"
+    return ""
+
+
+def _devices() -> list[dict[str, Any]]:
+    """Return the devices that torch sees, and why there is no CUDA device if there is none."""
+    import torch
+
+    from kvframe.planning.memory import free_bytes, physical_bytes
+    from kvframe.selection.times import device_name
+
+    try:
+        free = free_bytes()
+    except PlanError:
+        free = None
+    found = [{"device": "cpu", "name": device_name("cpu"), "free_bytes": free, "total_bytes": physical_bytes()}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "free_bytes": None,  # asking would start CUDA on the device
+                "total_bytes": properties.total_memory,
+            }
+        )
+    return found
+
+
+def _state_of(entry: Entry) -> Name:
+    """Import what a name stands for, and return whether it can be used."""
+    state: State = "usable"
+    reason = entry.problem()
+    if reason:
+        state = "missing" if entry.missing() else "broken"
+    else:
+        try:
+            reason = entry.why_unusable(entry.load())
+            state = "unusable" if reason else "usable"
+        except PluginError as error:
+            state, reason = "broken", str(error)
+    return Name(
+        kind=entry.kind.replace("_", " "),
+        name=entry.name,
+        plugin=entry.plugin,
+        state=state,
+        reason=joined_lines(reason),
+    )
+
+
+def _libraries(entries: Sequence[Entry]) -> list[Library]:
+    """Return the modules that registered names need, by name."""
+    needed: dict[str, list[Entry]] = {}
+    for entry in entries:
+        for module in entry.needs:
+            needed.setdefault(module.partition(".")[0], []).append(entry)
+    providers = importlib.metadata.packages_distributions()
+    found = []
+    for module, wanting in sorted(needed.items()):
+        installed = not any(missing.partition(".")[0] == module for missing in wanting[0].missing())
+        distributions = providers.get(module, []) if installed else []
+        found.append(
+            Library(
+                module=module,
+                version=", ".join(sorted({_version(each) or "" for each in distributions})),
+                installed=installed,
+                needed_by=tuple(f"{entry.kind.replace('_', ' ')} {entry.name}" for entry in wanting),
+                install="" if installed else next((entry.install for entry in wanting if entry.install), ""),
+            )
+        )
+    return found
+
+
+def _requirement_problems(host: PluginHost) -> Iterator[str]:
+    """Yield the requirements of kvframe's and the plugins' distributions that are not met; extras are left out."""
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.version import InvalidVersion
+
+    for distribution in dict.fromkeys(["kvframe", *(record.distribution for record in host.records)]):
+        try:
+            written = importlib.metadata.requires(distribution) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a module that was passed as a plugin
+        for text in written:
+            try:
+                needed = Requirement(text)
+                if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                    continue
+                version = _version(needed.name)
+                fits = version is not None and needed.specifier.contains(version, prereleases=True)
+            except (InvalidRequirement, InvalidVersion) as error:
+                yield f"{distribution}: its requirement {joined_lines(text)} cannot be read: {joined_lines(str(error))}"
+                continue
+            if not fits:
+                there = "it is not installed" if version is None else f"{version} is installed"
+                yield f"{distribution} needs {needed.name}{needed.specifier}, and {there}: pip install '{needed}'"
+
+
+def _plugin_problems(host: PluginHost, names: Sequence[Name]) -> Iterator[str]:
+    """Yield what is wrong with plugins and the names that they register."""
+    for record in host.records:
+        if record.status in _BROKEN_STATUSES:
+            yield f"plugin {record.id} is {record.status}: {joined_lines(record.reason)}"
+    for catalogue in host.registry.catalogues.values():
+        for name, owners in catalogue.contested().items():
+            kind = catalogue.kind
+            yield (
+                f"{kind} {name} is claimed by {' and '.join(owners)}: choose one in the stack, "
+                f'[plugins.owners.{kind}] {name} = "{owners[0]}"'
+            )
+    for each in names:
+        if each.state == "broken":
+            yield f"{each.kind} {each.name} of {each.plugin} is broken: {each.reason}"
+
+
+def _next_steps(problems: Sequence[str], names: Sequence[Name]) -> list[str]:
+    """Return what to type next."""
+    if problems:
+        return ["kvframe doctor, after the problems are solved"]
+    usable = {(each.kind, each.name) for each in names if each.state == "usable"}
+    if not any(kind == "model adapter" for kind, _ in usable):
+        return ["pip install 'kvframe[transformers]' to read Hugging Face models"]
+    if {name for kind, name in usable if kind == "backend"} <= {"torch_reference"}:
+        return ["pip install 'kvframe[torch]' for a backend that is not slow on purpose"]
+    return [
+        "kvframe plan MODEL to see what its cache takes",
+        "kvframe explain MODEL to see which backend serves each layer",
+        "kvframe generate MODEL --prompt TEXT",
+    ]
+
+
+def _print(found: dict[str, Any]) -> None:
+    print_facts("Versions", [(name, version or "not installed") for name, version in found["versions"].items()])
+    devices = [(each["device"], _device_in_words(each)) for each in found["devices"]]
+    if len(devices) == 1:
+        devices.append(("cuda", "none that torch sees"))
+    print_facts("Devices", devices or [("unknown", "torch cannot be imported")])
+    print_table(
+        "Libraries",
+        ("library", "version", "needed by"),
+        [
+            (
+                each["module"],
+                (each["version"] or "unknown") if each["installed"] else "missing",
+                ", ".join(each["needed_by"][:3]) + (" …" if len(each["needed_by"]) > 3 else ""),
+            )
+            for each in found["libraries"]
+        ],
+    )
+    statuses: dict[str, list[str]] = {}
+    for each in found["plugins"]:
+        statuses.setdefault(each["status"], []).append(each["id"].rpartition(":")[2])
+    print_facts("Plugins", [(f"{len(plugins)} {status}", ", ".join(plugins)) for status, plugins in statuses.items()])
+    reasons: dict[str, list[str]] = {}
+    for each in found["names"]:
+        if each["state"] in ("missing", "unusable"):
+            reasons.setdefault(each["reason"], []).append(f"{each['kind']} {each['name']}")
+    for each in found["plugins"]:
+        if each["status"] in ("disabled", "unusable"):
+            reasons.setdefault(f"{each['status']}: {each['reason']}", []).append(f"plugin {each['id']}")
+    if reasons:
+        print_reasons("Not usable here, and no fault", reasons)
+    print_facts("Problems", [(str(index), text) for index, text in enumerate(found["problems"], 1)] or [("none", "")])
+    print_facts("Type", [("", text) for text in found["next"]])
+
+
+def _device_in_words(device: dict[str, Any]) -> str:
+    free, total = device["free_bytes"], device["total_bytes"]
+    words = [device["name"]]
+    if total is not None:
+        words.append(
+            f"{format_bytes(total)} of memory" + ("" if free is None else f", {format_bytes(free)} of it free")
+        )
+    return ", ".join(words)

@@ -1,0 +1,192 @@
+"""``kvframe doctor``: what it finds here, and what counts as broken."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvframe.cli import doctor, main
+from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
+
+BACKEND = """
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+
+
+class Fast(TorchReferenceBackend):
+    @classmethod
+    def unusable_reason(cls):
+        return {reason}
+"""
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["doctor", *map(str, arguments)])
+
+
+def examine(expected_code: int = 0) -> Any:
+    result = run("--json")
+    assert (expected_code, "") == (result.exit_code, result.stderr), result.output
+    return json.loads(result.stdout)
+
+
+def names_of(found: Any, plugin: str) -> dict[str, tuple[str, str]]:
+    return {each["name"]: (each["state"], each["reason"]) for each in found["names"] if each["plugin"] == plugin}
+
+
+def test_the_workspace_is_healthy_and_fits_80_columns() -> None:
+    result = run()
+    assert (0, "") == (result.exit_code, result.stderr)
+    titles = [line for line in result.stdout.splitlines() if line and not line.startswith(" ")]
+    usual = ["Versions", "Devices", "Libraries", "Plugins", "Not usable here, and no fault", "Problems", "Type"]
+    assert usual == titles
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_versions_devices_and_plugins_are_those_of_this_process() -> None:
+    found = examine()
+    assert importlib.metadata.version("torch") == found["versions"]["torch"]
+    assert "cpu" == found["devices"][0]["device"]
+    assert found["devices"][0]["free_bytes"] <= found["devices"][0]["total_bytes"]
+    assert {"id": "kvframe-mla:mla", "version": "0.1.0", "status": "loaded", "reason": ""} in found["plugins"]
+    assert ("usable", "") == names_of(found, "kvframe-torch:torch")["torch"]
+    assert [] == found["problems"]
+    assert "kvframe plan MODEL to see what its cache takes" == found["next"][0]
+
+
+def test_a_library_that_is_not_installed_is_no_fault(site: FakeSite) -> None:
+    manifest = MANIFEST + (
+        "@hookimpl\ndef kvframe_register_backends(register):\n"
+        "    register('fast', 'acme_fast.fast:Fast', needs='acme_lib.core', install='pip install acme-lib')\n"
+    )
+    site.add("acme-fast", "fast", manifest)
+    found = examine()
+    assert {"fast": ("missing", "needs acme_lib.core; try: pip install acme-lib")} == names_of(found, "acme-fast:fast")
+    (library,) = (each for each in found["libraries"] if each["module"] == "acme_lib")
+    assert {
+        "module": "acme_lib",
+        "version": "",
+        "installed": False,
+        "needed_by": ["backend fast"],
+        "install": "pip install acme-lib",
+    } == library
+
+
+def test_a_backend_that_cannot_run_here_is_no_fault(site: FakeSite) -> None:
+    manifest = registers("backends", ("fast", "acme_fast.fast:Fast"))
+    site.add("acme-fast", "fast", manifest, files={"fast": BACKEND.format(reason="'needs an abacus'")})
+    found = examine()
+    assert {"fast": ("unusable", "needs an abacus")} == names_of(found, "acme-fast:fast")
+
+
+@pytest.mark.parametrize(
+    ("manifest", "files", "says"),
+    [
+        ("raise RuntimeError('no luck')", {}, "plugin acme-fast:fast is broken: "),
+        (registers("backends", ("fast", "acme_fast.none:Fast")), {}, "backend fast of acme-fast:fast is broken: "),
+        (registers("backends", ("fast", "acme_fast.fast:Fast")), {"fast": "Fast = 1 / 0"}, "ZeroDivisionError"),
+        (
+            registers("backends", ("fast", "acme_fast.fast:Fast")),
+            {"fast": BACKEND.format(reason="1 / 0")},
+            "unusable_reason()",
+        ),
+    ],
+)
+def test_what_is_broken_is_a_problem(manifest: str, files: dict[str, str], says: str, site: FakeSite) -> None:
+    site.add("acme-fast", "fast", manifest, files=files)
+    problems = examine(doctor.BROKEN_EXIT_CODE)["problems"]
+    assert [True] == [says in problem for problem in problems if "acme-fast" in problem][:1], problems
+    assert 1 == run().exit_code
+
+
+def test_a_plugin_of_another_contract_is_a_problem(site: FakeSite) -> None:
+    site.add("acme-late", "late", api="v1_99")
+    (problem,) = examine(doctor.BROKEN_EXIT_CODE)["problems"]
+    assert problem.startswith("plugin acme-late:late is incompatible: ")
+
+
+def test_a_name_that_two_plugins_claim_is_a_problem(site: FakeSite) -> None:
+    for name in ("fast", "quick"):
+        site.add(f"acme-{name}", name, registers("backends", ("both", f"acme_{name}.fast:Fast")), files={"fast": ""})
+    assert (
+        "backend both is claimed by acme-fast and acme-quick: choose one in the stack, "
+        '[plugins.owners.backend] both = "acme-fast"'
+    ) == examine(doctor.BROKEN_EXIT_CODE)["problems"][0]
+
+
+def test_a_library_that_is_too_old_is_a_problem(site: FakeSite) -> None:
+    manifest = MANIFEST + (
+        "@hookimpl\ndef kvframe_register_specs(register):\n"
+        "    register('fast', 'acme_fast:Fast', needs_versions='acme-lib>=2', install='pip install acme-lib')\n"
+    )
+    site.add("acme-fast", "fast", manifest)
+    site.write_metadata("acme-lib", "", version="1.5")
+    (problem,) = examine(doctor.BROKEN_EXIT_CODE)["problems"]
+    assert problem.startswith(
+        "spec fast of acme-fast:fast is broken: needs acme-lib>=2, not 1.5 as installed here; try: pip"
+    )
+
+
+@pytest.mark.parametrize(
+    ("needs", "says"),
+    [
+        ("acme-none>=2", "acme-fast needs acme-none>=2, and it is not installed: pip install 'acme-none>=2'"),
+        ("acme-lib>=2", "acme-fast needs acme-lib>=2, and 1.5 is installed: pip install 'acme-lib>=2'"),
+        ("numpy (", "acme-fast: its requirement numpy ( cannot be read: "),
+        ("acme-none; python_version < '3'", None),
+        ("acme-none; extra == 'gpu'", None),
+        ("acme-lib>=1", None),
+    ],
+)
+def test_a_requirement_that_is_not_met_is_a_problem(
+    needs: str, says: str | None, site: FakeSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.add("acme-fast", "fast")
+    site.write_metadata("acme-lib", "", version="1.5")
+    requires = importlib.metadata.requires
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [needs] if name == "acme-fast" else requires(name))
+    problems = examine(0 if says is None else 1)["problems"]
+    assert [] == problems if says is None else problems[0].startswith(says)
+
+
+def test_a_torch_that_cannot_be_imported_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvframe", "doctor", "--json"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (1, "") == (done.returncode, done.stderr)
+    found = json.loads(done.stdout)
+    assert (
+        "torch cannot be imported: ImportError: libcudart.so.13: cannot open shared object file"
+        == (found["problems"][0])
+    )
+    assert [] == found["devices"]
+
+
+@pytest.mark.parametrize(
+    ("disabled", "says"),
+    [
+        ('"transformers"', "pip install 'kvframe[transformers]' to read Hugging Face models"),
+        (
+            '"cpu", "numba", "torch", "flex", "mla", "triton"',
+            "pip install 'kvframe[torch]' for a backend that is not slow on purpose",
+        ),
+    ],
+)
+def test_what_to_type_follows_from_what_is_usable(disabled: str, says: str, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text(f"[plugins]\ndisabled = [{disabled}]\n")
+    result = run("--stack", stack)
+    assert 0 == result.exit_code
+    assert result.stdout.rstrip().endswith(says)
