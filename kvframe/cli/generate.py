@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,13 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
 from kvframe.cli.render import log_lines, print_json, progress
+from kvframe.cli.streaming import is_textless, print_stream
+from kvframe.contract.errors import RequestError
 
 if TYPE_CHECKING:
+    from kvframe.engine.engine import Engine
     from kvframe.engine.prefixes.saved import SavedPrefix
+    from kvframe.engine.requests.params import SamplingParams
     from kvframe.engine.requests.request import RequestOutput
 
 
@@ -119,8 +124,9 @@ def generate(
 ) -> None:
     """Generate text with MODEL, a model's folder.
 
-    Prompts come from one of --prompt, --prompts and --prompt-token-ids. A prompt that cannot be served is refused
-    alone: the others finish, and the exit code is 1.
+    Prompts come from one of --prompt, --prompts and --prompt-token-ids. On a terminal, the text of a single prompt is
+    shown as it comes; Ctrl-C ends it there. A prompt that cannot be served is refused alone: the others finish, and
+    the exit code is 1.
     """
     if prompt_logprobs and not as_json:
         raise click.UsageError("--prompt-logprobs reports in JSON only; add --json")
@@ -154,22 +160,33 @@ def generate(
     with log_lines():
         made = Engine.from_pretrained(model, stack=stack)
     of_files: dict[str, Sequence[SavedPrefix]] = {}
-    with made as engine, progress("generating", len(prompts)) as show:
+    # One prompt on a terminal is shown as it is generated. Several would mix, so that they have a progress bar.
+    streams = len(prompts) == num_samples == 1 and not as_json and sys.stdout.isatty()
+    bar: AbstractContextManager[Any] = nullcontext() if streams else progress("generating", len(prompts))
+    with made as engine, bar as show:
         if loaded_file is not None:
             of_files["loaded_prefixes"] = engine.load_prefixes(loaded_file)
         if saved_file is not None:
             of_files["saved_prefixes"] = engine.save_prefixes(saved_file, prompts, cache_salt=salts)
+        if not as_json:
+            for file, name in ((loaded_file, "loaded_prefixes"), (saved_file, "saved_prefixes")):
+                if file is not None:
+                    prefixes.show(name.partition("_")[0], file, of_files[name])
         started = time.perf_counter()
-        outputs = engine.generate(prompts, params, cache_salt=salts, on_progress=show)
-        stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
+        try:
+            if streams:
+                outputs = [_stream(engine, prompts[0], params, salts[0])]
+            else:
+                outputs = engine.generate(prompts, params, cache_salt=salts, on_progress=show)
+        finally:
+            stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
+            if streams:
+                _print_stats(stats)
     prompts = _prompt_of_each(prompts, outputs)
     if as_json:
         files = {name: list(map(prefixes.to_dict, each)) for name, each in of_files.items()}
         print_json({"outputs": list(map(_to_dict, prompts, outputs)), "stats": stats, **files}, indent=None)
-    else:
-        for file, name in ((loaded_file, "loaded_prefixes"), (saved_file, "saved_prefixes")):
-            if file is not None:
-                prefixes.show(name.partition("_")[0], file, of_files[name])
+    elif not streams:
         _print(prompts, outputs, stats)
     if any(output.error is not None for output in outputs):
         click.get_current_context().exit(REFUSED_EXIT_CODE)
@@ -222,6 +239,33 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams, salt: str) -> RequestOutput:
+    """Print a prompt and its continuation token by token, and return the last output.
+
+    Ctrl-C ends the request and the line. What was generated stays on the terminal.
+    """
+    from kvframe.engine.requests.request import RequestOutput
+
+    click.echo(click.style(str(prompt), bold=True))
+    try:
+        stream = engine.stream(prompt, params, cache_salt=salt)
+    except RequestError as error:
+        output = RequestOutput(request_id="refused", prompt_token_ids=(), finish_reason="refused", error=str(error))
+        click.echo(f"{output.finish_reason}: {output.error}\n")
+        return output
+    try:
+        output = print_stream(engine, stream)
+    finally:
+        stream.close()
+        click.echo()
+    if output.error is not None:
+        click.echo(f"{output.finish_reason}: {output.error}")
+    elif not output.text and not is_textless(engine):
+        click.echo(" ".join(map(str, output.token_ids)))
+    click.echo()
+    return output
+
+
 def _print(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput], stats: dict[str, Any]) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         click.echo(click.style(str(prompt), bold=True))
@@ -231,6 +275,10 @@ def _print(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput],
             # A model without a tokenizer returns ids only.
             click.echo(output.text or " ".join(map(str, output.token_ids)))
         click.echo()
+    _print_stats(stats)
+
+
+def _print_stats(stats: dict[str, Any]) -> None:
     if sys.stderr.isatty():
         click.echo(
             f"{stats['generated_tokens']} tokens in {stats['seconds']:.2f} s; "

@@ -1,0 +1,169 @@
+"""``kvframe generate`` shows one prompt's text on a terminal as it comes, and ends cleanly on Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from click.testing import CliRunner
+from kvframe_transformers.testing import save_tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kvframe.cli import main
+from kvframe.engine.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models: ``text``, whose tokens are bytes, and ``ids``, which has no tokenizer."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={each: index for index, each in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "text")
+    save_tiny(folder / "text", "llama", vocab_size=len(alphabet))
+    save_tiny(folder / "ids", "llama")
+    return folder
+
+
+class Terminal(io.StringIO):
+    """Standard output that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@attrs.frozen
+class Run:
+    """A command's exit code, what it printed on the terminals, and what stdout had before each step of the engine."""
+
+    code: int
+    out: str
+    err: str
+    at_step: list[str]
+
+
+def run(*arguments: object, interrupted_at: int | None = None) -> Run:
+    """Run a command on terminals without colours; raise Ctrl-C in the step of a number."""
+    at_step: list[str] = []
+    advance = Engine._advance
+
+    def noted(engine: Engine) -> None:
+        if len(at_step) == interrupted_at:
+            raise KeyboardInterrupt
+        at_step.append(out.getvalue())
+        advance(engine)
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(Terminal()) as out, redirect_stderr(Terminal()) as err:
+        patch.setattr(Engine, "_advance", noted)
+        patch.setenv("NO_COLOR", "1")
+        with pytest.raises(SystemExit) as ended:
+            main.main(["generate", *map(str, arguments), "--memory", "1MiB"])
+    return Run(int(ended.value.code or 0), out.getvalue(), err.getvalue(), at_step)
+
+
+def in_a_pipe(*arguments: object) -> str:
+    result = CliRunner().invoke(main, ["generate", *map(str, arguments), "--memory", "1MiB"])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_text_is_printed_before_the_next_step(folder: Path) -> None:
+    done = run(folder / "text", "--prompt", "abc", "--max-new-tokens", 40, "--ignore-eos")
+    assert (0, True) == (done.code, done.out.startswith("abc\n"))
+    assert (40, "abc\n") == (len(done.at_step), done.at_step[0])
+    # Some tokens end within a character, whose text comes with a later one.
+    assert len(set(done.at_step)) > 20
+    assert all(done.out.startswith(shown) for shown in done.at_step)
+    assert "40 tokens in " in done.err
+
+
+def test_what_is_streamed_is_what_a_pipe_gets(folder: Path) -> None:
+    for arguments in (
+        (folder / "text", "--prompt", "abc", "--max-new-tokens", 40),
+        (folder / "text", "--prompt", "abc", "--temperature", 1, "--seed", 3),
+    ):
+        assert in_a_pipe(*arguments) == run(*arguments).out
+
+
+def test_token_ids_are_streamed_without_a_tokenizer(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text("[[1, 2, 3]]")
+    arguments = (folder / "ids", "--prompt-token-ids", tmp_path / "ids.json", "--max-new-tokens", 5, "--ignore-eos")
+    expected = in_a_pipe(*arguments).split()
+    done = run(*arguments)
+    assert (0, expected) == (done.code, done.out.split())
+    assert [3, 4, 5, 6, 7] == [len(shown.split()) for shown in done.at_step]
+
+
+@pytest.mark.parametrize(
+    "options", [("--prompt", "abc", "--prompt", "abd"), ("--prompt", "abc", "--n", "2"), ("--prompt", "abc", "--json")]
+)
+def test_several_prompts_or_samples_and_json_are_printed_at_the_end(options: tuple[str, ...], folder: Path) -> None:
+    done = run(folder / "text", *options, "--max-new-tokens", 5)
+    assert (0, {""}) == (done.code, set(done.at_step))
+    assert len(done.out) > 20
+
+
+def test_a_refused_prompt_is_said_and_has_the_usual_exit_code(folder: Path) -> None:
+    done = run(folder / "text", "--prompt", "")
+    assert (1, "\nrefused: the prompt is empty; give at least one token\n\n") == (done.code, done.out)
+
+
+def test_a_text_without_a_tokenizer_is_one_sentence(folder: Path) -> None:
+    done = run(folder / "ids", "--prompt", "abc")
+    assert (2, 1) == (done.code, done.err.count("ids has no tokenizer; give token ids instead of text"))
+
+
+@pytest.mark.parametrize("when", [0, 7])
+def test_ctrl_c_ends_the_line_and_keeps_what_was_generated(when: int, folder: Path) -> None:
+    arguments = (folder / "text", "--prompt", "abc", "--max-new-tokens", 40, "--ignore-eos")
+    done = run(*arguments, interrupted_at=when)
+    assert (130, True) == (done.code, done.err.endswith("kvframe: interrupted\n"))
+    assert f"{when} tokens in " in done.err
+    assert done.out.endswith("\n")
+    assert in_a_pipe(*arguments).startswith(done.out[:-1])
+    assert (when == 0) == (done.out == "abc\n\n")
+
+
+def test_ctrl_c_on_a_terminal_stops_a_generation_that_is_shown(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    slow = "import time, kvframe.engine.engine as e; a = e.Engine._advance; "
+    slow += "e.Engine._advance = lambda self: (time.sleep(0.05), a(self)); from kvframe.__main__ import run; run()"
+    arguments = ["generate", str(folder / "ids"), "--prompt-token-ids", "-", "--max-new-tokens", "400", "--ignore-eos"]
+    with subprocess.Popen(
+        [sys.executable, "-c", slow, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"NO_COLOR": "1"},
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        assert process.stdin is not None
+        process.stdin.write(b"[[1, 2, 3]]")
+        process.stdin.close()
+        shown = b""
+        while len(shown.split()) < 3 + 3:
+            shown += os.read(ours, 4096)
+        assert process.poll() is None
+        process.send_signal(2)
+        try:
+            while True:
+                shown += os.read(ours, 4096)
+        except OSError:  # Linux: the other side is closed
+            pass
+    os.close(ours)
+    assert 130 == process.returncode
+    assert shown.endswith(b"kvframe: interrupted\r\n")
+    assert b" tokens in " in shown
