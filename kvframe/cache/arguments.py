@@ -101,23 +101,39 @@ def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> lis
     return places
 
 
-class TakenRows:
-    """Which of the tables' ``num_rows`` rows are those of requests, and whether a caller names such rows."""
+class TableRows:
+    """The rows of the block tables: which are free, and whether a caller names rows of requests.
+
+    Attributes:
+        free: The free rows. The last one is taken next.
+    """
 
     def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+        self._num_rows = num_rows
+        self.free = list(range(num_rows - 1, -1, -1))
         self._is_taken = np.zeros(num_rows, dtype=np.int64)
         # Single numbers are written several times as fast in this.
         self._taken = self._is_taken.data
         # A host names the same rows in most steps: they need not be counted again until a row is taken or freed.
         self._checked: tuple[Any, bytes] | None = None
 
-    def take(self, row: int) -> None:
-        """Let a free row be that of a request."""
-        self._taken[row], self._checked = 1, None
+    def next_free(self) -> int:
+        """Return the row that is taken next; raise a ``RequestError`` (``no_row``) if none is free."""
+        if not self.free:
+            raise RequestError(
+                f"no row of the table is free: there are {self._num_rows}; free a request, swap one out, or ask for a "
+                "greater max_num_seqs",
+                code="no_row",
+            )
+        return self.free[-1]
 
-    def free(self, row: int) -> None:
+    def take(self) -> None:
+        """Let the next free row be that of a request."""
+        self._taken[self.free.pop()], self._checked = 1, None
+
+    def release(self, row: int) -> None:
         """Let a row be free."""
+        self.free.append(row)
         self._taken[row], self._checked = 0, None
 
     def check(self, rows: Any, counts: Any) -> None:
@@ -126,14 +142,14 @@ class TakenRows:
             named = rows.dtype, rows.tobytes()
             is_right = rows.ndim == counts.ndim == 1 and len(rows) == len(counts) and counts.dtype.kind == "i"
             if is_right and named != self._checked:
-                is_right = not np.count_nonzero(np.bincount(rows, minlength=self.num_rows) > self._is_taken)
+                is_right = not np.count_nonzero(np.bincount(rows, minlength=self._num_rows) > self._is_taken)
                 self._checked = named if is_right else None
         except (AttributeError, TypeError, ValueError, MemoryError):  # no arrays, no whole numbers, or too large ones
             is_right = False
         if not is_right:
             raise RequestError(
                 f"the rows {safe_repr(rows)} with {safe_repr(counts)} tokens are refused: give int64 arrays of one "
-                f"length, each row of a request in the table once, as 'row' says it; there are {self.num_rows} rows",
+                f"length, each row of a request in the table once, as 'row' says it; there are {self._num_rows} rows",
                 code="bad_rows",
             )
 

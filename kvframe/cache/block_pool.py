@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.eviction import Numbers, Places, PolicyPriorities, PriorityOrder, ReleaseOrder, equal_runs, of_groups
-from kvframe.cache.free_list import BlockIds, FreeList, Groups
+from kvframe.cache.free_list import AnyBlockIds, BlockIds, FreeList, Groups
 from kvframe.cache.slabs import Slabs
 from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import LRU, EvictionPolicy
@@ -18,6 +18,7 @@ from kvframe.planning.plan import KVCachePlan
 
 _log = logging.getLogger("kvframe")
 Indices = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+_INDEX = np.dtype(np.intp)
 NO_OWNER = 0
 """The owner of a block that is not published."""
 
@@ -66,9 +67,7 @@ class BlockPool:
         # The orders of eviction: one for each group, or one if any block serves any group.
         self._num_orders = 1 if is_shared else len(plan.groups)
         self._orders = self._new_orders()
-        self.free_list: FreeList | Slabs = (
-            FreeList(plan) if is_shared else Slabs(plan, reserve_slabs, self._priorities if self._policy else None)
-        )
+        self.free_list: FreeList | Slabs = FreeList(plan, self) if is_shared else Slabs(plan, self, reserve_slabs)
         self._on_evicted = on_evicted
         # Of a cached block, the stamp of its release; of a held one, minus the references beyond the first. Zero for a
         # free one too: allocating and freeing need not write it.
@@ -80,7 +79,7 @@ class BlockPool:
         self.blocks_held, self.peak_blocks_held = [0] * len(plan.groups), [0] * len(plan.groups)
         self.held_bytes = self.peak_held_bytes = self.num_cached = self.num_evictions = 0
         self.on_pages_freed: Callable[[int, list[int]], None] | None = None
-        self.on_removed: Callable[[BlockIds], None] | None = None
+        self.on_removed: Callable[[AnyBlockIds], None] | None = None
 
     # --- counts -------------------------------------------------------------------------------------------------------
 
@@ -88,6 +87,11 @@ class BlockPool:
     def num_idle_slabs(self) -> int:
         """Slabs without held blocks."""
         return self.free_list.num_idle_slabs
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether a policy gives cached blocks their priorities; otherwise the stamps of their release are these."""
+        return self._policy is not None
 
     @property
     def eviction(self) -> EvictionPolicy:
@@ -123,7 +127,7 @@ class BlockPool:
         Returns:
             Their ids, one group after the other, each with one reference; None if there are too few.
         """
-        taken = self.free_list.take_free(num_blocks, self)
+        taken = self.free_list.take_free(num_blocks)
         if taken is not None:
             for group, count in enumerate(num_blocks):
                 if count:
@@ -131,6 +135,7 @@ class BlockPool:
         return taken
 
     def _count_held(self, group: int, count: int) -> None:
+        """Count so many more blocks of a group as held; a negative count is of blocks that are held no longer."""
         self.blocks_held[group] = num_held = self.blocks_held[group] + count
         if num_held > self.peak_blocks_held[group]:
             self.peak_blocks_held[group] = num_held
@@ -179,20 +184,23 @@ class BlockPool:
         self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices, groups: int | Groups
     ) -> None:
         """Do ``publish_blocks`` for blocks that are not published, then ``release_blocks``, in fewer steps."""
-        places = self._places(block_ids)
+        ids = block_ids.astype(_INDEX)
+        places = self._places(ids)
         self._owner[places], self._index[places] = owner, indices
         if self._num_more_references:
             self.release_blocks(block_ids, groups)
             return
         self._begin_release(groups, len(block_ids))
-        self._cache(block_ids, places, groups)
+        self._cache(ids, places, groups)
 
     def _begin_release(self, groups: int | Groups, num_blocks: int) -> None:
         """Count blocks as no longer held, at a new stamp."""
         self._stamp += 1
-        for group, count in ((groups, num_blocks),) if isinstance(groups, int) else enumerate(np.bincount(groups)):
-            self.blocks_held[group] -= int(count)
-            self.held_bytes -= int(count) * self._page_bytes[group]
+        if isinstance(groups, int):
+            self._count_held(groups, -num_blocks)
+            return
+        for group, count in enumerate(np.bincount(groups).tolist()):
+            self._count_held(group, -count)
 
     def _remove_shared(self, places: Places) -> Places:
         """Remove one reference of blocks that may have several; return where blocks without references are first."""
@@ -204,7 +212,7 @@ class BlockPool:
         self._num_more_references -= len(places) - len(last)
         return last
 
-    def _cache(self, block_ids: BlockIds, places: Places, groups: int | Groups) -> None:
+    def _cache(self, block_ids: AnyBlockIds, places: Places, groups: int | Groups) -> None:
         """Cache published blocks without references."""
         self._state[places] = self._stamp
         if self._group is not None:
@@ -213,9 +221,10 @@ class BlockPool:
         priorities = self._stamp if self._policy is None else self._rank(self._policy, places, groups)
         if self._num_orders == 1:
             self._orders[0].add(priorities, self._stamp, block_ids)
-        for group, where in equal_runs(groups) if self._num_orders > 1 else ():
-            of_group = priorities if isinstance(priorities, int) else priorities[where]
-            self._orders[group].add(of_group, self._stamp, block_ids[where])
+        else:
+            for group, where in equal_runs(groups):
+                of_group = priorities if isinstance(priorities, int) else priorities[where]
+                self._orders[group].add(of_group, self._stamp, block_ids[where])
         self.free_list.cache_held(block_ids, self._stamp)
 
     def _rank(self, policy: PolicyPriorities, places: Places, groups: int | Groups) -> int | Numbers:
@@ -226,8 +235,6 @@ class BlockPool:
             _log.error("%s; it is set aside, and the least recently used blocks are evicted first", error)
         self._policy = None
         self._orders = [order.by_release() for order in self._orders if isinstance(order, PriorityOrder)]
-        if isinstance(self.free_list, Slabs):
-            self.free_list.ignore_policy()
         return self._stamp
 
     # --- publishing ---------------------------------------------------------------------------------------------------
@@ -253,7 +260,7 @@ class BlockPool:
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
-    def evict_blocks(self, block_ids: BlockIds) -> None:
+    def evict_blocks(self, block_ids: AnyBlockIds) -> None:
         """Evict cached blocks, and tell each owner once."""
         assert self._on_evicted is not None
         places = self._places(block_ids)
@@ -285,9 +292,9 @@ class BlockPool:
     def evict_among(self, block_ids: BlockIds, num_blocks: int) -> None:
         """Evict the cached ones of some blocks in the order of their priority, until ``num_blocks`` are evicted."""
         block_ids = block_ids[self.is_cached(block_ids)]
-        self.evict_blocks(block_ids[np.argsort(self._priorities(block_ids), kind="stable")[:num_blocks]])
+        self.evict_blocks(block_ids[np.argsort(self.priorities_of(block_ids), kind="stable")[:num_blocks]])
 
-    def _end_cached(self, block_ids: BlockIds, places: Places, groups: int | Groups) -> None:
+    def _end_cached(self, block_ids: AnyBlockIds, places: Places, groups: int | Groups) -> None:
         """Free cached blocks."""
         self._state[places] = 0
         self._owner[places] = NO_OWNER
@@ -298,7 +305,7 @@ class BlockPool:
         self.free_list.free_cached(block_ids)
         self._end_content(block_ids, groups)
 
-    def _end_content(self, block_ids: BlockIds, groups: int | Groups) -> None:
+    def _end_content(self, block_ids: AnyBlockIds, groups: int | Groups) -> None:
         """Tell the policy and the listener that the content of blocks ended. A listener that raises is removed."""
         if self._policy is not None:
             self._policy.forget_blocks(self._places(block_ids))
@@ -345,22 +352,22 @@ class BlockPool:
     def _num_places(self, plan: KVCachePlan) -> int:
         return plan.total_bytes // plan.block_id_bytes // self._divisor + 1 if plan.groups else 1
 
-    def _places(self, block_ids: BlockIds) -> Places:
+    def _places(self, block_ids: AnyBlockIds) -> Places:
         """Return where arrays say something of blocks."""
         # NumPy takes such an index several times as fast as a shorter one.
-        places = block_ids.astype(np.intp)
+        places: Places = block_ids if block_ids.dtype is _INDEX else block_ids.astype(_INDEX)  # type: ignore[assignment]
         return places if self._divisor == 1 else places // self._divisor
 
     def _groups_of(self, places: Places) -> int | Groups:
         """Return the group of each cached block, or of all of them."""
         return 0 if self._group is None else self._group[places]
 
-    def _is_current(self, stamp: int | Numbers, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+    def _is_current(self, stamp: int | Numbers, block_ids: AnyBlockIds) -> npt.NDArray[np.bool_]:
         """Return of each block whether it has been cached since its release at a stamp."""
         is_current: npt.NDArray[np.bool_] = self._state[self._places(block_ids)] == stamp
         return is_current
 
-    def _priorities(self, block_ids: BlockIds) -> Numbers:
+    def priorities_of(self, block_ids: BlockIds) -> Numbers:
         """Return the eviction priority of cached blocks; a smaller number than any of theirs for others."""
         places = self._places(block_ids)
         return self._state[places] if self._policy is None else self._policy.priorities_of(places)

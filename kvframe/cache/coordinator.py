@@ -289,11 +289,13 @@ class KVCacheCoordinator:
 
     def _free_lone(self, table: BlockTable, row: int) -> None:
         """Release every block of a row in the only group, where rows have no gaps."""
-        numbers, num_released = self._numbers, 0
-        if self._publisher is not None:
-            num_released = self._publisher.unfollow(row, retires=True) // table.block_size
-        ids = table.ids[row, : numbers.blocks_of[0, row]]
-        if len(ids) > num_released:
-            self._pool.release_blocks(ids[num_released:][::-1], 0)
+        numbers = self._numbers
+        ids = table.rows[row][: numbers.blocks_of[0, row]]
+        if self._publisher is None:
+            self._pool.release_blocks(ids, 0)
+        else:
+            num_released = self._publisher.unfollow(row, ids)
+            if len(ids) > num_released:
+                self._pool.release_blocks(ids[num_released:][::-1], 0)
         ids.fill(0)
         numbers.blocks_of[0, row] = numbers.computed_of[row] = numbers.capacity_of[row] = 0

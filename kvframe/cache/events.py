@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_list import BlockIds
+from kvframe.cache.free_list import AnyBlockIds
 from kvframe.cache.input_index import InputBlocks, Pages
 from kvframe.cache.keys import PrefixHash, input_key
 from kvframe.cache.radix_tree import RadixNode, RadixTree
@@ -151,7 +151,7 @@ class EventLog:
         self._events.append(event)
         self._key_of_page.update(zip(pages, ((event.group, key) for key in event.keys), strict=True))
 
-    def record_removed(self, block_ids: BlockIds) -> None:
+    def record_removed(self, block_ids: AnyBlockIds) -> None:
         """Record that pages were evicted."""
         removed: dict[int, list[bytes]] = {}
         for page in block_ids.tolist():

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_list import BlockIds, Groups
+from kvframe.cache.free_list import AnyBlockIds, BlockIds, Groups
 from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import MOST_USES, EvictionPolicy, ReleasedPages
 from kvframe.contract.foreign import call
@@ -17,12 +17,13 @@ from kvframe.contract.foreign import call
 Numbers = npt.NDArray[np.int64]
 Places = npt.NDArray[np.intp]
 Where = slice | Places | npt.NDArray[np.bool_]
-IsCurrent = Callable[[int | Numbers, BlockIds], npt.NDArray[np.bool_]]
+IsCurrent = Callable[[int | Numbers, AnyBlockIds], npt.NDArray[np.bool_]]
 _NOT_RANKED = int(np.iinfo(np.int64).min)
 MAX_STALE = 1 << 12
 """Stale entries that an order may have besides as many as there are blocks in it."""
 _LOOK_AHEAD = 512
 """Entries that are checked at once for the first one that is not stale."""
+_ALL = slice(None)
 _MEMORY = 2
 """After the release of so many times the pool's size, older counts are halved."""
 
@@ -35,10 +36,12 @@ def of_groups(groups: int | Groups, where: Where) -> int | Groups:
 def equal_runs(keys: int | Groups | BlockIds) -> list[tuple[int, Where]]:
     """Return the different keys in ascending order, each with where it stands; an int is the key of all elements."""
     if isinstance(keys, int):
-        return [(keys, slice(None))]
-    data = keys.tobytes()  # comparing bytes is faster than comparing with a number
-    if data == data[: keys.itemsize] * len(keys):
-        return [(keys.item(0), slice(None))] if len(keys) else []
+        return [(keys, _ALL)]
+    if not len(keys):
+        return []
+    data, size = keys.tobytes(), keys.itemsize
+    if data[size:] == data[:-size]:  # comparing bytes is faster than comparing with a number
+        return [(keys.item(0), _ALL)]
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     starts = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(keys)]
@@ -50,15 +53,16 @@ class ReleaseOrder:
 
     The entry of a block that is referenced again becomes stale. It is recognised by its stamp, because a block is
     released at most once with one stamp. When the arrays are full, stale entries are removed and the rest moves to
-    larger arrays. All this is done by few array operations, however many entries there are.
+    larger arrays. All this is done by few array operations, however many entries there are. Block ids have the type of
+    an index, so that the pool need not convert them again.
     """
 
     def __init__(self, is_current: IsCurrent) -> None:
         self._is_current = is_current
         self._start = self._stop = 0
-        self._block_ids, self._stamps = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
+        self._block_ids, self._stamps = np.empty(0, dtype=np.intp), np.empty(0, dtype=np.int64)
 
-    def add(self, priorities: int | Numbers, stamp: int | Numbers, block_ids: BlockIds) -> None:
+    def add(self, priorities: int | Numbers, stamp: int | Numbers, block_ids: AnyBlockIds) -> None:
         """Add blocks that are released together, those first that are evicted first; their stamp is their priority."""
         if self._stop + len(block_ids) > len(self._block_ids):
             self._grow(len(block_ids))
@@ -70,7 +74,7 @@ class ReleaseOrder:
         stamps, block_ids = self.entries()
         self._start, self._stop = 0, len(block_ids)
         capacity = 2 * (self._stop + num_new) + MAX_STALE
-        self._block_ids, self._stamps = np.empty(capacity, dtype=np.int32), np.empty(capacity, dtype=np.int64)
+        self._block_ids, self._stamps = np.empty(capacity, dtype=np.intp), np.empty(capacity, dtype=np.int64)
         self._block_ids[: self._stop], self._stamps[: self._stop] = block_ids, stamps
 
     def first_priority(self) -> int | None:
@@ -85,23 +89,23 @@ class ReleaseOrder:
             self._start += len(block_ids)
         return None
 
-    def pop(self, num_blocks: int) -> BlockIds | None:
+    def pop(self, num_blocks: int) -> AnyBlockIds | None:
         """Remove the first blocks, ``num_blocks`` at most and one at least; return None if there is none."""
         while self._start < self._stop:
             stamps, block_ids = self._first(num_blocks)
             self._start += len(block_ids)
-            current: BlockIds = block_ids[self._is_current(stamps, block_ids)]
+            current: AnyBlockIds = block_ids[self._is_current(stamps, block_ids)]
             if len(current):
                 return current
             # That removes the stale entries that follow, many at once.
             self.first_priority()
         return None
 
-    def _first(self, most: int) -> tuple[Numbers, BlockIds]:
-        where = slice(self._start, min(self._stop, self._start + most))
-        return self._stamps[where], self._block_ids[where]
+    def _first(self, most: int) -> tuple[Numbers, AnyBlockIds]:
+        start, stop = self._start, min(self._stop, self._start + most)
+        return self._stamps[start:stop], self._block_ids[start:stop]
 
-    def entries(self) -> tuple[Numbers, BlockIds]:
+    def entries(self) -> tuple[Numbers, AnyBlockIds]:
         """Return the stamps and ids of all blocks, without stale entries."""
         stamps, block_ids = self._first(self._stop - self._start)
         is_current = self._is_current(stamps, block_ids)
@@ -118,10 +122,10 @@ class PriorityOrder:
     def __init__(self, is_current: IsCurrent) -> None:
         self._is_current = is_current
         # The priority of a run, a number that grows from run to run, its stamp, and its blocks.
-        self._runs: list[tuple[int, int, int, BlockIds]] = []
+        self._runs: list[tuple[int, int, int, AnyBlockIds]] = []
         self._num_runs = self._num_entries = self._num_kept = 0
 
-    def add(self, priorities: int | Numbers, stamp: int, block_ids: BlockIds) -> None:
+    def add(self, priorities: int | Numbers, stamp: int, block_ids: AnyBlockIds) -> None:
         """Add blocks that are released together, each with its priority."""
         assert not isinstance(priorities, int)
         for priority, where in equal_runs(priorities):
@@ -151,14 +155,14 @@ class PriorityOrder:
             self._take(len(block_ids))
         return None
 
-    def pop(self, num_blocks: int) -> BlockIds | None:
+    def pop(self, num_blocks: int) -> AnyBlockIds | None:
         """Do what ``ReleaseOrder.pop`` does; the blocks of at most one run are returned at a time."""
         if self.first_priority() is None:
             return None
         _, _, stamp, block_ids = self._runs[0]
         block_ids = block_ids[:num_blocks]
         self._take(len(block_ids))
-        current: BlockIds = block_ids[self._is_current(stamp, block_ids)]
+        current: AnyBlockIds = block_ids[self._is_current(stamp, block_ids)]
         return current
 
     def _take(self, count: int) -> None:
@@ -170,7 +174,7 @@ class PriorityOrder:
         else:
             heappop(self._runs)
 
-    def entries(self) -> tuple[Numbers, BlockIds]:
+    def entries(self) -> tuple[Numbers, AnyBlockIds]:
         """Return the stamps and ids of all blocks, without stale entries."""
         self._remove_stale()
         stamps = np.repeat([entry[2] for entry in self._runs], [len(entry[3]) for entry in self._runs])

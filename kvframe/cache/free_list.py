@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 BlockIds = npt.NDArray[np.int32]
 """``[n], int32, host``: block ids, each once."""
+AnyBlockIds = BlockIds | npt.NDArray[np.intp]
+"""Likewise; those in the order of eviction have the type of an index, so that they need not be converted."""
 Groups = npt.NDArray[np.int64]
 """``[n], int64, host``: the group of each."""
 FULL_SHARE = 32
@@ -27,10 +29,9 @@ class FreeList:
     Invariant: the lower part of the stack is exactly the blocks that are neither held nor cached.
     """
 
-    def __init__(self, plan: KVCachePlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: KVCachePlan, pool: BlockPool) -> None:
+        self._plan, self._pool = plan, pool
         self._per_slab = plan.groups[0].pages_per_slab if plan.groups else 1
-        self._num_held = 0
         self._stack = self.all_blocks()[::-1].copy()
         self._num_free = self._num_blocks = len(self._stack)
 
@@ -42,7 +43,7 @@ class FreeList:
     @property
     def num_idle_slabs(self) -> int:
         """How many slabs the blocks that are not held would fill."""
-        return (self._num_blocks - self._num_held) // self._per_slab
+        return (self._num_free + self._pool.num_cached) // self._per_slab
 
     @property
     def is_nearly_full(self) -> bool:
@@ -51,33 +52,30 @@ class FreeList:
 
     def can_take(self, num_blocks: Sequence[int]) -> bool:
         """Return whether as many blocks are not held."""
-        return sum(num_blocks) <= self._num_blocks - self._num_held
+        return sum(num_blocks) <= self._num_free + self._pool.num_cached
 
-    def take_free(self, num_blocks: Sequence[int], pool: BlockPool) -> BlockIds | None:
+    def take_free(self, num_blocks: Sequence[int]) -> BlockIds | None:
         """Take free blocks for each group, evicting cached ones if too few are free; None if there are too few."""
         count = sum(num_blocks)
-        if count > self._num_blocks - self._num_held:
-            return None
         if count > self._num_free:
-            pool.evict_first(0, count - self._num_free)
-        self._num_held += count
+            num_lacking = count - self._num_free
+            if num_lacking > self._pool.num_cached:
+                return None
+            self._pool.evict_first(0, num_lacking)
         before, self._num_free = self._num_free, self._num_free - count
         return self._stack[self._num_free : before].copy()
 
-    def hold_cached(self, block_ids: BlockIds) -> None:
-        """Count cached blocks as held."""
-        self._num_held += len(block_ids)
+    def hold_cached(self, block_ids: AnyBlockIds) -> None:
+        """Do nothing: the pool counts the blocks that are cached."""
 
-    def cache_held(self, block_ids: BlockIds, stamp: int) -> None:
-        """Count held blocks as cached since ``stamp``, which is larger than any before."""
-        self._num_held -= len(block_ids)
+    def cache_held(self, block_ids: AnyBlockIds, stamp: int) -> None:
+        """Do nothing, likewise."""
 
-    def free_held(self, block_ids: BlockIds, stamp: int) -> None:
+    def free_held(self, block_ids: AnyBlockIds, stamp: int) -> None:
         """Put held blocks on top of the stack."""
-        self._num_held -= len(block_ids)
         self.free_cached(block_ids)
 
-    def free_cached(self, block_ids: BlockIds) -> None:
+    def free_cached(self, block_ids: AnyBlockIds) -> None:
         """Put cached blocks on top of the stack."""
         before, self._num_free = self._num_free, self._num_free + len(block_ids)
         self._stack[before : self._num_free] = block_ids

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.arguments import (
-    TakenRows,
+    TableRows,
     check_count,
     check_inputs,
     check_name,
@@ -121,8 +121,7 @@ class KVCacheManager:
         self._swapped: dict[str, tuple[Entry, StoredRow]] = {}
         self._fresh: dict[int, Entry] = {}
         self._can_fork = copier is not None
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._rows = TakenRows(max_num_seqs)
+        self._rows = TableRows(max_num_seqs)
         self._num_resets = 0
         self._events: EventLog | None = None
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
@@ -166,6 +165,7 @@ class KVCacheManager:
             SpecError: A spec answers wrongly at the end of the hit.
         """
         self._check_new(request_id)
+        row = self._rows.next_free()
         self._check_prompt(token_ids, salt, inputs)
         namespace = (salt, inputs_root(inputs) if inputs else b"")
         of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
@@ -173,7 +173,6 @@ class KVCacheManager:
         if self.prefix_caching and use_prefix:
             num_asked = len(token_ids)
             hit = self._cache.find_prefix(namespace, token_ids, num_asked - 1, of_inputs)
-        row = self._free_rows[-1]
         self._coordinator.start_row(row, hit, of_inputs)
         entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
         self._add_entry(request_id, entry)
@@ -200,6 +199,7 @@ class KVCacheManager:
         """
         check_name(request_id)
         self._check_new(new_id)
+        row = self._rows.next_free()
         check_tokens(token_ids, self.plan.max_model_len)
         why = None
         if request_id in self._swapped:
@@ -212,7 +212,7 @@ class KVCacheManager:
             why = "its inputs are not computed; commit its first tokens before"
         if why is not None:
             raise RequestError(f"the request {request_id!r} cannot be forked: {why}", code="no_fork")
-        entry, row = self._entries[request_id], self._free_rows[-1]
+        entry = self._entries[request_id]
         self._coordinator.fork_row(entry.row, row, token_ids)
         self._add_entry(new_id, Entry(row, token_ids, entry.namespace, NO_HIT, 0, entry.num_resets))
 
@@ -225,7 +225,7 @@ class KVCacheManager:
             check_inputs(inputs, self.plan.max_input_lens)
 
     def _check_new(self, request_id: str) -> None:
-        """Refuse a request that comes into the table if its name is in use, or if no row is free."""
+        """Refuse the name of a request that comes into the table if it is in use."""
         check_name(request_id)
         if request_id in self._entries or request_id in self._swapped:
             where = "swapped out" if request_id in self._swapped else "in the table"
@@ -233,19 +233,10 @@ class KVCacheManager:
                 f"a request {request_id!r} is {where} already; free it first, or give the new one another name",
                 code="duplicate_id",
             )
-        self._check_free_row()
-
-    def _check_free_row(self) -> None:
-        if not self._free_rows:
-            raise RequestError(
-                f"no row of the table is free: there are {self._rows.num_rows}; free a request, swap one out, or ask "
-                "for a greater max_num_seqs",
-                code="no_row",
-            )
 
     def _add_entry(self, request_id: str, entry: Entry) -> None:
         """Let a request have the free row that is given next."""
-        self._rows.take(self._free_rows.pop())
+        self._rows.take()
         self._entries[request_id] = entry
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
@@ -424,8 +415,7 @@ class KVCacheManager:
                 code="not_swapped",
             )
         check_count("num_tokens", num_tokens)
-        self._check_free_row()
-        row, (entry, stored) = self._free_rows[-1], self._swapped[request_id]
+        row, (entry, stored) = self._rows.next_free(), self._swapped[request_id]
         prefix = (entry.namespace, entry.token_ids) if self.prefix_caching and use_prefix else None
         if not self._swapper.swap_in_row(row, stored, num_tokens, prefix):
             return False
@@ -453,8 +443,7 @@ class KVCacheManager:
         del self._entries[request_id]
         self._fresh.pop(row, None)
         self._coordinator.free_row(row)
-        self._free_rows.append(row)
-        self._rows.free(row)
+        self._rows.release(row)
 
     def _entry(self, request_id: str) -> Entry:
         if type(request_id) is not str:
@@ -562,9 +551,9 @@ class KVCacheManager:
                 ``pin`` would hold (``bad_copies``).
             Exception: What ``fetch`` raises.
         """
-        self._check_free_row()
+        row = self._rows.next_free()
         self._check_prompt(token_ids, salt, inputs, least=0)
-        if not self._swapper.restore_prefix(self._free_rows[-1], token_ids, copies, fetch, salt=salt, inputs=inputs):
+        if not self._swapper.restore_prefix(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
             return None
         return self.pin(token_ids, salt=salt, inputs=inputs, checks_room=False)
 
@@ -614,7 +603,7 @@ class KVCacheManager:
     @property
     def num_free_rows(self) -> int:
         """The number of further requests for which the table has rows."""
-        return len(self._free_rows)
+        return len(self._rows.free)
 
     @property
     def usage(self) -> float:
@@ -642,7 +631,7 @@ class KVCacheManager:
             AssertionError: A check fails; the text says which.
         """
         taken = [entry.row for entry in self._entries.values()]
-        audit_rows(self.tables, self._free_rows, taken, self._numbers.num_blocks, self._numbers.num_computed)
+        audit_rows(self.tables, self._rows.free, taken, self._numbers.num_blocks, self._numbers.num_computed)
         self._cache.audit(self.plan, np.concatenate([pages_in(self.tables), self._pins.pinned_pages()]))
         self._swapper.audit_copies(stored for _, stored in self._swapped.values())
 

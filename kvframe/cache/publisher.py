@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_pool import NO_OWNER
-from kvframe.cache.free_list import Groups
+from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.live_range import NEVER
-from kvframe.cache.radix_tree import Match, Namespace, RadixNode, RadixTree, as_bytes, num_readable
+from kvframe.cache.radix_tree import Match, Namespace, RadixNode, RadixTree, append_tokens, as_bytes, num_readable
 from kvframe.cache.rows import GroupKinds, RowNumbers
 from kvframe.contract.errors import RequestError
 
@@ -65,6 +65,9 @@ class Publisher:
             for stack in kinds.stacks
         ]
         self._flat = [pages.reshape(-1) for pages in self.row_pages]
+        # The indices of blocks, the last one first, as the pool stores them.
+        most = max((stack.ids.shape[2] for stack in kinds.stacks), default=0)
+        self._backwards = np.arange(most, dtype=np.int32)[::-1].copy()
         # Those that are not block tables, with the block size.
         self._apart = [
             (pages, stack.block_size)
@@ -106,16 +109,16 @@ class Publisher:
         if cursor is not None:
             cursor.tokens = tokens
 
-    def unfollow(self, row: int, *, retires: bool = False) -> int:
+    def unfollow(self, row: int, block_ids: BlockIds | None = None) -> int:
         """Stop following a row: its leaf stays as its last commit left it.
 
-        If ``retires``, the blocks of the only group are released too if all of them become findable only now. Return
-        how many tokens these blocks have.
+        If its blocks in the only group are given, the full ones are released if they become findable only now. Return
+        how many these are.
         """
         leaf, num_released = self._leaf_of(row), 0
         if leaf is not None:
-            if retires and not leaf.stop:
-                num_released = self._publish_and_release(leaf)
+            if block_ids is not None and not leaf.stop:
+                num_released = self._publish_and_release(leaf, block_ids)
             if not num_released:
                 self._update_leaf(leaf)
             self._end_growth(leaf)
@@ -293,7 +296,7 @@ class Publisher:
         if end <= start:
             return
         try:
-            node.tokens += as_bytes(cursor.tokens, start, end)
+            append_tokens(node.tokens, cursor.tokens, start, end)
         except RequestError as error:
             self._stop_at_unreadable(cursor, row, error)
             self._update_leaf(node)
@@ -309,29 +312,31 @@ class Publisher:
         if self._tree.on_stored is not None:
             self._tree.on_stored(node, start, end)
 
-    def _publish_and_release(self, leaf: RadixNode) -> int:
-        """Publish and release all full blocks of a row in the only group, the last first; return how many tokens."""
+    def _publish_and_release(self, leaf: RadixNode, block_ids: BlockIds) -> int:
+        """Publish and release all full blocks of a row in the only group, the last first; return how many these are."""
         cursor = self._cursors[leaf.row]
         assert cursor is not None
         end = self._end_of(cursor, leaf.row)
         try:
-            leaf.tokens += as_bytes(cursor.tokens, 0, end)
+            append_tokens(leaf.tokens, cursor.tokens, 0, end)
         except RequestError:
             return 0
         leaf.stop, leaf.num_pages = end, end // self._tree.sizes[0]
-        leaf.pages = [self.row_pages[0][:, leaf.row, : leaf.num_pages].copy()]
-        block_ids = leaf.pages[0][0, ::-1]
-        indices, group = np.arange(leaf.num_pages - 1, -1, -1), self._tree.groups[0][0]
-        self._tree.pool.publish_and_release(leaf.owner, block_ids, indices, group)
+        block_ids = block_ids[: leaf.num_pages].copy()
+        leaf.pages = [block_ids[None]]
+        indices = self._backwards[len(self._backwards) - leaf.num_pages :]
+        self._tree.pool.publish_and_release(leaf.owner, block_ids[::-1], indices, 0)
         if self._tree.on_stored is not None:
             self._tree.on_stored(leaf, 0, end)
-        return end
+        return leaf.num_pages
 
     # --- how far ------------------------------------------------------------------------------------------------------
 
     def _end_of(self, cursor: _Cursor, row: int) -> int:
         """Return up to which token a row's blocks can be published."""
-        end = min(self._computed_of[row], cursor.num_readable)
+        end = self._computed_of[row]
+        if end > cursor.num_readable:
+            end = cursor.num_readable
         return end - end % self._tree.unit
 
     def _stop_at_unreadable(self, cursor: _Cursor, row: int, error: RequestError) -> None:

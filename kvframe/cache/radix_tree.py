@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -31,7 +31,7 @@ Namespace = tuple[str, bytes]
 """A salt and the hash of a request's inputs: requests of different namespaces share nothing."""
 
 
-@attrs.define(eq=False, repr=False, weakref_slot=False)
+@attrs.define(eq=False, repr=False, init=False, weakref_slot=False)
 class RadixNode:
     """A run of tokens ``[start, stop)`` of a prefix.
 
@@ -52,14 +52,29 @@ class RadixNode:
     parent: RadixNode | None
     start: int
     stop: int
-    first: bytes = b""
-    owner: int = NO_OWNER
-    namespace: Namespace | None = None
-    tokens: bytearray = attrs.field(factory=bytearray, init=False)
-    pages: list[npt.NDArray[np.int32]] = attrs.field(factory=list, init=False)
-    num_pages: int = attrs.field(default=0, init=False)
-    children: dict[bytes, RadixNode] = attrs.field(factory=dict, init=False)
-    row: int = attrs.field(default=-1, init=False)
+    first: bytes
+    owner: int
+    namespace: Namespace | None
+    tokens: bytearray
+    pages: list[npt.NDArray[np.int32]]
+    num_pages: int
+    children: dict[bytes, RadixNode]
+    row: int
+
+    def __init__(
+        self,
+        parent: RadixNode | None,
+        start: int,
+        *,
+        first: bytes = b"",
+        owner: int = NO_OWNER,
+        namespace: Namespace | None = None,
+        pages: Iterable[npt.NDArray[np.int32]] = (),
+    ) -> None:
+        """Begin without a token; written out, because attrs takes twice the time for it."""
+        self.parent, self.start, self.stop = parent, start, start
+        self.first, self.owner, self.namespace = first, owner, namespace
+        self.tokens, self.pages, self.num_pages, self.children, self.row = bytearray(), [*pages], 0, {}, -1
 
     def tokens_between(self, start: int, stop: int) -> bytearray:
         """Return the bytes of its tokens ``[start, stop)``."""
@@ -189,7 +204,7 @@ class RadixTree:
 
     def root(self, namespace: Namespace) -> RadixNode:
         """Return the root of a namespace. The tree keeps it as long as it has a child."""
-        return self._roots.get(namespace) or RadixNode(None, 0, 0, namespace=namespace)
+        return self._roots.get(namespace) or RadixNode(None, 0, namespace=namespace)
 
     def add_node(self, parent: RadixNode, start: int, first: bytes) -> RadixNode:
         """Return a new node without a token; ``first`` is the bytes of the first unit that it will have."""
@@ -199,8 +214,8 @@ class RadixTree:
             self._free_owners.append(len(self._nodes))
             self._nodes.append(None)
         owner = self._free_owners.pop()
-        node = parent.children[first] = self._nodes[owner] = RadixNode(parent, start, start, first, owner)
-        node.pages = list(self._no_pages)
+        node = RadixNode(parent, start, first=first, owner=owner, pages=self._no_pages)
+        parent.children[first] = self._nodes[owner] = node
         return node
 
     def split_node(self, node: RadixNode, at: int) -> RadixNode:
@@ -280,6 +295,14 @@ def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
     if len(data) != TOKEN_BYTES * (stop - start):
         raise _unreadable(tokens, len(tokens))
     return data
+
+
+def append_tokens(data: bytearray, tokens: Sequence[int], start: int, stop: int) -> None:
+    """Append token ids ``[start, stop)`` as four bytes each; if ``as_bytes`` raises, nothing is appended."""
+    if isinstance(tokens, array) and tokens.typecode == "I" and stop <= len(tokens):
+        data += memoryview(tokens)[start:stop]  # copied once
+    else:
+        data += as_bytes(tokens, start, stop)
 
 
 def num_readable(tokens: Sequence[int]) -> int:

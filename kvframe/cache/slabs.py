@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from kvframe.cache.eviction import MAX_STALE
-from kvframe.cache.free_list import FULL_SHARE, BlockIds
+from kvframe.cache.free_list import FULL_SHARE, AnyBlockIds, BlockIds
 from kvframe.planning.plan import KVCachePlan
 
 if TYPE_CHECKING:
@@ -33,16 +32,14 @@ class Slabs:
     slab that is never idle. Its blocks are taken last, but before any cached block is evicted for it.
     """
 
-    def __init__(
-        self, plan: KVCachePlan, reserve: int, priorities: Callable[[BlockIds], npt.NDArray[np.int64]] | None
-    ) -> None:
+    def __init__(self, plan: KVCachePlan, pool: BlockPool, reserve: int) -> None:
         """Start with every slab free.
 
         An allocation leaves ``reserve`` idle slabs alone if evicting its own group's cached blocks serves it too. The
-        priority of an idle slab is the largest of its blocks' ``priorities``; without it, that of its last release.
+        priority of an idle slab is the largest that a policy gave its blocks; without a policy, its last release.
         """
         num_groups, num_slabs = len(plan.groups), plan.num_slabs
-        self._priorities, self._reserve = priorities, reserve
+        self._pool, self._reserve = pool, reserve
         # The rest after the last slab, if there is one, is the slab of this number.
         self._num_slabs, self._num_rest = num_slabs, plan.num_rest_pages
         self._null_ids = plan.null_bytes // plan.block_id_bytes
@@ -97,7 +94,7 @@ class Slabs:
             for count, available, per_slab in zip(num_blocks, self._available, self._per_slab, strict=True)
         ]
 
-    def take_free(self, num_blocks: Sequence[int], pool: BlockPool) -> BlockIds | None:
+    def take_free(self, num_blocks: Sequence[int]) -> BlockIds | None:
         """Take blocks for each group: from held slabs first, then from idle ones, evicting if none is free."""
         needed = self._lacking_slabs(num_blocks)
         spare = self.num_idle_slabs - sum(needed)
@@ -111,12 +108,12 @@ class Slabs:
             budget, end = needed[group] + spare, len(taken) + count
             while len(taken) < end:
                 idle_before = self.num_idle_slabs
-                self._take_some(group, end - len(taken), taken, budget, pool)
+                self._take_some(group, end - len(taken), taken, budget)
                 budget -= idle_before - self.num_idle_slabs
             spare = min(spare, budget)
         return np.array(taken, dtype=np.int32)
 
-    def _take_some(self, group: int, count: int, taken: list[int], budget: int, pool: BlockPool) -> None:
+    def _take_some(self, group: int, count: int, taken: list[int], budget: int) -> None:
         """Take at least one block and at most ``count``, or make one free; use at most ``budget`` idle slabs."""
         has_free_slab = budget > 0 and bool(self._free_slabs)
         slab = next((each for each in self._open_held[group] if each != self._num_slabs), None)
@@ -130,15 +127,15 @@ class Slabs:
             self._take_free_slabs(group, count, taken, budget)
         elif budget > 0:
             slab, slab_priority = self._first_idle()
-            priority = pool.first_priority(group)
+            priority = self._pool.first_priority(group)
             if priority is not None and priority <= slab_priority:
-                pool.evict_first(group, min(count, self._per_slab[group]))
+                self._pool.evict_first(group, min(count, self._per_slab[group]))
             else:
-                pool.evict_among(self._blocks_of(slab), self._per_slab[self._group[slab]])
+                self._pool.evict_among(self._blocks_of(slab), self._per_slab[self._group[slab]])
         else:
             # The rest after the last slab comes last.
             slab = next((each for each in self._cached_held[group] if each != self._num_slabs), self._num_slabs)
-            pool.evict_among(self._blocks_of(slab), count)
+            self._pool.evict_among(self._blocks_of(slab), count)
 
     def _take_from(self, slab: int, group: int, count: int, taken: list[int]) -> None:
         free = self._free[slab]
@@ -174,7 +171,7 @@ class Slabs:
 
     # --- changes of blocks --------------------------------------------------------------------------------------------
 
-    def hold_cached(self, block_ids: BlockIds) -> None:
+    def hold_cached(self, block_ids: AnyBlockIds) -> None:
         """Count cached blocks as held."""
         for slab, count in Counter(self._slabs_of(block_ids)).items():
             if not self._held[slab]:
@@ -183,7 +180,7 @@ class Slabs:
             self._held[slab] += count
             self._end_cached(slab, count)
 
-    def cache_held(self, block_ids: BlockIds, stamp: int) -> None:
+    def cache_held(self, block_ids: AnyBlockIds, stamp: int) -> None:
         """Count held blocks as cached since ``stamp``."""
         for slab, count in Counter(self._slabs_of(block_ids)).items():
             self._cached[slab] += count
@@ -191,14 +188,14 @@ class Slabs:
                 self._cached_held[self._group[slab]][slab] = None
             self._end_held(slab, count, stamp)
 
-    def free_held(self, block_ids: BlockIds, stamp: int) -> None:
+    def free_held(self, block_ids: AnyBlockIds, stamp: int) -> None:
         """List held blocks as free."""
         slabs = self._slabs_of(block_ids)
         self._list_free(block_ids, slabs)
         for slab, count in Counter(slabs).items():
             self._end_held(slab, count, stamp)
 
-    def free_cached(self, block_ids: BlockIds) -> None:
+    def free_cached(self, block_ids: AnyBlockIds) -> None:
         """List cached blocks as free; an idle slab without cached blocks becomes free."""
         slabs = self._slabs_of(block_ids)
         self._list_free(block_ids, slabs)
@@ -207,7 +204,7 @@ class Slabs:
             if not self._held[slab] and not self._cached[slab]:
                 self._free_slab(slab)
 
-    def _list_free(self, block_ids: BlockIds, slabs: Iterable[int]) -> None:
+    def _list_free(self, block_ids: AnyBlockIds, slabs: Iterable[int]) -> None:
         for block_id, slab in zip(block_ids.tolist(), slabs, strict=True):
             self._free[slab].append(block_id)
             if len(self._free[slab]) == 1:
@@ -238,25 +235,21 @@ class Slabs:
         if not self._cached[slab]:
             self._free_slab(slab)
             return
-        if self._priorities is not None:
-            self._rank(slab, self._priorities)
+        if self._pool.has_policy:
+            self._rank(slab)
             if len(self._by_priority) > 2 * len(self._idle) + MAX_STALE:
                 self._by_priority.clear()
                 for each in self._idle:
-                    self._rank(each, self._priorities)
+                    self._rank(each)
 
-    def _rank(self, slab: int, priorities: Callable[[BlockIds], npt.NDArray[np.int64]]) -> None:
+    def _rank(self, slab: int) -> None:
         """Put an idle slab into the order of priorities."""
-        heappush(self._by_priority, (int(priorities(self._blocks_of(slab)).max()), self._idle[slab], slab))
-
-    def ignore_policy(self) -> None:
-        """Let the stamp of its last release be the priority of each idle slab from now on."""
-        self._priorities = None
-        self._by_priority.clear()
+        priority = int(self._pool.priorities_of(self._blocks_of(slab)).max())
+        heappush(self._by_priority, (priority, self._idle[slab], slab))
 
     def _first_idle(self) -> tuple[int, int]:
         """Return the idle slab with the smallest priority, and that priority."""
-        if self._priorities is None:
+        if not self._pool.has_policy:
             return next(iter(self._idle.items()), (0, _NEVER))
         while self._by_priority:
             priority, stamp, slab = self._by_priority[0]
@@ -323,7 +316,7 @@ class Slabs:
         """Return how many slabs have none of the held blocks."""
         return self._num_slabs - sum(slab < self._num_slabs for slab in {*self._slabs_of(held)})
 
-    def _slabs_of(self, block_ids: BlockIds) -> list[int]:
+    def _slabs_of(self, block_ids: AnyBlockIds) -> list[int]:
         slabs: list[int] = ((block_ids - self._null_ids) // self._slab_ids).tolist()
         return slabs
 

@@ -84,11 +84,11 @@ def miscount_bytes(manager: KVCacheManager) -> None:
 
 
 def lose_a_row(manager: KVCacheManager) -> None:
-    manager._free_rows.pop()
+    manager._rows.free.pop()
 
 
 def give_a_row_twice(manager: KVCacheManager) -> None:
-    manager._free_rows[0] = manager.row("here")
+    manager._rows.free[0] = manager.row("here")
 
 
 @pytest.mark.parametrize(

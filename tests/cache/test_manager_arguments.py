@@ -80,7 +80,7 @@ def fetch_nothing(*arguments: Any) -> Any:
 def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
     """Return wrong calls of each verb."""
     running = manager.row("running")
-    free = manager._free_rows[0]
+    free = manager._rows.free[0]
     prompts: list[dict[str, Any]] = [
         *({"token_ids": each} for each in PROMPTS),
         *({"token_ids": TOKENS, "salt": each} for each in SALTS),
@@ -230,7 +230,7 @@ def test_numbers_of_evicted_inputs_are_used_again() -> None:
 
 def test_an_audit_sees_pages_of_a_row_that_is_free() -> None:
     manager = make_manager("one")
-    free, running = manager._free_rows[-1], manager.row("running")
+    free, running = manager._rows.free[-1], manager.row("running")
     page = manager.block_ids("running")[0][0]
     manager.tables[0].ids[free, 0] = page
     with pytest.raises(AssertionError, match="a row names a page after its last block"):
