@@ -19,7 +19,7 @@ from kvframe.loading.claims import KINDS
 from kvframe.loading.plugins import load_plugins
 
 if TYPE_CHECKING:
-    from kvframe.loading.claims import Entry
+    from kvframe.loading.claims import Claim
     from kvframe.loading.plugins import PluginHost
     from kvframe.testing.checks import Checks, Report
 
@@ -95,7 +95,7 @@ def check(
 # --- what a name stands for -------------------------------------------------------------------------------------------
 
 
-def _find(asked: _Asked) -> tuple[PluginHost, Sequence[Any], Sequence[Entry]]:
+def _find(asked: _Asked) -> tuple[PluginHost, Sequence[Any], Sequence[Claim]]:
     """Return the loaded plugins, the module that was named if any, and the claims to check.
 
     Raises:
@@ -152,7 +152,7 @@ def _import(name: str, known: set[str]) -> Any:
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def _check_part(asked: _Asked, entry: Entry, host: PluginHost, modules: Sequence[Any]) -> dict[str, Any]:
+def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence[Any]) -> dict[str, Any]:
     """Return what was found about one part, as plain values."""
     from kvframe.contract.errors import KVFrameError
     from kvframe.testing.checks import run_checks
@@ -174,7 +174,7 @@ def _check_part(asked: _Asked, entry: Entry, host: PluginHost, modules: Sequence
     return {**found, **_to_dict(asked, entry, report)}
 
 
-def _checks_of(asked: _Asked, entry: Entry, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
+def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
     """Return the checks of a part of any kind."""
     from kvframe.testing.adapter_checks import adapter_checks
     from kvframe.testing.backend_checks import backend_checks
@@ -211,7 +211,7 @@ def _parse(options: str | None) -> Mapping[str, Any] | None:
     return found
 
 
-def _to_dict(asked: _Asked, entry: Entry, report: Report) -> dict[str, Any]:
+def _to_dict(asked: _Asked, entry: Claim, report: Report) -> dict[str, Any]:
     failure = next(iter(report.failures.items()), None)
     return {
         "verdict": "wrong" if report.failures else "works",

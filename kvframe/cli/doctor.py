@@ -19,7 +19,7 @@ from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.failed_imports import explain_failed_import
 
 if TYPE_CHECKING:
-    from kvframe.loading.claims import Entry
+    from kvframe.loading.claims import Claim
     from kvframe.loading.plugins import PluginHost
 
 BROKEN_EXIT_CODE = 1
@@ -169,7 +169,7 @@ def _devices() -> list[dict[str, Any]]:
     return found
 
 
-def _state_of(entry: Entry) -> Name:
+def _state_of(entry: Claim) -> Name:
     """Import what a name stands for, and return whether it can be used."""
     state: State = "usable"
     reason = entry.problem()
@@ -190,9 +190,9 @@ def _state_of(entry: Entry) -> Name:
     )
 
 
-def _libraries(entries: Sequence[Entry]) -> list[Library]:
+def _libraries(entries: Sequence[Claim]) -> list[Library]:
     """Return the modules that registered names need, by name."""
-    needed: dict[str, list[Entry]] = {}
+    needed: dict[str, list[Claim]] = {}
     for entry in entries:
         for module in entry.needs:
             needed.setdefault(module.partition(".")[0], []).append(entry)
