@@ -33,7 +33,7 @@ from kvframe.testing.batches import (
 from kvframe.testing.case import Case, Request
 from kvframe.testing.formats import applicable, installed_formats
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.state import KEYS_AND_VALUES, RELATIVE_BIAS, SOFT_CAP, StateForm
+from kvframe.testing.state import BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm
 
 SCALE = 0.4
 """A scale that is not the inverse root of any head size, to find a backend that assumes that one."""
@@ -151,10 +151,10 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
     features: dict[str, Mapping[str, Any]] = {
         "soft_cap": {"soft_cap": SOFT_CAP},
         "learned_sinks": {"has_sinks": True},
-        "relative_bias": {"relative_bias": RELATIVE_BIAS},
-        "relative_bias_both_ways": {"relative_bias": {**RELATIVE_BIAS, "bidirectional": True}},
+        "relative_bias": {"relative_bias": BIAS_SIZES},
+        "relative_bias_both_ways": {"relative_bias": {**BIAS_SIZES, "bidirectional": True}},
         "relative_bias-soft_cap-learned_sinks": {
-            "relative_bias": RELATIVE_BIAS,
+            "relative_bias": BIAS_SIZES,
             "soft_cap": SOFT_CAP,
             "has_sinks": True,
         },
@@ -173,7 +173,7 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
             yield f"{mask}-{dtype}", layer_with(dtype=dtype, **options)
         scored = layer_with(dtype=dtype, soft_cap=SOFT_CAP, has_sinks=True)
         yield f"full-{dtype}-soft_cap-learned_sinks", scored
-        yield f"full-{dtype}-relative_bias", layer_with(dtype=dtype, relative_bias=RELATIVE_BIAS)
+        yield f"full-{dtype}-relative_bias", layer_with(dtype=dtype, relative_bias=BIAS_SIZES)
 
 
 def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **options: Any) -> LayerSpec:

@@ -21,7 +21,7 @@ from kvframe.contract.specs import AttentionMask, AttentionSpec, KVCacheSpec, La
 SOFT_CAP = 2.0
 """A soft cap low enough to change most scores."""
 
-RELATIVE_BIAS: Mapping[str, Any] = {"num_buckets": 8, "max_distance": 20}
+BIAS_SIZES: Mapping[str, Any] = {"num_buckets": 8, "max_distance": 20}
 """A bias with exact distances, ranges of distances, and distances beyond them, all within the batches."""
 
 HEAD_SIZES = frozenset({64, 128, 256})
@@ -216,7 +216,7 @@ class KeysAndValues(StateForm):
         return {
             "multi_head": {"num_kv_heads": 4},
             "multi_query": {"num_kv_heads": 1},
-            "relative_bias-multi_head": {"relative_bias": RELATIVE_BIAS, "num_kv_heads": 4},
+            "relative_bias-multi_head": {"relative_bias": BIAS_SIZES, "num_kv_heads": 4},
             "short_values": {"head_size_v": head_size // 2},
             "everything": {"head_size_v": head_size + 8, "soft_cap": SOFT_CAP, "has_sinks": True, "num_heads": 6},
         }
