@@ -269,9 +269,9 @@ class EngineCore(ABC, Generic[RequestT]):
 
     @verb
     def weights_changed(self, *, running: WhenWeightsChange = "recompute") -> None:
-        """Adapt to weights that were changed since the last step: nothing that was computed with the old ones is used.
+        """Drop what was computed with the old weights. Call it between steps, after the model's weights were changed.
 
-        Every cached prefix is removed, pinned ones too, and captured graphs are captured again when they are needed.
+        Every cached prefix is removed, pinned ones too. Captured graphs are captured again when they are needed.
 
         Args:
             running: What happens to unfinished requests. ``"recompute"``: they keep their tokens, and the state of

@@ -31,8 +31,8 @@ from kvframe.planning.groups import Grouping
 from kvframe.planning.plan import KVCachePlan, spec_to_dict
 
 _A_KEY = "64 hexadecimal digits or a file of them"
-STAGING_BYTES = 16 << 20
-"""The bytes of pages that are copied at once between pool and file; at least one page."""
+_BYTES_AT_ONCE = 16 << 20
+"""The bytes of pages that are copied at once between pool and file; at least one page is copied."""
 
 
 @attrs.frozen(kw_only=True)
@@ -145,7 +145,7 @@ class PrefixFiles:
 
     def _read_pages(self, group: int, block_ids: npt.NDArray[np.int32]) -> Iterator[bytes]:
         """Yield the bytes of pages, copied from the device many at a time."""
-        at_once = max(1, STAGING_BYTES // self._plan.groups[group].page_bytes)
+        at_once = max(1, _BYTES_AT_ONCE // self._plan.groups[group].page_bytes)
         pages = self._pages_of(group)
         for start in range(0, len(block_ids), at_once):
             ids = torch.from_numpy(block_ids[start : start + at_once].astype(np.int64)).to(self._pool.device)
@@ -245,7 +245,7 @@ class PrefixFiles:
     def _write_pages(self, file: PrefixFileReader, group: int, copies: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy pages of a file to the device, many at a time."""
         page_bytes = self._plan.groups[group].page_bytes
-        at_once = max(1, STAGING_BYTES // page_bytes)
+        at_once = max(1, _BYTES_AT_ONCE // page_bytes)
         pages = self._pages_of(group)
         for start in range(0, len(copies), at_once):
             some = copies[start : start + at_once]

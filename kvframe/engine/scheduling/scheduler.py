@@ -282,7 +282,7 @@ class Scheduler(Generic[RequestT]):
         self._preempt(self.running[-1])
 
     def restart_all(self) -> list[RequestT]:
-        """Queue every request that was started to be recomputed, between steps, and return them.
+        """Queue all started requests, between steps, so that their tokens are computed again, and return them.
 
         Running requests come before those that wait already, in the order of their admission.
         """
