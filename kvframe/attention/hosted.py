@@ -238,5 +238,5 @@ class HostedLayers:
     def _of(self, layer: str) -> tuple[int, ServedLayer]:
         index, served = self._named(layer)
         if served.lacks_parameters:
-            raise BackendError(f"layer {layer!r} declares a relative bias and was bound none; call bind() of it first")
+            raise BackendError(f"layer {layer!r} needs learned tensors, and none were bound; call bind() of it first")
         return index, served

@@ -15,8 +15,8 @@ from kvframe.contract.backend import KVCache
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.relative_bias import RELATIVE_BIAS
 from kvframe.contract.specs import LayerSpec
+from kvframe.planning.answers import ask
 
 
 class GroupStep:
@@ -32,7 +32,7 @@ class ServedLayer:
 
     Attributes:
         spec: The layer's spec.
-        lacks_parameters: Whether it declares a learned tensor that is not bound yet.
+        lacks_parameters: Whether it needs learned tensors that are not bound yet.
     """
 
     def __init__(self, spec: LayerSpec, group: AttentionGroup) -> None:
@@ -41,7 +41,11 @@ class ServedLayer:
         self._backend, self._backend_name = group.backend, group.backend_name
         self._writes = spec.shares_with is None
         self._head_shape = _head_shape(self._wrapped)
-        self.lacks_parameters = spec.query is not None and spec.query.relative_bias is not None
+        kept, query = spec.spec, spec.query
+        assert kept is not None
+        assert query is not None
+        self._needed = ask(kept, "parameters(query)", lambda: dict(kept.parameters(query)))
+        self.lacks_parameters = bool(self._needed)
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Give the layer's learned tensors to its backend, once, before the first step.
@@ -50,17 +54,14 @@ class ServedLayer:
             parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device.
 
         Raises:
-            BackendError: The bias that the layer declares is not among them, or has another shape; or the backend
-                fails.
+            BackendError: A tensor that the layer needs is not among them, or has another shape; or the backend fails.
         """
-        query = self.spec.query
-        if query is not None and query.relative_bias is not None:
-            expected = query.relative_bias.num_buckets, query.num_heads
-            found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-            if found.get(RELATIVE_BIAS) != expected:
+        found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        for name, shape in self._needed.items():
+            if found.get(name) != shape:
                 raise BackendError(
-                    f"layer {self.spec.name!r} declares a relative bias of {expected[0]} buckets for {expected[1]} "
-                    f"heads, and was bound {found or 'nothing'}; bind it {{{RELATIVE_BIAS!r}: a tensor {expected}}}"
+                    f"layer {self.spec.name!r} needs the learned tensor {name!r} of shape {shape}, and the model bound "
+                    f"{found or 'none'}; bind it when the model is attached"
                 )
         whose = f"backend {self._backend_name!r}, of layer {self.spec.name!r}: bind()"
         try:

@@ -248,8 +248,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         lacking = [layer.spec.name for layer in self._unchecked if layer.lacks_parameters]
         if lacking:
             raise BackendError(
-                f"the layers {', '.join(map(repr, lacking))} declare a relative bias and were bound none; the model "
-                "has to call bind() of each when it is attached"
+                f"the layers {', '.join(map(repr, lacking))} need learned tensors, and the model bound none; it has to "
+                "call bind() of each when it is attached"
             )
         self._unchecked = []
 

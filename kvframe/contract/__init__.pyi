@@ -64,11 +64,11 @@ from .order import BatchSplit as BatchSplit
 from .order import split_batch as split_batch
 from .proposer import DraftRequest as DraftRequest
 from .proposer import Proposer as Proposer
-from .relative_bias import RELATIVE_BIAS as RELATIVE_BIAS
 from .relative_bias import bias_by_distance as bias_by_distance
 from .relative_bias import bias_columns as bias_columns
 from .slots import Slots as Slots
 from .specs import ENCODER as ENCODER
+from .specs import RELATIVE_BIAS as RELATIVE_BIAS
 from .specs import TOKENS as TOKENS
 from .specs import AttentionSpec as AttentionSpec
 from .specs import KVCacheSpec as KVCacheSpec

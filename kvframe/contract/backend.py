@@ -14,9 +14,9 @@ from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder
-from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.contract.relative_bias import bias_by_distance
 from kvframe.contract.slots import Slots
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract.specs import RELATIVE_BIAS, LayerSpec
 
 KVCache = Mapping[str, torch.Tensor]
 """One layer's state tensors by name, each ``[num_block_ids, *StateTensor.shape], device``: strided views of the
@@ -193,7 +193,8 @@ class AttentionBackend(ABC):
 
         Args:
             layer: The layer, as the group's wrapper chain leaves it.
-            parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device; not written to.
+            parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device; not written to. Those of
+                the spec's ``parameters`` are among them, in the shapes that it returns.
         """
         self.parameters[layer.name] = parameters
         bias = None if layer.query is None else layer.query.relative_bias

@@ -8,9 +8,6 @@ import torch
 
 from kvframe.contract.specs import RelativeBias
 
-RELATIVE_BIAS = "relative_bias"
-"""The name of a layer's parameter ``[num_buckets, num_heads]``."""
-
 
 def bias_by_distance(bias: RelativeBias, table: torch.Tensor) -> torch.Tensor:
     """Return what a layer adds to its scores, for each distance that makes a difference.

@@ -33,6 +33,9 @@ TOKENS = "tokens"
 ENCODER = "encoder"
 """The output of a request's encoder: a sequence that is complete before the first token is computed."""
 
+RELATIVE_BIAS = "relative_bias"
+"""The name of the learned tensor of a relative bias, ``[num_buckets, num_heads]``."""
+
 
 def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -153,6 +156,18 @@ class KVCacheSpec(ABC):
         of such a type is the last token.
         """
         return 0
+
+    def parameters(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the learned tensors that a layer of this type attends with, by name.
+
+        A layer runs only if its model binds all of them, in these shapes. The default is the relative bias, if the
+        query side has one; a type may add tensors, such as those that make keys and values of its state.
+
+        Args:
+            query: The query side of the layer.
+        """
+        bias = query.relative_bias
+        return {} if bias is None else {RELATIVE_BIAS: (bias.num_buckets, query.num_heads)}
 
     def with_drafts(self, num_draft_tokens: int) -> KVCacheSpec:
         """Return the spec for requests that compute up to so many draft tokens in a step, any of which may be rejected.

@@ -13,6 +13,7 @@ import torch
 
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.staging import HOST
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.options import Rule, Use
@@ -20,8 +21,7 @@ from kvframe.config.stack import Stack
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.relative_bias import RELATIVE_BIAS
-from kvframe.contract.specs import TOKENS, KVCacheSpec, LayerSpec
+from kvframe.contract.specs import RELATIVE_BIAS, TOKENS, KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import Grouping, group_layers
@@ -55,8 +55,6 @@ MAX_SECONDS = 3.0
 
 CHUNK = 512
 """Tokens by which a request grows at a time. Its dead pages are freed in between."""
-
-HOST = torch.device("cpu")
 
 
 def make_batches(context: int) -> dict[str, tuple[tuple[int, int], ...]]:

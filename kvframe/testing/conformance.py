@@ -13,7 +13,7 @@ import torch
 
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.relative_bias import RELATIVE_BIAS
+from kvframe.contract.specs import RELATIVE_BIAS
 from kvframe.testing.case import Case
 from kvframe.testing.error_bound import attention_error_bound, lse_error_bound
 from kvframe.testing.hosts import KVFRAME, Host

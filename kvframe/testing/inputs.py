@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.relative_bias import RELATIVE_BIAS
+from kvframe.contract.specs import RELATIVE_BIAS
 from kvframe.testing.case import Case
 from kvframe.testing.formats import round_trip
 

@@ -234,7 +234,7 @@ def test_a_layer_without_its_bias_is_refused_until_it_is_bound(registry: Registr
     metadata, kv_cache = batch(PROMPTS), memory()
     query, key, value = draw(metadata, 1)
     step = hosted.begin_step(metadata)
-    with pytest.raises(BackendError, match=r"was bound none; call bind\(\)"):
+    with pytest.raises(BackendError, match=r"'a' needs learned tensors, and none were bound; call bind\(\)"):
         hosted.write(step, "a", key, value, kv_cache)
     hosted.bind("a", {"relative_bias": torch.randn(8, 4)})
     hosted.write(step, "a", key, value, kv_cache)

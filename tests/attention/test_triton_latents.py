@@ -146,22 +146,6 @@ def layer(**options: Any) -> LayerSpec:
     )
 
 
-@pytest.mark.parametrize(("parameters", "found"), [({}, "None"), ({"kv_up": torch.ones(4, 17, 16)}, r"\(4, 17, 16\)")])
-def test_an_up_projection_that_does_not_fit_is_refused(parameters: dict[str, torch.Tensor], found: str) -> None:
-    served = TritonMLABackend([layer()], torch.device("cpu"))
-    with pytest.raises(
-        BackendError, match=rf"'layer' needs the parameter kv_up of shape \(4, 16, 16\), and got {found}"
-    ):
-        served.bind(layer(), parameters)
-
-
-def test_a_layer_without_its_up_projection_is_named() -> None:
-    served = TritonMLABackend([layer()], torch.device("cpu"))
-    built = served.make_builder().build(make_metadata([Request(3, 1)], 4))
-    with pytest.raises(BackendError, match="'layer' attends to latents, and its model bound no kv_up"):
-        served.forward(layer(), torch.ones(1, 4, 12), {"latent": torch.ones(2, 4, 20)}, built, None)
-
-
 def test_queries_that_are_all_rotated_are_refused() -> None:
     with pytest.raises(BackendError, match="queries of 4 elements, which leave nothing beside the rotated part of 4"):
         TritonMLABackend([layer(head_size=4)], torch.device("cpu"))

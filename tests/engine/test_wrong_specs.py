@@ -12,12 +12,13 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
-from kvframe import Engine, RequestOutput
+from kvframe import Engine, HostedLayers, RequestOutput, Stack, load_plugins
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import SpecError
 from kvframe.contract.formats import StateTensor
-from kvframe.contract.specs import AttentionMask, KVCacheSpec, LayerSpec, TokenRange
+from kvframe.contract.specs import AttentionMask, KVCacheSpec, LayerSpec, QuerySpec, TokenRange
 from kvframe.planning.groups import group_layers, make_layer_specs, share_caches
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.planning.spec_check import check_spec_at_set_up, sampled_positions
@@ -249,6 +250,30 @@ def test_checking_specs_loads_neither_torch_nor_numpy() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert [] == json.loads(found.stdout)
+
+
+@attrs.frozen(kw_only=True)
+class NeedySpec(RangeSpec):
+    """A window that says wrongly which learned tensors a layer needs."""
+
+    kind = "needy"
+
+    answer: Callable[[], Any]
+
+    def parameters(self, query: QuerySpec) -> Any:
+        return self.answer()
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"), [(lambda: 7, "TypeError"), (lambda: broken(0), "SpecFailure: no idea at 0")]
+)
+def test_a_wrong_answer_about_learned_tensors_is_refused_when_backends_are_set_up(
+    answer: Callable[[], Any], failure: str
+) -> None:
+    spec = NeedySpec(block_size=4, num_kv_heads=2, head_size=8, dtype="float32", window=9, answer=answer)
+    layer = LayerSpec(name="a", spec=spec, query=QuerySpec(num_heads=4, head_size=8, scale=0.5))
+    with pytest.raises(SpecError, match=rf"the cache spec 'needy': parameters\(query\) failed: {failure}.* correct"):
+        HostedLayers([layer], Stack(), load_plugins().registry, torch.device("cpu"))
 
 
 # --- while requests run -----------------------------------------------------------------------------------------------

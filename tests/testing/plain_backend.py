@@ -13,8 +13,7 @@ from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder,
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
-from kvframe.contract.relative_bias import RELATIVE_BIAS
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract.specs import RELATIVE_BIAS, LayerSpec
 from kvframe.testing.reference import relative_bias
 
 

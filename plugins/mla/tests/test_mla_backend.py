@@ -17,7 +17,7 @@ from kvframe_mla.testing import Latents
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvframe import load_plugins
+from kvframe import HostedLayers, Stack, load_plugins
 from kvframe.contract import BackendError, LayerSpec, QuerySpec, Slots
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
@@ -244,19 +244,18 @@ def test_latents_and_rotated_parts_lie_side_by_side() -> None:
     assert 2 * expected.sum() == cache.sum()
 
 
-@pytest.mark.parametrize(("parameters", "found"), [({}, "None"), ({"kv_up": torch.ones(4, 17, 16)}, r"\(4, 17, 16\)")])
+@pytest.mark.parametrize(
+    ("parameters", "found"), [({}, "none"), ({"kv_up": torch.ones(4, 17, 16)}, r"{'kv_up': \(4, 17, 16\)}")]
+)
 def test_an_up_projection_that_does_not_fit_is_refused(parameters: dict[str, torch.Tensor], found: str) -> None:
-    served = MLABackend([layer()], torch.device("cpu"))
-    with pytest.raises(
-        BackendError, match=rf"'layer' needs the parameter kv_up of shape \(4, 16, 16\), and got {found}"
-    ):
-        served.bind(layer(), parameters)
-
-
-def test_a_layer_without_its_up_projection_is_named() -> None:
-    served = MLABackend([layer()], torch.device("cpu"))
-    with pytest.raises(BackendError, match="'layer' attends to latents, and its model bound no kv_up"):
-        served.forward(layer(), torch.ones(1, 4, 12), {"latent": torch.ones(2, 4, 20)}, (), None)
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": "mla"}]})
+    hosted = HostedLayers([layer()], stack, load_plugins().registry, torch.device("cpu"))
+    expected = rf"'layer' needs the learned tensor 'kv_up' of shape \(4, 16, 16\), and the model bound {found};"
+    with pytest.raises(BackendError, match=expected):
+        hosted.bind("layer", parameters)
+    step = hosted.begin_step(make_metadata([Request(0, 3)], 4))
+    with pytest.raises(BackendError, match="'layer' needs learned tensors, and none were bound"):
+        hosted.attend(step, "layer", torch.ones(3, 4, 12), {"latent": torch.ones(2, 4, 20)})
 
 
 def test_queries_that_are_all_rotated_are_refused() -> None:

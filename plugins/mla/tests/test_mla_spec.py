@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from kvframe_mla import MLASpec
 
 from kvframe import FullAttentionSpec, Stack, group_layers, load_plugins, make_layer_specs
-from kvframe.contract import AttentionMask, LayerSpec, SpecError, UnknownNameError
+from kvframe.contract import AttentionMask, LayerSpec, QuerySpec, RelativeBias, SpecError, UnknownNameError
 from kvframe.testing.framework import read_layer_file
 from kvframe.testing.suites import SpecTests
 
@@ -37,6 +38,13 @@ def test_the_value_size_of_the_heads_is_not_stored() -> None:
 
 def test_the_mask_is_causal() -> None:
     assert AttentionMask() == spec().mask
+
+
+def test_a_layer_needs_an_up_projection_of_the_sizes_of_query_and_latent() -> None:
+    query = QuerySpec(num_heads=5, head_size=9, scale=1.0)
+    assert {"kv_up": (5, 9 - 2 + 3, 6)} == spec().parameters(query)
+    biased = attrs.evolve(query, relative_bias=RelativeBias(num_buckets=4, max_distance=9))
+    assert {"relative_bias": (4, 5), "kv_up": (5, 10, 6)} == spec().parameters(biased)
 
 
 class TestMLASpec(SpecTests):

@@ -6,7 +6,7 @@ Its kernels follow FlashMLA (https://github.com/deepseek-ai/FlashMLA) and DeepSe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,15 +69,6 @@ class FlashInferMLABackend(AttentionBackend):
         self._builder = LatentMetadataBuilder(self._problem, device, options.kernels)
         self._builder.load_kernels()
 
-    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep ``kv_up`` of a layer; raise ``BackendError`` if it is missing or has another shape."""
-        problem = self._problem
-        expected = problem.num_heads, self._nope_size + self._head_size_v, problem.latent_size
-        found = tuple(parameters[KV_UP].shape) if KV_UP in parameters else None
-        if found != expected:
-            raise BackendError(f"layer {layer.name!r} needs the parameter {KV_UP} of shape {expected}, and got {found}")
-        super().bind(layer, parameters)
-
     def make_builder(self) -> LatentMetadataBuilder:
         """Return the step's builder, which plans."""
         return self._builder
@@ -124,8 +115,6 @@ class FlashInferMLABackend(AttentionBackend):
     ) -> torch.Tensor:
         """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
         assert isinstance(metadata, LatentMetadata)
-        if layer.name not in self.parameters:
-            raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
         problem, num_tokens = self._problem, metadata.num_tokens
         output = query.new_empty(*query.shape[:2], self._head_size_v) if out is None else out
         output[num_tokens:] = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,7 @@ from kvframe.contract import (
 from kvframe_mla.builder import DenseBatch, MLAMetadataBuilder
 from kvframe_mla.cost import Cost
 from kvframe_mla.dense_batches import ABSORBED, SQUARE
-
-KV_UP = "kv_up"
-"""The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``. It turns a latent into a head's key, and
-its value. ``nope_size`` is the query's head size without the rotated part, which comes last in queries and keys."""
+from kvframe_mla.spec import KV_UP
 
 MAX_EXPANDED = 1 << 25
 """The most elements of expanded keys and values at once, unless a single head has more."""
@@ -66,14 +63,6 @@ class MLABackend(AttentionBackend):
                 f"layer {layers[0].name!r} has queries of {layers[0].query.head_size} elements, which leave nothing "
                 f"beside the rotated part of {spec.rope_size}"
             )
-
-    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep ``kv_up`` of a layer; raise ``BackendError`` if it is missing or has another shape."""
-        expected = self._num_heads, self._nope_size + self._head_size_v, self._latent_size
-        found = tuple(parameters[KV_UP].shape) if KV_UP in parameters else None
-        if found != expected:
-            raise BackendError(f"layer {layer.name!r} needs the parameter {KV_UP} of shape {expected}, and got {found}")
-        super().bind(layer, parameters)
 
     def make_builder(self) -> MLAMetadataBuilder:
         """Return the builder of the step's dense batches."""
@@ -121,8 +110,6 @@ class MLABackend(AttentionBackend):
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
-        if layer.name not in self.parameters:
-            raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
         kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
         shape = query.shape[0], self._num_heads, self._head_size_v
         output = query.new_zeros(shape) if out is None else out.zero_()

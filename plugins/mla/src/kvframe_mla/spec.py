@@ -11,11 +11,17 @@ from kvframe.contract import (
     ITEM_BYTES,
     AttentionMask,
     KVCacheSpec,
+    QuerySpec,
     StateTensor,
     TokenRange,
     UnknownNameError,
     positive_int,
 )
+
+KV_UP = "kv_up"
+"""The name of the up-projection ``[num_heads, nope_size + head_size_v, latent_size]``. It turns a latent into a head's
+key, and its value. ``nope_size`` is the query's head size without the rotated part, which comes last in queries and
+keys."""
 
 
 def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> None:
@@ -54,6 +60,12 @@ class MLASpec(KVCacheSpec):
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Return ``latent: [block_size, latent_size + rope_size]``: each token's latent, then its rotated part."""
         return {"latent": StateTensor((self.block_size, self.latent_size + self.rope_size), self.dtype)}
+
+    def parameters(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
+        """Add the up-projection ``kv_up`` to the learned tensors."""
+        nope_size = query.head_size - self.rope_size
+        shape = query.num_heads, nope_size + self.head_size_v, self.latent_size
+        return {**super().parameters(query), KV_UP: shape}
 
     @property
     def mask(self) -> AttentionMask:

@@ -10,8 +10,7 @@ import torch
 
 from kvframe.contract import KVCacheSpec, LayerSpec
 from kvframe.testing.state import AnyMask, Draw, StateForm
-from kvframe_mla.backend import KV_UP
-from kvframe_mla.spec import MLASpec
+from kvframe_mla.spec import KV_UP, MLASpec
 
 
 @attrs.frozen(kw_only=True)
@@ -65,9 +64,7 @@ class Latents(StateForm):
         """Return an up-projection that makes vectors of ordinary size."""
         assert isinstance(layer.spec, MLASpec)
         assert layer.query is not None
-        nope_size = layer.query.head_size - layer.spec.rope_size
-        shape = layer.query.num_heads, nope_size + layer.spec.head_size_v, layer.spec.latent_size
-        return {KV_UP: draw(*shape) * layer.spec.latent_size**-0.5}
+        return {KV_UP: draw(*layer.spec.parameters(layer.query)[KV_UP]) * layer.spec.latent_size**-0.5}
 
     def expand(
         self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
