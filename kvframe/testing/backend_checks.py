@@ -23,7 +23,7 @@ from kvframe.testing.laws import ConformanceError
 from kvframe.testing.runs import TRAITS, Run, make_runs, sample_runs
 from kvframe.testing.sample import TOGETHER, sample
 from kvframe.testing.serving import check_run
-from kvframe.testing.state import KEYS_AND_VALUES, RELATIVE_BIAS, SOFT_CAP, StateForm, form_of
+from kvframe.testing.state import BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm, form_of
 
 LARGE = 1e4
 """A value of memory without live state that is not NaN: it finds a backend that hides NaN."""
@@ -39,7 +39,7 @@ _FEATURES: Mapping[str, Mapping[str, Any]] = {
     "sparse types": {"window": 4, "dilation": 3},
     "soft cap": {"soft_cap": SOFT_CAP},
     "learned sinks": {"has_sinks": True},
-    "relative bias": {"relative_bias": RELATIVE_BIAS},
+    "relative bias": {"relative_bias": BIAS_SIZES},
 }
 """Features of layers by name, each with a layer that needs it, as options of the grid's layers."""
 

@@ -44,13 +44,13 @@ def test_the_page_shows_every_part(results: Path) -> None:
 
 def test_nothing_stays_of_the_clocks() -> None:
     from kvframe.attention.layer import AttentionLayer
-    from kvframe.engine.running import runner
+    from kvframe.engine.running import model_runner
     from tests.engine.scripted_model import ScriptedModel
 
-    before = AttentionLayer.__call__, runner.sample
+    before = AttentionLayer.__call__, model_runner.sample
     with ScriptedModel("on and on").engine(self_check=False) as engine:
         with profile_step.profiled(engine) as clock:
             engine.generate([[1, 2, 3]])
-        assert before == (AttentionLayer.__call__, runner.sample)
+        assert before == (AttentionLayer.__call__, model_runner.sample)
         assert "step" not in vars(engine)
         assert clock.seconds["scheduling"] > 0
