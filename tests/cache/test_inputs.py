@@ -125,10 +125,21 @@ def test_an_input_that_lost_a_block_in_one_group_is_computed_again() -> None:
     assert [3, 5] == [len(ids) for ids in manager.block_ids("b")[1:]]
 
 
+def test_an_input_gets_its_blocks_even_if_no_token_needs_one() -> None:
+    manager = make_manager(full(), encoder())
+    run(manager, "a", inputs=input_of())
+    lost = manager.block_ids("a")[1][1]
+    manager.free("a")
+    evict(manager, lost)
+    assert 8 == manager.start("b", PROMPT, inputs=input_of())
+    assert manager.extend("b", 8)
+    assert [2, 3] == [len(ids) for ids in manager.block_ids("b")]
+
+
 def test_inputs_are_cached_where_nothing_is_kept_of_tokens() -> None:
     manager = make_manager(encoder())
     assert 0 == run(manager, "a", inputs=input_of())
-    assert all(manager.block_ids("a")[0])
+    assert [True] * 3 == [block_id > 0 for block_id in manager.block_ids("a")[0]]
     assert 0 == run(manager, "b", inputs=input_of())
     assert manager.block_ids("a") == manager.block_ids("b")
     assert (0, 0) == (manager.stats.queried_tokens, manager.stats.hit_tokens)

@@ -88,6 +88,19 @@ def test_the_input_of_an_encoder_is_pinned_with_the_prefix() -> None:
     assert frozenset() == manager.missing_inputs("late")
 
 
+def test_what_is_done_to_the_arrays_of_a_pin_does_not_change_the_cache() -> None:
+    manager = KVCacheManager(make_plan(full(), encoder(), num_slabs=40), max_num_seqs=1)
+    inputs = {ENCODER: InputSequence(9, b"x")}
+    compute(manager, [*SYSTEM, 1], inputs=inputs)
+    pin = manager.pin(SYSTEM, inputs=inputs)
+    manager.unpin(pin)
+    for block_ids in pin.blocks:
+        block_ids.fill(0)
+    assert 12 == manager.start("late", [*SYSTEM, 5], inputs=inputs)
+    assert frozenset() == manager.missing_inputs("late")
+    manager.audit()
+
+
 def test_a_pin_that_leaves_no_room_for_the_longest_request_is_refused_and_changes_nothing() -> None:
     plan = make_plan(full(), num_slabs=10, max_model_len=32, max_num_batched_tokens=32)
     plan = attrs.evolve(

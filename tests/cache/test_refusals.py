@@ -375,6 +375,18 @@ def test_a_request_that_follows_another_up_to_its_unreadable_token_continues_alo
     assert 24 == manager.find([*range(25)])
 
 
+def test_a_page_that_a_request_gets_twice_is_counted_once_when_a_token_cannot_be_read() -> None:
+    # No hit needs every other block of the window: their pages are free once the window has passed them.
+    manager, tokens = make_manager(full(8), masked(window=3), audited=False), [*range(30)]
+    tokens[5] = -1
+    manager.start("one", tokens)
+    for end in range(1, 31):
+        assert manager.extend("one", end)
+        manager.commit("one", tokens, end)
+    assert 0 == manager.find([*range(5), 6, 7, 8, 9])
+    manager.audit()
+
+
 def test_tokens_that_are_computed_and_not_given_are_told() -> None:
     manager = make_manager(full())
     manager.start("one", [1, 2, 3, 4, 5])
