@@ -134,7 +134,9 @@ class BlockAllocator:
                 covered = (current + 1) * part.block_size * has_page
             capacity = np.minimum(capacity, covered)
         for answers in self._kinds.asked:  # up to the token up to which they answer rightly
-            capacity = np.minimum(capacity, answers.num_right(int(np.maximum.reduce(capacity))))
+            most = int(np.maximum.reduce(capacity))
+            if (num_right := answers.num_right(most)) < most:
+                capacity = np.minimum(capacity, num_right)
         numbers.capacity[rows] = capacity
         for row in rows.tolist() if self._kinds.has_inputs else ():
             if numbers.states[row].missing:
