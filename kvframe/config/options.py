@@ -169,7 +169,8 @@ class EngineOptions:
             replayed. A step of fewer requests is padded to the next number; a step of more runs without a graph. A
             number above ``max_num_seqs`` stands for that one. ``"auto"`` chooses numbers up to ``max_num_seqs``, and
             runs without graphs if the model, a wrapper or a backend cannot be captured.
-        graph_query_lens: How many tokens each request computes in the steps that are captured: one in a decode.
+        graph_query_lens: How many tokens each request computes in the steps that are captured: one in a decode. Steps
+            with the most drafts are captured too.
     """
 
     max_num_seqs: int = attrs.field(default=64, validator=WHOLE)

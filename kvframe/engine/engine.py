@@ -295,6 +295,7 @@ class Engine(EngineCore[Request]):
                 assembly.device,
                 max_model_len=self._max_model_len,
                 max_input_lens=self.model.description.max_input_lens,
+                max_drafts=self._scheduler.max_drafts,
                 source=self.stack.source,
             ),
         )

@@ -25,7 +25,7 @@ from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.engine.graphs import sizes as graph_sizes
 from kvframe.engine.graphs.device_graphs import CalledGraph
-from kvframe.engine.graphs.sizes import GraphSizes, auto_sizes, context_sizes
+from kvframe.engine.graphs.sizes import GraphSizes, asked_sizes, auto_sizes, context_sizes
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import Grouping
@@ -389,6 +389,13 @@ def test_sizes_are_sorted() -> None:
         ).num_tokens
         == 12
     )
+
+
+def test_steps_with_the_most_drafts_are_captured_beside_the_asked_ones() -> None:
+    options = EngineOptions(graphs=(4,), graph_query_lens=(1, 8))
+    assert ((4,), (1, 8)) == asked_sizes(options, 64)
+    assert ((4,), (1, 5, 8)) == asked_sizes(options, 64, max_drafts=4)
+    assert ((4,), (1,)) == asked_sizes(options, 4, max_drafts=4)
 
 
 def test_sizes_that_no_step_can_have_cost_nothing(models: Callable[[str], TinyModel]) -> None:

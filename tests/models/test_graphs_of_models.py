@@ -99,10 +99,8 @@ def test_every_step_that_only_generates_is_replayed_with_equal_tokens(
 ) -> None:
     expected, _ = serve(models(family), family)
     noted = note_sizes(monkeypatch)
-    query_lens, options = [1], {}
-    if with_drafts:
-        query_lens, options = [1, 1 + MAX_DRAFTS], {"drafts": "knowing"}
-    found, graphs = serve(models(family), family, graphs=[1, 2, 4, 8], graph_query_lens=query_lens, **options)
+    query_lens, options = ([1, 1 + MAX_DRAFTS], {"drafts": "knowing"}) if with_drafts else ([1], {})
+    found, graphs = serve(models(family), family, graphs=[1, 2, 4, 8], **options)
     assert expected == found
     assert graphs is not None
     assert set() == graphs._reasons

@@ -246,6 +246,20 @@ def test_an_output_says_which_group_limited_what_was_found(long_models: Any) -> 
         assert FoundPrefix(why=why) == output.cached
 
 
+def test_as_many_requests_run_as_fit_while_all_but_one_generate(models: Any) -> None:
+    options = {"block_size": 4, "memory": "160KiB", "max_model_len": 64, "max_num_batched_tokens": 48}
+    with models("qwen3_next").engine(**options, reserve_prompts=True) as engine:
+        assert (1, 2) == (engine.plan.max_concurrency(), engine.plan.max_generating())
+        for start in range(4):
+            engine.add_request(ids(start, 48), SamplingParams(max_new_tokens=16, ignore_eos=True))
+        most = 0
+        while engine.has_unfinished:
+            engine.step()
+            most = max(most, len(engine._scheduler.running))
+        assert most >= 2
+        assert 0 == engine.stats().preemptions
+
+
 def test_with_few_states_a_request_continues_an_earlier_one(long_models: Any) -> None:
     model, expected = long_models("bamba")
     with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:

@@ -146,7 +146,7 @@ def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def asked_sizes(options: EngineOptions, longest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def asked_sizes(options: EngineOptions, longest: int, max_drafts: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the stack's numbers of requests and of tokens per request, ascending, limited to what a step can have.
 
     A number of requests above ``max_num_seqs`` is replaced by ``max_num_seqs``, because padding costs time and memory.
@@ -154,10 +154,12 @@ def asked_sizes(options: EngineOptions, longest: int) -> tuple[tuple[int, ...], 
     Args:
         options: The stack's engine options, with graphs on.
         longest: The most tokens of a request in a step that can be captured.
+        max_drafts: The most draft tokens of a request in a step. Steps with drafts are captured too.
     """
     most = options.max_num_seqs
     num_reqs = auto_sizes(most) if isinstance(options.graphs, str) else {min(size, most) for size in options.graphs}
-    return tuple(sorted(num_reqs)), tuple(size for size in options.graph_query_lens if size <= longest)
+    query_lens = {*options.graph_query_lens, 1 + max_drafts} if max_drafts else {*options.graph_query_lens}
+    return tuple(sorted(num_reqs)), tuple(sorted(size for size in query_lens if size <= longest))
 
 
 def context_sizes(max_model_len: int) -> tuple[int, ...]:

@@ -104,6 +104,7 @@ class StepGraphs:
         *,
         max_model_len: int,
         max_input_lens: Mapping[str, int],
+        max_drafts: int,
         source: str,
     ) -> StepGraphs | None:
         """Return the graphs that a stack asks for; None if its steps run without graphs.
@@ -115,6 +116,7 @@ class StepGraphs:
             device: The device of the model.
             max_model_len: The most tokens of a request.
             max_input_lens: The most tokens of each input that requests bring beside their tokens.
+            max_drafts: The most draft tokens of a request in a step.
             source: Where the stack was read, for errors.
 
         Raises:
@@ -130,7 +132,7 @@ class StepGraphs:
                 return None
             raise StackError(f'{source}: engine.graphs names sizes, but {why}; "auto" runs such steps without')
         longest = min(options.max_num_batched_tokens, max_model_len, layers.states.max_rounds or max_model_len)
-        num_reqs, query_lens = asked_sizes(options, longest)
+        num_reqs, query_lens = asked_sizes(options, longest, max_drafts)
         if not query_lens:
             raise StackError(
                 f"{source}: engine.graph_query_lens is {list(options.graph_query_lens)}, and a request computes at "

@@ -53,6 +53,9 @@ class Drafting(Generic[RequestT]):
     """Adds drafts to steps.
 
     Invariant: every request that the proposer was asked about and that has not ended has a pace.
+
+    Attributes:
+        max_drafts: The most drafts of a request in a step.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int | None) -> None:
@@ -63,7 +66,7 @@ class Drafting(Generic[RequestT]):
             vocab_size: The model's token ids are smaller; None if that is unknown.
         """
         self._proposer: Proposer | None = proposer
-        self._max_drafts, self._vocab_size = proposer.max_drafts, vocab_size
+        self.max_drafts, self._vocab_size = proposer.max_drafts, vocab_size
         self._paces: dict[str, Pace] = {}
 
     def add_drafts(self, step: ScheduledStep[RequestT], budget: int, cache: RequestCache) -> ScheduledStep[RequestT]:
@@ -145,7 +148,7 @@ class Drafting(Generic[RequestT]):
         for place, request in enumerate(requests):
             pace = self._paces.get(request.request_id)
             if pace is None:
-                pace = self._paces[request.request_id] = Pace(self._max_drafts)
+                pace = self._paces[request.request_id] = Pace(self.max_drafts)
             if pace.num_waiting:
                 pace.num_waiting -= 1
                 continue
@@ -173,7 +176,7 @@ class Drafting(Generic[RequestT]):
         """Record how many drafts of a request were accepted."""
         pace = self._paces.get(request.request_id)
         if pace is not None:
-            pace.learn(num_proposed, num_accepted, self._max_drafts)
+            pace.learn(num_proposed, num_accepted, self.max_drafts)
 
     def forget(self, request: RequestT) -> None:
         """Forget a request that has ended."""

@@ -90,6 +90,11 @@ class Scheduler(Generic[RequestT]):
         """Whether a request is waiting or running."""
         return bool(self.running or self.waiting)
 
+    @property
+    def max_drafts(self) -> int:
+        """The most draft tokens of a request in a step; 0 without a proposer."""
+        return 0 if self._drafting is None else self._drafting.max_drafts
+
     def add(self, request: RequestT) -> None:
         """Append a request to the queue. The cache must be able to hold it alone, at its full length."""
         self.waiting.append(request)
