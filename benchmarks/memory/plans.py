@@ -90,6 +90,7 @@ def _row(title: str, description: ModelDescription, registry: Registry, changes:
         "wasted": wasted_share(plan),
         "wasted_bytes": round(wasted_share(plan) * plan.memory_bytes),
         "lengths": lengths,
+        "generating": [plan.max_generating(length) for length in lengths],
         "requests": {name: [each.max_concurrency(length) for length in lengths] for name, each in plans.items()},
         "request_bytes": {**held, "padded": blocks},
         "padded": {
@@ -136,7 +137,7 @@ def write_report(record: Mapping[str, Any]) -> str:
         "## Requests that fit at once",
         table(
             (
-                *("", "tokens each", "kvframe", "every layer full", "equal padded groups"),
+                *("", "tokens each", "kvframe", "all but one generating", "every layer full", "equal padded groups"),
                 *("MiB a request: kvframe", "every layer full", "equal padded groups", "of these wasted"),
             ),
             [line for row in models for line in _requests(row)],
@@ -162,7 +163,8 @@ def _planned(row: Mapping[str, Any]) -> tuple[str, ...]:
 def _requests(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for index, length in enumerate(row["lengths"]):
         title = row["title"] if index == 0 else ""
-        counts = (f"{row['requests'][name][index]:,}" for name in SYSTEMS)
+        counts = [f"{row['requests'][name][index]:,}" for name in SYSTEMS]
+        counts.insert(1, f"{row['generating'][index]:,}")
         sizes = (f"{row['request_bytes'][name][index] / 2**20:,.1f}" for name in SYSTEMS)
         yield title, f"{length:,}", *counts, *sizes, f"{row['padded']['wasted'][index]:.1%}"
 
