@@ -16,6 +16,8 @@ def backend_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
         "decode": tuple(Request(length, 1) for length in (0, *ends)),
         "mixed": (Request(41, 1), Request(0, 19), Request(23, 7), Request(block_size, 1), Request(0, 1)),
         "uneven": (Request(300, 1), Request(9, 140), Request(2, 1), Request(0, 3)),
+        # Two queries are the least that are more than one. A sample prefers "mixed", which costs less, for all else.
+        "at_most_two": (Request(150, 2), Request(190, 1), Request(block_size, 1), Request(0, 2)),
     }
 
 

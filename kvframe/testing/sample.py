@@ -25,6 +25,7 @@ TOGETHER = (
     ("is_long", "state"),
     ("is_long", "num_heads"),
     ("block_size", "visible"),
+    ("most_queries", "visible"),
     ("format", "dtype"),
     ("format", "state"),
     ("format", "num_heads"),
@@ -123,6 +124,7 @@ def traits(case: Case) -> dict[str, Hashable]:
         "is_long": max(request.seq_len for request in case.requests) > LONG,
         "is_padded": case.num_padding > 0,
         "causal": case.causal,
+        "most_queries": _most_queries(case),
         "wrappers": tuple(wrapper.name for wrapper in case.wrappers),
     }
 
@@ -143,6 +145,12 @@ def _kind(requests: Sequence[Request]) -> Hashable:
         any(request.num_hidden for request in requests),
         min(request.seq_len for request in requests) == 0,
     )
+
+
+def _most_queries(case: Case) -> Hashable:
+    """Return whether some request has one query, two or more: kernels are chosen by that, and are causal or not."""
+    most = max(request.num_new for request in case.requests)
+    return min(3, most), case.causal, case.requests[0].num_keys is not None
 
 
 def _part(request: Request) -> str:
