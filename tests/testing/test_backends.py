@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvframe_torch import backend as backend_module
 from kvframe_torch import builder as builder_module
-from kvframe_torch import chunks as chunks_module
+from kvframe_torch import tiles as tiles_module
 from kvframe_torch.backend import TorchBackend
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
@@ -105,9 +105,9 @@ def test_finite_values_where_nothing_is_live_change_nothing(backend: type[Attent
         (builder_module, "MAX_BATCH_KEYS"),
         (builder_module, "MAX_BATCH_BYTES"),
         (builder_module, "FREE_PADDING_ELEMENTS"),
-        (chunks_module, "MAX_ROWS"),
-        (chunks_module, "MAX_BIAS_ROWS"),
-        (chunks_module, "LEAST_PROMPT"),
+        (tiles_module, "MAX_ROWS"),
+        (tiles_module, "MAX_BIAS_ROWS"),
+        (tiles_module, "LEAST_PROMPT"),
         (backend_module, "MAX_SCRATCH_ELEMENTS"),
     ],
 )

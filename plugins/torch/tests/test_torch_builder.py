@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvframe_torch import builder as builder_module
-from kvframe_torch import chunks as chunks_module
+from kvframe_torch import tiles as tiles_module
 from kvframe_torch.backend import TorchBackend
 from kvframe_torch.builder import TorchMetadata, TorchMetadataBuilder
-from kvframe_torch.chunks import ChunkMasks
 from kvframe_torch.spans import NO_WINDOW, Rules, Spans
+from kvframe_torch.tiles import ChunkMasks
 
 from kvframe import load_plugins
 from kvframe.contract.backend import AttentionBackend
@@ -123,10 +123,10 @@ def limits(small: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(builder_module, "MAX_BATCH_KEYS", 48)
-            patch.setattr(chunks_module, "MAX_ROWS", 6)
+            patch.setattr(tiles_module, "MAX_ROWS", 6)
             patch.setattr(builder_module, "FREE_PADDING_ELEMENTS", 0)
         else:
-            patch.setattr(chunks_module, "LEAST_PROMPT", 2)
+            patch.setattr(tiles_module, "LEAST_PROMPT", 2)
         yield
 
 
@@ -193,6 +193,20 @@ def test_groups_that_are_built_together_get_what_each_gets_alone(
     assert_same(tuple(alone), tuple(TorchMetadataBuilder.build_together([*zip(builders, steps, strict=False)])))
 
 
+def test_groups_whose_windows_no_request_has_reached_differ_in_their_pages_alone() -> None:
+    builders = [TorchBackend([layer_of(**mask)], CPU).make_builder() for mask in ({}, {"window": 10}, {"window": 9})]
+    step = metadata_of([Request(9, 1), Request(4, 1)], starts=False)
+    tables = [metadata_of([Request(9, 1), Request(4, 1)], seed).block_table for seed in range(3)]
+    steps = [attrs.evolve(step, block_table=table) for table in tables]
+    full, reached, hides = TorchMetadataBuilder.build_together([*zip(builders, steps, strict=True)])
+    assert full.hidden is reached.hidden
+    assert tables[1][0].tolist() == reached.pages[:3].tolist() != full.pages[:3].tolist() == tables[0][0].tolist()
+    # The window of nine hides the first token of ten.
+    assert 0 not in full.hidden.tolist()
+    assert 0 in hides.hidden.tolist()
+    assert_same(reached, builders[1].build(steps[1]))
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -238,7 +252,7 @@ def test_long_chunks_equal_the_reference(mask: Mapping[str, Any], requests: list
     common = metadata_of(requests)
     expected = attend(TorchReferenceBackend, layer_of(**mask), common)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks_module, "MAX_ROWS", max_rows)
+        patch.setattr(tiles_module, "MAX_ROWS", max_rows)
         torch.testing.assert_close(attend(TorchBackend, layer_of(**mask), common), expected)
 
 
@@ -310,16 +324,15 @@ def test_what_no_query_of_a_batch_sees_is_counted_from_the_batchs_first_token() 
     with limits(True):
         built = built_for(layer_of(), metadata_of([Request(201, 1, num_hidden=98), Request(201, 1, num_hidden=97)]))
     # 4 tokens to a page; pages before the hidden tokens' last one are not read.
-    assert [0, 1, 106, 107, 0, 106, 107] == built.dead.tolist()
     assert [0, 1, 106, 107, 108, 214, 215] == built.hidden.tolist()
-    assert [(0, 4), (4, 3)] == [(batch.first_dead, batch.num_dead) for batch in built.batches]
+    assert [(0, 4), (4, 3)] == [(batch.first_hidden, batch.num_hidden) for batch in built.batches]
 
 
 def test_padding_repeats_a_page_of_which_each_token_is_seen() -> None:
     common = metadata_of([Request(40, 1), Request(29, 1)], starts=False)
     built = built_for(layer_of(), common)
     assert [*common.block_table[1, :8].tolist(), *common.block_table[1, [1] * 3].tolist()] == built.pages[11:].tolist()
-    assert [41, 42, 43, 44 + 30, 44 + 31] == built.dead.tolist()
+    assert [41, 42, 43, 44 + 30, 44 + 31] == built.hidden.tolist()
 
 
 def test_requests_without_keys_are_not_computed() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec
 from kvframe_torch.spans import NO_WINDOW, Rules, Spans, row_stride, sums_between
@@ -35,16 +35,16 @@ class Batch(NamedTuple):
         num_requests: How many requests.
         first_page: The first of the metadata's ``pages``.
         num_pages: Pages of each request.
-        first_dead: The first of the metadata's ``dead``.
-        num_dead: How many of them.
+        first_hidden: The first of the metadata's ``hidden``.
+        num_hidden: How many of them.
     """
 
     first_row: int
     num_requests: int
     first_page: int
     num_pages: int
-    first_dead: int
-    num_dead: int
+    first_hidden: int
+    num_hidden: int
 
 
 class Chunk(NamedTuple):
@@ -80,10 +80,10 @@ class TorchMetadata:
         chunks: The requests with several.
         pages: ``[num_pages], int32, device``: the block ids to gather, those of batches first.
         rows: ``[num_single_queries], int64, device``: the packed token of each single query, batch after batch.
-        dead: ``[num_dead], int64, device``: gathered tokens, counted from the first one of their batch, that are not
-            seen and may hold anything, NaN included.
-        hidden: ``[num_dead], int64, device``: the same tokens, counted from the first one that is gathered.
-        repeated: ``[num_repeated], int64, device``: the numbers of pages that were gathered before.
+        hidden: ``[num_hidden], int64, device``: the numbers of gathered tokens of batches that are not seen and may
+            hold anything, NaN included.
+        repeated: ``[num_repeated], int64, device``: the numbers of gathered pages that are padding: the same page was
+            gathered before, and each of its tokens is seen there.
         mask: ``[num_gathered], device``: what is added to the scores of batches, -inf for hidden tokens and repeated
             pages, otherwise 0. None before ``finish``, and if all is seen.
         distances: ``[num_pages], int64, device``: the position of each page's first token less that of its request's
@@ -100,7 +100,6 @@ class TorchMetadata:
     chunks: tuple[Chunk, ...]
     pages: torch.Tensor
     rows: torch.Tensor
-    dead: torch.Tensor
     hidden: torch.Tensor
     repeated: torch.Tensor
     mask: torch.Tensor | None
@@ -153,26 +152,48 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
 
     @classmethod
     def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[TorchMetadata]:
-        """Return the metadata of all groups, in which each number counts from the first one of its group."""
-        rules = [builder._rules for builder, _ in builds]
+        """Return the metadata of all groups. It is made once for groups that differ in their block tables alone.
+
+        Windows that no request of the step has reached make no difference.
+        """
+        rules = [builder._rules.reached(metadata.max_seq_len) for builder, metadata in builds]
+        keys = [
+            (rule, builder._max_distance, metadata.causal, metadata.block_size, *map(id, _host_values(metadata)))
+            for rule, (builder, metadata) in zip(rules, builds, strict=True)
+        ]
+        first = {key: index for index, key in reversed([*enumerate(keys)])}
+        chosen = sorted(first.values())
+        made = cls._build_different([builds[index] for index in chosen], [rules[index] for index in chosen])
+        of_group, found = dict(zip(chosen, made, strict=True)), []
+        for index, (builder, metadata) in enumerate(builds):
+            built = of_group[first[keys[index]]]
+            is_own = index in of_group
+            found.append(built if is_own else attrs.evolve(built, **builder.refreshed_fields(built, metadata)))
+        return found
+
+    @classmethod
+    def _build_different(
+        cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]], rules: Sequence[Rules]
+    ) -> list[TorchMetadata]:
+        """Return the metadata of some groups, in which each number counts from the first one of its group."""
         spans = Spans.of([metadata for _, metadata in builds], rules)
         bounds = spans.batch_bounds(rules)
         first, counts = bounds[:-1], np.diff(bounds)
         widths = spans.num_pages[first].repeat(counts)
         edges = np.searchsorted(spans.group, np.arange(len(builds) + 1))
         first_of_group = edges[spans.group]
-        (dead, hidden), num_dead = spans.dead(widths, [first.repeat(counts), first_of_group])
+        hidden, num_hidden = spans.hidden(widths, first_of_group)
         places, repeated, num_repeated = spans.places(widths, first_of_group)
         has_bias = any(builder._max_distance is not None for builder, _ in builds)
         distances = spans.distances(places, widths) if has_bias else places
 
-        columns = [counts, sums_between(bounds, num_dead), spans.num_pages[first], spans.num_queries[first]]
+        columns = [counts, sums_between(bounds, num_hidden), spans.num_pages[first], spans.num_queries[first]]
         of_chunks = (spans.first_row, spans.position, spans.start, spans.stop, spans.sink_stop)
         columns += [column[first] for column in (*of_chunks, spans.shift, spans.sink_shift)]
         parts = zip(*(column.tolist() for column in columns), strict=True)
         num_parts = np.bincount(spans.group[first], minlength=len(builds)).tolist()
         flat = [(places, widths), (distances, widths), (spans.first_row, np.ones_like(widths))]
-        flat += [(dead, num_dead), (hidden, num_dead), (repeated, num_repeated)]
+        flat += [(hidden, num_hidden), (repeated, num_repeated)]
         split = [torch.from_numpy(each).split(sums_between(edges, sizes).tolist()) for each, sizes in flat]
         return [
             builder._metadata(metadata, islice(parts, num), *tensors)
@@ -186,18 +207,17 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         places: torch.Tensor,
         distances: torch.Tensor,
         rows: torch.Tensor,
-        dead: torch.Tensor,
         hidden: torch.Tensor,
         repeated: torch.Tensor,
     ) -> TorchMetadata:
         """Return a group's metadata, given the numbers of its batches and chunks, and its part of each array."""
-        batches, chunks, num_rows, num_pages, num_dead = [], [], 0, 0, 0
-        for num_requests, dead_of_batch, width, num_queries, *chunk in parts:
+        batches, chunks, num_rows, num_pages, num_hidden = [], [], 0, 0, 0
+        for num_requests, hidden_of_batch, width, num_queries, *chunk in parts:
             if num_queries > 1:
                 chunks.append(Chunk(num_pages, width, num_queries, *chunk))
             else:
-                batches.append(Batch(num_rows, num_requests, num_pages, width, num_dead, dead_of_batch))
-                num_rows, num_dead = num_rows + num_requests, num_dead + dead_of_batch
+                batches.append(Batch(num_rows, num_requests, num_pages, width, num_hidden, hidden_of_batch))
+                num_rows, num_hidden = num_rows + num_requests, num_hidden + hidden_of_batch
             num_pages += num_requests * width
         stride = row_stride(common.block_table)
         return TorchMetadata(
@@ -207,7 +227,6 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             chunks=tuple(chunks),
             pages=_block_ids(places, common.block_table, stride),
             rows=rows[:num_rows],
-            dead=dead,
             hidden=hidden,
             repeated=repeated,
             mask=None,
@@ -235,6 +254,11 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the block ids of another block table."""
         return {"pages": _block_ids(built.places_cpu, metadata.block_table, built.table_stride)}
+
+
+def _host_values(metadata: CommonAttentionMetadata) -> tuple[Any, ...]:
+    """Return the values by which, beside its rules, a group's pages are found in its block table."""
+    return metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.extensions.get(SEQ_STARTS)
 
 
 def _block_ids(places: torch.Tensor, table: torch.Tensor, stride: int) -> torch.Tensor:

@@ -40,6 +40,10 @@ class Rules(NamedTuple):
     max_keys: int
     free_padding: int
 
+    def reached(self, max_seq_len: int) -> Rules:
+        """Return the rules for requests of at most so many tokens: a window as long hides nothing of them."""
+        return self if max_seq_len > self.window else self._replace(window=NO_WINDOW, num_sink_tokens=0)
+
 
 @attrs.frozen(eq=False)
 class Spans:
@@ -182,18 +186,17 @@ class Spans:
         pages: IntArray = places - self.place.repeat(widths)
         return pages * self.block_size.repeat(widths) + (self.shift - self.position).repeat(widths)
 
-    def dead(self, widths: IntArray, firsts: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
-        """Return the gathered tokens that may hold anything: a request's only query does not see them, but for padding.
+    def hidden(self, widths: IntArray, counted_from: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the gathered tokens that a request's only query does not see, without those of repeated pages.
 
         What it sees is one run of tokens, or two with sink tokens: few numbers say what is around them.
 
         Args:
-            widths: As for ``places``. Padding repeats a page of which each token is seen, or is taken for dead.
-            firsts: ``[num_spans]`` each: for each span, the one whose first gathered token is counted as 0.
+            widths: As for ``places``. Padding repeats a page of which each token is seen, or is hidden here.
+            counted_from: ``[num_spans]``: for each span, the one whose first gathered token is counted as 0.
 
         Returns:
-            The tokens, counted in each of these ways; and ``[num_spans]``: how many there are for each, none for those
-            with several queries.
+            The numbers of the tokens; and ``[num_spans]``: how many each span has, none if it has several queries.
         """
         low, stop, sink_stop = self.low - self.shift, self.stop - self.shift, np.minimum(self.sink_stop, self.stop)
         last = np.where(self._has_inner_page, self.num_pages, widths) * self.block_size
@@ -203,9 +206,9 @@ class Spans:
             begins, ends = [begins[0], sees_to, stop], [sees_from, np.maximum(sees_to, low), last]
         starts = np.stack(begins, axis=1)
         lengths = (np.stack(ends, axis=1) - starts) * (self.num_queries == 1)[:, None]
-        numbers, counts = _ranges(starts.ravel(), lengths.ravel()), lengths.sum(axis=1)
         offsets = (widths.cumsum() - widths) * self.block_size
-        return [numbers + (offsets - offsets[first]).repeat(counts) for first in firsts], counts
+        starts += (offsets - offsets[counted_from])[:, None]
+        return _ranges(starts.ravel(), lengths.ravel()), lengths.sum(axis=1)
 
 
 def _starts(step: CommonAttentionMetadata) -> IntArray:
