@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvframe.cli.options import dtype_option, json_option, load_checked_plugins, read_stack, stack_option
+from kvframe.cli.options import (
+    dtype_option,
+    html_option,
+    json_option,
+    load_checked_plugins,
+    read_stack,
+    stack_option,
+)
+from kvframe.cli.pages import write_page
 from kvframe.cli.render import compact_names, print_facts, print_json, print_note, print_reasons, print_table
 from kvframe.contract.eviction import LRU
 from kvframe.contract.formats import PLAIN
@@ -32,9 +40,16 @@ _NUM_CELLS = 4
 @click.option("--device", metavar="DEVICE", help="Where it would run. Default: as in the stack.")
 @dtype_option
 @click.option("--verbose", is_flag=True, help="Say for every other backend the whole reason, row by row.")
+@html_option
 @json_option
 def explain(
-    model: Path, stack_file: Path | None, device: str | None, dtype: str | None, verbose: bool, as_json: bool
+    model: Path,
+    stack_file: Path | None,
+    device: str | None,
+    dtype: str | None,
+    verbose: bool,
+    html: Path | None,
+    as_json: bool,
 ) -> None:
     """Say for each layer of a model its group, wrapper chain and backend, and why the other backends were not chosen.
 
@@ -57,6 +72,9 @@ def explain(
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
     chosen = {choice.layer: choice for choice in choices}
     explained = [_explain(layer, grouping, chosen.get(layer.name), backends) for layer in layers if layer.spec]
+    if html is not None:
+        notes = [note for note in (grouping.note, f"cached pages are evicted by {eviction}") if note]
+        write_page(html, "explain.html", _page(description.name, explained, registry, notes))
     if as_json:
         print_json({"model": description.name, "note": grouping.note, "eviction": eviction, "layers": explained})
         return
@@ -135,10 +153,8 @@ def _print(model: str, explained: Sequence[dict[str, Any]], registry: Registry, 
 
     With ``verbose``, the reasons are printed row by row, each backend with its distribution.
     """
-    names = {registry.backends.get(name).id: name for name in registry.backends.names()}
-    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for each in explained:
-        alike.setdefault(_row(each, names), []).append(each)
+    names = _short_names(registry)
+    alike = _rows_of(explained, names)
     print_table(
         f"{model}: {len(explained)} layers",
         ("row", "layers", "kind", "group", "wrappers", "backend"),
@@ -155,6 +171,46 @@ def _print(model: str, explained: Sequence[dict[str, Any]], registry: Registry, 
     elif others:
         print_reasons("Why not the others", _by_reason(others, names, registry))
         print_note("--verbose says it row by row; `kvframe plugins NAME` says what a backend needs")
+
+
+def _short_names(registry: Registry) -> dict[str, str]:
+    """Return the names of backends as stacks may write them, by their ids."""
+    return {registry.backends.get(name).id: name for name in registry.backends.names()}
+
+
+def _rows_of(
+    explained: Sequence[dict[str, Any]], names: Mapping[str, str]
+) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """Return the layers of each row, which have equal choices."""
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in explained:
+        alike.setdefault(_row(each, names), []).append(each)
+    return alike
+
+
+def _page(model: str, explained: Sequence[dict[str, Any]], registry: Registry, notes: Sequence[str]) -> dict[str, Any]:
+    """Return the data of the page."""
+    names = _short_names(registry)
+    return {
+        "model": model,
+        "num_layers": len(explained),
+        "notes": list(notes),
+        "rows": [
+            {
+                "num_layers": len(of_row),
+                "layers": compact_names([each["layer"] for each in of_row]),
+                "kind": row[0],
+                "place": "no cache group" if row[1] == "none" else f"cache group {row[1]}",
+                "wrappers": of_row[0]["wrappers"],
+                "backend": row[3],
+                "others": [
+                    {"backend": names.get(each["backend"], each["backend"]), "reason": _in_short(each, registry)}
+                    for each in of_row[0]["others"]
+                ],
+            }
+            for row, of_row in _rows_of(explained, names).items()
+        ],
+    }
 
 
 def _row(explained: dict[str, Any], names: Mapping[str, str]) -> tuple[str, ...]:

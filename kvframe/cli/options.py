@@ -56,6 +56,12 @@ memory_option = click.option(
     help="Memory for the KV cache, such as 2GiB, or auto (enough for the most requests of the greatest length, at "
     "most half of the free memory). Default: as in the stack.",
 )
+html_option = click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a page with pictures to this file, too; it needs no network.",
+)
 block_size_option = click.option(
     "--block-size", type=click.IntRange(min=1), metavar="N", help="Tokens per block. Default: as in the stack."
 )

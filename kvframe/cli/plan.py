@@ -12,12 +12,15 @@ from kvframe.cli.live_range import describe_live_range
 from kvframe.cli.options import (
     block_size_option,
     dtype_option,
+    html_option,
     json_option,
     load_checked_plugins,
     memory_option,
     read_stack,
     stack_option,
 )
+from kvframe.cli.pages import write_page
+from kvframe.cli.pages.plan import page_of_plan
 from kvframe.cli.render import compact_names, format_bytes, print_facts, print_json, print_note, print_table
 from kvframe.contract.formats import PLAIN
 
@@ -55,6 +58,7 @@ _SHORTEST_LISTED_LEN = 1024
     metavar="N",
     help="Say how many requests of this length fit; repeat for several. Default: a range of lengths.",
 )
+@html_option
 @stack_option
 @json_option
 def plan(
@@ -65,6 +69,7 @@ def plan(
     block_size: int | None,
     hybrid: bool | None,
     num_tokens: tuple[int, ...],
+    html: Path | None,
     stack_file: Path | None,
     as_json: bool,
 ) -> None:
@@ -94,6 +99,9 @@ def plan(
         raise click.UsageError(f"--num-tokens: a request has at most {planned.max_model_len} tokens")
     lengths = sorted(set(num_tokens)) or _listed_lens(planned.max_model_len)
     computed = _computed_otherwise(layers, grouping, planned.max_model_len)
+    if html is not None and planned.groups:
+        concurrency = _concurrency(planned, lengths)
+        write_page(html, "plan.html", page_of_plan(description, layers, grouping, planned, concurrency))
     if as_json:
         print_json(_to_dict(description, grouping, planned, host_bytes, lengths, computed))
     else:
@@ -158,11 +166,15 @@ def _to_dict(
         "note": grouping.note,
         "follows": dict(grouping.follows),
         "computed_otherwise": computed,
-        "concurrency": [
-            {"num_tokens": n, "max_requests": planned.max_concurrency(n), "max_generating": planned.max_generating(n)}
-            for n in lengths
-        ],
+        "concurrency": _concurrency(planned, lengths),
     }
+
+
+def _concurrency(planned: KVCachePlan, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    return [
+        {"num_tokens": n, "max_requests": planned.max_concurrency(n), "max_generating": planned.max_generating(n)}
+        for n in lengths
+    ]
 
 
 def _print(

@@ -1,0 +1,36 @@
+"""Pages: one self-contained HTML file each, which loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvframe.contract.errors import FileError
+from kvframe.contract.foreign import safe_text
+
+_DATA = "/*data*/"
+
+
+def write_page(path: Path, template: str, data: Mapping[str, Any]) -> None:
+    """Write a page with its data inside.
+
+    Args:
+        path: The file; an existing one is replaced.
+        template: The template's file name in this package.
+        data: What the page shows, as plain values.
+
+    Raises:
+        FileError: The file cannot be written.
+    """
+    style = files(__package__).joinpath("style.css").read_text(encoding="utf-8")
+    page = files(__package__).joinpath(template).read_text(encoding="utf-8")
+    # Data may hold a model's names: nothing in them may end the script element.
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    page = page.replace("/*style*/", style).replace(_DATA, text)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"the page {path} cannot be written: {safe_text(error)}") from error

@@ -1,0 +1,125 @@
+"""The page of a plan: what each group keeps along a growing sequence, and where the bytes go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvframe.cli.live_range import describe_live_range
+from kvframe.cli.render import compact_names
+
+if TYPE_CHECKING:
+    from kvframe.contract.description import ModelDescription
+    from kvframe.contract.specs import KVCacheSpec, LayerSpec
+    from kvframe.planning.groups import Grouping, KVCacheGroup
+    from kvframe.planning.plan import KVCachePlan
+
+_NUM_SAMPLES = 160
+_MOST_RANGES = 40
+"""The most parts of a live range that are drawn; the first and the last are kept."""
+
+_NEARLY_EQUAL = 1.5
+
+
+def page_of_plan(
+    description: ModelDescription,
+    layers: Sequence[LayerSpec],
+    grouping: Grouping,
+    planned: KVCachePlan,
+    concurrency: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the data of a plan's page.
+
+    Args:
+        description: The model.
+        layers: Its layer specs.
+        grouping: Its groups, as planned.
+        planned: The plan; it has a group.
+        concurrency: For some lengths, how many requests fit.
+    """
+    from kvframe.planning.groups import group_layers
+
+    full, equal = group_layers(layers, hybrid=False).groups, _EqualGroups.of(grouping.groups)
+    samples = []
+    for n in _lengths(planned.max_model_len):
+        held = [_held_bytes(group.spec, group.page_bytes, n) for group in planned.groups]
+        samples.append(
+            {
+                "n": n,
+                "ranges": [_drawn(group.spec.live_ranges(n)) for group in planned.groups],
+                "bytes": held,
+                "total": sum(held),
+                "all_full": sum(_held_bytes(group.spec, group.page_bytes, n) for group in full),
+                "equal_groups": equal.held_bytes(n),
+            }
+        )
+    return {
+        "model": description.name,
+        "num_layers": len(description.layers),
+        "max_model_len": planned.max_model_len,
+        "total_bytes": planned.total_bytes,
+        "num_slabs": planned.num_slabs,
+        "slab_bytes": planned.slab_bytes,
+        "waste_fraction": planned.waste_fraction,
+        "groups": [
+            {
+                "kind": group.spec.kind,
+                "num_layers": len(group.layers),
+                "layers": compact_names(group.layers),
+                "needs": describe_live_range(group.spec, planned.max_model_len),
+                "block_size": group.block_size,
+                "page_bytes": group.page_bytes,
+                "pages_per_slab": group.pages_per_slab,
+                "peak_blocks": group.peak_blocks,
+            }
+            for group in planned.groups
+        ],
+        "samples": samples,
+        "concurrency": list(concurrency),
+    }
+
+
+def _lengths(longest: int) -> list[int]:
+    """Return lengths from 0 to the longest, closer to each other at the start, where windows fill."""
+    steps = range(_NUM_SAMPLES + 1)
+    return sorted({round(longest * (step / _NUM_SAMPLES) ** 2) for step in steps})
+
+
+def _held_bytes(spec: KVCacheSpec, page_bytes: int, n: int) -> int:
+    return spec.num_resident_blocks(n, 0) * page_bytes
+
+
+def _drawn(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    if len(ranges) <= _MOST_RANGES:
+        return list(ranges)
+    return [*ranges[: _MOST_RANGES // 2], *ranges[-_MOST_RANGES // 2 :]]
+
+
+@attrs.frozen
+class _EqualGroups:
+    """A model in groups of equally many layers with equal pages, by the arithmetic of vLLM's hybrid cache manager.
+
+    Its source is vLLM's design page docs/design/hybrid_kv_cache_manager.md: layers of one kind are divided into groups
+    of as many layers as the rarest kind has, and layers with smaller pages get longer blocks.
+    """
+
+    specs: tuple[tuple[KVCacheSpec, int], ...]
+    """The spec of each kind of layers, with its blocks' tokens, and its number of groups."""
+    page_bytes: int
+
+    @classmethod
+    def of(cls, groups: Sequence[KVCacheGroup]) -> _EqualGroups:
+        counts = [len(group.layers) for group in groups]
+        size = max(counts) if max(counts) < _NEARLY_EQUAL * min(counts) else min(counts)
+        part = max(group.page_bytes // len(group.layers) for group in groups)
+        specs = []
+        for group in groups:
+            longer = group.spec.block_size * part * len(group.layers) // group.page_bytes
+            spec = group.spec if group.spec.is_per_block else attrs.evolve(group.spec, block_size=longer)
+            specs.append((spec, -(-len(group.layers) // size)))
+        return cls(tuple(specs), size * part)
+
+    def held_bytes(self, n: int) -> int:
+        return sum(_held_bytes(spec, self.page_bytes, n) * count for spec, count in self.specs)
