@@ -17,6 +17,7 @@ from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.failed_imports import explain_failed_import
+from kvframe.loading.discovery import BUILTIN_OWNER
 
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim
@@ -25,12 +26,10 @@ if TYPE_CHECKING:
 BROKEN_EXIT_CODE = 1
 """Exit code if something that kvframe or an installed plugin needs is broken."""
 
-_SHOWN = ("torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "triton")
-"""Distributions whose versions are shown, installed or not."""
-
 State = Literal["usable", "missing", "unusable", "broken"]
 """Of a registered name: what it needs is not installed; or it says that it cannot run here; or it fails."""
 
+_BUILTIN = f"{BUILTIN_OWNER}:builtin"
 _BROKEN_STATUSES = ("incompatible", "conflict", "broken")
 
 
@@ -95,7 +94,7 @@ def doctor(stack_file: Path | None, as_json: bool) -> None:
         *_plugin_problems(host, names),
     ]
     found = {
-        "versions": _versions(),
+        "versions": _versions(host),
         "devices": [] if torch_problem else _devices(),
         "libraries": [attrs.asdict(each) for each in _libraries(entries)],
         "plugins": [
@@ -114,8 +113,8 @@ def doctor(stack_file: Path | None, as_json: bool) -> None:
         click.get_current_context().exit(BROKEN_EXIT_CODE)
 
 
-def _versions() -> dict[str, str | None]:
-    """Return the versions of kvframe, its contract, Python, the system and the distributions that matter most."""
+def _versions(host: PluginHost) -> dict[str, str | None]:
+    """Return the versions of kvframe, its contract, Python, the system and what the plugins require."""
     from kvframe.contract.hookspecs import API_VERSION
 
     return {
@@ -123,7 +122,7 @@ def _versions() -> dict[str, str | None]:
         "contract": API_VERSION,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        **{name: _version(name) for name in _SHOWN},
+        **{name: _version(name) for name in sorted(_required(host))},
     }
 
 
@@ -213,6 +212,23 @@ def _libraries(entries: Sequence[Claim]) -> list[Library]:
     return found
 
 
+def _required(host: PluginHost) -> set[str]:
+    """Return the distributions that kvframe and the plugins require, extras left out."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    distributions = {"kvframe", *(record.distribution for record in host.records)}
+    found = set()
+    for distribution in distributions:
+        try:
+            for text in importlib.metadata.requires(distribution) or []:
+                needed = Requirement(text)
+                if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                    found.add(needed.name)
+        except (importlib.metadata.PackageNotFoundError, InvalidRequirement):
+            continue  # a module that was passed as a plugin, or what is reported as a problem
+    return found - distributions
+
+
 def _requirement_problems(host: PluginHost) -> Iterator[str]:
     """Yield the requirements of kvframe's and the plugins' distributions that are not met; extras are left out."""
     from packaging.requirements import InvalidRequirement, Requirement
@@ -262,7 +278,7 @@ def _next_steps(problems: Sequence[str], names: Sequence[Name]) -> list[str]:
     usable = {(each.kind, each.name) for each in names if each.state == "usable"}
     if not any(kind == "model adapter" for kind, _ in usable):
         return ["pip install 'kvframe[transformers]' to read Hugging Face models"]
-    if {name for kind, name in usable if kind == "backend"} <= {"torch_reference"}:
+    if not any(each.kind == "backend" and each.state == "usable" and each.plugin != _BUILTIN for each in names):
         return ["pip install 'kvframe[torch]' for a backend that is not slow on purpose"]
     return [
         "kvframe plan MODEL to see what its cache takes",
