@@ -19,7 +19,7 @@ from kvframe.selection.skipping import find_skippable_layers
 
 
 class HostedModel:
-    """A model's attention layers, or those of one rank, as a stack wants them in another engine's memory.
+    """The attention layers of a model, or of one rank, set up by a stack for the memory of another engine.
 
     Attributes:
         layers: By name, in the model's order.

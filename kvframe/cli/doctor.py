@@ -27,7 +27,8 @@ BROKEN_EXIT_CODE = 1
 """Exit code if something that kvframe or an installed plugin needs is broken."""
 
 State = Literal["usable", "missing", "unusable", "broken"]
-"""Of a registered name: what it needs is not installed; or it says that it cannot run here; or it fails."""
+"""Of a registered name. ``"missing"``: something that it needs is not installed. ``"unusable"``: it says that it cannot
+run here. ``"broken"``: it fails."""
 
 _BUILTIN = f"{BUILTIN_OWNER}:builtin"
 _BROKEN_STATUSES = ("incompatible", "conflict", "broken")

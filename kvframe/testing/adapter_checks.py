@@ -1,4 +1,4 @@
-"""What is checked of a model adapter: how it reads a model, and that the engine serves the model's own tokens."""
+"""The checks of a model adapter: how it reads a model, and that the engine serves the model's own tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _check_served(path: Path, plugins: Sequence[ModuleType]) -> None:
 def _check_way(path: Path, plugins: Sequence[ModuleType], way: str) -> None:
     usual, other = (_serve(path, plugins, options) for options in ({}, _WAYS[way]))
     for index, (expected, found) in enumerate(zip(usual, other, strict=True)):
-        _require(expected == found, f"with {way}, prompt {index} is continued by {found}, and else by {expected}")
+        _require(expected == found, f"with {way}, prompt {index} is continued by {found}, and otherwise by {expected}")
 
 
 def _serve(path: Path, plugins: Sequence[ModuleType], options: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What is checked of a backend: the grid's cases, other hosts, and runs at the sizes of real models."""
+"""The checks of a backend: the grid's cases, other hosts, and runs at the sizes of real models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvframe.testing.serving import check_run
 from kvframe.testing.state import BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm, form_of
 
 LARGE = 1e4
-"""A value of memory without live state that is not NaN: it finds a backend that hides NaN."""
+"""What fills memory without live state in some cases, instead of NaN: it finds a backend that hides NaN."""
 
 _FEATURES: Mapping[str, Mapping[str, Any]] = {
     "full attention": {},

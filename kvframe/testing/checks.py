@@ -1,4 +1,4 @@
-"""What is checked of one part of a plugin, such as a backend, and the verdict on each of its features.
+"""The checks of one part of a plugin, such as a backend, and the verdict on each of its features.
 
 ``backend_checks``, ``spec_checks`` and the like make the checks. The test classes of ``suites`` and ``kvframe check``
 both run them, and nothing else.
@@ -78,7 +78,7 @@ class Row:
     Attributes:
         feature: Its name.
         verdict: Whether it works, is refused, or is wrong.
-        codes: The codes of the refusals; of a feature that works but for others, the names of those.
+        codes: The codes of the refusals. For a feature that works except together with others, the names of these.
         num_passed: How many of its checks passed.
         num_checks: How many checks use it; none if it is refused.
     """
@@ -139,8 +139,8 @@ def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done:
 def _judge(checks: Checks, failures: Collection[str], refusals: Mapping[str, str]) -> tuple[Row, ...]:
     """Return a row for each feature.
 
-    A check uses several features. Of the features of failed checks, those are wrong that explain the failures: a
-    feature none of whose checks passed, and the fewest others that occur in every failed check left.
+    A check uses several features. Those that explain the failures are wrong: each feature none of whose checks passed,
+    and of the others as few as leave no failed check unexplained.
     """
     using: dict[str, list[str]] = {}
     for check in checks.checks:

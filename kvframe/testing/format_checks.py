@@ -1,4 +1,4 @@
-"""What is checked of a format: its laws, and the attention of every installed backend on its pages."""
+"""The checks of a format: its laws, and the attention of every installed backend on its pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked of a cache spec: its laws, a plan, and the attention of every installed backend under its mask."""
+"""The checks of a cache spec: its laws, a plan, and the attention of every installed backend under its mask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_TOKENS = 48
 """Positions up to this one are checked."""
 
 _SIZES = ((1, 2, 3), (5, 3, 2), (6, 16, 7))
-"""Values of the options that a spec requires and that are whole numbers, if none are given: around those of blocks."""
+"""Values of the whole numbers that a spec requires, if no options are given: smaller and larger than blocks."""
 
 _USUAL: Mapping[str, int] = {"num_kv_heads": 2, "head_size": 8, "latent_size": 16, "rope_size": 4, "head_size_v": 8}
 """Sizes of state, by the names of their fields."""
@@ -185,7 +185,7 @@ def _attention_checks(
 
 
 def _layer_of(spec: KVCacheSpec, form: StateForm) -> LayerSpec | None:
-    """Return a layer with this spec whose queries fit the form's state; None if the form is of other state."""
+    """Return a layer with this spec whose queries fit the form's state; None if the form draws other state."""
     names = {*spec.state_tensors()}
     if form is KEYS_AND_VALUES:
         if names != {"k", "v"}:

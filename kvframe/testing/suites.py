@@ -8,8 +8,8 @@
     class TestMine(BackendTests):
         backend = "mine"
 
-pytest then runs a test for each check of the kit, in which every feature that the backend declares occurs.
-``pytest -m whole`` runs the rest of a backend's, spec's or format's checks. A class without a check is an error.
+pytest then runs a sample of the kit's checks, a test for each, in which every feature that the backend declares occurs.
+``pytest -m whole`` runs the rest of the checks of a backend, spec or format. A class without a check is an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class KitTests:
         Raises:
             ConformanceError: There is nothing to check.
         """
-        raise NotImplementedError(f"{type(self).__name__} is no test class of a kind: derive from BackendTests or such")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what it tests; derive it from BackendTests, SpecTests or the like"
+        )
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make a test of each check; called by pytest for each method of the class."""

@@ -1,4 +1,4 @@
-"""What is checked of a wrapper: its declarations and its effect, on every kind of layer that it does not refuse."""
+"""The checks of a wrapper: its declarations and its effect, on every kind of layer that it does not refuse."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class StepLimit:
 
 
 def late(max_seconds: float, line: str | None) -> str:
-    """Return what people read of a step that does not end, on the rank whose line it is, or on all ranks.
+    """Return the error for a step that does not end, on the rank that runs the line, or on all ranks.
 
     Args:
         max_seconds: How long a step may take.

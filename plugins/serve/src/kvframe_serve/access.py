@@ -20,7 +20,7 @@ OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no key."""
 
 _DROPPED = 16
-"""How many times as large as the largest body a body may be that is read to its end."""
+"""A body that is too large is read to its end only if it has at most this many times the bytes of the largest body."""
 
 
 @attrs.define
@@ -69,7 +69,7 @@ class Access:
         """Take the application.
 
         Args:
-            app: It.
+            app: The application.
             keys: The keys that callers must have; none to serve everybody.
             max_requests: The most requests that are served at once.
             max_body_bytes: The most bytes of a request's body.

@@ -22,9 +22,9 @@ _Job = Callable[[], None]
 
 
 class EngineThread:
-    """Runs an engine's steps in one thread, and all of its verbs.
+    """Runs all steps and verbs of an engine in one thread.
 
-    Invariant: only this thread calls the engine, ``stats`` excepted. ``_receivers`` belongs to it too.
+    Invariant: only this thread calls the engine, except for ``stats``. Only this thread uses ``_receivers``.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:

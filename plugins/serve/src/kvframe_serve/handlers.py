@@ -164,7 +164,7 @@ class Generation:
             self._items.put_nowait(item)
 
     def _note_end(self, output: RequestOutput) -> None:
-        """Let the handler report the engine's reason: it says ``length`` from ``max_new_tokens`` tokens on."""
+        """Make the handler report the engine's reason: it says ``length`` from ``max_new_tokens`` tokens on."""
         assert self._asked is not None
         count = len(output.token_ids)
         self._asked.max_new_tokens = count if output.finish_reason == "length" else count + 1
@@ -241,7 +241,7 @@ class ServedModel:
 
 
 class _OnEngine:
-    """What both handlers do otherwise than transformers': they check a body, and add the request before they answer."""
+    """How both handlers differ from transformers': they check a body, and add the request before they answer."""
 
     _is_chat: bool
     model_manager: ServedModel

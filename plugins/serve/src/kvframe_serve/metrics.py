@@ -39,7 +39,7 @@ class EngineMetrics(Collector):
         """Take the engine.
 
         Args:
-            engine: It.
+            engine: The engine.
             num_running: Returns the number of requests that clients wait for.
         """
         self._engine = engine

@@ -30,7 +30,7 @@ def limits() -> Mapping[str, int]:
     """Return the limits of the stack that was loaded last.
 
     Raises:
-        StackError: As for ``kvframe_configure``. An engine leaves a plugin out whose settings are wrong; a server
+        StackError: As for ``kvframe_configure``. An engine runs without a plugin whose settings are wrong; this server
             cannot.
     """
     for name, value in _ASKED.items():
