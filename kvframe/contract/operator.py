@@ -61,8 +61,8 @@ class OpaqueAttention:
 class OpaqueFunction:
     """Calls a function of tensors as an operator, while a model is compiled and when it runs.
 
-    The operator may write to memory that the compiler does not know, as that of a layer that keeps a state: its results
-    have to be used, so that the compiler does not remove it.
+    The function may write to memory that the compiler does not know, such as the pages of a state. The compiler removes
+    an operator whose results nobody uses, so use them.
     """
 
     def __init__(

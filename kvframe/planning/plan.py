@@ -271,7 +271,7 @@ class KVCachePlan:
         return self._most_requests(self.generating_blocks(num_tokens), self.peak_blocks(num_tokens))
 
     def _most_requests(self, blocks: Sequence[int], last: Sequence[int]) -> int:
-        """Return how many requests fit at once that hold ``blocks`` each, but for one that holds ``last``."""
+        """Return how many requests fit at once if one of them holds ``last`` blocks and each other one ``blocks``."""
         low, high = 0, self.num_slabs * max(group.pages_per_slab for group in self.groups) + 1
         while high - low > 1:
             middle = (low + high) // 2

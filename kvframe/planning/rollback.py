@@ -40,9 +40,10 @@ class RollbackSpec(KVCacheSpec):
         return {}
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
-        """Return the blocks of the step's tokens except each block's last token; of a long step, only the last block.
+        """Return the blocks in which the step has tokens other than the block's last; after a long step, only the last.
 
-        A step of more than ``1 + num_states`` tokens keeps the states at its end and at full blocks' ends.
+        After a step of more than ``1 + num_states`` tokens, only the states at its end and at the ends of full blocks
+        are kept.
         """
         size, end = self.block_size, n + num_new_tokens
         first = n if num_new_tokens <= 1 + self.num_states else end - 1

@@ -22,14 +22,16 @@ from kvframe.planning.answers import Answers, ask, ask_count, ask_live_ranges, l
 
 _log = logging.getLogger("kvframe")
 
-_MANY_RANGES, _GROWTH = 1 << 20, 1.5
-"""A peak that takes more live ranges than this is warned about, unless twice the tokens have so many times more of
-them: a peak at the end is found at once."""
+_MANY_RANGES = 1 << 20
+"""The most live ranges that a spec is asked for without a warning, to derive a peak."""
+_GROWTH = 1.5
+"""With this many times as many live ranges at the end as at half the length, a peak is found at the end, at once."""
 _DENSE, _NUM_RANDOM, _NUM_BOUNDARIES = 64, 48, 6
 _NUM_KEYS = 8
-"""For a query after the first positions, a mask function is asked about this many live tokens, and as many of any."""
+"""A mask function is asked about this many live tokens, and this many of all tokens, for each later query."""
 _NUM_PARTS = 8
-"""Of live ranges in many parts: the first, the last and some other parts, whose ends are asked about."""
+"""Of many live ranges, a mask function is asked about the ends of the first ones, the last ones and random ones: this
+many of each."""
 _SEED = 37
 
 
@@ -119,7 +121,7 @@ def peak_of(spec: KVCacheSpec, num_tokens: int, max_new_tokens: int) -> int:
 
 
 def _warn_of_many_ranges(spec: KVCacheSpec, num_tokens: int) -> None:
-    """Log that a derived peak takes long: if a type has many live ranges, whose number no longer grows."""
+    """Log a warning if a derived peak takes long, because a type has many live ranges whose number no longer grows."""
     if type(spec).peak_blocks is not KVCacheSpec.peak_blocks:
         return
     at_half, at_end = (len(ask_live_ranges(spec, n)) for n in (num_tokens // 2, num_tokens))

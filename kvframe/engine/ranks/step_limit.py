@@ -13,8 +13,8 @@ from kvframe.contract.errors import shown
 class StepLimit:
     """Measures each step of one rank; used as a context around the step.
 
-    If one rank hangs, the others wait for it in a collective operation. So only the rank that hangs is elsewhere, and
-    each rank can say of itself whether it is that one.
+    If one rank hangs, the others wait for it in a collective operation. Only the rank that hangs runs other code, so
+    each rank can tell whether it is that one.
 
     Invariant: ``_number`` is odd while a step runs, and never has a value twice.
     """

@@ -12,7 +12,7 @@ from kvframe.contract.errors import RequestError, shown
 
 @attrs.frozen(kw_only=True, eq=False)
 class Prompt:
-    """A prompt of two parts, for a model with an encoder; or one with boundaries.
+    """A prompt of two parts, for a model with an encoder; or a prompt whose common beginnings are named.
 
     A prompt that is only text or ids goes to the encoder, if the model has one.
 
