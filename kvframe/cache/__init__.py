@@ -3,10 +3,10 @@
 Its files, in the order of the flow; each uses only those before it.
 
 - When blocks die, and so which blocks a hit needs: ``live_range``.
-- The blocks of each request: ``block_table``.
 - Pages: free ones (``free_list``), the order of eviction (``eviction``), free ones of several sizes (``slabs``), all of
   them (``block_pool``).
-- The inputs of requests beside their tokens: ``input_index``. Running requests, as rows: ``rows``.
+- The inputs of requests beside their tokens: ``input_index``.
+- The blocks of each running request, and what is counted of it: ``block_table``.
 - Finding tokens: ``radix_tree``, ``publisher``.
 - Data for other processes: ``keys``, ``events``.
 - The audit of all this: ``audit``; hits, in the pool and its indexes as one: ``stats``, ``prefix_lookup``,

@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.block_table import TableStack
+from kvframe.cache.block_table import Counts, GroupKinds, RowNumbers, Rows, TableStack
 from kvframe.cache.copy_on_write import SharedBlocks
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.rows import Counts, GroupKinds, RowNumbers, Rows
 from kvframe.planning.answers import Answers
 
 Indices = npt.NDArray[np.int64]
@@ -138,7 +137,7 @@ class BlockAllocator:
             if (num_right := answers.num_right(most)) < most:
                 capacity = np.minimum(capacity, num_right)
         numbers.capacity[rows] = capacity
-        for row in rows.tolist() if self._kinds.has_inputs else ():
+        for row in rows.tolist() if self._kinds.of_inputs else ():
             if numbers.states[row].missing:
                 numbers.capacity_of[row] = -1
 
@@ -190,7 +189,7 @@ class BlockAllocator:
                 of_gaps = gaps[part.groups.start] if gaps else ()
                 new.append(self._sparse_blocks(part, part.answers, rows, num_tokens, need, of_gaps))
             num_blocks.append(need)
-        if self._kinds.has_inputs:
+        if self._kinds.of_inputs:
             new += self._blocks_of_inputs(rows)
         shared = self._shared.blocks_to_copy(rows) if self._shared is not None and self._shared.rows else []
         first_shared = len(new)
@@ -212,7 +211,7 @@ class BlockAllocator:
             each.write(given)
         for part, need in zip(self._parts, num_blocks, strict=True):
             part.num_blocks[:, rows] = need
-        for row in rows.tolist() if self._kinds.has_inputs else ():
+        for row in rows.tolist() if self._kinds.of_inputs else ():
             for of_input in self._numbers.states[row].inputs:
                 self._numbers.blocks_of[of_input.group, row] = of_input.num_blocks
         if self._shared is not None and self._shared.rows:

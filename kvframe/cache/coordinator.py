@@ -15,7 +15,7 @@ import numpy as np
 from kvframe.cache.allocation import BlockAllocator
 from kvframe.cache.arguments import too_many_tokens
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.block_table import BlockTable, TableStack
+from kvframe.cache.block_table import PLAIN, BlockTable, Counts, GroupKinds, RowNumbers, Rows, RowState, TableStack
 from kvframe.cache.copy_on_write import PageCopier, SharedBlocks
 from kvframe.cache.eviction import of_groups
 from kvframe.cache.free_list import BlockIds, Groups
@@ -23,7 +23,6 @@ from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.live_range import NEVER, DeathLists, Positions
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher
-from kvframe.cache.rows import PLAIN, Counts, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.contract.errors import RequestError
 
 
@@ -214,7 +213,7 @@ class KVCacheCoordinator:
             if len(blocks):
                 self._release_each(s, stack, places, rows[which], blocks)
             nearest.append(deaths.nearest(stop))
-        for row in rows.tolist() if self._kinds.has_inputs else ():
+        for row in rows.tolist() if self._kinds.of_inputs else ():
             if self._numbers.states[row].missing:
                 self._numbers.states[row].missing = frozenset()
                 self.allocator.note_capacity(np.array([row]))

@@ -13,8 +13,8 @@ import attrs
 import numpy as np
 
 from kvframe.cache.block_pool import BlockPool
+from kvframe.cache.block_table import GroupKinds, RowNumbers, Rows
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.rows import GroupKinds, RowNumbers, Rows
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""

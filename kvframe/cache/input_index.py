@@ -93,7 +93,7 @@ class InputIndex:
     """
 
     def __init__(self, groups: Sequence[PlannedGroup]) -> None:
-        self._groups = tuple(group for group in groups if group.is_of_input)
+        self._groups = groups
         self._owners: dict[InputBlocks, int] = {}
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
         self._free_owners: list[int] = []

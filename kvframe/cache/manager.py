@@ -18,7 +18,7 @@ from kvframe.cache.arguments import (
     too_many_tokens,
 )
 from kvframe.cache.audit import audit_each_verb, audit_rows, pages_in
-from kvframe.cache.block_table import BlockTables
+from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.copy_on_write import PageCopier
 from kvframe.cache.events import EventLog
@@ -28,7 +28,6 @@ from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.prefix_lookup import NO_HIT, PrefixCache, PrefixHit
 from kvframe.cache.radix_tree import NO_MATCH, Namespace
-from kvframe.cache.rows import GroupKinds, RowNumbers, Rows
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
@@ -115,7 +114,7 @@ class KVCacheManager:
         self._pins = Pins(plan, self._pool)
         publisher = self._publisher if self.prefix_caching else None
         self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher, copier)
-        self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
+        self._input_groups = kinds.of_inputs
         self._swapper = Swapper(kinds, numbers, self._coordinator, self._cache, host_pages)
         self._entries: dict[str, Entry] = {}
         self._swapped: dict[str, tuple[Entry, StoredRow]] = {}

@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from kvframe.cache.audit import audit_pool, audit_tree
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
+from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.events import EventLog
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.input_index import InputBlocks, InputIndex
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import NO_MATCH, Match, Namespace, RadixTree, last_column
-from kvframe.cache.rows import GroupKinds, RowNumbers
 from kvframe.cache.stats import GroupLookups
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.planning.plan import KVCachePlan, PlannedGroup
@@ -92,8 +92,8 @@ class PrefixCache:
         plan = kinds.plan
         self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
         self.publisher = Publisher(self.tree, kinds, numbers)
-        self.inputs = InputIndex(plan.groups)
-        on_evicted = self._remove_evicted if kinds.has_inputs else self.tree.remove_evicted
+        self.inputs = InputIndex(kinds.of_inputs)
+        on_evicted = self._remove_evicted if kinds.of_inputs else self.tree.remove_evicted
         self.pool = BlockPool(
             plan, reserve_slabs=_reserve(plan), on_evicted=on_evicted if is_caching else None, eviction=eviction
         )

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_pool import NO_OWNER
+from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.live_range import NEVER
 from kvframe.cache.radix_tree import Match, Namespace, RadixNode, RadixTree, append_tokens, as_bytes, num_readable
-from kvframe.cache.rows import GroupKinds, RowNumbers
 from kvframe.contract.errors import RequestError
 
 Positions = npt.NDArray[np.int64]

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from kvframe.cache.arguments import check_copies, too_many_tokens
 from kvframe.cache.audit import audit_pool
 from kvframe.cache.block_pool import BlockPool
+from kvframe.cache.block_table import GroupKinds, RowNumbers, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks, InputSequence, input_blocks, inputs_root
 from kvframe.cache.prefix_lookup import PrefixCache
 from kvframe.cache.radix_tree import NO_MATCH, Namespace, as_bytes
-from kvframe.cache.rows import GroupKinds, RowNumbers, RowState
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages of a group to the pool: from some places outside of it to as many block ids. It may raise."""
@@ -74,7 +74,7 @@ class Swapper:
         plan = self._plan = kinds.plan
         self._tables, self._numbers = kinds.tables, numbers
         self._coordinator, self._cache, self._host_pages = coordinator, cache, host_pages
-        self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
+        self._input_groups = kinds.of_inputs
         self.host_pool: BlockPool | None = None
         if host_pages is not None:
             self.host_pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs, num_rest_pages=0))
