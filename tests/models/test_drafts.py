@@ -182,6 +182,19 @@ def test_ngram_needs_fewer_steps_for_what_repeats_itself(models: Any) -> None:
     assert with_drafts.steps < 0.7 * without.steps
 
 
+def test_ngram_repeats_what_another_request_of_the_salt_generated(models: Any) -> None:
+    model, params = models("llama"), SamplingParams(max_new_tokens=24)
+    found = {}
+    for shared_tokens in (0, 1000):
+        with model.engine(drafts={"name": "ngram", "shared_tokens": shared_tokens}) as engine:
+            first = engine.generate(PROMPTS[3:4], params, cache_salt="one")
+            for salt in ("other", "one"):
+                before = engine.stats().steps
+                assert shown(first) == shown(engine.generate(PROMPTS[3:4], params, cache_salt=salt))
+                found[shared_tokens, salt] = engine.stats().steps - before
+    assert found[0, "one"] == found[0, "other"] == found[1000, "other"] > 2 * found[1000, "one"]
+
+
 @pytest.mark.parametrize("family", STATES)
 def test_states_that_drafts_need_are_planned(models: Any, family: str) -> None:
     with models(family).engine() as engine:

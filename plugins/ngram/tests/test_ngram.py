@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_ngram.proposer import NgramIndex, NgramProposer
+from kvframe_ngram.shared import MAX_SALTS, GeneratedTexts, SharedTexts
 
 from kvframe.contract import DraftRequest
 from kvframe.testing.suites import ProposerTests
@@ -57,6 +58,12 @@ def test_options_are_whole_numbers_of_at_least_one(option: str, value: object) -
         NgramProposer(**{option: value})
 
 
+@pytest.mark.parametrize("value", [-1, True, 2.0])
+def test_shared_tokens_is_a_whole_number(value: object) -> None:
+    with pytest.raises(ValueError, match="shared_tokens must be a whole number of at least 0"):
+        NgramProposer(shared_tokens=value)  # type: ignore[arg-type]
+
+
 class TestNgram(ProposerTests):
     proposer = "ngram"
 
@@ -66,11 +73,71 @@ class TestNgramOfOneToken(ProposerTests):
     options: ClassVar[Mapping[str, Any]] = {"min_match": 1, "max_match": 1}
 
 
+class TestNgramThatShares(ProposerTests):
+    proposer = "ngram"
+    options: ClassVar[Mapping[str, Any]] = {"min_match": 2, "shared_tokens": 20}
+
+
 def test_nothing_of_ended_requests_is_kept() -> None:
     proposer = NgramProposer()
     proposer.propose([DraftRequest(name, [1, 2, 3], 1, 2, "") for name in ("a", "b")])
     proposer.forget(["a", "b"])
-    assert {} == proposer._indexes
+    assert {} == proposer._indexes == proposer._num_shared
+
+
+def test_what_others_of_the_salt_generated_is_proposed_if_asked() -> None:
+    def steps(proposer: NgramProposer, salt: str) -> list[list[int]]:
+        first = DraftRequest("a", array("I", [9, 8, 7, 1, 2, 3, 4, 5, 6]), 3, 2, "mine")
+        second = DraftRequest("b", array("I", [5, 1, 2, 3]), 1, 2, salt)
+        proposer.propose([first])
+        proposer.forget(["a"])
+        return proposer.propose([second])
+
+    assert [[4, 5]] == steps(NgramProposer(shared_tokens=100), "mine")
+    assert [[]] == steps(NgramProposer(shared_tokens=100), "other")
+    assert [[]] == steps(NgramProposer(), "mine")
+
+
+def test_a_request_repeats_itself_before_it_repeats_others_and_no_prompt_is_shared() -> None:
+    proposer = NgramProposer(shared_tokens=100)
+    proposer.propose([DraftRequest("a", array("I", [7, 7, 7, 1, 2, 3, 4]), 3, 1, "")])
+    own = array("I", [1, 2, 3, 5, 0, 1, 2, 3])
+    assert [[5], []] == proposer.propose(
+        [DraftRequest("b", own, 1, 1, ""), DraftRequest("c", array("I", [0, 7, 7, 7]), 1, 1, "")]
+    )
+
+
+def test_two_requests_that_generate_the_same_find_each_other() -> None:
+    proposer, answer = NgramProposer(shared_tokens=100, max_drafts=1), [3, 1, 4, 1, 5, 9, 2, 6]
+    for stop in range(1, 9):
+        asked = DraftRequest("a", array("I", [0, *answer[:stop]]), 1, 1, "")
+        proposer.propose([asked])
+    found = [
+        proposer.propose([DraftRequest("b", array("I", [1, *answer[:stop]]), 1, 1, "")])[0] for stop in range(1, 9)
+    ]
+    assert [[], [], [1], [5], [9], [2], [6], []] == found
+
+
+def test_the_texts_of_the_oldest_requests_are_dropped() -> None:
+    texts = GeneratedTexts(2, 6)
+    texts.read("a", [1, 2, 3])
+    texts.read("b", [1, 2, 4])
+    assert ([4], 6) == (texts.find([1, 2], 3), texts.num_tokens)
+    texts.read("c", [2, 3])
+    assert ([4], [], [], 5) == (texts.find([1, 2], 3), texts.find([2, 3], 3), texts.find([3, 4], 3), texts.num_tokens)
+    assert {"b", "c"} == {*texts._texts}
+    # One text alone may be longer.
+    texts.read("d", range(9))
+    assert ({"d"}, 9, 8) == ({*texts._texts}, texts.num_tokens, len(texts._last))
+
+
+def test_few_salts_are_kept() -> None:
+    shared = SharedTexts(2, 6)
+    kept = shared["first"]
+    for index in range(MAX_SALTS + 5):
+        shared[str(index)].read("a", [1])
+        assert kept is shared["first"]
+    assert MAX_SALTS == len(shared)
 
 
 def longest_match(tokens: Tokens, size: int) -> int:

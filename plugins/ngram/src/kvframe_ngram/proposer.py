@@ -1,4 +1,6 @@
-"""Prompt lookup: finds a request's last tokens earlier in the same request, and proposes what followed there.
+"""Prompt lookup: finds a request's last tokens earlier, and proposes what followed there.
+
+They are looked up in the same request, and if asked in what other requests of its salt generated.
 
 The idea is that of prompt lookup decoding (Saxena, 2023), which transformers has as ``prompt_lookup_num_tokens``. Here
 each request has an index of its n-grams that grows with it, so that a step costs the same however long a request is.
@@ -13,6 +15,7 @@ from typing import ClassVar
 import attrs
 
 from kvframe.contract import DraftRequest, Proposer
+from kvframe_ngram.shared import SharedTexts
 
 
 class NgramIndex:
@@ -71,6 +74,11 @@ def _whole(instance: object, attribute: attrs.Attribute[int], value: object) -> 
         raise ValueError(f"{attribute.name} must be a whole number of at least 1, not {value!r}")
 
 
+def _not_negative(instance: object, attribute: attrs.Attribute[int], value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{attribute.name} must be a whole number of at least 0, not {value!r}")
+
+
 @attrs.define(kw_only=True, eq=False)
 class NgramProposer(Proposer):
     """Proposes the tokens that followed the request's last tokens when these occurred before.
@@ -80,6 +88,8 @@ class NgramProposer(Proposer):
         min_match: The least tokens that must occur again.
         max_match: The most tokens that are compared to find the longest match.
         num_candidates: The most earlier places that are compared.
+        shared_tokens: The most generated tokens of each salt that other requests of the salt may repeat; 0 for none. A
+            request's own tokens come first.
     """
 
     name: ClassVar[str] = "ngram"
@@ -88,7 +98,14 @@ class NgramProposer(Proposer):
     min_match: int = attrs.field(default=3, validator=_whole)
     max_match: int = attrs.field(default=16, validator=_whole)
     num_candidates: int = attrs.field(default=8, validator=_whole)
+    shared_tokens: int = attrs.field(default=0, validator=_not_negative)
     _indexes: dict[str, NgramIndex] = attrs.field(init=False, factory=dict, repr=False)
+    _shared: SharedTexts = attrs.field(
+        init=False,
+        repr=False,
+        default=attrs.Factory(lambda self: SharedTexts(self.min_match, self.shared_tokens), True),
+    )
+    _num_shared: dict[str, int] = attrs.field(init=False, factory=dict, repr=False)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return what followed each request's last tokens before."""
@@ -102,10 +119,25 @@ class NgramProposer(Proposer):
             # After the sequence's end, what follows is proposed once more: the text may go round.
             period = len(request.token_ids) - start
             places = range(request.max_drafts) if start else ()
-            drafts.append([request.token_ids[start + place % period] for place in places])
+            found = [request.token_ids[start + place % period] for place in places]
+            others = self._of_others(request) if self.shared_tokens else []
+            drafts.append(found or others)
         return drafts
 
+    def _of_others(self, request: DraftRequest) -> list[int]:
+        """Return what followed a request's last tokens in what its salt generated; share what it generated itself."""
+        texts, known = self._shared[request.cache_salt], len(request.token_ids)
+        found: list[int] = []
+        if known >= self.min_match:
+            # Before its own tokens are shared, because these end with the same tokens.
+            found = texts.find(request.token_ids[known - self.min_match : known], request.max_drafts)
+        start = self._num_shared.get(request.request_id, request.num_prompt_tokens)
+        texts.read(request.request_id, request.token_ids[start:known])
+        self._num_shared[request.request_id] = known
+        return found
+
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drop the indexes of requests."""
+        """Drop the indexes of requests. What they generated stays for others."""
         for request_id in request_ids:
             self._indexes.pop(request_id, None)
+            self._num_shared.pop(request_id, None)
