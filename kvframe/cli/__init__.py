@@ -23,6 +23,7 @@ from kvframe.loading.packages import provider_of
 
 _COMMANDS: Mapping[str, str] = {
     "generate": "kvframe.cli.generate:generate",
+    "chat": "kvframe.cli.chat:chat",
     "embed": "kvframe.cli.embed:embed",
     "plan": "kvframe.cli.plan:plan",
     "explain": "kvframe.cli.explain:explain",

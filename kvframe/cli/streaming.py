@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -17,9 +17,19 @@ def is_textless(engine: Engine) -> bool:
     return engine.model.decode([]) is None
 
 
-def print_stream(engine: Engine, stream: Iterable[RequestOutput]) -> RequestOutput:
-    """Print a request's new text as it comes, or token ids if there is no tokenizer, and return its last output."""
+def print_stream(
+    engine: Engine, stream: Iterable[RequestOutput], printed: Callable[[str], object] = lambda text: None
+) -> RequestOutput:
+    """Print what a request generates as it comes, its token ids if there is no tokenizer, and return its last output.
+
+    Args:
+        engine: The engine.
+        stream: The request's outputs.
+        printed: Called with each part of the text after it was printed.
+    """
     textless = is_textless(engine)
     for output in stream:
-        click.echo("".join(f"{token} " for token in output.new_token_ids) if textless else output.new_text, nl=False)
+        text = "".join(f"{token} " for token in output.new_token_ids) if textless else output.new_text
+        click.echo(text, nl=False)
+        printed(text)
     return output

@@ -261,6 +261,20 @@ class LoadedModel(ABC):
         """Return the token ids of ``text``; raises ``ModelError`` if the model has no tokenizer."""
         raise self._no_tokenizer()
 
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the token ids of a conversation, in the form that the model was trained on, up to its next answer.
+
+        Called by ``kvframe chat`` before each answer. The default refuses.
+
+        Args:
+            messages: From the first to the last, each with ``role`` (``"system"``, ``"user"`` or ``"assistant"``) and
+                ``content``, its text. The last is the user's.
+
+        Raises:
+            ModelError: The model has no such form, or its form does not take these messages.
+        """
+        raise ModelError(f"{self.description.name} has no chat template; `kvframe generate` continues a text")
+
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """Return the text of ``token_ids``; None if the model has no tokenizer."""
         return None

@@ -255,6 +255,18 @@ class TransformersModel(LoadedModel):
             raise self._no_tokenizer()
         return list(self.tokenizer(text)["input_ids"])
 
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the token ids of the tokenizer's chat template, with the start of the model's answer."""
+        if self.tokenizer is None:
+            raise self._no_tokenizer()
+        if not self.tokenizer.chat_template:
+            return super().encode_chat(messages)
+        try:
+            given = [dict(message) for message in messages]
+            return list(self.tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=False))
+        except Exception as error:  # a template is a program of the checkpoint's
+            raise ModelError(f"the chat template of {self.description.name} failed: {one_sentence(error)}") from error
+
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """Return the text of ``token_ids`` without special tokens; None if the model has no tokenizer."""
         if self.tokenizer is None:
