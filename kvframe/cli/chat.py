@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvframe.cli.hub import find_model
 from kvframe.cli.options import (
     TEXT_TYPE,
     block_size_option,
-    check_model_exists,
     device_option,
     dtype_option,
     memory_option,
@@ -80,7 +80,7 @@ def chat(
     device: str | None,
     dtype: str | None,
 ) -> None:
-    """Talk with MODEL, a model's folder, in the chat template of its checkpoint.
+    """Talk with MODEL, a model's folder or the id of a repository (Qwen/Qwen3-0.6B), in its chat template.
 
     Each line is a message, and the answer is printed as it comes. The tokens of earlier messages stay in the prefix
     cache, so that a turn computes only what is new. /reset starts a new conversation. Ctrl-C ends an answer; Ctrl-C or
@@ -88,7 +88,7 @@ def chat(
     """
     from kvframe.engine.ranks.place import find_place
 
-    check_model_exists(model)
+    model = find_model(model, weights=True)
     if find_place() is not None:
         raise click.UsageError("a chat reads standard input, which several ranks share: start it in one process")
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvframe.cli.hub import find_model
 from kvframe.cli.options import (
     REFUSED_EXIT_CODE,
     block_size_option,
     cache_salt_option,
-    check_model_exists,
     device_option,
     dtype_option,
     memory_option,
@@ -87,7 +87,7 @@ def embed(
     """
     texts = _read_texts(texts_file, token_ids_file)
     salts = read_salts(cache_salts, len(texts))
-    check_model_exists(model)
+    model = find_model(model, weights=True)
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},

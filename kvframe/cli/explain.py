@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from kvframe.cli.hub import find_model
 from kvframe.cli.options import (
     dtype_option,
     html_option,
@@ -64,7 +65,7 @@ def explain(
     stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
     eviction = _in_words(make_policy(stack, registry))
-    description = describe_model(model, registry)
+    description = describe_model(find_model(model, weights=False), registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)

@@ -15,12 +15,12 @@ import attrs
 import click
 
 from kvframe.cli import prefixes
+from kvframe.cli.hub import find_model
 from kvframe.cli.options import (
     REFUSED_EXIT_CODE,
     TEXT_TYPE,
     block_size_option,
     cache_salt_option,
-    check_model_exists,
     device_option,
     dtype_option,
     json_option,
@@ -122,7 +122,7 @@ def generate(
     dtype: str | None,
     as_json: bool,
 ) -> None:
-    """Generate text with MODEL, a model's folder.
+    """Generate text with MODEL, a model's folder or the id of a repository (Qwen/Qwen3-0.6B).
 
     Prompts come from one of --prompt, --prompts and --prompt-token-ids. On a terminal, the text of a single prompt is
     shown as it comes; Ctrl-C ends it there. A prompt that cannot be served is refused alone: the others finish, and
@@ -134,7 +134,7 @@ def generate(
     salts = read_salts(cache_salts, len(prompts))
     if saved_file is not None:
         prefixes.check_saved_file(saved_file)
-    check_model_exists(model)
+    model = find_model(model, weights=True)
 
     from kvframe.engine.requests.request import SamplingParams
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import click
 
-from kvframe.config.files import exists
-from kvframe.contract.errors import FileError, ModelError, StackError, shorten, shown
+from kvframe.contract.errors import StackError, shown
 from kvframe.contract.specs import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -101,16 +100,6 @@ def read_stack(
 
     stack = Stack() if stack_file is None else Stack.from_file(stack_file)
     return attrs.evolve(stack, cache=_over(stack.cache, cache), engine=_over(stack.engine, engine))
-
-
-def check_model_exists(path: Path) -> None:
-    """Raise ``ModelError`` for a model that does not exist, before anything heavy is loaded."""
-    try:
-        is_there = exists(path)
-    except FileError as error:
-        raise ModelError(f"{shorten(str(path))} {error}") from error
-    if not is_there:
-        raise ModelError(f"there is no file or folder {path}")
 
 
 def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvframe.cli.hub import find_model
 from kvframe.cli.live_range import describe_live_range
 from kvframe.cli.options import (
     block_size_option,
@@ -75,8 +76,8 @@ def plan(
 ) -> None:
     """Plan a model's KV cache: groups, live ranges, pages, bytes, and how many requests fit.
 
-    MODEL_OR_CONFIG is a Hugging Face model's folder or its config.json (no weights are read), or a layer file: TOML
-    or JSON that lists the layers, for which nothing heavy is loaded.
+    MODEL_OR_CONFIG is a Hugging Face model's folder or its config.json (no weights are read), the id of a repository
+    (Qwen/Qwen3-0.6B), or a layer file: TOML or JSON that lists the layers, for which nothing heavy is loaded.
     """
     from kvframe.planning.groups import group_layers, make_layer_specs
     from kvframe.planning.recognise import describe_model
@@ -88,7 +89,7 @@ def plan(
         engine={"dtype": dtype, "max_model_len": max_model_len},
     )
     registry = load_checked_plugins(stack).registry
-    description = describe_model(model, registry)
+    description = describe_model(find_model(model, weights=False), registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     max_len = choose_max_model_len(description, stack)

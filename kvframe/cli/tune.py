@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from kvframe.cli.hub import find_model
 from kvframe.cli.options import device_option, dtype_option, json_option, load_checked_plugins, read_stack, stack_option
 from kvframe.cli.render import compact_names, print_json, print_table
 from kvframe.contract.errors import FileError, KVFrameError, StackError
@@ -78,7 +79,7 @@ def tune(
     stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
     check_device(stack)
     registry = load_checked_plugins(stack).registry
-    description = describe_model(model, registry)
+    description = describe_model(find_model(model, weights=False), registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     named = stack.engine.measured_times
     path = table or (Path(named) if isinstance(named, str) else default_path())

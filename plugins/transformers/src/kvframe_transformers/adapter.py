@@ -55,7 +55,7 @@ class TransformersAdapter(ModelAdapter):
         """Read the layers by a forward of the model without weights; raise ``ModelError`` if that is not possible."""
         config = read_config(path)
         folder = path if path.is_dir() else path.parent
-        name = folder.resolve().name if path.is_dir() or path.name == "config.json" else path.name
+        name = _name_of(folder) if path.is_dir() or path.name == "config.json" else path.name
         return _describe(config, name, build_without_weights(config, name), eos_token_ids(folder, config))
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
@@ -104,6 +104,13 @@ class TransformersAdapter(ModelAdapter):
             loaded = TransformersModel(model, tokenizer, description, first_position=first_position)
         loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
         return ModelInMemory(model=loaded, device=device, dtype=dtype)
+
+
+def _name_of(folder: Path) -> str:
+    """Return a checkpoint's name: its folder's, or in the cache of huggingface_hub the repository's."""
+    folder = folder.resolve()
+    is_snapshot = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
+    return folder.parent.parent.name.rpartition("--")[2] if is_snapshot else folder.name
 
 
 def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int]) -> ModelDescription:

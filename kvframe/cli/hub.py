@@ -1,0 +1,97 @@
+"""Finds the folder of a model: a path, or a repository's id on the Hugging Face Hub (``Qwen/Qwen3-0.6B``)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from kvframe.config.files import exists
+from kvframe.contract.errors import FileError, ModelError, shorten
+from kvframe.contract.foreign import safe_text
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+"""What a plan reads of a repository."""
+
+RUN_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What a run reads of a repository: configs, weights and the tokenizer; never pickled files."""
+
+LEFT_OUT = ("*/*.safetensors", "consolidated*")
+"""Weights that repositories hold again in another form."""
+
+
+def find_model(model: Path, *, weights: bool) -> Path:
+    """Return the path of a model, downloading what is missing of a repository into the cache of huggingface_hub.
+
+    Args:
+        model: A path, or ``owner/name`` if there is no such file or folder.
+        weights: Whether the model will run; otherwise only its config is downloaded.
+
+    Raises:
+        ModelError: There is no such path, and it is no repository, or the repository cannot be downloaded.
+    """
+    try:
+        is_there = exists(model)
+    except FileError as error:
+        raise ModelError(f"{shorten(str(model))} {error}") from error
+    if is_there:
+        return model
+    if not _REPOSITORY.fullmatch(str(model)):
+        raise ModelError(f"there is no file or folder {model}")
+    return _download(str(model), weights)
+
+
+def _download(repository: str, weights: bool) -> Path:
+    """Return the folder of a repository's files in the cache of huggingface_hub."""
+    missing = f"there is no file or folder {repository}"
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants, errors
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError as error:
+        raise ModelError(
+            f"{missing}; to download the repository of that id from the Hugging Face Hub: pip install huggingface_hub"
+        ) from error
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repository,
+                allow_patterns=list(RUN_FILES if weights else CONFIG_FILES),
+                ignore_patterns=list(LEFT_OUT),
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"the repository {repository} is gated: ask for access at https://huggingface.co/{repository}, then run "
+            "`hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{missing}, and no repository of that id on the Hugging Face Hub that you may read"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face Hub cannot be reached"
+        raise ModelError(f"{missing}, {why}, and {_needed(repository, weights, constants.HF_HUB_CACHE)}") from error
+    except Exception as error:  # a library's errors of any kind: of the connection, the disk, the id
+        reason = safe_text(error).partition("\n")[0]
+        raise ModelError(f"{missing}, and its repository cannot be downloaded: {shorten(reason)}") from error
+    # Without a connection, a folder comes back that may hold only what an earlier command needed.
+    if not (folder / "config.json").is_file() or (weights and not any(folder.glob("*.safetensors"))):
+        raise ModelError(
+            f"the repository {repository} has no {'safetensors and ' if weights else ''}config.json here: "
+            f"{_needed(repository, weights, constants.HF_HUB_CACHE)}"
+        )
+    return folder
+
+
+def _needed(repository: str, weights: bool, cache: str) -> str:
+    """Return what makes a command work offline."""
+    files = "" if weights else " config.json"
+    return (
+        f"the cache {cache} lacks it: `hf download {repository}{files}` with a connection puts there what this command "
+        "needs offline"
+    )
