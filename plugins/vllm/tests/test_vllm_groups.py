@@ -154,3 +154,53 @@ def test_a_layer_that_is_no_attention_is_refused_as_one_on_a_backend_of_vllms() 
     config = SimpleNamespace(compilation_config=compiled)
     with pytest.raises(BackendError, match=r"layer 'layers\.0' would run on vLLM's own int"):
         describe_layers(config, {}, Stack(), load_plugins().registry)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"use_sparse": True, "use_mla": True}, "sparse not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+        ({"use_non_causal": True}, "non-causal attention not supported"),
+        ({"use_rswa": True}, "R-SWA not supported"),
+        ({"use_dcp": True}, "DCP not supported"),
+        ({"use_pcp": True, "use_mla": True}, "PCP not supported"),
+        ({"dtype": torch.float64}, "dtype not supported"),
+    ],
+)
+def test_layers_that_vllm_may_not_give_to_this_backend_are_refused_with_its_reason(
+    asked: dict[str, Any], reason: str
+) -> None:
+    from kvframe_vllm.v0_32.hooks import _select
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    given = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
+    with pytest.raises(BackendError, match=rf"does not serve \({reason}\): unset KVFRAME_STACK"):
+        _select(object, None, AttentionSelectorConfig(**{**given, **asked}))
+
+
+def test_windows_sinks_and_latents_are_served_by_the_class_for_them() -> None:
+    from kvframe_vllm.v0_32.hooks import _select
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    given = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16}
+    classes = {
+        _select(object, None, AttentionSelectorConfig(**given, **asked)).rpartition(".")[2]
+        for asked in ({}, {"has_sink": True, "has_sliding_window": True}, {"use_kv_connector": True})
+    }
+    assert {"HostedBackend"} == classes
+    latents = _select(object, None, AttentionSelectorConfig(**given, use_mla=True))
+    assert "kvframe_vllm.v0_32.backend.HostedLatentBackend" == latents
+
+
+def test_what_a_layer_is_made_with_and_kvframe_does_not_serve_is_noted() -> None:
+    from kvframe_vllm.v0_32.backend import HostedImpl, HostedLatentImpl
+
+    as_vllm = (4, 8, 0.5, 2, None, 48, "auto", 30.0, "decoder", "layers.0")
+    plain = HostedImpl(*as_vllm, sinks=torch.zeros(4))
+    assert ([], 30.0, 0.5, (4,)) == (plain.unknown, plain.logits_soft_cap, plain.scale, tuple(plain.sinks.shape))
+    assert ["alibi_slopes", "lookback"] == HostedImpl(4, 8, 0.5, 2, [1.0], lookback=3, chunk=None).unknown
+    latent = HostedLatentImpl(4, 8, 0.5, sliding_window=48, kv_lora_rank=3, v_head_dim=8, indexer=None)
+    assert ["sliding_window"] == latent.unknown

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,34 @@ def test_the_installed_vllm_has_every_name() -> None:
     from kvframe_vllm.names import missing_names
 
     assert [] == missing_names()
+
+
+def test_a_further_call_of_the_entry_point_changes_nothing_and_another_stack_is_refused(tmp_path: Path) -> None:
+    """In a process of its own: vLLM stays changed."""
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.toml").write_text('[[rules]]\nlayers = "*"\nbackend = "cpu"\n', encoding="utf-8")
+    code = """
+import os, sys
+from kvframe_vllm import register
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import Worker
+
+def hooks():
+    return Worker.get_kv_cache_spec, type(current_platform).get_attn_backend_cls.__func__
+
+before = hooks()
+os.environ["KVFRAME_STACK"] = sys.argv[1]
+register()
+first = hooks()
+register()
+print([a is b for a, b in zip(before, first)], [a is b for a, b in zip(first, hooks())])
+os.environ["KVFRAME_STACK"] = sys.argv[2]
+register()
+"""
+    paths = [str(tmp_path / f"{name}.toml") for name in ("one", "other")]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=False)
+    assert "[False, False] [True, True]" == done.stdout.strip().splitlines()[-1]
+    assert f"the stack {paths[0]} is attached to this vLLM; start another process for {paths[1]}" in done.stderr
 
 
 def test_another_version_of_vllm_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,10 @@ def test_a_server_answers_64_requests_at_once_with_the_tokens_of_vllms_own_backe
     expected = vllm_runs.serve(model, {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": NUM_NEW}, None)
     paths, options = [vllm_runs.make_metadata(tmp_path)], "--num-gpu-blocks-override 24"
     with served(model, vllm_runs.stack, tmp_path / "log", paths, options) as (address, _):
-        client = OpenAI(base_url=f"{address}/v1", api_key="none", timeout=240, max_retries=0)
-        with ThreadPoolExecutor(64) as pool:
+        with (
+            OpenAI(base_url=f"{address}/v1", api_key="none", timeout=240, max_retries=0) as client,
+            ThreadPoolExecutor(64) as pool,
+        ):
             found = [*pool.map(lambda prompt: complete(client, model, prompt), prompts)]
         counted = counters(address)
     assert expected["tokens"] == found
@@ -109,7 +111,6 @@ def test_a_backend_that_raises_ends_the_requests_and_the_server_and_is_named_in_
     model = vllm_runs.make_model("Llama")
     paths = [vllm_runs.make_metadata(tmp_path), plugins]
     with served(model, vllm_runs.stack, tmp_path / "log", paths) as (address, server):
-        client = OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=0)
 
         def ask(prompt: list[int]) -> str:
             try:
@@ -117,7 +118,10 @@ def test_a_backend_that_raises_ends_the_requests_and_the_server_and_is_named_in_
             except APIError as error:
                 return str(error)
 
-        with ThreadPoolExecutor(4) as pool:
+        with (
+            OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=0) as client,
+            ThreadPoolExecutor(4) as pool,
+        ):
             answers = [*pool.map(ask, vllm_runs.make_prompts(4))]
         assert not [answer for answer in answers if answer.startswith("answered")]
         assert not [answer for answer in answers if "timed out" in answer]
