@@ -27,6 +27,7 @@ _COMMANDS: Mapping[str, str] = {
     "embed": "kvframe.cli.embed:embed",
     "plan": "kvframe.cli.plan:plan",
     "explain": "kvframe.cli.explain:explain",
+    "trace": "kvframe.cli.trace:trace",
     "tune": "kvframe.cli.tune:tune",
     "plugins": "kvframe.cli.plugins:plugins",
     "check": "kvframe.cli.check:check",

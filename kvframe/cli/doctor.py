@@ -17,7 +17,7 @@ from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.failed_imports import explain_failed_import
-from kvframe.loading.discovery import BUILTIN_OWNER
+from kvframe.loading.claims import BUILTIN_OWNER
 
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim

@@ -27,6 +27,7 @@ from kvframe.engine.running.model_runner import ModelRunner, SkipPolicy
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.scheduling.stats import EngineStats
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
+from kvframe.engine.step_trace import StepTrace
 from kvframe.engine.turns import Turns, verb, verb_when_closed
 from kvframe.loading.checks import parse_bytes
 from kvframe.loading.registry import Registry
@@ -128,6 +129,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._manager = make_manager(assembly, registry, poison_freed=poison_freed)
         self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
         self._scheduler: Scheduler[RequestT] = make_scheduler(assembly, self._manager, registry)
+        self._trace: StepTrace[RequestT] | None = None
         self._runner = self._make_runner(assembly, skip_policy)
         attach_model(assembly, layers, registry, self._runner.warm_up, has_ranks=ranks is not None)
         if isinstance(ranks, Leader):
@@ -321,6 +323,20 @@ class EngineCore(ABC, Generic[RequestT]):
         self._set_listener(listener)
 
     @verb
+    def start_trace(self) -> StepTrace[RequestT]:
+        """Record from now on what each step computes; an earlier recording ends.
+
+        The recording grows with each step. Call ``stop_trace`` when it is long enough.
+        """
+        self._trace = StepTrace(self._scheduler, self._manager)
+        return self._trace
+
+    @verb
+    def stop_trace(self) -> None:
+        """End the recording, if there is one."""
+        self._trace = None
+
+    @verb
     def resize_cache(self, memory: int | str) -> None:
         """Give the cache more memory, or less, between steps; requests continue.
 
@@ -449,6 +465,9 @@ class EngineCore(ABC, Generic[RequestT]):
             self._note_failed()
         if step is None:
             return
+        trace = self._trace
+        if trace is not None:
+            trace.note_scheduled(step)
         try:
             with self._turns.let_through():
                 outcomes = self._runner.run(step)
@@ -460,6 +479,8 @@ class EngineCore(ABC, Generic[RequestT]):
             unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
         finally:
             self._note_failed()
+        if trace is not None:
+            trace.note_computed(step)
         if self._cache_events.listener is not None:
             self._cache_events.deliver()
 

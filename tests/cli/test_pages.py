@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from kvframe_transformers.testing import save_tiny
 
 from kvframe.cli import main
 
@@ -116,3 +117,46 @@ def test_a_browser_shows_an_explanation(tmp_path: Path) -> None:
     shown = shown_by_chromium(file)
     assert 2 == shown.count('class="card"')
     assert "Why not" in shown
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def traced(path: Path) -> str:
+    save_tiny(path / "model", "gemma3_text")
+    prompts = path / "prompts.json"
+    prompts.write_text(json.dumps([[(seed * index) % 90 + 3 for index in range(40)] for seed in range(1, 9)]))
+    file = path / "page.html"
+    asked = [
+        "trace",
+        str(path / "model"),
+        "--prompt-token-ids",
+        str(prompts),
+        "--memory",
+        "150KiB",
+        "--html",
+        str(file),
+    ]
+    result = CliRunner().invoke(main, [*asked, "--html", str(file)])
+    assert result.exit_code == 0, result.output
+    return file.read_text(encoding="utf-8")
+
+
+def test_a_trace_page_holds_the_run(tmp_path: Path) -> None:
+    page = traced(tmp_path)
+    data = data_of(page)
+    assert 8 == len(data["requests"]) == sum(event["what"] == "ended" for event in data["events"])
+    assert [] == re.findall(r"<link|<img|@import|url\(|\bsrc=|fetch\(|XMLHttpRequest", page)
+
+
+def test_a_trace_without_prompts_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["trace", str(tmp_path), "--html", str(tmp_path / "page.html")])
+    assert "give a prompt: --prompt, --prompts or --prompt-token-ids" in result.output
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+def test_a_browser_shows_a_trace(tmp_path: Path) -> None:
+    traced(tmp_path)
+    shown = shown_by_chromium(tmp_path / "page.html")
+    assert "was preempted: there were too few free blocks" in shown
+    assert "red marks below" in shown

@@ -1,0 +1,111 @@
+"""``kvframe trace``: run prompts, and draw what each step computed as a timeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvframe.cli.hub import find_model
+from kvframe.cli.options import TEXT_TYPE, memory_option, read_stack, stack_option
+from kvframe.cli.pages import write_page
+from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
+from kvframe.cli.render import log_lines, print_facts, progress
+
+if TYPE_CHECKING:
+    from kvframe.engine.engine import Engine
+    from kvframe.engine.step_trace import StepTrace
+
+
+@click.command(short_help="Run prompts, and draw each step on a page.")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--prompt", "texts", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="A prompt; repeat for several.")
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="A file of prompts: one a line, a JSON list (.json) or JSON lines (.jsonl); - for standard input.",
+)
+@click.option(
+    "--prompt-token-ids",
+    "token_ids_file",
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="A file of JSON lists of token ids, for models with no tokenizer; - for standard input.",
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
+@click.option("--drafts", metavar="NAME", help="Compute the draft tokens of this proposer, such as ngram.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    metavar="FILE",
+    help="The page to write; it needs no network.",
+)
+@stack_option
+@memory_option
+def trace(
+    model: Path,
+    texts: tuple[str, ...],
+    prompts_file: Path | None,
+    token_ids_file: Path | None,
+    max_new_tokens: int,
+    drafts: str | None,
+    html: Path,
+    stack_file: Path | None,
+    memory: str | None,
+) -> None:
+    """Run prompts through MODEL, a model's folder or the id of a repository, and write a page with the run's timeline.
+
+    It shows for each request when it waited, computed its prompt, generated and was preempted, what was found of its
+    prompt, and the blocks that each cache group holds.
+    """
+    given: list[Any] = list(texts)
+    if prompts_file is not None:
+        given += read_prompts(prompts_file)
+    if token_ids_file is not None:
+        given += read_prompt_token_ids(token_ids_file)
+    if not given:
+        raise click.UsageError("give a prompt: --prompt, --prompts or --prompt-token-ids")
+    model = find_model(model, weights=True)
+    stack = read_stack(stack_file, cache={"memory": memory}, engine={"drafts": drafts})
+
+    from kvframe.engine.engine import Engine
+    from kvframe.engine.requests.request import SamplingParams
+
+    with log_lines():
+        made = Engine.from_pretrained(model, stack=stack)
+    with made as engine, progress("generating", len(given)) as show:
+        recorded = engine.start_trace()
+        engine.generate(given, SamplingParams(max_new_tokens=max_new_tokens), on_progress=show)
+        page = page_of_trace(engine, recorded)
+    write_page(html, "trace.html", page)
+    events = [event.what for event in recorded.events]
+    print_facts(
+        "Recorded",
+        [
+            ("steps", f"{len(recorded.steps):,}"),
+            ("requests", f"{len(page['requests']):,}"),
+            ("preemptions", f"{events.count('preempted'):,}"),
+            ("page", str(html)),
+        ],
+    )
+
+
+def page_of_trace(engine: Engine, recorded: StepTrace[Any]) -> dict[str, Any]:
+    """Return the data of a recording's page.
+
+    Args:
+        engine: The engine that was recorded.
+        recorded: The recording.
+    """
+    order = dict.fromkeys(event.request_id for event in recorded.events)
+    return {
+        "model": engine.model.description.name,
+        "requests": list(order),
+        "groups": [{"kind": group.spec.kind, "page_bytes": group.page_bytes} for group in engine.plan.groups],
+        "cache_bytes": engine.plan.total_bytes,
+        **recorded.to_dict(),
+    }
