@@ -20,6 +20,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "cache": core.write_report,
     "cache_growth": growth.write_report,
     "cache_model": definition.write_report,
+    "cache_on_intel": core.write_report,
     "cache_salts": salts.write_report,
     "cpu_attention": cpu.write_report,
     "drafts": drafts.write_report,
