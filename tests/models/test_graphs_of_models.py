@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -110,6 +110,23 @@ def test_every_step_that_only_generates_is_replayed_with_equal_tokens(
     assert {*query_lens[1:]} <= {sizes.query_len for sizes in replayed if sizes is not None}
     others = [sizes for batch, sizes in noted if has_input(batch) or (family in WITH_STATES and not generates(batch))]
     assert {None} >= {*others}
+
+
+@pytest.mark.parametrize(("family", "preemption"), cover_pairs(("llama", "falcon_h1", "lfm2"), ("recompute", "swap")))
+def test_preempted_requests_with_drafts_are_replayed_with_equal_tokens(
+    models: Callable[[str], TinyModel], family: str, preemption: str
+) -> None:
+    model = models(family)
+    expected, _ = serve(model, family)
+    options: dict[str, Any] = {"drafts": "knowing", "max_model_len": 96, "block_size": 4}
+    memory = model.tight_memory(75, **options) * 5 // 4
+    options |= {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "max_num_batched_tokens": 24}
+    with model.engine(**options_of(family), **options, graphs=[1, 2, 4]) as engine:
+        assert expected == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+        stats, runner = engine.stats(), cast(Any, engine._runner)
+        assert (stats.preemptions > 0, stats.swaps > 0) == (True, preemption == "swap")
+        assert runner.graphs.num_replays > 0
+        assert stats.accepted_draft_tokens > 0
 
 
 @pytest.mark.parametrize("family", WITH_STATES)
