@@ -5,8 +5,6 @@ python docs/stack_tables.py
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import attrs
 
 from kvframe.config.options import CacheOptions, EngineOptions, Rule, Use
+from kvframe.config.schema import describe_keys
 from kvframe.loading.checks import Check
 
 PAGE = Path(__file__).with_name("stack_file.md")
@@ -33,19 +32,12 @@ def with_tables(page: str) -> str:
 
 
 def _table(options: type[Any]) -> str:
-    described = _described(options)
+    described = describe_keys(options)
     rows = [
         (f"`{field.name}`", _default(field), described[field.name], _expected(field)) for field in attrs.fields(options)
     ]
     header = ("key", "default", "what it says", "a value is")
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, ("---",) * len(header), *rows))
-
-
-def _described(options: type[Any]) -> dict[str, str]:
-    """Return what a class's docstring says of each attribute."""
-    section = inspect.getdoc(options).partition("Attributes:\n")[2]  # type: ignore[union-attr]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text).replace("``", "`") for name, text in entries}
 
 
 def _default(field: attrs.Attribute[Any]) -> str:

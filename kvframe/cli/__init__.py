@@ -33,6 +33,7 @@ _COMMANDS: Mapping[str, str] = {
     "check": "kvframe.cli.check:check",
     "new-plugin": "kvframe.cli.new_plugin:new_plugin",
     "doctor": "kvframe.cli.doctor:doctor",
+    "schema": "kvframe.cli.schema:schema",
 }
 """The commands by name, in the order that ``--help`` lists them, as import strings."""
 

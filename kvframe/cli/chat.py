@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvframe.cli.completion import complete_registered
 from kvframe.cli.hub import find_model
 from kvframe.cli.options import (
     TEXT_TYPE,
@@ -60,7 +61,12 @@ _PROMPT = "> "
     help="Sample among the likeliest mass P.",
 )
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Make sampling repeatable.")
-@click.option("--drafts", metavar="NAME", help="Compute the draft tokens of this proposer, such as ngram.")
+@click.option(
+    "--drafts",
+    metavar="NAME",
+    shell_complete=complete_registered("proposer"),
+    help="Compute the draft tokens of this proposer, such as ngram.",
+)
 @stack_option
 @memory_option
 @block_size_option

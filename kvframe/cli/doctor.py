@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import click
+from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
+from packaging.requirements import InvalidRequirement, Requirement
 
 from kvframe.cli.guard import joined_lines
 from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.failed_imports import explain_failed_import
-from kvframe.loading.claims import BUILTIN_OWNER
+from kvframe.loading.claims import BUILTIN_OWNER, canonical
 
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim
@@ -30,7 +32,6 @@ State = Literal["usable", "missing", "unusable", "broken"]
 """Of a registered name. ``"missing"``: something that it needs is not installed. ``"unusable"``: it says that it cannot
 run here. ``"broken"``: it fails."""
 
-_BUILTIN = f"{BUILTIN_OWNER}:builtin"
 _BROKEN_STATUSES = ("incompatible", "conflict", "broken")
 
 
@@ -115,15 +116,20 @@ def doctor(stack_file: Path | None, as_json: bool) -> None:
 
 
 def _versions(host: PluginHost) -> dict[str, str | None]:
-    """Return the versions of kvframe, its contract, Python, the system and what the plugins require."""
+    """Return the versions of kvframe, its contract, Python, the system and what kvframe and its plugins require."""
     from kvframe.contract.hookspecs import API_VERSION
 
+    required = {
+        canonical(needed.name)
+        for _, needed in _requirements(host)
+        if isinstance(needed, Requirement) and not needed.name.startswith("kvframe")
+    }
     return {
         "kvframe": _version("kvframe"),
         "contract": API_VERSION,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        **{name: _version(name) for name in sorted(_required(host))},
+        **{name: _version(name) for name in sorted(required)},
     }
 
 
@@ -213,28 +219,11 @@ def _libraries(entries: Sequence[Claim]) -> list[Library]:
     return found
 
 
-def _required(host: PluginHost) -> set[str]:
-    """Return the distributions that kvframe and the plugins require, extras left out."""
-    from packaging.requirements import InvalidRequirement, Requirement
+def _requirements(host: PluginHost) -> Iterator[tuple[str, Requirement | str]]:
+    """Yield what kvframe's and the plugins' distributions require here, each with the distribution.
 
-    distributions = {"kvframe", *(record.distribution for record in host.records)}
-    found = set()
-    for distribution in distributions:
-        try:
-            for text in importlib.metadata.requires(distribution) or []:
-                needed = Requirement(text)
-                if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-                    found.add(needed.name)
-        except (importlib.metadata.PackageNotFoundError, InvalidRequirement):
-            continue  # a module that was passed as a plugin, or what is reported as a problem
-    return found - distributions
-
-
-def _requirement_problems(host: PluginHost) -> Iterator[str]:
-    """Yield the requirements of kvframe's and the plugins' distributions that are not met; extras are left out."""
-    from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.version import InvalidVersion
-
+    Extras are left out. For a requirement that cannot be read, a sentence is yielded.
+    """
     for distribution in dict.fromkeys(["kvframe", *(record.distribution for record in host.records)]):
         try:
             written = importlib.metadata.requires(distribution) or []
@@ -243,16 +232,22 @@ def _requirement_problems(host: PluginHost) -> Iterator[str]:
         for text in written:
             try:
                 needed = Requirement(text)
-                if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
-                    continue
-                version = _version(needed.name)
-                fits = version is not None and needed.specifier.contains(version, prereleases=True)
-            except (InvalidRequirement, InvalidVersion) as error:
-                yield f"{distribution}: its requirement {joined_lines(text)} cannot be read: {joined_lines(str(error))}"
-                continue
-            if not fits:
-                there = "it is not installed" if version is None else f"{version} is installed"
-                yield f"{distribution} needs {needed.name}{needed.specifier}, and {there}: pip install '{needed}'"
+                if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                    yield distribution, needed
+            except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName) as error:
+                yield distribution, f"its requirement {joined_lines(text)} cannot be read: {joined_lines(str(error))}"
+
+
+def _requirement_problems(host: PluginHost) -> Iterator[str]:
+    """Yield the requirements that are not met."""
+    for distribution, needed in _requirements(host):
+        if isinstance(needed, str):
+            yield f"{distribution}: {needed}"
+            continue
+        version = _version(needed.name)
+        if version is None or not needed.specifier.contains(version, prereleases=True):
+            there = "it is not installed" if version is None else f"{version} is installed"
+            yield f"{distribution} needs {needed.name}{needed.specifier}, and {there}: pip install '{needed}'"
 
 
 def _plugin_problems(host: PluginHost, names: Sequence[Name]) -> Iterator[str]:
@@ -276,10 +271,10 @@ def _next_steps(problems: Sequence[str], names: Sequence[Name]) -> list[str]:
     """Return what to type next."""
     if problems:
         return ["kvframe doctor, after the problems are solved"]
-    usable = {(each.kind, each.name) for each in names if each.state == "usable"}
-    if not any(kind == "model adapter" for kind, _ in usable):
+    usable = [each for each in names if each.state == "usable"]
+    if not any(each.kind == "model adapter" for each in usable):
         return ["pip install 'kvframe[transformers]' to read Hugging Face models"]
-    if not any(each.kind == "backend" and each.state == "usable" and each.plugin != _BUILTIN for each in names):
+    if all(each.plugin.startswith(f"{BUILTIN_OWNER}:") for each in usable if each.kind == "backend"):
         return ["pip install 'kvframe[torch]' for a backend that is not slow on purpose"]
     return [
         "kvframe plan MODEL to see what its cache takes",

@@ -15,6 +15,7 @@ import attrs
 import click
 
 from kvframe.cli import prefixes
+from kvframe.cli.completion import complete_registered
 from kvframe.cli.hub import find_model
 from kvframe.cli.options import (
     REFUSED_EXIT_CODE,
@@ -80,11 +81,15 @@ if TYPE_CHECKING:
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end tokens.")
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
 @click.option(
-    "--drafts", metavar="NAME", help="Compute the draft tokens of this proposer, such as ngram; needs fewer steps."
+    "--drafts",
+    metavar="NAME",
+    shell_complete=complete_registered("proposer"),
+    help="Compute the draft tokens of this proposer, such as ngram; needs fewer steps.",
 )
 @click.option(
     "--prefill-skipping",
     metavar="NAME",
+    shell_complete=complete_registered("wrapper"),
     help="Skip prompt tokens in layers at the model's end that keep no cache, by this wrapper, such as decode_only.",
 )
 @cache_salt_option

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvframe.cli.completion import complete_plugins
 from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import line_width, print_facts, print_json, print_note, print_reasons, print_table
 from kvframe.contract.errors import UnknownNameError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="List the plugins and the names they register.")
-@click.argument("wanted", nargs=-1, metavar="[NAME]...")
+@click.argument("wanted", nargs=-1, metavar="[NAME]...", shell_complete=complete_plugins)
 @click.option("--verbose", is_flag=True, help="Say everything about every plugin.")
 @stack_option
 @click.option("--check", is_flag=True, help="Import what the names stand for, and ask each backend if it can run here.")

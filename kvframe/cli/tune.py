@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from kvframe.cli.completion import complete_registered
 from kvframe.cli.hub import find_model
 from kvframe.cli.options import device_option, dtype_option, json_option, load_checked_plugins, read_stack, stack_option
 from kvframe.cli.render import compact_names, print_json, print_table
@@ -43,6 +44,7 @@ MIN_CONTEXT = 8
     "backends",
     multiple=True,
     metavar="NAME",
+    shell_complete=complete_registered("backend"),
     help="Measure only this backend; repeat for several. Default: all.",
 )
 @click.option(

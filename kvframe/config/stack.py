@@ -240,6 +240,7 @@ class _OwnersTable:
     backend: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     format: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     eviction: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    proposer: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     model_adapter: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
 
 

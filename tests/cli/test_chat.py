@@ -9,7 +9,6 @@ import re
 import select
 import subprocess
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -236,9 +235,8 @@ run()
 def _read_until(descriptor: int, text: str | None) -> str:
     """Read a terminal until it shows a text, or until it is closed."""
     shown = b""
-    ends = time.monotonic() + 120
     while text is None or not shown.decode(errors="replace").endswith(text):
-        assert select.select([descriptor], [], [], max(0, ends - time.monotonic()))[0], shown
+        assert select.select([descriptor], [], [], 60)[0], shown
         try:
             part = os.read(descriptor, 4096)
         except OSError:  # Linux: the other side is closed

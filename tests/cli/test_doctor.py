@@ -53,6 +53,8 @@ def test_the_workspace_is_healthy_and_fits_80_columns() -> None:
 def test_versions_devices_and_plugins_are_those_of_this_process() -> None:
     found = examine()
     assert importlib.metadata.version("torch") == found["versions"]["torch"]
+    assert {"attrs", "click", "numpy", "transformers"} <= set(found["versions"])
+    assert not any(name.startswith("kvframe-") for name in found["versions"])
     assert "cpu" == found["devices"][0]["device"]
     assert found["devices"][0]["free_bytes"] <= found["devices"][0]["total_bytes"]
     assert {"id": "kvframe-mla:mla", "version": "0.1.0", "status": "loaded", "reason": ""} in found["plugins"]

@@ -80,6 +80,7 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
                 "backend": {"fast": "kvframe-fast"},
                 "format": {},
                 "eviction": {},
+                "proposer": {},
                 "model_adapter": {},
             },
             settings={"fast": {"tile": 64, "deep": {"autotune": False}}},

@@ -1,0 +1,142 @@
+"""A JSON Schema of the stack file, made of the options' own checks, so that editors complete and check it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvframe.config.options import AUTO, CacheOptions, EngineOptions, Rule
+from kvframe.contract.eviction import LRU
+from kvframe.contract.formats import PLAIN
+from kvframe.loading import checks
+from kvframe.loading.checks import MAX_SIZE, MAX_WHOLE, Check
+from kvframe.loading.claims import KINDS
+
+_WHOLE = {"type": "integer", "minimum": 1, "maximum": MAX_WHOLE}
+_WHOLES = {"type": "array", "minItems": 1, "items": _WHOLE}
+_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {"type": "array", "items": _TEXT}
+_TABLE = {"type": "object", "propertyNames": {"minLength": 1}}
+_SIZE = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": MAX_SIZE},
+        {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B)?\s*$"},
+    ]
+}
+
+_VALUES: Sequence[tuple[Check, Mapping[str, Any]]] = (
+    (checks.WHOLE, _WHOLE),
+    (checks.WHOLE_OR_NONE, _WHOLE),
+    (checks.WHOLES, _WHOLES),
+    (checks.GRAPH_SIZES, {"anyOf": [{"enum": ["off", "auto"]}, _WHOLES]}),
+    (checks.SWITCH, {"type": "boolean"}),
+    (checks.SWITCH_OR_FILE, {"anyOf": [{"type": "boolean"}, _TEXT]}),
+    (checks.TEXT_OR_NONE, _TEXT),
+    (checks.TABLE, _TABLE),
+    (checks.MEMORY, {"anyOf": [{"enum": ["auto"]}, *_SIZE["anyOf"]]}),
+    (checks.SIZE_OR_NONE, _SIZE),
+    (checks.DEVICE, {"type": "string", "pattern": r"^[a-z]{1,20}(:[0-9]{1,3})?$"}),
+)
+"""What each check accepts."""
+
+_NAMED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "format": ("format", (PLAIN.name,)),
+    "eviction": ("eviction", (LRU.name,)),
+    "prefill_skipping": ("wrapper", ()),
+    "drafts": ("proposer", ()),
+    "wrappers": ("wrapper", ()),
+    "backend": ("backend", (AUTO.name,)),
+}
+"""The keys that hold registered names: the kind of the name, and names that are not registered."""
+
+
+def make_schema(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the schema.
+
+    Args:
+        names: The registered names of each kind, and under ``"plugin"`` the plugins, which an editor offers. Any other
+            name is valid too: a stack may be for another machine.
+    """
+    plugin = _name(names, "plugin")
+    plugins = {
+        "disabled": {"type": "array", "items": plugin, "description": "Plugins that are not imported."},
+        "required": {"type": "array", "items": plugin, "description": "Plugins without which the stack cannot run."},
+        "owners": {
+            "description": "The owner of each contested name: the kind, the name, the distribution.",
+            **_closed({kind: {"type": "object", "additionalProperties": _TEXT} for kind in KINDS}),
+        },
+    }
+    cache = _table(CacheOptions, names)
+    cache["if"] = {"properties": {"preemption": {"const": "swap"}}, "required": ["preemption"]}
+    cache["then"] = {"required": ["swap_memory"]}
+    rule = _table(Rule, names)
+    rule["properties"]["kind"] |= _name(names, "spec")
+    rule["anyOf"] = [{"required": ["kind"]}, {"required": ["layers"]}]
+    tables = {
+        "plugins": {"description": "Which plugins are used.", **_closed(plugins)},
+        "plugin": {
+            "description": "Each plugin's own settings, [plugin.<name>].",
+            "type": "object",
+            "properties": dict.fromkeys(names.get("plugin", ()), _TABLE),
+            "additionalProperties": _TABLE,
+        },
+        "cache": {"description": "The KV cache.", **cache},
+        "engine": {"description": "The engine.", **_table(EngineOptions, names)},
+        "rules": {"description": "Choices for some layers; a later rule wins.", "type": "array", "items": rule},
+    }
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A stack file of kvframe",
+        **_closed(tables),
+    }
+
+
+def describe_keys(options: type[Any]) -> dict[str, str]:
+    """Return what the docstring of a class of options says of each key; nothing if Python dropped docstrings."""
+    section = (inspect.getdoc(options) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text).replace("``", "`") for name, text in entries}
+
+
+def _closed(properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": dict(properties), "additionalProperties": False}
+
+
+def _table(options: type[Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    described = describe_keys(options)
+    properties = {}
+    for field in attrs.fields(options):
+        known: dict[str, Any] = {"description": described[field.name]} if field.name in described else {}
+        if isinstance(field.default, bool | int | str):
+            known["default"] = field.default
+        properties[field.name] = {**_value(field, names), **known}
+    return _closed(properties)
+
+
+def _value(field: attrs.Attribute[Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the schema of one key's value."""
+    if field.name in _NAMED:
+        kind, more = _NAMED[field.name]
+        use = _use({**names, kind: [*more, *names.get(kind, ())]}, kind)
+        return {"type": "array", "items": use} if field.name == "wrappers" else use
+    assert isinstance(field.validator, Check)
+    if field.validator.known and field.validator is not checks.GRAPH_SIZES:
+        return {"enum": list(field.validator.known)}
+    return dict(next(value for check, value in _VALUES if check is field.validator))
+
+
+def _name(names: Mapping[str, Sequence[str]], kind: str) -> dict[str, Any]:
+    """Return the schema of a name of a kind, of which an editor offers the known ones."""
+    known = list(names.get(kind, ()))
+    return {"anyOf": [{"enum": known}, _TEXT]} if known else dict(_TEXT)
+
+
+def _use(names: Mapping[str, Sequence[str]], kind: str) -> dict[str, Any]:
+    """Return the schema of a name, or a table of a name and options."""
+    name = _name(names, kind)
+    table = {**_TABLE, "properties": {"name": name}, "required": ["name"]}
+    return {"anyOf": [*name.get("anyOf", [name]), table]}
