@@ -87,6 +87,8 @@ def test_a_compiled_model_multiplies_by_the_copies_too(tmp_path: Path) -> None:
                 if type(layer) is nn.Linear:
                     layer.weight.fill_(torch.nan)
         assert expected == [output.token_ids for output in engine.generate(PROMPTS, params)]
+        # One graph, also if this is the first model that is compiled in the process.
+        assert (1, 0) == (model.compiled.num_graphs, model.compiled.num_graph_breaks)
 
 
 @pytest.mark.parametrize("settings", [{"pack_weights": 1}, {"pack": True}])
