@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from kvframe import Engine, SamplingParams, Stack, load_plugins, make_layer_specs
+from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract import AttentionSpec, MaskFunction, TokenRange, hookimpl, positive_int
-from kvframe.planning.recognise import find_adapter
 
 # --- the attention type: this is all that a researcher writes ---------------------------------------------------------
 
@@ -66,6 +64,7 @@ def kvframe_register_specs(register: Any) -> None:
 # --- a model that uses it ---------------------------------------------------------------------------------------------
 
 STRIDE, NUM_SUMMARY = 16, 4
+PATTERN = {"stride": STRIDE, "num_summary": NUM_SUMMARY}
 LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 BACKENDS: dict[str, dict[str, Any]] = {
     "torch_reference": {},
@@ -75,13 +74,17 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 def make_stack(backend: str) -> Stack:
-    """Return a stack with a small cache, and with a backend for the new type."""
+    """Return a stack with a small cache, that gives layers the new type, and the type a backend."""
     return Stack.from_mapping(
         {
             "cache": {"memory": "1MiB", "block_size": 4},
-            # The model's own forward has other masks in these layers, so there is nothing to compare with at attach.
-            "engine": {"self_check": False, "max_num_batched_tokens": 32},
-            "rules": [{"kind": "fixed_pattern", "backend": {"name": backend, **BACKENDS[backend]}}],
+            "engine": {"max_num_batched_tokens": 32},
+            "rules": [
+                # The windowed layers get the new type. When the model is attached, a packed run is compared with dense
+                # attention under what the type's live ranges show.
+                {"kind": "sliding_window", "spec": {"kind": "fixed_pattern", **PATTERN}},
+                {"kind": "fixed_pattern", "backend": {"name": backend, **BACKENDS[backend]}},
+            ],
         }
     )
 
@@ -104,26 +107,6 @@ def make_model() -> Gemma3ForCausalLM:
         eos_token_id=None,
     )
     return Gemma3ForCausalLM(config)
-
-
-def make_engine(path: Path, backend: str) -> Engine:
-    """Read the model's layers, give the windowed ones the new type, and make an engine for them."""
-    stack = make_stack(backend)
-    registry = load_plugins(stack.plugins, plugins=[sys.modules[__name__]]).registry
-    model = find_adapter(path, registry).load(path, device="cpu", dtype="float32")
-    pattern = {"stride": STRIDE, "num_summary": NUM_SUMMARY}
-    layers = tuple(
-        attrs.evolve(
-            layer,
-            kind="fixed_pattern",
-            options={**{key: value for key, value in layer.options.items() if key != "window"}, **pattern},
-        )
-        if layer.kind == "sliding_window"
-        else layer
-        for layer in model.description.layers
-    )
-    description = attrs.evolve(model.description, layers=layers)
-    return Engine(model, make_layer_specs(description, registry, stack, "float32"), registry=registry, stack=stack)
 
 
 def generate_densely(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
@@ -152,7 +135,8 @@ def main() -> None:
     for backend in BACKENDS:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
-            with make_engine(Path(folder), backend) as engine:
+            this = sys.modules[__name__]
+            with Engine.from_pretrained(folder, stack=make_stack(backend), plugins=[this]) as engine:
                 for choice in engine.choices:
                     print(f"{choice.layer}: backend {choice.backend}")
                 outputs = [engine.generate([prompts[0]], params)[0], *engine.generate(prompts[1:], params)]

@@ -37,3 +37,4 @@ from .planning.groups import share_caches as share_caches
 from .planning.plan import KVCachePlan as KVCachePlan
 from .planning.plan import plan_cache as plan_cache
 from .planning.ranks import plan_ranks as plan_ranks
+from .planning.recognise import describe as describe

@@ -200,7 +200,8 @@ class Rule:
     Attributes:
         kind: The rule is for layers whose cache spec has this registered name. Without it, for any.
         layers: The rule is for layers whose name matches this pattern (``"model.layers.*"``). Without it, for any.
-        spec: Options that override those of the layers' cache specs.
+        spec: Options that override those of the layers' cache specs. With ``kind``, a registered name, the layers get
+            another type, which stores the same keys and values, and the other options are those of this type.
         wrappers: The layers' wrapper chain. Without it, other rules and the layers' cache spec decide.
         backend: The layers' backend; ``"auto"``: kvframe chooses. Without it, other rules decide.
         optional: Whether a model may have no layers that the rule is for, as in a stack for several models. If not,
@@ -218,6 +219,8 @@ class Rule:
         """Raise for a rule that names no layers: it would silently hold for all."""
         if self.kind is None and self.layers is None:
             raise StackError('needs kind or layers, to say which layers it is for (layers = "*" is all)')
+        if not isinstance(self.spec.get("kind", ""), str):
+            raise StackError(f"spec.kind must be the registered name of a type, not {shown(self.spec['kind'])}")
 
     def __str__(self) -> str:
         """Return which layers the rule is for, as in the file."""
@@ -237,8 +240,10 @@ class ResolvedRule:
         spec: Options that override those of its cache spec.
         wrappers: Its wrapper chain; None for the default of its cache spec.
         backend: Its backend; ``AUTO`` if kvframe chooses.
+        kind: The registered name of the type that it gets; None for its own.
     """
 
     spec: Mapping[str, Any]
     wrappers: tuple[Use, ...] | None
     backend: Use
+    kind: str | None = None

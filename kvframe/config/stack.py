@@ -114,23 +114,25 @@ class Stack:
                 spec |= rule.spec
                 wrappers = wrappers if rule.wrappers is None else rule.wrappers
                 backend = backend if rule.backend is None else rule.backend
-        return ResolvedRule(spec, wrappers, backend)
+        return ResolvedRule(spec, wrappers, backend, spec.pop("kind", None))
 
     def check_layers(self, model: str, kinds: Mapping[str, str]) -> None:
         """Check that every rule is for at least one layer, unless it is optional.
 
         Args:
             model: The model's name.
-            kinds: For each of its layers, the registered name of its cache spec.
+            kinds: For each of its layers, the registered name of its cache spec. A rule may also be for the kind that
+                another rule gives a layer.
 
         Raises:
             StackError: A rule matches no layer; the message names the rule, and the nearest layers.
         """
+        given = {name: self.rule_for(name, kind).kind or kind for name, kind in kinds.items()}
         problems = [
             f"rules[{index}] ({rule}) is for no layer of {model}{_nearest_layers(rule, kinds)}; if the stack is for "
             "other models too, give the rule optional = true"
             for index, rule in enumerate(self.rules)
-            if not rule.optional and not any(rule.matches(name, kind) for name, kind in kinds.items())
+            if not rule.optional and not any(rule.matches(*each) for each in (*kinds.items(), *given.items()))
         ]
         if problems:
             raise _stack_error(self.source, problems)
@@ -176,7 +178,10 @@ class Stack:
         """
         problems = list(_owner_problems(self.plugins, registry))
         for index, rule in enumerate(self.rules):
-            named: list[tuple[str, Catalogue, str | None]] = [("kind", registry.specs, rule.kind)]
+            named: list[tuple[str, Catalogue, str | None]] = [
+                ("kind", registry.specs, rule.kind),
+                ("spec.kind", registry.specs, rule.spec.get("kind")),
+            ]
             if rule.backend is not None and rule.backend.name != AUTO.name:
                 named.append(("backend", registry.backends, rule.backend.name))
             elif rule.backend not in (None, AUTO):

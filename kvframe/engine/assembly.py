@@ -31,6 +31,7 @@ from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.memory import check_host_bytes
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.planning.recognise import adopt_model, find_adapter
+from kvframe.planning.retyping import EditLayer, edited
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.selection.choice import Choice, layers_on_copies
 from kvframe.selection.select import select_backends
@@ -242,7 +243,7 @@ def _skipped_layers(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stac
 
 
 def load_model(
-    path: Path, stack: Stack, plugins: Sequence[ModuleType]
+    path: Path, stack: Stack, plugins: Sequence[ModuleType], edit: EditLayer | None = None
 ) -> tuple[LoadedModel, tuple[LayerSpec, ...], Registry]:
     """Return the model at ``path``, its layer specs, and the registry of the plugins.
 
@@ -250,6 +251,7 @@ def load_model(
         path: A model's folder.
         stack: What to use.
         plugins: Manifest modules to use beside the installed plugins.
+        edit: Changes the types of layers; None for the model's own.
 
     Raises:
         KVFrameError: The stack, a plugin that it names, or the model is wrong.
@@ -258,7 +260,8 @@ def load_model(
     stack.check(registry)
     check_device(stack)
     model = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
-    return model, make_layer_specs(model.description, registry, stack, stack.engine.dtype), registry
+    description = edited(model.description, edit, registry)
+    return model, make_layer_specs(description, registry, stack, stack.engine.dtype), registry
 
 
 def adopt(

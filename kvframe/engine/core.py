@@ -33,6 +33,7 @@ from kvframe.loading.checks import parse_bytes
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import Grouping
 from kvframe.planning.plan import KVCachePlan
+from kvframe.planning.retyping import EditLayer
 from kvframe.selection.choice import Choice
 
 _log = logging.getLogger("kvframe")
@@ -155,6 +156,7 @@ class EngineCore(ABC, Generic[RequestT]):
         *,
         stack: Stack | None = None,
         plugins: Sequence[ModuleType] = (),
+        layers: EditLayer | None = None,
         poison_freed: bool = False,
         skip_policy: SkipPolicy | None = None,
     ) -> Self:
@@ -167,13 +169,15 @@ class EngineCore(ABC, Generic[RequestT]):
             path: A model's folder, of a kind that an installed plugin recognises.
             stack: What to use; the defaults unless given.
             plugins: Manifest modules to use beside the installed plugins.
+            layers: Changes the types of layers: takes each layer that the model describes (``kvframe.describe``), and
+                returns it, or one of the same name with another ``kind`` and ``options``. The stack's rules come after.
             poison_freed: As for the constructor.
             skip_policy: As for the constructor.
 
         Raises:
             KVFrameError: The stack, a plugin that it names, the model or the memory is wrong.
         """
-        return cls._set_up(path, stack, plugins, poison_freed=poison_freed, skip_policy=skip_policy)
+        return cls._set_up(path, stack, plugins, layers, poison_freed=poison_freed, skip_policy=skip_policy)
 
     @classmethod
     def from_model(
@@ -216,10 +220,17 @@ class EngineCore(ABC, Generic[RequestT]):
         return cls(adopted, layers, registry=registry, stack=stack, **options)
 
     @classmethod
-    def _set_up(cls, path: str | Path, stack: Stack | None, plugins: Sequence[ModuleType], **options: Any) -> Self:
+    def _set_up(
+        cls,
+        path: str | Path,
+        stack: Stack | None,
+        plugins: Sequence[ModuleType],
+        edit: EditLayer | None = None,
+        **options: Any,
+    ) -> Self:
         """Load a model and make an engine with ``options`` for it, on every rank; only rank 0 returns it."""
         with ranks_of(Stack() if stack is None else stack) as (ranks, stack):
-            model, layers, registry = load_model(Path(path), stack, plugins)
+            model, layers, registry = load_model(Path(path), stack, plugins, edit)
             engine = cls(model, layers, registry=registry, stack=stack, ranks=ranks, **options)
             if isinstance(ranks, Follower):
                 assert isinstance(engine._runner, ModelRunner)

@@ -12,9 +12,11 @@ from kvframe.contract.errors import BackendError, ModelError, WrapperError
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.engine.assembly import Assembly, plain_layers
+from kvframe.engine.dense_check import check_densely
 from kvframe.engine.self_check import run_packed
 from kvframe.loading.claims import BUILTIN_OWNER, Claim
 from kvframe.loading.registry import Registry
+from kvframe.planning.retyping import retyped_layers
 from kvframe.selection.chains import bind_chain, divides_keys
 from kvframe.selection.choice import Candidate, Choice
 from kvframe.selection.identity import Identity
@@ -37,20 +39,39 @@ def check_model(assembly: Assembly, layers: Sequence[LayerSpec], registry: Regis
         BackendError: A backend computes a layer wrongly (``wrong_output``).
         WrapperError: A wrapper changes what a layer computes (``wrong_output``).
     """
+    plain = plain_layers(layers)
     try:
-        assembly.model.self_check(partial(run_packed, assembly))
+        compare(assembly, plain, registry)
     except ModelError as error:
-        explained = _explain(error, assembly, plain_layers(layers), registry)
+        explained = _explain(error, assembly, plain, registry)
         if explained is None:
             raise
         raise explained from error
+
+
+def compare(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
+    """Compare packed runs with the model's own forward; with dense attention if layers have other types than its own.
+
+    Args:
+        assembly: The set-up; its model is attached to its layers.
+        layers: The layer specs that it was made of.
+        registry: Where the types of the model's own layers are looked up.
+
+    Raises:
+        ModelError: The runs differ, or the comparison could not be made.
+    """
+    retyped = retyped_layers(assembly.model.description, tuple(layers), registry)
+    if retyped:
+        check_densely(assembly, layers, retyped)
+    else:
+        assembly.model.self_check(partial(run_packed, assembly))
 
 
 def _explain(
     error: ModelError, assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry
 ) -> ModelError | BackendError | WrapperError | None:
     """Return the error that names the wrong part; None if ``error`` already says all that is known."""
-    trials, chosen, device = _Trials(assembly, layers), assembly.choices, assembly.device.type
+    trials, chosen, device = _Trials(assembly, layers, registry), assembly.choices, assembly.device.type
     claim = _find_reference(registry)
     name = assembly.model.description.name
     if assembly.stack.engine.compile and trials.pass_with(chosen):
@@ -73,9 +94,10 @@ def _explain(
 class _Trials:
     """Runs a model's self-check on other choices of wrappers and backends, in the same cache."""
 
-    def __init__(self, assembly: Assembly, layers: Sequence[LayerSpec]) -> None:
+    def __init__(self, assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
         self._assembly = assembly
         self._layers = layers
+        self._registry = registry
 
     def pass_with(self, choices: Sequence[Choice]) -> bool:
         """Return whether the model passes its self-check with these choices."""
@@ -92,7 +114,7 @@ class _Trials:
         assembly.model.detach()
         assembly.model.attach(layers)
         try:
-            assembly.model.self_check(partial(run_packed, attrs.evolve(assembly, layers=layers)))
+            compare(attrs.evolve(assembly, layers=layers), self._layers, self._registry)
         except ModelError:
             return False
         return True

@@ -22,6 +22,7 @@ from kvframe.engine.running.model_runner import SkipPolicy
 from kvframe.engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe.engine.turns import verb
 from kvframe.loading.registry import Registry
+from kvframe.planning.retyping import EditLayer
 
 
 class Embedder(EngineCore[EmbeddingRequest]):
@@ -103,6 +104,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         *,
         stack: Stack | None = None,
         plugins: Sequence[ModuleType] = (),
+        layers: EditLayer | None = None,
         pooling: PoolingMode | None = None,
         normalize: bool | None = None,
         poison_freed: bool = False,
@@ -114,6 +116,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             path: A model's folder, of a kind that an installed plugin recognises.
             stack: What to use; the defaults unless given.
             plugins: Manifest modules to use beside the installed plugins.
+            layers: As for ``Engine.from_pretrained``.
             pooling: As for the constructor.
             normalize: As for the constructor.
             poison_freed: As for the constructor.
@@ -126,6 +129,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             path,
             stack,
             plugins,
+            layers,
             pooling=pooling,
             normalize=normalize,
             poison_freed=poison_freed,

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.eviction_choice import make_policy
 from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.specs import LayerSpec
-from kvframe.engine.assembly import Assembly, assemble_plain
-from kvframe.engine.diagnosis import check_model
+from kvframe.engine.assembly import Assembly, assemble_plain, plain_layers
+from kvframe.engine.diagnosis import check_model, compare
 from kvframe.engine.requests.admission import Admission
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.scheduling.drafting import Drafting
 from kvframe.engine.scheduling.scheduler import Scheduler
-from kvframe.engine.self_check import run_packed
 from kvframe.loading.registry import Registry
 
 
@@ -111,7 +109,7 @@ def attach_model(
             check_model(checked, layers, registry)
         elif options.self_check:
             # No search for the wrong part: the ranks might disagree on what to try, and wait for each other.
-            model.self_check(partial(run_packed, checked))
+            compare(checked, plain_layers(layers), registry)
         if checked is not assembly:
             model.detach()
             model.attach(assembly.layers)

@@ -22,6 +22,7 @@ from kvframe.contract.foreign import call
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks
+from kvframe.planning.retyping import retyped
 from kvframe.planning.rollback import RollbackSpec
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def make_layer_specs(
         SpecError: No plugin provides a layer's kind, or the options do not fit it.
     """
     stack.check_layers(description.name, {layer.name: layer.kind for layer in description.layers})
+    description = retyped(description, registry, stack)
     cache_dtype = dtype if stack.cache.dtype == "auto" else stack.cache.dtype
     dtypes = {"dtype": cache_dtype, "model_dtype": dtype}
     kv_format = default_format(stack, registry)

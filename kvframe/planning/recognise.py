@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,6 +13,7 @@ from kvframe.config.files import exists
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, shown
 from kvframe.contract.foreign import call, safe_repr
+from kvframe.loading.plugins import load_plugins
 from kvframe.planning.layer_file import is_layer_file, parse_file, read_layer_file
 
 if TYPE_CHECKING:
@@ -153,6 +156,20 @@ def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory
         f"no plugin serves a {kind} in memory (asked: {', '.join(names) or 'none'}); give a model of transformers, "
         "or the inner one of a wrapped model, such as `model.module`"
     )
+
+
+def describe(path: str | Path, *, plugins: Sequence[ModuleType] = ()) -> ModelDescription:
+    """Return what a model's layers are, without its weights: names, types and options.
+
+    Args:
+        path: A model's folder or config file, or a layer file.
+        plugins: Manifest modules to use beside the installed plugins.
+
+    Raises:
+        ModelError: The path does not exist, is not a model, or is a model that no plugin can describe.
+        PluginError: The adapter that recognises it fails.
+    """
+    return describe_model(Path(path), load_plugins(plugins=plugins).registry)
 
 
 def describe_model(path: Path, registry: Registry) -> ModelDescription:
