@@ -23,7 +23,7 @@ from benchmarks.harness import models, options
 from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.pages import Column, figures, heading, medians, page, spread, table
 from benchmarks.harness.process import timed
-from benchmarks.harness.record import benchmark, by_turns, in_columns
+from benchmarks.harness.record import benchmark, by_turns, counted
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract.formats import PLAIN
 from kvframe.loading.plugins import load_plugins
@@ -148,7 +148,7 @@ def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
             stored = [Stored(each.name, each, dtype) for each in (PLAIN, *installed_formats())]
             decodes = {each.title: Decode(each, backend, registry, NUM_REQS, context) for each in stored}
             turns = by_turns([*decodes], repeats, lambda name, _: timed(decodes[name])[0], warm_up=True)  # noqa: B023
-            seconds = in_columns(each for repeat, each in turns if repeat >= 0)
+            seconds = counted(turns)
             rows += [
                 {
                     "backend": backend,

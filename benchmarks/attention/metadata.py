@@ -20,7 +20,7 @@ from kvframe_triton.backend import TritonBackend
 from benchmarks.harness import options
 from benchmarks.harness.pages import Column, figures, heading, medians, page
 from benchmarks.harness.process import timed
-from benchmarks.harness.record import benchmark, progress, ratios
+from benchmarks.harness.record import benchmark, by_turns, counted, progress, ratios
 from kvframe import Stack
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import AttentionLayers
@@ -205,13 +205,12 @@ def microseconds(run: Callable[[], Any]) -> float:
 def measure(part: Part, repeats: int) -> dict[str, Any]:
     """Time a part and one dense operation of its size by turns; the first repeat warms up and is not counted."""
     values = torch.zeros(part.num_elements, dtype=torch.int32)
-    times = [(microseconds(part.run), microseconds(lambda: values + 1)) for _ in range(repeats + 1)][1:]
-    own, dense = map(list, zip(*times, strict=True))
+    runs: dict[str, Callable[[], Any]] = {"microseconds": part.run, "dense_microseconds": lambda: values + 1}
+    times = counted(by_turns([*runs], repeats, lambda name, _: microseconds(runs[name]), warm_up=True))
     return {
-        "microseconds": own,
-        "dense_microseconds": dense,
+        **times,
         "dense_elements": part.num_elements,
-        "times_dense": statistics.median(ratios(own, dense)),
+        "times_dense": statistics.median(ratios(times["microseconds"], times["dense_microseconds"])),
         "limit": part.limit,
     }
 

@@ -14,7 +14,7 @@ from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
 from benchmarks.harness.pages import Column, figures, heading, medians, page, spread, table
 from benchmarks.harness.process import EngineProcess, start_engines
-from benchmarks.harness.record import benchmark, by_turns, in_columns, progress, ratios
+from benchmarks.harness.record import benchmark, by_turns, counted, progress, ratios
 
 ENGINES = {name: ("benchmarks.cache.worker", name) for name in ("kvframe", "vllm")}
 """What answers for each engine."""
@@ -45,8 +45,10 @@ def measure(
 
     for side in present:
         ask(side, "set up")
-    found = by_turns(present, rounds, lambda side, _: statistics.median(ask(side, "turn")), advance)
-    turns = in_columns({side.name: seconds for side, seconds in each.items()} for _, each in found)
+    by_name = {side.name: side for side in present}
+    turns = counted(
+        by_turns([*by_name], rounds, lambda name, _: statistics.median(ask(by_name[name], "turn")), advance)
+    )
     sides = {side.name: {"seconds": turns[side.name], **ask(side, "check")} for side in present}
     first = present[0].name
     for name, values in sides.items():

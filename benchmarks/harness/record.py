@@ -107,19 +107,6 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
-def rounds(sides: Sequence[T], count: int, *, warm_up: bool = False) -> Iterator[tuple[int, list[T]]]:
-    """Yield each round's number and its order of sides, which is turned by one from round to round.
-
-    Args:
-        sides: Those that take turns.
-        count: The rounds, numbered from 0.
-        warm_up: Whether a round of the number -1 comes first, which is not to be counted.
-    """
-    for number in range(-warm_up, count):
-        first = number % len(sides) if sides else 0
-        yield number, [*sides[first:], *sides[:first]]
-
-
 def by_turns(
     sides: Sequence[Side],
     count: int,
@@ -128,19 +115,25 @@ def by_turns(
     *,
     warm_up: bool = False,
 ) -> Iterator[tuple[int, dict[Side, T]]]:
-    """Let sides take turns; yield each round's number and what each side did in it.
+    """Let sides take turns, in an order that is turned by one in each round; yield what each did in a round.
 
     Args:
-        sides: Those that take turns, in the order that ``rounds`` says.
-        count: The rounds.
+        sides: Those that take turns.
+        count: The rounds, numbered from 0.
         run: Does a side's turn in the round of a number.
         advance: Called with 1 after each round.
-        warm_up: As for ``rounds``.
+        warm_up: Whether a round of the number -1 comes first, which is not to be counted.
     """
-    for number, order in rounds(sides, count, warm_up=warm_up):
-        found = {side: run(side, number) for side in order}
+    for number in range(-warm_up, count):
+        first = number % len(sides) if sides else 0
+        found = {side: run(side, number) for side in (*sides[first:], *sides[:first])}
         yield number, {side: found[side] for side in sides}
         advance(1)
+
+
+def counted(turns: Iterable[tuple[int, Mapping[str, T]]]) -> dict[str, list[T]]:
+    """Return what each side did in the rounds of ``by_turns`` that count."""
+    return in_columns(found for number, found in turns if number >= 0)
 
 
 def in_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -48,18 +48,13 @@ def test_every_committed_page_is_checked() -> None:
 # --- what benchmarks share --------------------------------------------------------------------------------------------
 
 
-def test_the_order_is_turned_by_one_in_each_round() -> None:
-    assert [(0, ["a", "b"]), (1, ["b", "a"]), (2, ["a", "b"])] == [*record.rounds("ab", 3)]
-    assert [-1, 0, 1] == [number for number, _ in record.rounds("abc", 2, warm_up=True)]
-    assert [(0, [])] == [*record.rounds([], 1)]
-
-
-def test_each_round_says_what_each_side_did_in_the_order_of_the_sides() -> None:
+def test_sides_take_turns_and_each_round_says_what_each_did() -> None:
     done: list[tuple[str, int]] = []
     found = [*record.by_turns("ab", 2, lambda side, number: done.append((side, number)) or number, warm_up=True)]
     assert [("b", -1), ("a", -1), ("a", 0), ("b", 0), ("b", 1), ("a", 1)] == done
     assert [(-1, ["a", "b"]), (0, ["a", "b"]), (1, ["a", "b"])] == [(number, [*sides]) for number, sides in found]
-    assert {"a": [0, 1], "b": [0, 1]} == record.in_columns(sides for number, sides in found if number >= 0)
+    assert {"a": [0, 1], "b": [0, 1]} == record.counted(found)
+    assert [(0, {})] == [*record.by_turns([], 1, lambda side, number: None)]
 
 
 def test_ratios_are_of_the_same_round() -> None:
