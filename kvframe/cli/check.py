@@ -16,7 +16,6 @@ from kvframe.cli.options import TEXT_TYPE, json_option
 from kvframe.cli.render import print_json, progress
 from kvframe.contract.errors import PluginError, StackError, UnknownNameError, shown
 from kvframe.loading.claims import KINDS
-from kvframe.loading.plugins import load_plugins
 
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim
@@ -102,6 +101,8 @@ def _find(asked: _Asked) -> tuple[PluginHost, Sequence[Any], Sequence[Claim]]:
         UnknownNameError: The name stands for nothing.
         PluginError: The plugin cannot be used, or registers nothing.
     """
+    from kvframe.loading.plugins import load_plugins
+
     host = load_plugins()
     modules = []
     claims = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]

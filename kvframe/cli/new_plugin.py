@@ -16,7 +16,6 @@ from kvframe.cli.options import TEXT_TYPE
 from kvframe.contract.errors import FileError, PluginError, shown
 from kvframe.contract.hookspecs import API_VERSION
 from kvframe.loading.claims import KINDS, Kind
-from kvframe.loading.plugins import load_plugins
 
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".template"
@@ -107,6 +106,8 @@ def _dashed(name: str) -> str:
 
 def _check_name(name: str, kind: Kind) -> None:
     """Raise ``PluginError`` for a name that cannot be registered, or is another plugin's already."""
+    from kvframe.loading.plugins import load_plugins
+
     if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
         near = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_0123456789")
         hint = f"; try {near[:_MAX_NAME].rstrip('_')}" if _NAME.fullmatch(near[:_MAX_NAME].rstrip("_")) else ""

@@ -421,7 +421,7 @@ def test_a_layer_file_states_layers_without_a_query_side(tmp_path: Path) -> None
 def test_explain_says_that_the_model_computes_them(tmp_path: Path) -> None:
     file = tmp_path / "hybrid.toml"
     file.write_text(LAYER_FILE)
-    result = CliRunner().invoke(main, ["explain", str(file)])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["explain", str(file)])
     assert 0 == result.exit_code, result.output
     assert "computed by the model" in result.output
     result = CliRunner().invoke(main, ["explain", str(file), "--json"])

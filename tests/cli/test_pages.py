@@ -74,6 +74,16 @@ def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     assert "page.html cannot be written: " in " ".join(result.output.split())
 
 
+def test_only_a_page_is_replaced(tmp_path: Path) -> None:
+    page_of(tmp_path, LAYERS / "llama_3_1_8b.toml")
+    assert "gemma" in page_of(tmp_path, LAYERS / "gemma_3_27b.json")
+    model = tmp_path / "layers.toml"
+    model.write_bytes((LAYERS / "llama_3_1_8b.toml").read_bytes())
+    result = CliRunner().invoke(main, ["plan", str(model), "--memory", "1GiB", "--html", str(model)])
+    assert "exists and is not a page; name another file" in " ".join(result.output.split())
+    assert model.read_bytes() == (LAYERS / "llama_3_1_8b.toml").read_bytes()
+
+
 def test_an_explanation_shows_each_choice_and_the_reasons_against_others(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     asked = ["explain", str(LAYERS / "llama_4_scout.toml"), "--json", "--html", str(file)]

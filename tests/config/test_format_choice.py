@@ -212,7 +212,7 @@ def test_the_plan_shows_how_each_group_is_stored(tmp_path: Path) -> None:
         '[cache]\nformat = "int4_token_head"\n[[rules]]\nlayers = "layers.0"\nspec = { format = "plain" }\n'
     )
     arguments = ["plan", str(tmp_path / "layers.toml"), "--memory", "1MiB", "--stack", str(tmp_path / "stack.toml")]
-    shown = CliRunner().invoke(main, arguments)
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(main, arguments)
     assert "float32, int4_token_head" in shown.output
     (group,) = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).output)["groups"]
     assert {"layers.0": "plain", "layers.1": "int4_token_head"} == group["formats"]

@@ -117,7 +117,7 @@ def test_a_class_that_is_not_there_is_said_to_be_missing(site: FakeSite) -> None
 
 def test_a_class_that_was_only_found_is_not_called_usable(site: FakeSite) -> None:
     usable(site)
-    answer = CliRunner().invoke(main, ["plugins"])
+    answer = CliRunner().invoke(main, ["plugins", "--verbose"])
     (good,) = (line for line in answer.stdout.splitlines() if line.split()[:2] == ["backend", "good"])
     assert good.endswith("not imported")
 

@@ -12,18 +12,19 @@ from kvframe.contract.errors import FileError
 from kvframe.contract.foreign import safe_text
 
 _DATA = "/*data*/"
+_BEGINNING = b"<!doctype html>"
 
 
 def write_page(path: Path, template: str, data: Mapping[str, Any]) -> None:
     """Write a page with its data inside.
 
     Args:
-        path: The file; an existing one is replaced.
+        path: The file; an existing page is replaced.
         template: The template's file name in this package.
         data: What the page shows, as plain values.
 
     Raises:
-        FileError: The file cannot be written.
+        FileError: The file cannot be written, or there is another file, such as a model's, which is not replaced.
     """
     style = files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     page = files(__package__).joinpath(template).read_text(encoding="utf-8")
@@ -31,6 +32,8 @@ def write_page(path: Path, template: str, data: Mapping[str, Any]) -> None:
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     page = page.replace("/*style*/", style).replace(_DATA, text)
     try:
+        if path.exists() and not path.read_bytes().startswith(_BEGINNING):
+            raise FileError(f"the file {path} exists and is not a page; name another file")
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise FileError(f"the page {path} cannot be written: {safe_text(error)}") from error
