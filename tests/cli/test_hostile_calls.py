@@ -32,7 +32,7 @@ NUMBERS = ["0", "-1", "3", "1e9", "1e400", "nan", "-inf", "0x10", "1_0", "1.5", 
 TEXTS = ["", " ", "-", "--", "*", "a:b:c", "x" * 5000, "é😀", "١٢", "\udcff", "a\nb", "\x1b[31mred", "%s%n", "{}", "[["]
 GARBAGE = [b"", b"\xef\xbb\xbf{}", b"\xff\xfe", b"\0" * 100, b"NaN", b"[" * 100_000, b"a = 1\na = 2", b"[a]\n[a]"]
 PLACES = ["", ".", "/", "none", "none/none", "/dev/null", "/dev/zero", "/dev/full", "folder", "circle", "\x1b[31m"]
-WRITTEN = ["none", "times.json"]
+WRITTEN = ["none", "times.json", "page.html"]
 
 words = st.sampled_from([*NAMES, *NUMBERS, *TEXTS])
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), words)
@@ -105,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options_of(command: str) -> list[click.Parameter]:
     found = main.get_command(click.Context(main), command)
     assert found is not None
-    return [each for each in found.params if isinstance(each, click.Option) and each.name not in ("stack", "table")]
+    return [each for each in found.params if isinstance(each, click.Option) and each.name not in ("stack", "table", "html")]
 
 
 @st.composite
@@ -124,6 +124,8 @@ def calls(draw: st.DrawFn, command: str, folder: Path) -> list[str]:
         arguments += ["--prompt-token-ids" if command == "generate" else "--token-ids", "ids.json"]
     if command == "tune":
         arguments += ["--context", "8", "--backend", "torch", "--table", "times.json"]
+    if command in ("plan", "explain") and draw(st.booleans()):
+        arguments += ["--html", "page.html"]
     if draw(st.booleans()):
         (folder / "stack.toml").write_bytes(draw(stacks() | st.sampled_from(GARBAGE)))
         arguments += ["--stack", "stack.toml"]
