@@ -637,7 +637,20 @@ class KVCacheManager:
     @property
     def stats(self) -> KVCacheStats:
         """The cache's counters, as a copy."""
-        return KVCacheStats.of(self.plan.groups, self._lookups, self._pool, self._swapper.host_pool)
+        pool, host = self._pool, self._swapper.host_pool
+        lookups = [attrs.evolve(found) for found in self._lookups]
+        of_tokens = [found for found, group in zip(lookups, self.plan.groups, strict=True) if not group.is_of_input]
+        return KVCacheStats(
+            queried_tokens=of_tokens[0].asked_tokens if of_tokens else 0,
+            hit_tokens=of_tokens[0].hit_tokens if of_tokens else 0,
+            lookups=lookups,
+            blocks_held=[*pool.blocks_held],
+            peak_blocks_held=[*pool.peak_blocks_held],
+            peak_bytes_held=pool.peak_held_bytes,
+            num_evictions=pool.num_evictions,
+            host_bytes_held=0 if host is None else host.held_bytes,
+            peak_host_bytes_held=0 if host is None else host.peak_held_bytes,
+        )
 
     @property
     def on_pages_freed(self) -> Callable[[int, list[int]], None] | None:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import attrs
-
-if TYPE_CHECKING:
-    from kvframe.cache.block_pool import BlockPool
-    from kvframe.planning.plan import PlannedGroup
 
 
 @attrs.define
@@ -63,25 +56,3 @@ class KVCacheStats:
     num_evictions: int = 0
     host_bytes_held: int = 0
     peak_host_bytes_held: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        groups: Sequence[PlannedGroup],
-        lookups: Sequence[GroupLookups],
-        pool: BlockPool,
-        host_pool: BlockPool | None,
-    ) -> KVCacheStats:
-        """Return a copy of a cache's counts; ``host_pool`` is None if there is no host memory."""
-        of_tokens = [found for found, group in zip(lookups, groups, strict=True) if not group.is_of_input]
-        return cls(
-            queried_tokens=of_tokens[0].asked_tokens if of_tokens else 0,
-            hit_tokens=of_tokens[0].hit_tokens if of_tokens else 0,
-            lookups=[attrs.evolve(found) for found in lookups],
-            blocks_held=[*pool.blocks_held],
-            peak_blocks_held=[*pool.peak_blocks_held],
-            peak_bytes_held=pool.peak_held_bytes,
-            num_evictions=pool.num_evictions,
-            host_bytes_held=0 if host_pool is None else host_pool.held_bytes,
-            peak_host_bytes_held=0 if host_pool is None else host_pool.peak_held_bytes,
-        )
