@@ -387,13 +387,14 @@ def test_a_page_that_a_request_gets_twice_is_counted_once_when_a_token_cannot_be
     manager.audit()
 
 
-def test_tokens_that_are_computed_and_not_given_are_told() -> None:
+@pytest.mark.parametrize("tokens", [[1, 2, 3, 4, 5], array("I", [1, 2, 3, 4, 5])], ids=["list", "array"])
+def test_tokens_that_are_computed_and_not_given_are_told(tokens: Sequence[int]) -> None:
     manager = make_manager(full())
-    manager.start("one", [1, 2, 3, 4, 5])
+    manager.start("one", tokens)
     assert manager.extend("one", 12)
     manager.record_events(b"s" * 32)
     with pytest.raises(RequestError, match=r"there are 5 token ids of more tokens that are computed; give them all$"):
-        manager.commit("one", [1, 2, 3, 4, 5], 12)
+        manager.commit("one", tokens, 12)
     manager.free("one")
     assert 4 == manager.find([1, 2, 3, 4, 5, 6])
 
