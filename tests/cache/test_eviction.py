@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from kvframe.cache.eviction import Numbers, ReleaseOrder
-from kvframe.cache.free_list import BlockIds
+from kvframe.cache.free_list import AnyBlockIds
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
@@ -347,7 +347,7 @@ def test_a_block_that_ends_in_what_only_this_request_has_is_kept_though_it_begin
 def test_many_small_releases_cost_few_checks() -> None:
     checks: list[int] = []
 
-    def is_current(stamps: int | Numbers, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+    def is_current(stamps: int | Numbers, block_ids: AnyBlockIds) -> npt.NDArray[np.bool_]:
         checks.append(len(block_ids))
         return np.asarray(stamps) >= num_releases - 10
 
