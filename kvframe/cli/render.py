@@ -129,17 +129,19 @@ def _column_widths(
 ) -> list[int] | None:
     """Return the width of each column, so that a line fits into ``available``; None if it cannot.
 
-    If the columns are too wide, the widest give up most. A column of numbers never folds; a column of text keeps its
-    longest word, or ``_NARROWEST_FOLD`` characters of it if all of it does not fit.
+    If the columns are too wide, headings fold, if that is enough. Otherwise the widest columns give up most: a column
+    of numbers never folds; a column of text keeps its longest word, or ``_NARROWEST_FOLD`` characters of it if all of
+    it does not fit.
     """
     widest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     available -= len(_GAP) * (len(columns) - 1)
-    for most in (available, _NARROWEST_FOLD):
+    for most in (None, available, _NARROWEST_FOLD):
         widths = []
         for heading, right, *cells in zip(columns, to_right, *rows, strict=True):
-            words = [len(word) for cell in cells for word in ([cell] if right else _words(cell))]
-            longest = max(words, default=0)
-            widths.append(max(*map(len, heading.split()), longest if right else min(longest, most)))
+            whole = right or most is None
+            parts = [len(part) for cell in cells for part in ([cell] if whole else _words(cell))]
+            longest = max(parts, default=0)
+            widths.append(max(*map(len, heading.split()), longest if whole else min(longest, most or 0)))
         if sum(widths) <= available:
             break
     else:

@@ -172,6 +172,12 @@ def test_the_widest_column_folds_first(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "T\n  a           b\n  short text  a longer text of\n              six words\n\n" == capsys.readouterr().out
 
 
+def test_headings_fold_before_cells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "24")
+    render.print_table("T", ("most blocks", "text"), [("193", "two words each")])
+    assert "T\n    most  text\n  blocks\n     193  two words each\n\n" == capsys.readouterr().out
+
+
 def test_numbers_are_never_folded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     render.print_table("T", ("page size", "text"), [("1.50 MiB", "some words"), ("10.00 MiB", "more")])
