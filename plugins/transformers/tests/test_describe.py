@@ -223,10 +223,30 @@ def test_bidirectional_attention_is_refused_by_its_layer(tmp_path: Path) -> None
     assert "looks at tokens that come later" in message
 
 
-def test_an_index_cache_is_refused_by_its_layer(tmp_path: Path) -> None:
-    message = refusal(write_config(tmp_path, "glm_moe_dsa"))
-    assert message.startswith("layer 'model.layers.0.self_attn.indexer' of ")
-    assert "keeps a cache of its own" in message
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "layer"),
+    [
+        ("glm_moe_dsa", {}, 0),
+        ("deepseek_v32", {}, 0),
+        ("minimax_m3_vl_text", {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57}, 3),
+    ],
+)
+def test_a_sparse_indexer_is_named_as_what_is_missing(
+    model_type: str, overrides: dict[str, Any], layer: int, tmp_path: Path
+) -> None:
+    message = refusal(write_config(tmp_path, model_type, **overrides))
+    assert message.startswith(f"layer 'model.layers.{layer}.self_attn.indexer' of ")
+    assert (
+        " is a sparse indexer: it caches keys of its own, and chooses by them the past tokens that attention reads; "
+        "no cache spec keeps such keys; "
+    ) in message
+
+
+def test_compressed_keys_are_not_an_encoders(tmp_path: Path) -> None:
+    message = refusal(write_config(tmp_path, "deepseek_v4"))
+    assert message.startswith("layer 'model.layers.3.self_attn' of ")
+    assert "attends to 5 keys in a forward of 4 tokens, such as compressed tokens beside the past ones; " in message
+    assert "encoder" not in message
 
 
 def test_attention_past_the_interface_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from kvframe_transformers.recording import (
 )
 from kvframe_transformers.relative_bias import BiasReader
 
-_KEEPS_STATE = re.compile(r"\b(past_key_values?|layer_past|cache_params)\.update\w*\(")
+_KEEPS_STATE = re.compile(r"\b(past_key_values?|layer_past|cache_params)(\.layers\[[^]]+\])?\.(?P<update>update\w*)\(")
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position_bias"})
 """Tensors that may come with an attention call: those that kvframe serves, and those that change nothing."""
 
@@ -100,7 +100,14 @@ class _Reader:
             )
         served = {call.module for call in calls}
         for module in self._recording.ran:
-            if module not in served and _KEEPS_STATE.search(_forward_source(type(module))):
+            kept = None if module in served else _KEEPS_STATE.search(_forward_source(type(module)))
+            if kept is not None and kept["update"].startswith("update_index"):
+                raise self._refusal(
+                    module,
+                    "is a sparse indexer: it caches keys of its own, and chooses by them the past tokens that "
+                    "attention reads; no cache spec keeps such keys",
+                )
+            if kept is not None:
                 raise self._refusal(module, "keeps a cache of its own, outside of transformers' attention interface")
         producers: dict[int, str] = {}
         found: dict[str, LayerDescription] = {}
@@ -172,6 +179,13 @@ class _Reader:
         return LayerDescription(name=path, kind="mamba", options=options, query={})
 
     def _cross_mask_of(self, call: RecordedCall) -> MaskKind:
+        config: Any = self._model.config
+        if not config.is_encoder_decoder:
+            return MaskKind(
+                None,
+                why=f"attends to {call.key.shape[2]} keys in a forward of {call.query.shape[2]} tokens, such as "
+                "compressed tokens beside the past ones",
+            )
         masks = [mask for mask in self._recording.masks if call.mask is mask.marker]
         if call.mask is None or (masks and sees_all(masks[0].function, PROBE_ENCODER_TOKENS)):
             return MaskKind("cross_attention")
