@@ -1,0 +1,155 @@
+"""Runs the plugins of a frozen version, in a process of its own: loads them, checks them by the kit, serves a model.
+
+``python -m tests.frozen.run_plugins`` uses this kvframe; with ``--newer``, one that stands for the next minor version:
+with another hook, another argument of the hooks that register names, and another field of the batch metadata.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SPEC = {"layers": "layers.0", "spec": {"kind": "frozen_spec", "chunk": 8}}
+STACK: dict[str, Any] = {
+    "cache": {"memory": "1MiB", "block_size": 4, "eviction": "frozen_eviction"},
+    "engine": {"drafts": "frozen_proposer"},
+    "rules": [{"layers": "*", "backend": "frozen_backend", "wrappers": ["frozen_wrapper"]}, SPEC],
+}
+
+
+def become_newer() -> None:
+    """Make this process's kvframe one of the next minor version. Called before anything else of it is imported."""
+    import attrs
+
+    from kvframe.contract import hookspecs, metadata
+
+    major, minor = hookspecs.API_VERSION.split(".")
+    hookspecs.API_VERSION = f"{major}.{int(minor) + 1}"
+
+    def kvframe_register_later_parts(self: Any, register: Any) -> None:
+        """Register parts that this version does not have."""
+
+    def registering(name: str) -> Any:
+        def with_one_more(self: Any, register: Any, later: str) -> None:
+            """Take one more argument."""
+
+        with_one_more.__name__ = name
+        with_one_more.__qualname__ = f"HookSpecs.{name}"  # pluggy leaves out the self of methods
+        return hookspecs.hookspec(with_one_more)
+
+    for name in [each for each in vars(hookspecs.HookSpecs) if each.startswith("kvframe_register_")]:
+        setattr(hookspecs.HookSpecs, name, registering(name))
+    kvframe_register_later_parts.__qualname__ = "HookSpecs.kvframe_register_later_parts"
+    later = hookspecs.hookspec(kvframe_register_later_parts)
+    vars(hookspecs)["HookSpecs"].kvframe_register_later_parts = later  # type: ignore[attr-defined]
+
+    @attrs.frozen(kw_only=True, eq=False)
+    class Later(metadata.CommonAttentionMetadata):
+        later_field: int = 0
+
+    vars(metadata)["CommonAttentionMetadata"] = Later
+
+    from kvframe.loading import plugins
+
+    call = plugins._call
+
+    @functools.wraps(call)
+    def call_with_one_more(manager: Any, hook: str, **arguments: Any) -> Any:
+        return call(manager, hook, **arguments, **({"later": "later"} if "register" in arguments else {}))
+
+    vars(plugins)["_call"] = call_with_one_more
+
+
+def check_parts(*, newer: bool) -> dict[str, list[str]]:
+    """Return the failures of each part, by the kit of this kvframe."""
+    from kvframe import load_plugins
+    from kvframe.testing.backend_checks import backend_checks
+    from kvframe.testing.checks import run_checks
+    from kvframe.testing.eviction import policy_checks
+    from kvframe.testing.format_checks import format_checks
+    from kvframe.testing.proposers import proposer_checks
+    from kvframe.testing.spec_checks import spec_checks
+    from kvframe.testing.wrapper_checks import wrapper_checks
+
+    host = load_plugins()
+    registry = host.registry
+    wrapper = wrapper_checks(registry.wrappers.load("frozen_wrapper"))
+    if newer:
+        # The kit of a later version asks a wrapper of that version to declare the later field.
+        wrapper = wrapper.only("attention-*")
+    checks = {
+        "backend": backend_checks(registry.backends.load("frozen_backend")),
+        "spec": spec_checks(registry.specs.load("frozen_spec")),
+        "wrapper": wrapper,
+        "format": format_checks(registry.formats.load("frozen_format")).only("*-float32-*"),
+        "eviction": policy_checks(registry.eviction_policies.load("frozen_eviction")),
+        "proposer": proposer_checks(registry.proposers.load("frozen_proposer")),
+    }
+    found = {kind: [*run_checks(each).failures.values()] for kind, each in checks.items()}
+    status = host.record("frozen")
+    return {**found, "loading": [] if status.status == "loaded" else [f"{status.status}: {status.reason}"]}
+
+
+def serve_a_model() -> dict[str, Any]:
+    """Return whether the frozen parts serve the frozen adapter's model, with the tokens of kvframe's own parts."""
+    import torch
+    from kvframe_frozen.adapter import FrozenAdapter
+    from kvframe_frozen.model import Model
+
+    from kvframe import Engine, SamplingParams, Stack
+    from kvframe.testing.adapter_checks import adapter_checks
+    from kvframe.testing.checks import run_checks
+
+    config = {"vocab_size": 64, "size": 32, "num_heads": 2, "num_layers": 2, "max_model_len": 128}
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Model(**config)
+    with torch.no_grad():
+        model.head.weight *= 8
+
+    def generate(path: Path, tables: dict[str, Any]) -> tuple[list[Any], int]:
+        with Engine.from_pretrained(path, stack=Stack.from_mapping(tables)) as engine:
+            prompts = [[*range(3, 40)], [5, 6, 7], [*range(3, 30), 9]]
+            outputs = engine.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
+            return [list(output.token_ids) for output in outputs], engine.stats().draft_tokens
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        torch.save(model.state_dict(), Path(folder) / "weights.pt")
+        plain = {"cache": {"memory": "1MiB", "block_size": 4}, "rules": [{"layers": "*", "backend": "torch_reference"}]}
+        expected, _ = generate(Path(folder), {**plain, "rules": [*plain["rules"], SPEC]})  # type: ignore[misc]
+        found, num_drafts = generate(Path(folder), STACK)
+        formatted = {**STACK, "cache": {**STACK["cache"], "format": "frozen_format"}}
+        formatted["rules"] = [{"layers": "*", "backend": "torch_reference"}]
+        generate(Path(folder), formatted)
+        adapter = adapter_checks(FrozenAdapter, folder, name="frozen_adapter")
+        failures = [*run_checks(adapter).failures.values()]
+    return {"equal": found == expected, "drafts": num_drafts, "failures": failures}
+
+
+def main() -> None:
+    """Print what was found, as JSON."""
+    newer = "--newer" in sys.argv
+    if newer:
+        become_newer()
+    failures = check_parts(newer=newer)
+    from kvframe.attention.step import CommonAttentionMetadata
+    from kvframe.contract import hookspecs
+    from kvframe.loading.plugins import _HOOKS
+
+    found = {
+        "api": hookspecs.API_VERSION,
+        "failures": failures,
+        "model": serve_a_model(),
+        "last_hook": _HOOKS[-1],
+        "last_field": [*vars(CommonAttentionMetadata)["__annotations__"]][-1],
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
