@@ -137,16 +137,17 @@ def main() -> None:
     if newer:
         become_newer()
     failures = check_parts(newer=newer)
-    from kvframe.attention.step import CommonAttentionMetadata
     from kvframe.contract import hookspecs
     from kvframe.loading.plugins import _HOOKS
+    from kvframe.testing.case import Request
+    from kvframe.testing.metadata import make_metadata
 
     found = {
         "api": hookspecs.API_VERSION,
         "failures": failures,
         "model": serve_a_model(),
         "last_hook": _HOOKS[-1],
-        "last_field": [*vars(CommonAttentionMetadata)["__annotations__"]][-1],
+        "last_field": [*type(make_metadata([Request(3, 1)], 4)).__annotations__][-1],
     }
     print(json.dumps(found))
 
