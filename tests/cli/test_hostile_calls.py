@@ -105,7 +105,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options_of(command: str) -> list[click.Parameter]:
     found = main.get_command(click.Context(main), command)
     assert found is not None
-    return [each for each in found.params if isinstance(each, click.Option) and each.name not in ("stack", "table", "html")]
+    drawn_apart = ("stack", "table", "html")
+    return [each for each in found.params if isinstance(each, click.Option) and each.name not in drawn_apart]
 
 
 @st.composite
