@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import platform
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import metadata
@@ -22,6 +21,7 @@ from typing import Any
 import attrs
 import torch
 from attrs.validators import instance_of
+from platformdirs import user_cache_path
 
 from kvframe.config.files import check_place, exists, read_json, write_text
 from kvframe.contract.errors import FileError, StackError, shorten, shown
@@ -160,8 +160,7 @@ def default_path() -> Path:
     """Return the path of the user's table: ``KVFRAME_TIMES``, or a file in the user's cache folder."""
     if chosen := os.environ.get("KVFRAME_TIMES"):
         return Path(chosen)
-    default = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or default) / "kvframe" / "times.json"
+    return user_cache_path("kvframe", appauthor=False) / "times.json"
 
 
 def read_times(chosen: bool | str, source: str) -> TimesTable:

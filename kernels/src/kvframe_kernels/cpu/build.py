@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
@@ -30,8 +32,7 @@ def cache_folder() -> Path:
     """Return the folder of compiled kernels: ``KVFRAME_KERNELS_CACHE``, or a folder in the user's cache folder."""
     if chosen := os.environ.get("KVFRAME_KERNELS_CACHE"):
         return Path(chosen)
-    default = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or default) / "kvframe" / "kernels"
+    return user_cache_path("kvframe", appauthor=False) / "kernels"
 
 
 def find_compiler() -> str | None:
