@@ -246,7 +246,9 @@ def stack_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_tune_measures_each_shape_once_and_explain_goes_by_it(layers: Path, stack_file: Path, table: Path) -> None:
+def test_tune_measures_each_shape_once_and_explain_goes_by_it(
+    layers: Path, stack_file: Path, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tuned = run_json("tune", layers, "--stack", stack_file, "--context", 16)
     assert {TORCH, REFERENCE} == {result["backend"] for result in tuned["results"]}
     measured = {tuple(result["layers"]) for result in tuned["results"]}
@@ -259,6 +261,7 @@ def test_tune_measures_each_shape_once_and_explain_goes_by_it(layers: Path, stac
     assert fastest["backend"] == explained[2]["backend"]
     assert fastest["seconds"] == explained[2]["seconds"][fastest["backend"]]
     name = fastest["backend"].rpartition(":")[2]
+    monkeypatch.setenv("COLUMNS", "200")
     assert f"{name} (decode " in run("explain", layers, "--stack", stack_file).stdout
 
 
