@@ -87,6 +87,7 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
         *({"token_ids": TOKENS, "inputs": each} for each in INPUTS),
     ]
     of_name: dict[str, Callable[[Any], object]] = {
+        "found_prefix": manager.found_prefix,
         "missing_inputs": manager.missing_inputs,
         "has_room": lambda name: manager.has_room(name, 5),
         "extend": lambda name: manager.extend(name, 5),

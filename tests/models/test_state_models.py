@@ -145,10 +145,15 @@ def test_a_rule_that_gives_a_state_another_form_is_named(models: Any, states: di
         models("bamba").engine(states=states)
 
 
-def test_a_mixer_that_is_called_outside_of_its_engine_says_so(models: Any) -> None:
+def test_a_mixer_computes_as_before_outside_of_a_step(models: Any) -> None:
     model = models("mamba2")
-    with model.engine(), pytest.raises(ModelError, match="Mamba2Mixer ran outside of the engine"):
-        model.loaded.model(torch.tensor([[1, 2]]))
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        expected = model.loaded.model(tokens).logits
+        with model.engine() as engine:
+            engine.add_request([4, 5, 6], SamplingParams(max_new_tokens=4))
+            engine.step()
+            assert torch.equal(expected, model.loaded.model(tokens).logits)
 
 
 # --- prefixes ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import nn
 
 from kvframe.contract import AttachedState, ModelError, StateRound, StateRun
 from kvframe_transformers.paged_steps import PagedStep, kernels_run_on
-from kvframe_transformers.routing import running_step
 from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference, tolerance_of
 from kvframe_transformers.states import CallForm, Forward, Inputs, MixerCall, Numbers, Output, StateView
@@ -167,11 +166,6 @@ class MixerDriver:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
         """Compute the step's tokens, ``[1, num_tokens, hidden_size]``; the states go to their pages."""
-        if running_step() is None:
-            raise ModelError(
-                f"{type(self._module).__name__} ran outside of the engine that it is attached to; close the engine (or "
-                "detach the model) before calling the model directly"
-            )
         inputs = self._call.inputs_of(args, kwargs)
         num_tokens, step = inputs[self._call.tokens].shape[1], self._layer.step
         if not step.runs and len(step.rounds) == 1 and len(step.rounds[0].rows) == num_tokens:

@@ -170,8 +170,8 @@ def _route_of(module: nn.Module) -> tuple[RunningStep, Route]:
     route = None if step is None else step.routes.get(module)
     if step is None or route is None:
         raise ModelError(
-            f"{type(module).__name__} ran outside of the engine that it is attached to; close the engine (or detach "
-            "the model) before calling the model directly"
+            f"{type(module).__name__} attends in a step, and is no layer that the model's adapter described: serving "
+            "it takes a model adapter of its own"
         )
     return step, route
 
