@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import pkgutil
 import re
 import shlex
+import signal
+import socket
+import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -31,6 +37,7 @@ from kvframe.testing.sample import sample
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+TUTORIALS = [document for document in DOCUMENTS if document.startswith("docs/tutorial_")]
 PAGES = sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md", "index.md"})
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("kvframe_")]
 PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
@@ -174,8 +181,15 @@ def commands(document: str) -> list[tuple[str, str]]:
     return found
 
 
+def is_as_shown(output: str, shown: str) -> bool:
+    """Return whether a command printed what a document shows; "…" stands for anything, such as other plugins."""
+    expected = ".*".join(re.escape(part) for part in shown.rstrip().split("…"))
+    return not shown or re.fullmatch(expected, output.rstrip(), re.DOTALL) is not None
+
+
 @pytest.mark.parametrize(
-    ("document", "command", "shown"), [(document, *each) for document in DOCUMENTS for each in commands(document)]
+    ("document", "command", "shown"),
+    [(document, *each) for document in DOCUMENTS if document not in TUTORIALS for each in commands(document)],
 )
 def test_commands_run_and_print_the_shown_output(
     document: str, command: str, shown: str, workplace: Callable[[str], None]
@@ -185,10 +199,70 @@ def test_commands_run_and_print_the_shown_output(
     assert program == "kvframe"
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
-    if shown:
-        # "…" stands for anything, for example other installed plugins.
-        expected = ".*".join(re.escape(part) for part in shown.rstrip().split("…"))
-        assert re.fullmatch(expected, result.output.rstrip(), re.DOTALL), result.output
+    assert is_as_shown(result.output, shown), result.output
+
+
+@pytest.fixture
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Make an environment that has all that is installed here, in which pip may install more."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "installed_here.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    for name in ("kvframe", "pip", "pytest"):
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{folder}/bin/python" -m {name} "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+    # What pip would get from an index is here already.
+    pip = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, **pip, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def steps(document: str) -> Iterator[Block | tuple[str, str]]:
+    """Yield a tutorial's files, and its commands with what they print, in the order of the page."""
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", read(document), flags=re.MULTILINE | re.DOTALL):
+        if language != "console":
+            yield Block(language, text)
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:] if language == "console" else ():
+            command, _, shown = part.partition("\n")
+            yield command, shown
+
+
+@pytest.mark.parametrize("document", TUTORIALS)
+def test_a_tutorial_runs_from_an_empty_folder_as_written(
+    document: str, tmp_path: Path, demo_model: Path, environment: dict[str, str]
+) -> None:
+    if ".cache/demo-model" in read(document):  # it starts in a clone, after make demo
+        (tmp_path / ".cache").mkdir()
+        (tmp_path / ".cache" / "demo-model").symlink_to(demo_model)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for step in steps(document):
+            if isinstance(step, Block):
+                assert step.file, f"a block of {document} is neither a file nor a command:\n{step.text}"
+                (tmp_path / step.file).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / step.file).write_text(step.text, encoding="utf-8")
+                continue
+            command, shown = step
+            command = command.replace("8000", port)
+            if command == "kill %1":
+                started[0].terminate()
+                assert started.pop(0).wait(30) in (0, -signal.SIGTERM)
+            elif command.endswith(" &"):
+                run = f"exec {command.removesuffix(' &')}"
+                started.append(subprocess.Popen(["bash", "-c", run], cwd=tmp_path, env=environment, text=True))
+            else:
+                done = subprocess.run(
+                    ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+                )
+                assert 0 == done.returncode, f"$ {command}\n{done.stdout}{done.stderr}"
+                assert is_as_shown(done.stdout, shown), f"$ {command}\n{done.stdout}{done.stderr}"
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
 
 
 def test_the_packaged_plugin_loads(workplace: Callable[[str], None]) -> None:
