@@ -52,6 +52,7 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 	$(BIN)/python -m benchmarks.engine.generate
 	$(BIN)/python -m benchmarks.engine.beside_vllm
 	$(BIN)/python -m benchmarks.engine.drafts
+	$(BIN)/python -m benchmarks.engine.server
 	$(BIN)/python -m benchmarks.engine.skipping
 	$(BIN)/python -m benchmarks.attention.metadata
 	$(BIN)/python -m benchmarks.attention.formats

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.attention import cpu, formats, metadata
 from benchmarks.cache import core, definition, eviction, growth, salts
-from benchmarks.engine import beside_vllm, drafts, generate, profile_step, skipping, soak
+from benchmarks.engine import beside_vllm, drafts, generate, profile_step, server, skipping, soak
 from benchmarks.harness import pages, record
 from benchmarks.memory import plans, traffic
 from tests.benchmarks.calling import RESULTS, page_of, record_of
@@ -30,6 +30,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "memory": plans.write_report,
     "memory_traffic": traffic.write_report,
     "metadata": metadata.write_report,
+    "server": server.write_report,
     "skipping": skipping.write_report,
     "soak": soak.write_report,
     "step_profile": profile_step.write_report,
