@@ -30,7 +30,7 @@ from kvframe.cli.options import (
     read_stack,
     stack_option,
 )
-from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
+from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import log_lines, print_json, progress
 from kvframe.cli.streaming import is_textless, print_stream
 from kvframe.contract.errors import RequestError
@@ -44,21 +44,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Generate text with a model on disk.")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--prompt", "texts", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="A prompt; repeat for several.")
-@click.option(
-    "--prompts",
-    "prompts_file",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="A file of prompts: one a line, a JSON list (.json) or JSON lines (.jsonl); - for standard input.",
-)
-@click.option(
-    "--prompt-token-ids",
-    "token_ids_file",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="A file of JSON lists of token ids, for models with no tokenizer; - for standard input.",
-)
+@prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
 @click.option(
     "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 takes the likeliest token."
@@ -135,7 +121,7 @@ def generate(
     """
     if prompt_logprobs and not as_json:
         raise click.UsageError("--prompt-logprobs reports in JSON only; add --json")
-    prompts = _read_prompts(texts, prompts_file, token_ids_file)
+    prompts = read_given_prompts(texts, prompts_file, token_ids_file)
     salts = read_salts(cache_salts, len(prompts))
     if saved_file is not None:
         prefixes.check_saved_file(saved_file)
@@ -195,28 +181,6 @@ def generate(
         _print(prompts, outputs, stats)
     if any(output.error is not None for output in outputs):
         click.get_current_context().exit(REFUSED_EXIT_CODE)
-
-
-def _read_prompts(
-    texts: tuple[str, ...], prompts_file: Path | None, token_ids_file: Path | None
-) -> Sequence[str | list[int]]:
-    given = [
-        option
-        for option, value in (
-            ("--prompt", texts or None),
-            ("--prompts", prompts_file),
-            ("--prompt-token-ids", token_ids_file),
-        )
-        if value is not None
-    ]
-    if len(given) != 1:
-        raise click.UsageError(
-            "give prompts by one of --prompt, --prompts and --prompt-token-ids"
-            + (f", not by {' and '.join(given)}" if given else "")
-        )
-    if prompts_file is not None:
-        return read_prompts(prompts_file)
-    return texts if token_ids_file is None else read_prompt_token_ids(token_ids_file)
 
 
 def _prompt_of_each(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput]) -> Sequence[str | list[int]]:

@@ -1,12 +1,16 @@
-"""Reads prompts from files: text, JSON, JSON lines or token ids."""
+"""The options that name prompts, and prompts in files: text, JSON, JSON lines or token ids."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
+
+from kvframe.cli.options import TEXT_TYPE
 from kvframe.config.files import as_text, parse_json, read_bytes, read_stream, reason_of
 from kvframe.contract.errors import FileError, RequestError, shorten
 from kvframe.engine.ranks.place import find_place
@@ -15,6 +19,60 @@ _MAX_BYTES = 256 << 20
 """The most bytes that are read from a file of prompts."""
 
 _Prompt = TypeVar("_Prompt", str, list[int])
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+_OPTIONS = (
+    click.option(
+        "--prompt", "texts", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="A prompt; repeat for several."
+    ),
+    click.option(
+        "--prompts",
+        "prompts_file",
+        type=click.Path(path_type=Path, allow_dash=True),
+        metavar="FILE",
+        help="A file of prompts: one a line, a JSON list (.json) or JSON lines (.jsonl); - for standard input.",
+    ),
+    click.option(
+        "--prompt-token-ids",
+        "token_ids_file",
+        type=click.Path(path_type=Path, allow_dash=True),
+        metavar="FILE",
+        help="A file of JSON lists of token ids, for models with no tokenizer; - for standard input.",
+    ),
+)
+
+
+def prompt_options(command: _Command) -> _Command:
+    """Add the options that name a command's prompts: its parameters are those of ``read_given_prompts``."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_given_prompts(
+    texts: tuple[str, ...], prompts_file: Path | None, token_ids_file: Path | None
+) -> Sequence[str | list[int]]:
+    """Return the prompts that one of the options names; raise ``UsageError`` for none and for several options."""
+    given = [
+        option
+        for option, value in (
+            ("--prompt", texts or None),
+            ("--prompts", prompts_file),
+            ("--prompt-token-ids", token_ids_file),
+        )
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise click.UsageError(
+            "give prompts by one of --prompt, --prompts and --prompt-token-ids"
+            + (f", not by {' and '.join(given)}" if given else "")
+        )
+    if prompts_file is not None:
+        return read_prompts(prompts_file)
+    return texts if token_ids_file is None else read_prompt_token_ids(token_ids_file)
 
 
 def read_prompts(path: Path, what: str = "prompt") -> list[str]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvframe.cli.hub import find_model
-from kvframe.cli.options import TEXT_TYPE, memory_option, read_stack, stack_option
+from kvframe.cli.options import memory_option, read_stack, stack_option
 from kvframe.cli.pages import write_page
-from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
+from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import log_lines, print_facts, progress
 
 if TYPE_CHECKING:
@@ -20,21 +20,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Run prompts, and draw each step on a page.")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--prompt", "texts", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="A prompt; repeat for several.")
-@click.option(
-    "--prompts",
-    "prompts_file",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="A file of prompts: one a line, a JSON list (.json) or JSON lines (.jsonl); - for standard input.",
-)
-@click.option(
-    "--prompt-token-ids",
-    "token_ids_file",
-    type=click.Path(path_type=Path, allow_dash=True),
-    metavar="FILE",
-    help="A file of JSON lists of token ids, for models with no tokenizer; - for standard input.",
-)
+@prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
 @click.option("--drafts", metavar="NAME", help="Compute the draft tokens of this proposer, such as ngram.")
 @click.option(
@@ -62,13 +48,7 @@ def trace(
     It shows for each request when it waited, computed its prompt, generated and was preempted, what was found of its
     prompt, and the blocks that each cache group holds.
     """
-    given: list[Any] = list(texts)
-    if prompts_file is not None:
-        given += read_prompts(prompts_file)
-    if token_ids_file is not None:
-        given += read_prompt_token_ids(token_ids_file)
-    if not given:
-        raise click.UsageError("give a prompt: --prompt, --prompts or --prompt-token-ids")
+    given = read_given_prompts(texts, prompts_file, token_ids_file)
     model = find_model(model, weights=True)
     stack = read_stack(stack_file, cache={"memory": memory}, engine={"drafts": drafts})
 

@@ -130,7 +130,7 @@ def _value(field: attrs.Attribute[Any], names: Mapping[str, Sequence[str]]) -> d
 
 
 def _name(names: Mapping[str, Sequence[str]], kind: str) -> dict[str, Any]:
-    """Return the schema of a name of a kind, of which an editor offers the known ones."""
+    """Return the schema of a registered name of a kind. An editor offers the known names."""
     known = list(names.get(kind, ()))
     return {"anyOf": [{"enum": known}, _TEXT]} if known else dict(_TEXT)
 

@@ -161,7 +161,7 @@ def test_a_trace_page_holds_the_run(tmp_path: Path) -> None:
 
 def test_a_trace_without_prompts_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["trace", str(tmp_path), "--html", str(tmp_path / "page.html")])
-    assert "give a prompt: --prompt, --prompts or --prompt-token-ids" in result.output
+    assert "give prompts by one of --prompt, --prompts and --prompt-token-ids" in " ".join(result.output.split())
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")

@@ -258,7 +258,7 @@ def test_callers_share_no_prefixes_unless_they_have_one_key_and_salt(serve: Serv
 
     assert [0, 0, 0, 0] == [hits("anna"), hits("ben"), hits("anna", header="s"), hits("anna", body="t")]
     assert all([hits("anna"), hits("ben"), hits("anna", header="s"), hits("anna", body="t")])
-    # Nobody can name the salt that another key makes.
+    # No caller can name the salt that another key makes.
     own = stats(running)
     assert 0 == hits("cleo", header="anna"), own
 

@@ -36,7 +36,7 @@ class Caller:
     on_end: list[Callable[[], None]] = attrs.field(factory=list)
 
     def salt_for(self, named: Any) -> str:
-        """Return the cache salt of the request. The key is part of it, so nobody can name another caller's salt.
+        """Return the cache salt of the request. The key is part of it, so no caller can name another caller's salt.
 
         Args:
             named: The salt in the request's body, or None.

@@ -273,41 +273,30 @@ class _OnEngine:
         parent: Any = super()
         return str(parent._build_chunk_sse(*args, **named))
 
-    async def _streaming(
-        self,
-        request_id: str,
-        model: Any,
-        processor: Any,
-        model_id: str,
-        inputs: Any,
-        gen_config: Asked,
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
-        await _manager_of(rest, named).start(inputs["input_ids"], gen_config)
+    async def _streaming(self, *arguments: Any, **named: Any) -> Any:
+        await _start(*arguments, **named)
         parent: Any = super()
-        return parent._streaming(request_id, model, processor, model_id, inputs, gen_config, *rest, **named)
+        return parent._streaming(*arguments, **named)
 
-    async def _non_streaming(
-        self,
-        request_id: str,
-        model: Any,
-        processor: Any,
-        model_id: str,
-        inputs: Any,
-        gen_config: Asked,
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
-        await _manager_of(rest, named).start(inputs["input_ids"], gen_config)
+    async def _non_streaming(self, *arguments: Any, **named: Any) -> Any:
+        await _start(*arguments, **named)
         parent: Any = super()
-        return await parent._non_streaming(request_id, model, processor, model_id, inputs, gen_config, *rest, **named)
+        return await parent._non_streaming(*arguments, **named)
 
 
-def _manager_of(rest: tuple[Any, ...], named: Mapping[str, Any]) -> Generation:
-    manager = named["gen_manager"] if "gen_manager" in named else rest[0]
-    assert isinstance(manager, Generation)
-    return manager
+async def _start(
+    request_id: str,
+    model: Any,
+    processor: Any,
+    model_id: str,
+    inputs: Any,
+    gen_config: Asked,
+    gen_manager: Generation,
+    *rest: Any,
+    **named: Any,
+) -> None:
+    """Add the request of a handler's call to the engine; the arguments are those of the call."""
+    await gen_manager.start(inputs["input_ids"], gen_config)
 
 
 class ChatHandler(_OnEngine, ChatCompletionHandler):  # type: ignore[misc]

@@ -82,7 +82,7 @@ class StepMode:
                 _set_implementations(own)
 
     def _in_operators(self, forwards: Mapping[nn.Module, Forward]) -> Mapping[nn.Module, Forward]:
-        """Return the forwards with those that are behind operators replaced: a compiled model keeps calling these."""
+        """Return the forwards; those that a compiled model calls through operators are replaced by these operators."""
         replaced = dict(forwards)
         for module, opaque in self.opaque.items():
             opaque.target, replaced[module] = forwards[module], opaque.forward
