@@ -22,7 +22,7 @@ from kvframe.engine.running import model_runner
 PARTS = ("scheduling", "cache", "metadata", "attention", "rest of the model", "sampling", "requests")
 HOST_PARTS = ("scheduling", "cache", "metadata", "sampling", "requests")
 WARM_STEPS = 2
-CACHE_VERBS = ("start", "fork", "has_room", "extend", "extend_rows", "commit_rows", "free", "swap_out", "swap_in")
+CACHE_VERBS = ("start", "fork", "has_capacity", "extend", "extend_rows", "commit_rows", "free", "swap_out", "swap_in")
 
 
 @attrs.frozen(kw_only=True)

@@ -157,7 +157,7 @@ class TableRows:
 def too_many_tokens(num_tokens: int, most: int) -> RequestError:
     """Return the error of a request for more tokens than the plan's longest request has (``too_long``)."""
     return RequestError(
-        f"room for {safe_repr(num_tokens)} tokens was asked for, but the plan is for requests of {most} at most; "
+        f"blocks for {safe_repr(num_tokens)} tokens were asked for, but the plan is for requests of {most} at most; "
         "ask for fewer, or plan with a greater max_model_len",
         code="too_long",
     )

@@ -20,7 +20,7 @@ from kvframe.cache.radix_tree import RadixTree
 from kvframe.planning.plan import KVCachePlan
 
 Counts = npt.NDArray[np.int64]
-READERS = frozenset(("audit", "block_ids", "find", "has_room", "missing_inputs", "published", "row"))
+READERS = frozenset(("audit", "block_ids", "find", "has_capacity", "missing_inputs", "published", "row"))
 """Public methods of the manager that change nothing. Debug mode audits after all others."""
 
 

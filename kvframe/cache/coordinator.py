@@ -187,9 +187,9 @@ class KVCacheCoordinator:
         num_granted = min([*counts, self._max_tokens])
         if not 0 <= num_computed <= num_granted:
             raise RequestError(
-                f"{num_computed} computed tokens are committed of a request that has room for {num_granted}; extend "
+                f"{num_computed} computed tokens are committed of a request with blocks for {num_granted}; extend "
                 "it before its tokens are computed",
-                code="no_room_made",
+                code="not_extended",
             )
 
     def blocks(self, row: int) -> list[list[int]]:

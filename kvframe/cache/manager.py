@@ -252,7 +252,7 @@ class KVCacheManager:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
         return self._numbers.states[self._entry(request_id).row].missing
 
-    def has_room(self, request_id: str, num_tokens: int) -> bool:
+    def has_capacity(self, request_id: str, num_tokens: int) -> bool:
         """Return whether the pool has all pages that a request takes up to ``num_tokens`` tokens.
 
         A scheduler that computes a prompt in chunks asks this before the first chunk. Otherwise a request could start
@@ -307,7 +307,7 @@ class KVCacheManager:
             num_computed: How many are computed; fewer than it was extended for if draft tokens were rejected.
 
         Raises:
-            RequestError: It was not extended for so many (``no_room_made``).
+            RequestError: It was not extended for so many (``not_extended``).
             RequestError: A token is not a token id, or is missing (``bad_token``). Tokens are read when they are
                 needed, by this verb or before it. All else is done: only blocks from this token on are not findable.
         """
@@ -499,7 +499,7 @@ class KVCacheManager:
         *,
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
-        checks_room: bool = True,
+        checks_capacity: bool = True,
     ) -> Pin:
         """Keep the longest cached prefix of tokens, all of them at most, and the cached inputs.
 
@@ -509,16 +509,16 @@ class KVCacheManager:
             token_ids: The tokens.
             salt: As for ``start``.
             inputs: As for ``start``.
-            checks_room: Whether a pin is refused that leaves too few pages for a request; turn this off only for a pin
-                that is released before the next ``extend``.
+            checks_capacity: Whether a pin is refused that leaves too few pages for a request. Turn this off only for a
+                pin that is released before the next ``extend``.
 
         Raises:
-            RequestError: A lone request of the plan's greatest length would not fit beside all pins (``no_room``).
+            RequestError: A lone request of the plan's greatest length would not fit beside all pins (``no_capacity``).
         """
         # An input can be pinned without a token.
         self._check_prompt(token_ids, salt, inputs, least=0)
         hit = self._find_prefix(token_ids, salt, inputs, len(token_ids))
-        return self._pins.pin_prefix(hit, checks_capacity=checks_room)
+        return self._pins.pin_prefix(hit, checks_capacity=checks_capacity)
 
     def restore(
         self,
@@ -554,7 +554,7 @@ class KVCacheManager:
         self._check_prompt(token_ids, salt, inputs, least=0)
         if not self._swapper.restore_prefix(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
             return None
-        return self.pin(token_ids, salt=salt, inputs=inputs, checks_room=False)
+        return self.pin(token_ids, salt=salt, inputs=inputs, checks_capacity=False)
 
     def _find_prefix(
         self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], most: int

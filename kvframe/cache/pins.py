@@ -88,7 +88,7 @@ class Pins:
                 f"with these {pin.num_tokens} tokens pinned, {left} of the cache's {plan.num_slabs} slabs are left, "
                 f"but a request of {plan.max_model_len} tokens, the most there may be, takes {needed}; give the cache "
                 "more memory, lower max_model_len, or unpin others",
-                code="no_room",
+                code="no_capacity",
             )
 
     def _needed_and_left(self, plan: KVCachePlan, pins: Iterable[Pin]) -> tuple[int, int]:

@@ -191,7 +191,7 @@ class Engine(EngineCore[Request]):
         Raises:
             RequestError: As for ``add_request``; or the prompt has no whole block (``prompt_too_short``), the engine
                 has no prefix cache (``no_prefix_caching``), or beside all pins there would be too few blocks for a
-                request of the greatest length (``no_room``).
+                request of the greatest length (``no_capacity``).
             ModelError: As for ``add_request``.
         """
         pin = self._prompt_prefixes.pin(prompt, cache_salt)
@@ -229,7 +229,7 @@ class Engine(EngineCore[Request]):
             For each prompt, its saved prefix.
 
         Raises:
-            RequestError: As for ``pin_prefix``, except ``no_room``. Nothing is written.
+            RequestError: As for ``pin_prefix``, except ``no_capacity``. Nothing is written.
             PrefixFileError: The file cannot be written (``unwritable``), or the stack has no key for a prompt's input
                 for an encoder (``no_key``). An existing file is unchanged.
             ModelError: As for ``add_request``, or the model's adapter does not identify the model.

@@ -59,8 +59,8 @@ def _longest(case: Case) -> int:
 
 
 def _extend(manager: KVCacheManager, name: str, num_tokens: int) -> None:
-    has_room = manager.extend(name, num_tokens)
-    assert has_room
+    has_capacity = manager.extend(name, num_tokens)
+    assert has_capacity
 
 
 def written_tokens(backend_class: type[AttentionBackend], case: Case, request: Request) -> list[int]:

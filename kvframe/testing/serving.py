@@ -203,8 +203,8 @@ class _Served:
         return joined
 
     def _extend(self, name: str, num_tokens: int) -> None:
-        has_room = self._manager.extend(name, num_tokens)
-        assert has_room
+        has_capacity = self._manager.extend(name, num_tokens)
+        assert has_capacity
 
     def _poison_the_dead(self, case: Case, step: Mapping[str, Request], joined: set[str]) -> None:
         """Keep only the live state of earlier steps in the pool, and add the cached tokens of requests that joined."""

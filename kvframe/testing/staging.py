@@ -171,8 +171,8 @@ def _copies_of_a_step(
     manager = KVCacheManager(plan, max_num_seqs=len(requests), prefix_caching=False)
     for index, (num_computed, num_new) in enumerate(requests):
         manager.start(str(index), [0] * MAX_LEN)
-        has_room = manager.extend(str(index), num_computed + num_new)
-        assert has_room
+        has_capacity = manager.extend(str(index), num_computed + num_new)
+        assert has_capacity
     num_computed, query_lens = np.array(requests).T
     batch = StepBatch(
         rows=np.array([manager.row(str(index)) for index in range(len(requests))]),

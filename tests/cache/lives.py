@@ -164,9 +164,9 @@ class Lives:
         self.host.broken = self.draw.randint(-16, MOST_GROUPS - 1)
         self.host.copied.clear()
         try:
-            has_room = extend()
+            has_capacity = extend()
             self.tally.pages_copied += len(self.host.copied)
-            return has_room
+            return has_capacity
         except RuntimeError:
             assert 0 <= self.host.broken < len(self.plan.groups)
             return False
@@ -225,9 +225,9 @@ class Lives:
         most_drafts = max(0, self.most_with_drafts - (target - life.computed))
         end = target + min(num_drafts, self.most_refused, MAX_LEN - target, most_drafts)
         before, verb = self.manager.block_ids(name), "lookahead" if end > target else "extend"
-        has_room = self.make_room(lambda: self.manager.extend(name, end))
-        self.did(verb, not has_room)
-        if not has_room:
+        has_capacity = self.make_room(lambda: self.manager.extend(name, end))
+        self.did(verb, not has_capacity)
+        if not has_capacity:
             assert before == self.manager.block_ids(name)
             return False
         blocks = self.manager.block_ids(name)
@@ -269,10 +269,10 @@ class Lives:
         targets = [min(self.running[name].computed + most, len(self.running[name].tokens)) for name in names]
         rows = np.array([self.manager.row(name) for name in names], dtype=np.int64)
         before = {name: self.manager.block_ids(name) for name in names}
-        has_room = self.make_room(lambda: self.manager.extend_rows(rows, np.array(targets, dtype=np.int64)))
-        self.did("extend rows", not has_room)
+        has_capacity = self.make_room(lambda: self.manager.extend_rows(rows, np.array(targets, dtype=np.int64)))
+        self.did("extend rows", not has_capacity)
         blocks = {name: self.manager.block_ids(name) for name in names}
-        if not has_room:
+        if not has_capacity:
             assert before == blocks
             return
         for name, target in zip(names, targets, strict=True):
@@ -329,16 +329,16 @@ class Lives:
         self.drop_lost()
         expected, before = self.model.pinned(salt, encoder, tokens), [pin.blocks for pin in self.pins]
         plan = self.manager.plan
-        has_room = self.num_lacking(plan, [*before, expected]) <= max(0, self.num_lacking(plan, before))
+        has_capacity = self.num_lacking(plan, [*before, expected]) <= max(0, self.num_lacking(plan, before))
         try:
             pin = self.manager.pin(tokens, salt=salt, inputs=inputs_of(encoder))
         except RequestError:
-            assert not has_room
+            assert not has_capacity
         else:
-            assert has_room
+            assert has_capacity
             assert expected == [ids.tolist() for ids in pin.blocks]
             self.pins.append(pin)
-        self.did("pin", not has_room)
+        self.did("pin", not has_capacity)
 
     def num_lacking(self, plan: KVCachePlan, pinned: Sequence[Sequence[Iterable[int]]]) -> int:
         """Return how many slabs the longest request takes more than a plan, as it is or with fewer, has unpinned.
@@ -372,8 +372,8 @@ class Lives:
         before, bytes_before = self.manager.plan.num_slabs, self.manager.plan.total_bytes
         pinned = [int(page) for pin in self.pins for ids in pin.blocks for page in ids if page]
         held = np.array([*pages_in(self.manager.tables), *pinned], dtype=np.int64)
-        has_room = num_slabs > before or not pinned or self.num_lacking(plan, [pin.blocks for pin in self.pins]) <= 0
-        expected = has_room and not (held * plan.block_id_bytes >= plan.total_bytes).any()
+        pins_fit = num_slabs > before or not pinned or self.num_lacking(plan, [pin.blocks for pin in self.pins]) <= 0
+        expected = pins_fit and not (held * plan.block_id_bytes >= plan.total_bytes).any()
         published = set(self.manager.published())
         is_resized = self.manager.resize(num_slabs)
         self.did("shrink" if num_slabs < before else "grow", not is_resized)
@@ -516,7 +516,7 @@ class Lives:
         assert not written & self.model.findable_pages()
 
     def check_back(self, name: str, resident: list[list[bool]], end: int) -> None:
-        """Check that what a request had is back, and that it has room for its tokens and inputs."""
+        """Check that what a request had is back, and that it has blocks for its tokens and inputs."""
         life = self.running[name]
         for group, was, now in zip(self.plan.groups, resident, self.resident(name), strict=True):
             old = {block for block, is_there in enumerate(was) if is_there}

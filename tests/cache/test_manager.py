@@ -142,13 +142,13 @@ def test_there_is_room_for_a_prompt_where_all_of_its_parts_find_theirs() -> None
     tokens = list(range(25))
     manager.start("a", tokens)
     # Six blocks; two of the window, while two more are computed.
-    assert [True, False] == [manager.has_room("a", count) for count in (24, 25)]
+    assert [True, False] == [manager.has_capacity("a", count) for count in (24, 25)]
     assert 0 == manager.num_held_pages
     for stop in (8, 16, 24):
         assert manager.extend("a", stop)
         manager.commit("a", tokens, stop)
     # Blocks that the request holds need not be free.
-    assert manager.has_room("a", 24)
+    assert manager.has_capacity("a", 24)
 
 
 def test_least_recently_used_pages_are_evicted_first() -> None:

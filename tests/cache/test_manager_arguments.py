@@ -89,7 +89,7 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
     of_name: dict[str, Callable[[Any], object]] = {
         "found_prefix": manager.found_prefix,
         "missing_inputs": manager.missing_inputs,
-        "has_room": lambda name: manager.has_room(name, 5),
+        "has_capacity": lambda name: manager.has_capacity(name, 5),
         "extend": lambda name: manager.extend(name, 5),
         "commit": lambda name: manager.commit(name, TOKENS, 5),
         "swap_out": manager.swap_out,
@@ -102,7 +102,7 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
     wrong: dict[str, list[Callable[[], object]]] = {
         verb: [lambda ask=ask, name=name: ask(name) for name in NAMES] for verb, ask in of_name.items()
     }
-    wrong["has_room"] += [lambda count=count: manager.has_room("running", count) for count in COUNTS]
+    wrong["has_capacity"] += [lambda count=count: manager.has_capacity("running", count) for count in COUNTS]
     wrong["extend"] += [lambda count=count: manager.extend("running", count) for count in COUNTS]
     wrong["commit"] += [lambda count=count: manager.commit("running", TOKENS, count) for count in (*COUNTS, 25)]
     wrong["swap_in"] += [lambda count=count: manager.swap_in("swapped", count) for count in COUNTS]
@@ -175,9 +175,9 @@ def test_more_tokens_than_there_was_room_made_for_are_not_committed(kind: str) -
         lambda: manager.commit("running", [7] * 30, 25),
         lambda: manager.commit_rows(rows, np.array([25])),
     ):
-        with pytest.raises(RequestError, match=r"^25 computed tokens .* room for 2[24]; extend it before") as caught:
+        with pytest.raises(RequestError, match=r"^25 computed tokens .* blocks for 2[24]; extend it before") as caught:
             commit()
-        assert "no_room_made" == caught.value.code
+        assert "not_extended" == caught.value.code
     manager.commit("running", [7] * 30, 22)
     manager.audit()
 

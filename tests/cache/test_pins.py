@@ -114,7 +114,7 @@ def test_a_pin_that_leaves_no_room_for_the_longest_request_is_refused_and_change
         match=r"^with these 12 tokens pinned, 7 of the cache's 10 slabs are left, but a request of 32 tokens",
     ) as refused:
         manager.pin(SYSTEM)
-    assert ("no_room", 2) == (refused.value.code, manager.num_held_pages)
+    assert ("no_capacity", 2) == (refused.value.code, manager.num_held_pages)
     # Another pin of the same pages takes no further pages.
     assert 8 == manager.pin(SYSTEM[:8]).num_tokens
     manager.audit()

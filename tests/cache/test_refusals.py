@@ -67,7 +67,7 @@ def ask_rows(manager: KVCacheManager, num_tokens: int) -> bool:
     return manager.extend_rows(rows, np.array([len(TOKENS) + 1, num_tokens]))
 
 
-# --- more than the table has room for ---------------------------------------------------------------------------------
+# --- more than the table can hold -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ask", [ask_one, ask_row, ask_rows])
@@ -75,14 +75,14 @@ def ask_rows(manager: KVCacheManager, num_tokens: int) -> bool:
 def test_room_for_more_tokens_than_the_plan_is_for_is_refused(kind: str, ask: Ask) -> None:
     manager = make_manager(*PLANS[kind])
     start(manager, "one", "two")
-    for has_all_room in (False, True):
+    for is_extended in (False, True):
         before = state_of(manager, "one", "two")
         for num_tokens in (MAX_LEN + 1, 2 * MAX_LEN, 1000):
-            with pytest.raises(RequestError, match=rf"^room for {num_tokens} .* 30 at most; ask for fewer") as caught:
+            with pytest.raises(RequestError, match=rf"^blocks for {num_tokens} .* 30 at most; ask for fewer") as caught:
                 ask(manager, num_tokens)
             assert caught.value.code == "too_long"
             assert before == state_of(manager, "one", "two")
-        assert has_all_room or ask(manager, MAX_LEN)
+        assert is_extended or ask(manager, MAX_LEN)
     manager.free("one")
     manager.free("two")
     assert (0, 0.0) == (manager.num_held_pages, manager.usage)
@@ -94,7 +94,7 @@ def test_a_request_comes_back_with_room_for_the_longest_at_most(kind: str) -> No
     start(manager, "one", "two")
     assert manager.swap_out("one")
     before = state_of(manager, "two")
-    with pytest.raises(RequestError, match=r"^room for 31 tokens was asked for"):
+    with pytest.raises(RequestError, match=r"^blocks for 31 tokens were asked for"):
         manager.swap_in("one", MAX_LEN + 1)
     assert before == state_of(manager, "two")
     assert manager.swap_in("one", MAX_LEN)
@@ -120,7 +120,7 @@ def test_a_prefix_that_is_longer_than_the_plan_is_for_is_not_restored() -> None:
         raise AssertionError("nothing is to be copied")
 
     before, copies = state_of(manager), [[*range(1, 10)]]
-    with pytest.raises(RequestError, match=r"^room for 36 tokens was asked for"):
+    with pytest.raises(RequestError, match=r"^blocks for 36 tokens were asked for"):
         manager.restore([7] * 36, copies, fetch)
     with pytest.raises(RequestError, match=r"^the input 'encoder' has 99 tokens"):
         manager.restore([7] * 8, [[1, 2]], fetch, inputs={ENCODER: InputSequence(99, b"x")})
@@ -183,7 +183,7 @@ def test_of_a_request_that_is_not_in_the_table_nothing_is_asked() -> None:
         for verb in (
             lambda name: manager.extend(name, 1),
             lambda name: manager.commit(name, TOKENS, 1),
-            lambda name: manager.has_room(name, 1),
+            lambda name: manager.has_capacity(name, 1),
             manager.missing_inputs,
             manager.swap_out,
             manager.row,

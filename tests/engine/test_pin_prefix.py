@@ -86,7 +86,7 @@ def test_what_cannot_be_pinned_is_refused_in_one_sentence() -> None:
         pins = [engine.pin_prefix(letter * 32) for letter in "abcdefghijklm"]
         with pytest.raises(RequestError, match=r"^with these 32 tokens pinned") as refused:
             engine.pin_prefix("n" * 32)
-        assert "no_room" == refused.value.code
+        assert "no_capacity" == refused.value.code
         # A request of the greatest length fits beside all of them.
         (output,) = engine.generate(["y" * 20], SamplingParams(max_new_tokens=44, ignore_eos=True))
         assert (64, "length") == (20 + len(output.token_ids), output.finish_reason)

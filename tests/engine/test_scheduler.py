@@ -59,7 +59,7 @@ class CountingCache:
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         return self.missing[request_id]
 
-    def has_room(self, request_id: str, num_tokens: int) -> bool:
+    def has_capacity(self, request_id: str, num_tokens: int) -> bool:
         return -(-num_tokens // 4) - self.held[request_id] <= self.num_free
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
@@ -221,7 +221,7 @@ def test_who_was_admitted_when_a_step_breaks_waits_as_before() -> None:
     ]
 
 
-@pytest.mark.parametrize("verb", ["start", "extend", "has_room"])
+@pytest.mark.parametrize("verb", ["start", "extend", "has_capacity"])
 def test_a_request_that_the_cache_cannot_take_in_ends_alone(verb: str) -> None:
     cache = CountingCache()
     others = request("a", 3, 1), request("c", 2, 1)

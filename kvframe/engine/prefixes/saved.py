@@ -131,7 +131,7 @@ class PrefixFiles:
             for prefix in prefixes:
                 self._prefixes.compute(prefix)
                 # No request runs until the file is written.
-                pin = self._manager.pin(prefix.token_ids, salt=prefix.salt, inputs=prefix.inputs, checks_room=False)
+                pin = self._manager.pin(prefix.token_ids, salt=prefix.salt, inputs=prefix.inputs, checks_capacity=False)
                 try:
                     pages = [self._read_pages(group, ids[ids != 0]) for group, ids in enumerate(pin.blocks)]
                     token_ids = array("I", prefix.token_ids[: pin.num_tokens])

@@ -155,7 +155,7 @@ class RequestBlocks(Generic[RequestT]):
     def _fits_whole(self, request: RequestT) -> bool:
         """Return whether there are enough free blocks for all tokens of a new request; free the request on an error."""
         try:
-            return self._cache.has_room(request.request_id, len(request.token_ids))
+            return self._cache.has_capacity(request.request_id, len(request.token_ids))
         except BaseException:
             self.release(request)
             raise

@@ -34,7 +34,7 @@ class RequestCache(Protocol):
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs whose state the next step has to compute."""
 
-    def has_room(self, request_id: str, num_tokens: int) -> bool:
+    def has_capacity(self, request_id: str, num_tokens: int) -> bool:
         """Return whether there are enough free blocks for a request's first ``num_tokens`` tokens; change nothing."""
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
