@@ -43,6 +43,18 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     assert [1, 0] == sample(logits, [request(), request()])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_greedy_tokens_are_those_of_torch_in_every_dtype(dtype: torch.dtype) -> None:
+    logits = torch.randn(24, 333, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[3, [7, 300]] = 50.0
+    logits[5, 332] = math.nan
+    logits[6, [0, 40]] = math.inf
+    expected = logits.argmax(dim=-1).tolist()
+    assert 7 == expected[3]
+    expected[5] = expected[6] = FAILED
+    assert expected == sample(logits, [request()] * 24)
+
+
 def test_a_uniform_number_is_looked_up_in_the_cumulative_distribution() -> None:
     row = [0.25, 0.5, 0.25]
     assert [0, 1, 1, 2] == draw_full(probabilities(row, row, row, row), column(0.2, 0.25, 0.7, 0.75))
