@@ -290,7 +290,9 @@ class TransformersModel(LoadedModel):
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
         if self._takes_positions:
-            inputs["position_ids"] = None if positions is None else positions.unsqueeze(0) + self._first_position
+            if positions is not None and self._first_position:
+                positions = positions + self._first_position
+            inputs["position_ids"] = None if positions is None else positions.unsqueeze(0)
         output = self._running_body(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
         rows: torch.Tensor = (output.logits if self.description.generates else output.last_hidden_state)[0]
         return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,10 @@ from kvframe_transformers.packed import PackedLinears
 from kvframe_transformers.routing import RUN_TIME
 from kvframe_transformers.states import Forward, OpaqueForward, replaced_forwards
 from kvframe_transformers.temperature import Temperatures
+
+_IMPLEMENTATION = "_attn_implementation_internal"
+"""The attribute of a config for the name of the attention implementation."""
+Attributes = dict[str, Any]
 
 
 class StepMode:
@@ -45,13 +49,14 @@ class StepMode:
         self.forwards: Mapping[nn.Module, Forward] = {}
         self.packed: PackedLinears | None = None
         self.opaque: Mapping[nn.Module, OpaqueForward] = {}
-        self._modules = list(model.modules())
-        configs = _configs(model)
-        own = [config._attn_implementation_internal for config in configs]
+        # Attributes are read and written where they are kept: the classes of modules and configs look at every name.
+        self._modules = [vars(module) for module in model.modules()]
+        configs = [vars(config) for config in _configs(model)]
+        own = [config[_IMPLEMENTATION] for config in configs]
         try:
             with quiet():
                 model.set_attn_implementation(RUN_TIME)
-            self._in_step = [(config, config._attn_implementation_internal) for config in configs]
+            self._in_step = [(config, config[_IMPLEMENTATION]) for config in configs]
         finally:
             _set_implementations(zip(configs, own, strict=True))
 
@@ -62,8 +67,8 @@ class StepMode:
         Args:
             forwards: The forwards of mixers inside the block; None for those of the attribute.
         """
-        training = [module for module in self._modules if module.training]
-        own = [(config, config._attn_implementation_internal) for config, _ in self._in_step]
+        training = [module for module in self._modules if module["training"]]
+        own = [(config, config[_IMPLEMENTATION]) for config, _ in self._in_step]
         with replaced_forwards(self._in_operators(self.forwards if forwards is None else forwards)):
             try:
                 _set_implementations(self._in_step)
@@ -91,7 +96,7 @@ class StepMode:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Let the model compute as transformers made it inside the block, in evaluation mode."""
-        training = [module for module in self._modules if module.training]
+        training = [module for module in self._modules if module["training"]]
         try:
             _set_training(training, False)
             yield
@@ -99,14 +104,14 @@ class StepMode:
             _set_training(training, True)
 
 
-def _set_training(modules: list[nn.Module], value: bool) -> None:
+def _set_training(modules: Iterable[Attributes], value: bool) -> None:
     for module in modules:
-        module.training = value
+        module["training"] = value
 
 
-def _set_implementations(implementations: Any) -> None:
+def _set_implementations(implementations: Iterable[tuple[Attributes, Any]]) -> None:
     for config, implementation in implementations:
-        config._attn_implementation_internal = implementation
+        config[_IMPLEMENTATION] = implementation
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -115,7 +120,7 @@ def _configs(model: nn.Module) -> list[Any]:
     pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     while pending:
         config = pending.pop()
-        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+        if id(config) not in found and _IMPLEMENTATION in vars(config):
             found[id(config)] = config
             pending += [getattr(config, key) for key in config.sub_configs]
     return list(found.values())
