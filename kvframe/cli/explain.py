@@ -57,6 +57,7 @@ def explain(
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """
     from kvframe.config.eviction_choice import make_policy
+    from kvframe.planning.draft_model import split_layers
     from kvframe.planning.groups import group_layers, make_layer_specs
     from kvframe.planning.recognise import describe_model
     from kvframe.selection.select import select_backends
@@ -68,7 +69,7 @@ def explain(
     description = describe_model(find_model(model, weights=False), registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
+    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(split_layers(layers)[0])
     choices = select_backends(layers, stack, registry, stack.engine.device.partition(":")[0], skipped)
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
     chosen = {choice.layer: choice for choice in choices}

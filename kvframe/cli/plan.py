@@ -113,11 +113,12 @@ def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Regis
     """Return the layers whose pages would be copied in a run; the copies take memory."""
     if all(layer.spec is None or layer.spec.kv_format == PLAIN for layer in layers):
         return []  # no backend has to be imported
+    from kvframe.planning.draft_model import split_layers
     from kvframe.selection.choice import layers_on_copies
     from kvframe.selection.select import select_backends
     from kvframe.selection.skipping import find_skippable_layers
 
-    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
+    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(split_layers(layers)[0])
     device = stack.engine.device.partition(":")[0]
     return layers_on_copies(layers, select_backends(layers, stack, registry, device, skipped))
 

@@ -27,6 +27,8 @@ class DraftRequest:
         num_prompt_tokens: How many of them are the prompt.
         max_drafts: The most tokens that are wanted for it, at least one.
         cache_salt: Requests of different salts must not learn anything of each other's tokens.
+        continuation: The tokens with which the proposer's draft model continues it, at most ``max_drafts``; empty if
+            the proposer names no draft model, or the host did not run it for this request.
     """
 
     request_id: str
@@ -34,6 +36,7 @@ class DraftRequest:
     num_prompt_tokens: int
     max_drafts: int
     cache_salt: str
+    continuation: Sequence[int] = ()
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -52,6 +55,17 @@ class Proposer(ABC):
     """The registered name (``"ngram"``)."""
 
     max_drafts: int = 4
+
+    def draft_model(self) -> str | None:
+        """Return the path of a smaller model with the same tokens, which the host is to run beside the served one.
+
+        The host loads it and plans its layers in the served model's cache. Before each call of ``propose``, it lets
+        this model continue the requests, and gives the tokens as ``DraftRequest.continuation``. A host that runs no
+        other model refuses such a proposer at set-up, or leaves the continuations empty.
+
+        Called at set-up. None, the default, for no such model.
+        """
+        return None
 
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:

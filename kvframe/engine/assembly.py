@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +14,10 @@ import torch
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.storage import HostStorage, KVCacheStorage
+from kvframe.config.proposer_choice import make_proposer
 from kvframe.config.stack import Stack
-from kvframe.contract.backend import PageCopier
-from kvframe.contract.errors import PluginError, StackError
+from kvframe.contract.backend import KVCache, PageCopier
+from kvframe.contract.errors import KVFrameError, PluginError, StackError, shown
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.model import LoadedModel
@@ -27,6 +28,15 @@ from kvframe.engine.ranks.leader import Leader, LeadingHostStorage, LeadingStora
 from kvframe.engine.running.device import check_device
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
+from kvframe.planning.draft_model import (
+    PREFIX,
+    as_draft_grouping,
+    as_draft_name,
+    as_draft_names,
+    check_draft_model,
+    draft_path,
+    split_layers,
+)
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.memory import check_host_bytes
 from kvframe.planning.plan import KVCachePlan, plan_cache
@@ -37,6 +47,8 @@ from kvframe.selection.choice import Choice, layers_on_copies
 from kvframe.selection.select import select_backends
 from kvframe.selection.skipping import find_skippable_layers
 
+NUM_COMPARED_TOKENS = 256
+"""Tokens that the served model and the draft model must read alike."""
 PLAIN_TOKENS = 1024
 """Tokens of the longest request in the set-up for the self-check."""
 
@@ -54,8 +66,11 @@ class Assembly:
         plan: The cache plan.
         choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
         storage: The pool.
+        views: Each layer's state tensors in the pool.
         host: Host memory for the pages of preempted requests; None if these are recomputed.
         layers: The attention layers over the pool, to which the model is attached.
+        draft: The draft model over the same pool and plan; None for none. In it, the layers of the draft model have the
+            names that the draft model knows.
     """
 
     model: LoadedModel
@@ -66,8 +81,10 @@ class Assembly:
     plan: KVCachePlan
     choices: tuple[Choice, ...]
     storage: KVCacheStorage
+    views: Mapping[str, KVCache]
     host: HostStorage | None
     layers: AttentionLayers
+    draft: Assembly | None = None
 
 
 def assemble(
@@ -79,16 +96,19 @@ def assemble(
 ) -> Assembly:
     """Plan and allocate the cache, and choose a wrapper chain and a backend for every layer. The model is unchanged.
 
+    If the stack's proposer has a draft model, it is loaded and set up over the same cache.
+
     Args:
         model: A loaded model.
-        layers: Its layer specs, as ``make_layer_specs`` returns them.
+        layers: Its layer specs, as ``make_layer_specs`` returns them: those of the draft model too.
         stack: Memory, limits and rules.
         registry: Where backends and wrappers are looked up.
         ranks: The ranks that have the other shares of the layers; None for none.
 
     Raises:
         StackError: The stack asks for longer requests than the model takes, asks for prefill skipping of a model that
-            cannot leave rows out, or gives a wrapper or a backend options that it does not have.
+            cannot leave rows out, or gives a wrapper or a backend options that it does not have. Or the draft model
+            cannot be used.
         PlanError: The memory is too small.
         WrapperError: A wrapper cannot serve a layer, or is at a wrong place in its chain.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
@@ -97,14 +117,108 @@ def assemble(
     """
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    skipped, choices = _choose(model, layers, stack, registry)
-    copied = layers_on_copies(layers, choices)
+    own, drafted = split_layers(layers)
+    draft = load_draft_model(model, drafted, stack, registry, ranks) if drafted else None
+    skipped, choices = _choose(model, own, stack, registry)
+    draft_choices = select_backends(drafted, stack, registry, torch.device(stack.engine.device).type)
+    copied = layers_on_copies(layers, (*choices, *draft_choices))
     num_local_ranks = 1 if ranks is None else ranks.num_local_ranks
     plan = plan_for_stack(grouping, stack, max_model_len, model.description.max_input_lens, copied, num_local_ranks)
     if ranks is not None:
         plan = agree(ranks, layers, plan, choices, stack)
     leader = ranks if isinstance(ranks, Leader) else None
-    return _assemble(model, layers, stack, grouping, plan, choices, skipped, num_host_slabs(plan, stack), leader)
+    made = _assemble(model, own, stack, grouping, plan, choices, skipped, num_host_slabs(plan, stack), leader)
+    return made if draft is None else attrs.evolve(made, draft=_assemble_draft(made, draft, drafted, draft_choices))
+
+
+def load_draft_model(
+    model: LoadedModel,
+    layers: Sequence[LayerSpec],
+    stack: Stack,
+    registry: Registry,
+    ranks: Leader | Follower | None = None,
+) -> LoadedModel:
+    """Return the draft model that a stack's proposer names.
+
+    Args:
+        model: The model that is served.
+        layers: The draft model's layers, as they were planned.
+        stack: Its ``[engine] drafts``, device and dtype.
+        registry: Where the proposer and model adapters are looked up.
+        ranks: The ranks that have the other shares of the model; None for none.
+
+    Raises:
+        StackError: The draft model cannot be loaded, or cannot continue the model's requests.
+    """
+    where = f"{stack.source}: engine.drafts"
+    if ranks is not None:
+        raise StackError(f"{where}: a draft model does not run on several ranks; choose another proposer")
+    path = draft_path(make_proposer(stack, registry), stack)
+    assert path is not None
+    try:
+        draft = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
+    except KVFrameError as error:
+        raise StackError(f"{where}: the draft model: {error}") from error
+    check_draft_model(draft.description, model.description, stack)
+    if {layer.name for layer in layers} != {PREFIX + layer.name for layer in draft.description.layers}:
+        raise StackError(f"{where}: the draft model {draft.description.name} has other layers than its config describes")
+    _check_same_tokens(draft, model, where)
+    return draft
+
+
+def _check_same_tokens(draft: LoadedModel, model: LoadedModel, where: str) -> None:
+    """Raise ``StackError`` if both models have tokenizers, and these read some token ids differently."""
+    size = model.description.vocab_size
+    if size is None:
+        return
+    for token_id in range(0, size, max(1, size // NUM_COMPARED_TOKENS)):
+        read, wanted = draft.decode([token_id]), model.decode([token_id])
+        if read is None or wanted is None:
+            return
+        if read != wanted:
+            raise StackError(
+                f"{where}: the draft model {draft.description.name} reads the token {token_id} as {shown(read)}, and "
+                f"{model.description.name} as {shown(wanted)}; name a draft model with the same tokens"
+            )
+
+
+def _assemble_draft(
+    made: Assembly, draft: LoadedModel, layers: Sequence[LayerSpec], choices: Sequence[Choice]
+) -> Assembly:
+    """Return the set-up of a draft model over the cache of the served model, by the draft model's own names.
+
+    Args:
+        made: The set-up of the served model, planned for the layers of both.
+        draft: The draft model.
+        layers: Its layers, by their names in the plan.
+        choices: Their wrapper chains and backends.
+    """
+    renamed, grouping = as_draft_names(layers), as_draft_grouping(made.grouping)
+    chosen = tuple(
+        attrs.evolve(
+            choice,
+            layer=as_draft_name(choice.layer),
+            wrapped=attrs.evolve(choice.wrapped, name=as_draft_name(choice.wrapped.name)),
+        )
+        for choice in choices
+    )
+    views = {as_draft_name(name): view for name, view in made.storage.views.items()}
+    return attrs.evolve(
+        made,
+        model=draft,
+        grouping=grouping,
+        choices=chosen,
+        views=views,
+        layers=AttentionLayers(
+            renamed,
+            chosen,
+            grouping,
+            views,
+            made.device,
+            max_static_copies=copied_bytes(made.plan, grouping, layers_on_copies(renamed, chosen)),
+            audited=made.stack.cache.audit,
+        ),
+    )
 
 
 def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> Assembly:
@@ -188,6 +302,7 @@ def _assemble(
         plan=plan,
         choices=choices,
         storage=storage,
+        views=storage.views,
         host=make_host(plan, storage.pool, host_slabs, copy_pages=find_page_copier(choices)) if host_slabs else None,
         layers=AttentionLayers(
             layers,

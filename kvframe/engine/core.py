@@ -16,7 +16,7 @@ from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, adopt, assemble, load_model
 from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
-from kvframe.engine.parts import attach_model, make_admission, make_manager, make_scheduler
+from kvframe.engine.parts import attach_models, make_admission, make_manager, make_scheduler
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.joining import ranks_of
 from kvframe.engine.ranks.leader import Leader
@@ -121,6 +121,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self.choices: tuple[Choice, ...] = assembly.choices
         self._max_model_len = assembly.max_model_len
         self._storage, self._host, self._ranks = assembly.storage, assembly.host, ranks
+        self._draft: LoadedModel | None = None if assembly.draft is None else assembly.draft.model
         self._check_model()
         if self.grouping.note is not None:
             _log.info("%s: %s", model.description.name, self.grouping.note)
@@ -132,7 +133,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._scheduler: Scheduler[RequestT] = make_scheduler(assembly, self._manager, registry)
         self._trace: StepTrace[RequestT] | None = None
         self._runner = self._make_runner(assembly, skip_policy)
-        attach_model(assembly, layers, registry, self._runner.warm_up, has_ranks=ranks is not None)
+        attach_models(assembly, layers, registry, self._runner.warm_up, has_ranks=ranks is not None)
         if isinstance(ranks, Leader):
             assert isinstance(self._runner, ModelRunner)
             ranks.lead(
@@ -387,6 +388,8 @@ class EngineCore(ABC, Generic[RequestT]):
         if self._ranks is not None:
             self._ranks.close()
         self.model.detach()
+        if self._draft is not None:
+            self._draft.detach()
 
     @verb
     def __enter__(self) -> Self:

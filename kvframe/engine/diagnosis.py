@@ -106,7 +106,7 @@ class _Trials:
             self._layers,
             choices,
             assembly.grouping,
-            assembly.storage.views,
+            assembly.views,
             assembly.device,
             assembly.layers.skipped,
             assembly.layers.local,

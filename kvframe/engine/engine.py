@@ -23,7 +23,8 @@ from kvframe.engine.requests.request import Request, RequestOutput
 from kvframe.engine.requests.salts import check_salt, salt_of_each
 from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 from kvframe.engine.requests.text import TextStream
-from kvframe.engine.running.model_runner import SkipPolicy, TokenRunner
+from kvframe.engine.running.draft_runner import DraftRunner
+from kvframe.engine.running.model_runner import ModelRunner, SkipPolicy, TokenRunner
 from kvframe.engine.streaming import RequestStream
 from kvframe.engine.turns import verb
 
@@ -280,7 +281,7 @@ class Engine(EngineCore[Request]):
         )
 
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> TokenRunner:
-        return TokenRunner(
+        runner = TokenRunner(
             self.model,
             assembly.layers,
             self._manager.tables,
@@ -288,16 +289,37 @@ class Engine(EngineCore[Request]):
             max_num_seqs=self.stack.engine.max_num_seqs,
             max_model_len=self._max_model_len,
             skip_policy=skip_policy,
-            graphs=StepGraphs.of(
-                self.stack.engine,
-                assembly.layers,
-                self.model.forward,
-                assembly.device,
-                max_model_len=self._max_model_len,
-                max_input_lens=self.model.description.max_input_lens,
-                max_drafts=self._scheduler.max_drafts,
-                source=self.stack.source,
-            ),
+            graphs=self._make_graphs(assembly, self._scheduler.max_drafts),
+        )
+        if assembly.draft is not None:
+            runner.draft = self._make_draft_runner(assembly.draft, runner)
+            self._scheduler.use_draft_model(runner.draft.continue_requests)
+        return runner
+
+    def _make_draft_runner(self, draft: Assembly, runner: TokenRunner) -> DraftRunner:
+        """Return what runs the draft model over the steps of the served model's runner."""
+        made = ModelRunner(
+            draft.model,
+            draft.layers,
+            self._manager.tables,
+            draft.device,
+            max_num_seqs=self.stack.engine.max_num_seqs,
+            max_model_len=self._max_model_len,
+            graphs=self._make_graphs(draft, 0),
+            tokens=runner.tokens,
+        )
+        return DraftRunner(made, draft.layers)
+
+    def _make_graphs(self, assembly: Assembly, max_drafts: int) -> StepGraphs | None:
+        return StepGraphs.of(
+            self.stack.engine,
+            assembly.layers,
+            assembly.model.forward,
+            assembly.device,
+            max_model_len=self._max_model_len,
+            max_input_lens=assembly.model.description.max_input_lens,
+            max_drafts=max_drafts,
+            source=self.stack.source,
         )
 
     def _add_samples(
@@ -369,7 +391,7 @@ class Engine(EngineCore[Request]):
 
     @cached_property
     def _fingerprint(self) -> dict[str, str]:
-        return fingerprint_of(self.model)
+        return fingerprint_of(self.model, self._draft)
 
     @cached_property
     def _prefix_files(self) -> PrefixFiles:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.eviction_choice import make_policy
 from kvframe.config.proposer_choice import make_proposer
+from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, assemble_plain, plain_layers
 from kvframe.engine.diagnosis import check_model, compare
@@ -16,6 +17,7 @@ from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.scheduling.drafting import Drafting
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.loading.registry import Registry
+from kvframe.planning.draft_model import as_draft_names, split_layers
 
 
 def make_admission(assembly: Assembly, secret: bytes) -> Admission:
@@ -77,7 +79,7 @@ def make_scheduler(assembly: Assembly, manager: KVCacheManager, registry: Regist
     )
 
 
-def attach_model(
+def attach_models(
     assembly: Assembly,
     layers: Sequence[LayerSpec],
     registry: Registry,
@@ -85,20 +87,38 @@ def attach_model(
     *,
     has_ranks: bool,
 ) -> None:
-    """Attach the model, compile it, compare it with its own forward, and warm up, as the stack asks.
+    """Attach the model and its draft model, compile them, compare each with its own forward, and warm up.
 
     Args:
         assembly: The set-up.
-        layers: The layer specs that it was made of.
+        layers: The layer specs that it was made of, those of the draft model too.
         registry: Where backends and wrappers are looked up.
         warm_up: Does the slow work of a first step.
         has_ranks: Whether other ranks have shares of the layers.
 
     Raises:
-        ModelError: The model cannot be attached or compiled, or attached it computes something else than unattached.
+        ModelError: A model cannot be attached or compiled, or attached it computes something else than unattached.
         BackendError: No backend serves a layer in the plain format, or a backend computes a layer wrongly.
         WrapperError: A wrapper changes what a layer computes.
     """
+    own, drafted = split_layers(layers)
+    set_ups = [(assembly, own)]
+    if assembly.draft is not None:
+        set_ups.append((assembly.draft, as_draft_names(drafted)))
+    attached: list[LoadedModel] = []
+    try:
+        for each, of_it in set_ups:
+            _attach(each, of_it, registry, has_ranks=has_ranks)
+            attached.append(each.model)
+        warm_up()
+    except BaseException:
+        for model in attached:
+            model.detach()
+        raise
+
+
+def _attach(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry, *, has_ranks: bool) -> None:
+    """Attach one model, compile it, and compare it with its own forward, as the stack asks."""
     model, options = assembly.model, assembly.stack.engine
     checked = assemble_plain(assembly, layers, registry) if options.self_check else assembly
     model.attach(checked.layers)
@@ -113,7 +133,6 @@ def attach_model(
         if checked is not assembly:
             model.detach()
             model.attach(assembly.layers)
-        warm_up()
     except BaseException:
         model.detach()
         raise

@@ -11,6 +11,7 @@ kvframe-chunked-local plugin:chunked_local spec:chunked_local wrapper:chunked_lo
 kvframe-cpu plugin:cpu backend:cpu
 kvframe-cross-attention plugin:cross_attention spec:cross_attention
 kvframe-decode-only plugin:decode_only wrapper:decode_only
+kvframe-draft-model plugin:draft_model proposer:draft_model
 kvframe-flash-attn plugin:flash_attn backend:flash_attn backend:flash_attn_3
 kvframe-flashinfer plugin:flashinfer backend:flashinfer backend:flashinfer_mla
 kvframe-flex plugin:flex backend:flex

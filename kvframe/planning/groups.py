@@ -22,6 +22,7 @@ from kvframe.contract.foreign import call
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks
+from kvframe.planning.draft_model import PREFIX, describe_draft_model, with_draft_layers
 from kvframe.planning.retyping import retyped
 from kvframe.planning.rollback import RollbackSpec
 
@@ -108,6 +109,8 @@ def make_layer_specs(
 ) -> tuple[LayerSpec, ...]:
     """Return the layer specs of a model's described layers, made by the registered spec types and the stack's rules.
 
+    If the stack's proposer has a draft model, the layers of that model follow the model's own.
+
     Args:
         description: The model.
         registry: Where kinds are looked up.
@@ -117,9 +120,11 @@ def make_layer_specs(
             that shares a cache has the format of the cache's owner.
 
     Raises:
-        StackError: The stack's format cannot be used, or a rule matches no layer or gives a spec an unknown option.
+        StackError: The stack's format cannot be used, a rule matches no layer or gives a spec an unknown option, or the
+            draft model cannot continue the model's requests.
         SpecError: No plugin provides a layer's kind, or the options do not fit it.
     """
+    description = with_draft_layers(description, describe_draft_model(description, stack, registry))
     stack.check_layers(description.name, {layer.name: layer.kind for layer in description.layers})
     description = retyped(description, registry, stack)
     cache_dtype = dtype if stack.cache.dtype == "auto" else stack.cache.dtype
@@ -133,7 +138,18 @@ def make_layer_specs(
     proposer = make_proposer(stack, registry)
     num_drafts = 0 if proposer is None else proposer.max_drafts
     made = [_layer_spec(layer, registry, stack, dtypes, kv_format) for layer in description.layers]
+    _check_draft_layers(made, stack)
     return follow_owners([_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in made], chosen)
+
+
+def _check_draft_layers(layers: Sequence[LayerSpec], stack: Stack) -> None:
+    """Raise ``StackError`` for a layer of a draft model that cannot be computed a part at a time."""
+    for layer in layers:
+        if layer.name.startswith(PREFIX) and _step_local(layer):
+            raise StackError(
+                f"{stack.source}: engine.drafts: the draft model's layer {layer.name!r} keeps nothing of the tokens "
+                "before, so it can continue no request; name a decoder"
+            )
 
 
 def _with_drafts(layer: LayerSpec, num_drafts: int, stack: Stack) -> LayerSpec:

@@ -254,7 +254,7 @@ def test_a_proposer_that_raises_is_set_aside_and_requests_go_on(
 )
 def test_what_is_no_draft_is_left_out(answer: Any, expected: list[list[int]]) -> None:
     drafting: Drafting[Request] = Drafting(Counting(answers=answer, max_drafts=2), vocab_size=100)
-    assert expected == drafting.propose([request("a")], budget=9)
+    assert expected == drafting._propose([request("a")], [2])
 
 
 def test_an_aborted_request_is_forgotten() -> None:

@@ -69,6 +69,7 @@ class TinyModel:
     def engine(self, *, poison_freed: bool = True, skip_policy: SkipPolicy | None = None, **options: Any) -> Engine:
         """Return an engine; each of ``options`` is put into the stack's table that has its key."""
         stack = make_stack(**options)
+        stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype=self.dtype))
         layers = make_layer_specs(self.loaded.description, self.registry, stack, self.dtype)
         return Engine(
             self.loaded,

@@ -16,8 +16,8 @@ _PART_WORDS = 1 << 21
 _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def fingerprint_of(model: LoadedModel) -> dict[str, str]:
-    """Return hexadecimal digests of a model's ``config`` and ``weights``.
+def fingerprint_of(model: LoadedModel, draft: LoadedModel | None = None) -> dict[str, str]:
+    """Return hexadecimal digests of the ``config`` and ``weights`` of a model, and of its draft model if it has one.
 
     Digests of models that differ by accident are different, however small the difference. They give no protection
     against an attacker who makes weights for a given digest.
@@ -25,6 +25,9 @@ def fingerprint_of(model: LoadedModel) -> dict[str, str]:
     Raises:
         ModelError: The adapter does not identify the model.
     """
+    if draft is not None:
+        one, other = fingerprint_of(model), fingerprint_of(draft)
+        return {key: hashlib.blake2b((one[key] + other[key]).encode(), digest_size=32).hexdigest() for key in one}
     identity = model.identity()
     if identity is None:
         raise ModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -25,6 +25,9 @@ from kvframe.engine.requests.request import Request
 from kvframe.engine.running.next_tokens import accept_drafts, add_logprobs, sample, token_logprobs
 from kvframe.engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
 from kvframe.planning.memory import allocating
+
+if TYPE_CHECKING:
+    from kvframe.engine.running.draft_runner import DraftRunner
 
 SkipPolicy = Callable[[StepBatch], bool]
 """Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
@@ -62,6 +65,7 @@ class ModelRunner:
         max_model_len: int,
         skip_policy: SkipPolicy | None = None,
         graphs: StepGraphs | None = None,
+        tokens: IntArray | None = None,
     ) -> None:
         """Keep what steps need.
 
@@ -74,13 +78,16 @@ class ModelRunner:
             max_model_len: The most tokens of a request.
             skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
             graphs: The graphs that steps are replayed from if possible; none unless given.
+            tokens: The ``tokens`` of another runner, which it then shares; its own unless given.
 
         Raises:
             PlanError: The machine has no memory for the tokens.
         """
         advice = "a smaller max_num_seqs or max_model_len"
-        with allocating(8 * max_num_seqs * max_model_len, f"for the tokens of {max_num_seqs} requests", advice):
-            self.tokens: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
+        if tokens is None:
+            with allocating(8 * max_num_seqs * max_model_len, f"for the tokens of {max_num_seqs} requests", advice):
+                tokens = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
+        self.tokens = tokens
         self.input_lens: dict[str, IntArray] = {
             name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
         }
@@ -226,7 +233,24 @@ class ModelRunner:
 
 
 class TokenRunner(ModelRunner):
-    """Runs a step to the next tokens of its requests."""
+    """Runs a step to the next tokens of its requests.
+
+    Attributes:
+        draft: Runs the draft model over the same steps; None for none.
+    """
+
+    draft: DraftRunner | None = None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps of either model may be replayed from graphs."""
+        return super().has_graphs or (self.draft is not None and self.draft.runner.has_graphs)
+
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs of both models."""
+        super().drop_graphs()
+        if self.draft is not None:
+            self.draft.runner.drop_graphs()
 
     def run(self, step: ScheduledStep[Request]) -> Outcomes:
         """Compute a step and return the next token of each request whose last known token it computes.
@@ -240,6 +264,12 @@ class TokenRunner(ModelRunner):
             Token ids in the step's order; ``FAILED`` for a request whose logits are not numbers. Of a step with drafts,
             for each request the accepted drafts and the token after them; none if its logits are not numbers.
         """
+        outcomes = self._run(step)
+        if self.draft is not None:
+            self.draft.follow(step, outcomes)
+        return outcomes
+
+    def _run(self, step: ScheduledStep[Request]) -> Outcomes:
         packed = self.pack(step)
         logits = self.forward(packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS)
         if len(packed.prompt_rows):

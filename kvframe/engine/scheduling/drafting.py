@@ -8,7 +8,7 @@ cost more than they save: the request pauses for one step, and for twice as many
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 import attrs
@@ -24,6 +24,10 @@ from kvframe.engine.scheduling.step import ScheduledStep
 _log = logging.getLogger("kvframe")
 MAX_PAUSE = 32
 """The most steps without drafts between two attempts of a request."""
+
+
+Continue = Callable[[Sequence[RequestT], IntArray, IntArray, Sequence[int]], Sequence[Sequence[int]]]
+"""Lets a draft model continue requests, given their rows, their known tokens and how many tokens each is to get."""
 
 
 @attrs.define
@@ -56,6 +60,7 @@ class Drafting(Generic[RequestT]):
 
     Attributes:
         max_drafts: The most drafts of a request in a step.
+        continue_requests: Lets the proposer's draft model continue requests; None if it has none.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int | None) -> None:
@@ -68,6 +73,7 @@ class Drafting(Generic[RequestT]):
         self._proposer: Proposer | None = proposer
         self.max_drafts, self._vocab_size = proposer.max_drafts, vocab_size
         self._paces: dict[str, Pace] = {}
+        self.continue_requests: Continue[RequestT] | None = None
 
     def add_drafts(self, step: ScheduledStep[RequestT], budget: int, cache: RequestCache) -> ScheduledStep[RequestT]:
         """Return a step with draft tokens, if the budget and the free blocks allow: no request gives way.
@@ -80,7 +86,17 @@ class Drafting(Generic[RequestT]):
         # The first step of a request has no state to go back to.
         may_draft = (step.num_known - step.num_computed == 1) & (step.num_scheduled == 1) & (step.num_computed > 0)
         places = [place for place in np.flatnonzero(may_draft).tolist() if not step.requests[place].wants_prompt_rows]
-        proposed = self.propose([step.requests[place] for place in places], budget) if places else []
+        if not places:
+            return step
+        counts = self._counts([step.requests[place] for place in places], budget)
+        places, counts = [place for place, most in zip(places, counts, strict=True) if most], [*filter(None, counts)]
+        if places and self.continue_requests is not None:
+            # The draft model stores the state of what it generates, in the drafts' blocks.
+            if not _extend(cache, step.rows[places], step.num_known[places] + counts):
+                return step
+            step = attrs.evolve(step, continued=self._continue(step, places, counts))
+        asked = [step.requests[place] for place in places]
+        proposed = self._propose(asked, counts, [step.continued[place] for place in places] if step.continued else ())
         drafts: list[list[int]] = [[] for _ in step.requests]
         for place, each in zip(places, proposed, strict=True):
             drafts[place] = each
@@ -89,13 +105,7 @@ class Drafting(Generic[RequestT]):
         if not num_all:
             return step
         has_drafts = num_drafts > 0
-        try:
-            is_extended = cache.extend_rows(step.rows[has_drafts], (step.num_known + num_drafts)[has_drafts])
-        except AssertionError:
-            raise
-        except Exception:  # a spec is wrong at these tokens; if the request gets there, it ends with that error
-            is_extended = False
-        if not is_extended:
+        if not _extend(cache, step.rows[has_drafts], (step.num_known + num_drafts)[has_drafts]):
             return step
         return attrs.evolve(
             step,
@@ -135,42 +145,67 @@ class Drafting(Generic[RequestT]):
             following.append(run[-1] if run else -1)
         return following, num_all
 
-    def propose(self, requests: Sequence[RequestT], budget: int) -> list[list[int]]:
-        """Return drafts for each request, none for most of them perhaps.
+    def _counts(self, requests: Sequence[RequestT], budget: int) -> list[int]:
+        """Return the most drafts of each request in this step: 0 for one that pauses.
 
         Args:
             requests: Requests whose last known token the step computes, and no other one.
             budget: The most drafts of all requests together.
         """
-        drafts: list[list[int]] = [[] for _ in requests]
-        asked: list[DraftRequest] = []
-        places: list[int] = []
-        for place, request in enumerate(requests):
+        counts = []
+        for request in requests:
             pace = self._paces.get(request.request_id)
             if pace is None:
                 pace = self._paces[request.request_id] = Pace(self.max_drafts)
             if pace.num_waiting:
                 pace.num_waiting -= 1
+                counts.append(0)
                 continue
             # The step adds one token to the accepted drafts.
-            most = min(pace.num_drafts, budget, request.num_final_tokens - len(request.token_ids) - 1)
-            if most > 0:
-                budget -= most
-                asked.append(
-                    DraftRequest(
-                        request.request_id, request.token_ids, request.num_prompt_tokens, most, request.cache_salt
-                    )
-                )
-                places.append(place)
-        if asked and self._proposer is not None:
-            try:
-                proposed = self._proposer.propose(asked)
-                for place, each, tokens in zip(places, asked, proposed, strict=True):
-                    drafts[place] = self._checked(tokens, each.max_drafts)
-            except Exception as error:
-                self._set_aside(error)
-                return [[] for _ in requests]
-        return drafts
+            most = max(0, min(pace.num_drafts, budget, request.num_final_tokens - len(request.token_ids) - 1))
+            budget -= most
+            counts.append(most)
+        return counts
+
+    def _continue(self, step: ScheduledStep[RequestT], places: list[int], counts: list[int]) -> list[Sequence[int]]:
+        """Return for each request of a step the tokens with which the draft model continues it."""
+        assert self.continue_requests is not None
+        found: list[Sequence[int]] = [()] * len(step.requests)
+        requests = [step.requests[place] for place in places]
+        continued = self.continue_requests(requests, step.rows[places], step.num_known[places], counts)
+        for place, each in zip(places, continued, strict=True):
+            found[place] = each
+        return found
+
+    def _propose(
+        self, requests: Sequence[RequestT], counts: Sequence[int], continued: Sequence[Sequence[int]] = ()
+    ) -> list[list[int]]:
+        """Return drafts for each request, none for most of them perhaps.
+
+        Args:
+            requests: The requests to ask about.
+            counts: The most drafts of each, at least one.
+            continued: For each, the tokens of the draft model; none unless given.
+        """
+        if not requests or self._proposer is None:
+            return [[] for _ in requests]
+        asked = [
+            DraftRequest(
+                request_id=request.request_id,
+                token_ids=request.token_ids,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_drafts=most,
+                cache_salt=request.cache_salt,
+                continuation=tuple(continued[index]) if continued else (),
+            )
+            for index, (request, most) in enumerate(zip(requests, counts, strict=True))
+        ]
+        try:
+            proposed = self._proposer.propose(asked)
+            return [self._checked(tokens, each.max_drafts) for each, tokens in zip(asked, proposed, strict=True)]
+        except Exception as error:
+            self._set_aside(error)
+            return [[] for _ in requests]
 
     def learn(self, request: RequestT, num_proposed: int, num_accepted: int) -> None:
         """Record how many drafts of a request were accepted."""
@@ -200,3 +235,13 @@ class Drafting(Generic[RequestT]):
         name = type(self._proposer).__name__
         _log.error("the proposer %s failed, and is set aside: no more drafts are computed: %s", name, safe_text(error))
         self._proposer = None
+
+
+def _extend(cache: RequestCache, rows: IntArray, num_tokens: IntArray) -> bool:
+    """Allocate blocks for drafts; return False, and change nothing, if there are too few."""
+    try:
+        return cache.extend_rows(rows, num_tokens)
+    except AssertionError:
+        raise
+    except Exception:  # a spec is wrong at these tokens; if the request gets there, it ends with that error
+        return False

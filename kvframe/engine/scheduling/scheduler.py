@@ -22,7 +22,7 @@ from kvframe.contract.errors import KVFrameError
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import FinishReason, RequestT
-from kvframe.engine.scheduling.drafting import Drafting
+from kvframe.engine.scheduling.drafting import Continue, Drafting
 from kvframe.engine.scheduling.request_blocks import RequestBlocks, is_being_computed
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.stats import SchedulerStats
@@ -94,6 +94,11 @@ class Scheduler(Generic[RequestT]):
     def max_drafts(self) -> int:
         """The most draft tokens of a request in a step; 0 without a proposer."""
         return 0 if self._drafting is None else self._drafting.max_drafts
+
+    def use_draft_model(self, continue_requests: Continue[RequestT]) -> None:
+        """Let the proposer's draft model continue requests before the proposer is asked for drafts."""
+        assert self._drafting is not None
+        self._drafting.continue_requests = continue_requests
 
     def add(self, request: RequestT) -> None:
         """Append a request to the queue. The cache must be able to hold it alone, at its full length."""

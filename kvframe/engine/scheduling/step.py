@@ -94,6 +94,7 @@ class ScheduledStep(Generic[RequestT]):
         num_scheduled: ``[num_reqs], int64, host``: its tokens that the step computes, at least one; drafts come last.
         num_tokens: Tokens that the step computes.
         drafts: For each request, the draft tokens that the step computes; empty if no request has any.
+        continued: For each request, the tokens with which the draft model continued it; empty if it continued none.
     """
 
     requests: list[RequestT]
@@ -104,6 +105,7 @@ class ScheduledStep(Generic[RequestT]):
     num_scheduled: IntArray
     num_tokens: int
     drafts: Sequence[Sequence[int]] = ()
+    continued: Sequence[Sequence[int]] = ()
 
     @property
     def generating(self) -> IntArray:
