@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from kvframe.attention.hosted import HostedLayers
+from kvframe.config.proposer_choice import make_proposer
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import BackendError
@@ -53,10 +54,18 @@ class HostedModel:
 
         Raises:
             BackendError: A layer's spec stores something else than the host's pages hold. Or the host leaves out
-                tokens, and the stack names no wrapper for that, or the other way round.
+                tokens, and the stack names no wrapper for that, or the other way round. Or the stack's proposer has a
+                draft model (``draft_model``), which the host would have to run.
             StackError: A rule matches no layer, or gives a spec an unknown option.
             SpecError: A layer's kind is not registered, or its options do not fit.
         """
+        proposer = make_proposer(stack, registry)
+        if proposer is not None and proposer.draft_model() is not None:
+            raise BackendError(
+                f"{stack.source}: engine.drafts names {proposer.name!r}, whose draft model the host would have to run; "
+                "leave the key out, and use what the host has for drafts",
+                code="draft_model",
+            )
         if is_part:
             stack = attrs.evolve(stack, rules=tuple(attrs.evolve(rule, optional=True) for rule in stack.rules))
         described = tuple(_as_kind(layer, kinds, registry) for layer in description.layers)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvframe.cli.completion import complete_registered
 from kvframe.cli.hub import find_model
 from kvframe.cli.options import (
     TEXT_TYPE,
     block_size_option,
     device_option,
+    drafts_option,
     dtype_option,
     memory_option,
     read_stack,
@@ -30,6 +30,7 @@ from kvframe.contract.errors import KVFrameError, ModelError
 from kvframe.contract.foreign import call
 
 if TYPE_CHECKING:
+    from kvframe.config.options import Use
     from kvframe.engine.engine import Engine
     from kvframe.engine.requests.params import SamplingParams
 
@@ -61,12 +62,7 @@ _PROMPT = "> "
     help="Sample among the likeliest mass P.",
 )
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Make sampling repeatable.")
-@click.option(
-    "--drafts",
-    metavar="NAME",
-    shell_complete=complete_registered("proposer"),
-    help="Compute the draft tokens of this proposer, such as ngram.",
-)
+@drafts_option
 @stack_option
 @memory_option
 @block_size_option
@@ -79,7 +75,7 @@ def chat(
     temperature: float,
     top_p: float,
     seed: int | None,
-    drafts: str | None,
+    drafts: Use | str | None,
     stack_file: Path | None,
     memory: str | None,
     block_size: int | None,

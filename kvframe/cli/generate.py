@@ -23,6 +23,7 @@ from kvframe.cli.options import (
     block_size_option,
     cache_salt_option,
     device_option,
+    drafts_option,
     dtype_option,
     json_option,
     memory_option,
@@ -36,6 +37,7 @@ from kvframe.cli.streaming import is_textless, print_stream
 from kvframe.contract.errors import RequestError
 
 if TYPE_CHECKING:
+    from kvframe.config.options import Use
     from kvframe.engine.engine import Engine
     from kvframe.engine.prefixes.saved import SavedPrefix
     from kvframe.engine.requests.params import SamplingParams
@@ -66,12 +68,7 @@ if TYPE_CHECKING:
 @click.option("--stop", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end tokens.")
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
-@click.option(
-    "--drafts",
-    metavar="NAME",
-    shell_complete=complete_registered("proposer"),
-    help="Compute the draft tokens of this proposer, such as ngram; needs fewer steps.",
-)
+@drafts_option
 @click.option(
     "--prefill-skipping",
     metavar="NAME",
@@ -101,7 +98,7 @@ def generate(
     stop: tuple[str, ...],
     ignore_eos: bool,
     prompt_logprobs: bool,
-    drafts: str | None,
+    drafts: Use | str | None,
     prefill_skipping: str | None,
     cache_salts: tuple[str, ...],
     loaded_file: Path | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import click
 
+from kvframe.cli.completion import complete_registered
 from kvframe.contract.errors import StackError, shown
 from kvframe.contract.specs import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from kvframe.config.options import CacheOptions, EngineOptions
+    from kvframe.config.options import CacheOptions, EngineOptions, Use
     from kvframe.config.stack import Stack
     from kvframe.loading.plugins import PluginHost
 
@@ -41,6 +43,25 @@ class TextType(click.ParamType[str]):
 
 
 TEXT_TYPE = TextType()
+
+
+class UseType(click.ParamType["Use | str"]):
+    """A registered name, or a JSON object of a name and options: what a stack has as a table."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Use | str:
+        """Return a name as it is, and an object as a ``Use``; fail for anything else."""
+        if not isinstance(value, str) or not value.lstrip().startswith("{"):
+            return str(value)
+        from kvframe.config.options import Use
+
+        try:
+            options = json.loads(value)
+            return Use(options.pop("name"), options)
+        except (ValueError, KeyError, StackError):
+            self.fail(f'{shown(value)} is no JSON object with a "name" and options', param, ctx)
+
 
 stack_option = click.option(
     "--stack",
@@ -71,6 +92,14 @@ dtype_option = click.option(
     "--dtype",
     type=click.Choice([name for name in ITEM_BYTES if "float" in name and "8" not in name]),
     help="The model's dtype, and the cache's unless the stack says otherwise.",
+)
+drafts_option = click.option(
+    "--drafts",
+    type=UseType(),
+    metavar="NAME",
+    shell_complete=complete_registered("proposer"),
+    help="Compute the draft tokens of this proposer, such as ngram; needs fewer steps. A proposer with options: a JSON "
+    'object, such as \'{"name": "draft_model", "model": "path"}\'.',
 )
 cache_salt_option = click.option(
     "--cache-salt",

@@ -106,7 +106,7 @@ def plan(
     if as_json:
         print_json(_to_dict(description, grouping, planned, host_bytes, lengths, computed))
     else:
-        _print(description, grouping, planned, host_bytes, lengths, computed)
+        _print(description, len(layers) - len(description.layers), grouping, planned, host_bytes, lengths, computed)
 
 
 def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> list[LayerSpec]:
@@ -181,6 +181,7 @@ def _concurrency(planned: KVCachePlan, lengths: Sequence[int]) -> list[dict[str,
 
 def _print(
     description: ModelDescription,
+    num_draft_layers: int,
     grouping: Grouping,
     planned: KVCachePlan,
     host_bytes: int,
@@ -193,8 +194,9 @@ def _print(
         click.echo(f"{description.name}: {len(description.layers)} layers, no cache is needed")
         print_note(grouping.note or "")
         return
+    of_draft = f"; {num_draft_layers} more of the draft model" if num_draft_layers else ""
     print_table(
-        f"{description.name}: {len(description.layers)} layers{sharing}",
+        f"{description.name}: {len(description.layers)} layers{sharing}{of_draft}",
         ("group", "kind", "layers", "needs of the past"),
         [
             (

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvframe.cli.hub import find_model
-from kvframe.cli.options import memory_option, read_stack, stack_option
+from kvframe.cli.options import drafts_option, memory_option, read_stack, stack_option
 from kvframe.cli.pages import write_page
 from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import log_lines, print_facts, progress
 
 if TYPE_CHECKING:
+    from kvframe.config.options import Use
     from kvframe.engine.engine import Engine
     from kvframe.engine.step_trace import StepTrace
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(path_type=Path))
 @prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
-@click.option("--drafts", metavar="NAME", help="Compute the draft tokens of this proposer, such as ngram.")
+@drafts_option
 @click.option(
     "--html",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -38,7 +39,7 @@ def trace(
     prompts_file: Path | None,
     token_ids_file: Path | None,
     max_new_tokens: int,
-    drafts: str | None,
+    drafts: Use | str | None,
     html: Path,
     stack_file: Path | None,
     memory: str | None,

@@ -161,7 +161,9 @@ def load_draft_model(
         raise StackError(f"{where}: the draft model: {error}") from error
     check_draft_model(draft.description, model.description, stack)
     if {layer.name for layer in layers} != {PREFIX + layer.name for layer in draft.description.layers}:
-        raise StackError(f"{where}: the draft model {draft.description.name} has other layers than its config describes")
+        raise StackError(
+            f"{where}: the draft model {draft.description.name} has other layers than its config describes"
+        )
     _check_same_tokens(draft, model, where)
     return draft
 

@@ -146,9 +146,7 @@ def as_draft_grouping(grouping: Grouping) -> Grouping:
     """Return the groups of both models, with the layers' names as the draft model knows them."""
     return attrs.evolve(
         grouping,
-        groups=tuple(
-            attrs.evolve(group, layers=tuple(map(as_draft_name, group.layers))) for group in grouping.groups
-        ),
+        groups=tuple(attrs.evolve(group, layers=tuple(map(as_draft_name, group.layers))) for group in grouping.groups),
         follows={as_draft_name(name): as_draft_name(target) for name, target in grouping.follows.items()},
         step_local=tuple(map(as_draft_name, grouping.step_local)),
     )

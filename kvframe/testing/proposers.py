@@ -27,7 +27,7 @@ def check_proposer(make: Callable[[], Proposer]) -> None:
     """Check a proposer's answers in steps of several requests, which grow by any number of tokens, and end.
 
     * *form*: ``propose`` returns a list for each request, in their order, of at most ``max_drafts`` whole numbers that
-      are not negative; it raises nothing, for prompts of any length;
+      are not negative; it raises nothing, for prompts of any length, and with or without tokens of its draft model;
     * *reading*: it does not change the requests' tokens;
     * *alone*: with requests of other salts beside it, a request gets the same drafts as without them;
     * *ends*: it takes the end of requests that it knows, and of those that it was never asked about.
@@ -90,8 +90,11 @@ def _steps(proposer: Proposer, *, others: bool) -> list[list[list[int]]]:
     hidden = {name: _draw(noise, count) for name, count in lengths.items()} if others else {}
     found = []
     for step in range(NUM_STEPS):
+        most = 1 + step % proposer.max_drafts
+        # A host that runs no draft model gives no tokens of it.
+        continues = step % 3 > 0 and _draft_model(proposer) is not None
         asked = [
-            DraftRequest(name, tokens[name], lengths[name], 1 + step % proposer.max_drafts, "ours")
+            DraftRequest(name, tokens[name], lengths[name], most, "ours", _draw(chosen, most) if continues else ())
             for name in tokens
             if (step + len(name)) % 5  # a request may be missing in a step
         ]
@@ -109,6 +112,17 @@ def _steps(proposer: Proposer, *, others: bool) -> list[list[list[int]]]:
             _forget(proposer, ["middle", "never asked about"])
             tokens["middle again"] = tokens.pop("middle")
             lengths["middle again"] = lengths["middle"]
+    return found
+
+
+def _draft_model(proposer: Proposer) -> str | None:
+    name = _name(proposer)
+    try:
+        found: Any = call(f"{name}: draft_model()", proposer.draft_model)
+    except PluginError as error:
+        raise ConformanceError(str(error)) from error
+    if found is not None and not (isinstance(found, str) and found):
+        raise ConformanceError(f"{name}: draft_model() returned {safe_repr(found)}; return a path as a str, or None")
     return found
 
 

@@ -60,7 +60,7 @@ class DraftRunner:
 
         Args:
             requests: Requests whose tokens are computed except for the last known one.
-            rows: ``[num_reqs], int64, host``: their rows. They have slots for their known tokens, and those that follow.
+            rows: ``[num_reqs], int64, host``: their rows, with slots for their known tokens and those that follow.
             num_known: ``[num_reqs], int64, host``: their known tokens.
             counts: How many tokens each is continued with, at least one.
 

@@ -1,0 +1,459 @@
+"""A draft model beside the served one: the tokens stay the same, and its state follows requests everywhere.
+
+A draft model that is the served model itself would generate the same tokens. So every continuation that it gives shows
+whether its state was right.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from click.testing import CliRunner
+from kvframe_draft_model.proposer import DraftModelProposer
+from kvframe_transformers.testing import save_tiny
+
+from kvframe import Embedder, Engine, Prompt, RequestOutput, SamplingParams, Stack, load_plugins
+from kvframe.cli import main
+from kvframe.contract import DraftRequest, PrefixFileError, Register, StackError, hookimpl
+from tests.covering import cover_values
+from tests.models import encoder_decoder
+from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel
+
+FAMILIES = (
+    "gemma3_text",
+    "gemma3n_text",
+    "mamba2",
+    "falcon_h1",
+    "lfm2",
+    *(pytest.param(each, marks=pytest.mark.whole) for each in ("llama", "llama4_text", "mamba", "jamba")),
+    *(pytest.param(each, marks=pytest.mark.whole) for each in ("deepseek_v3", "qwen3_next")),
+)
+OF_EXPERTS = ("deepseek_v3", "jamba", "qwen3_next")
+"""Families whose experts torch multiplies in float32 at most."""
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "seed": 5}
+
+CONTINUED: list[list[int]] = []
+"""The tokens of requests that were continued, each with its continuation."""
+
+
+@attrs.define(kw_only=True, eq=False)
+class Meddling(DraftModelProposer):
+    """Proposes the continuation with wrong tokens in some places, a part of it, more than it, or nothing of it."""
+
+    name = "meddling"
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self.drafts_of(each) for each in requests]
+
+    def drafts_of(self, request: DraftRequest) -> list[int]:
+        known, tokens = list(request.token_ids), list(request.continuation)
+        assert request.max_drafts == len(tokens)
+        CONTINUED.append([*known, *tokens])
+        chance = random.Random(sum(known) + len(known))
+        match chance.randrange(6):
+            case 0:
+                return []
+            case 1:
+                return tokens[:1]
+            case 2:
+                return [token if chance.random() < 0.6 else (token + 1) % 128 for token in tokens]
+        return tokens
+
+
+def make_manifest() -> ModuleType:
+    manifest = ModuleType("meddling_plugin")
+
+    @hookimpl
+    def kvframe_register_proposers(register: Register) -> None:
+        register("meddling", Meddling)
+
+    manifest.kvframe_register_proposers = kvframe_register_proposers  # type: ignore[attr-defined]
+    return manifest
+
+
+Models = Callable[..., TinyModel]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    registry, made = load_plugins(plugins=[make_manifest()]).registry, {}
+
+    def model(family: str, dtype: str | None = None) -> TinyModel:
+        # In float64, no two tokens are as close as rounding, which differs by batch and by machine.
+        dtype = dtype or ("float32" if family in OF_EXPERTS else "float64")
+        if (family, dtype) not in made:
+            saved = TinyModel.save(tmp_path_factory.mktemp(family), family)
+            made[family, dtype] = attrs.evolve(saved, registry=registry).in_dtype(dtype)
+        return made[family, dtype]
+
+    return model
+
+
+def greedy(model: TinyModel) -> SamplingParams:
+    """Return parameters for as many tokens as no rounding changes (``test_greedy_margins``)."""
+    return SamplingParams(max_new_tokens=24 if model.dtype == "float64" else NUM_NEW_TOKENS)
+
+
+def by(path: Path, **options: Any) -> dict[str, Any]:
+    return {"name": "draft_model", "model": str(path), **options}
+
+
+def shown(outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [(each.token_ids, each.text, each.finish_reason) for each in outputs]
+
+
+EXPECTED: dict[Any, list[RequestOutput]] = {}
+"""What models generate without drafts."""
+
+
+def expected(model: TinyModel, params: SamplingParams, prompts: Sequence[Any], **options: Any) -> list[RequestOutput]:
+    """Return what a model generates without drafts."""
+    key = (model.path, model.dtype, str(params), str(prompts), str(options))
+    if key not in EXPECTED:
+        with model.engine(**options) as engine:
+            EXPECTED[key] = engine.generate(prompts, params)
+    return EXPECTED[key]
+
+
+def check_same(
+    model: TinyModel,
+    drafts: Any,
+    params: SamplingParams,
+    prompts: Sequence[Any] = PROMPTS,
+    *,
+    plain: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[RequestOutput], Any]:
+    """Check that drafts change no output, without and then with cached prefixes; return outputs and statistics.
+
+    Args:
+        model: The served model.
+        drafts: The proposer.
+        params: How to sample.
+        prompts: The prompts.
+        plain: Options of the engine without drafts.
+        options: Options of the engine with drafts.
+    """
+    wanted = expected(model, params, prompts, **(plain or {}))
+    with model.engine(drafts=drafts, **options) as engine:
+        found = [*engine.generate(prompts, params), *engine.generate(prompts, params)]
+        assert 0 == engine._manager.num_held_pages
+        stats = engine.stats()
+    assert [*shown(wanted), *shown(wanted)] == shown(found)
+    return found, stats
+
+
+def check_twin(model: TinyModel, params: SamplingParams, prompts: Sequence[Any] = PROMPTS, **options: Any) -> Any:
+    """Let a model be its own draft model, and check that everything it continued is what was generated."""
+    CONTINUED.clear()
+    outputs, stats = check_same(model, {**by(model.path), "name": "meddling"}, params, prompts, **options)
+    whole = [[*each.prompt_token_ids, *each.token_ids] for each in outputs]
+    assert len(CONTINUED) > len(prompts)
+    assert [] == [tokens for tokens in CONTINUED if not any(each[: len(tokens)] == tokens for each in whole)]
+    assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
+    return stats
+
+
+# --- the tokens -------------------------------------------------------------------------------------------------------
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "all": {"temperature": 0.8, "seed": 5},
+    "likely ones": {"temperature": 0.9, "seed": 6, "top_k": 20, "top_p": 0.9},
+}
+PAIRS = [
+    ("llama", "llama"),
+    ("gemma3_text", "llama"),
+    ("falcon_h1", "llama"),
+    ("llama", "mistral"),
+    ("llama", "mamba2"),
+]
+
+
+@pytest.mark.parametrize(("family", "draft", "sampling"), cover_values(PAIRS, SAMPLING))
+def test_a_smaller_model_changes_no_token(
+    models: Models, tmp_path: Path, family: str, draft: str, sampling: str
+) -> None:
+    save_tiny(tmp_path, draft, **(SMALL if draft == "llama" else {"num_hidden_layers": 1, "seed": 5}))
+    params = SamplingParams(max_new_tokens=24, **SAMPLING[sampling])
+    _, stats = check_same(models(family), by(tmp_path), params, PROMPTS[2:5])
+    assert stats.draft_tokens > 0
+
+
+def test_a_model_that_is_almost_the_same_gets_some_drafts_right(models: Models, tmp_path: Path) -> None:
+    model = models("llama")
+    saved = save_tiny(tmp_path, "llama")
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    saved.save_pretrained(tmp_path)
+    _, stats = check_same(model, by(tmp_path), greedy(model))
+    assert 0.2 * stats.draft_tokens < stats.accepted_draft_tokens < 0.95 * stats.draft_tokens
+
+
+# --- the draft model's state ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_a_model_accepts_all_of_its_own_drafts(models: Models, sampling: str) -> None:
+    model = models("llama")
+    with model.engine(drafts=by(model.path)) as engine:
+        engine.generate(PROMPTS, SamplingParams(max_new_tokens=24, **SAMPLING[sampling]))
+        stats = engine.stats()
+    # The prompt's step samples one of 24 tokens, and five further steps one each; the others are drafts.
+    assert (8 * (24 - 6), 8 * (24 - 6)) == (stats.draft_tokens, stats.accepted_draft_tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_state_is_right_after_rejections_and_hits(models: Models, family: str) -> None:
+    model = models(family)
+    check_twin(model, greedy(model))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunked prompts": {"max_num_batched_tokens": 16, "audit": True},
+    "blocks of 4": {"block_size": 4},
+    "without prefix caching": {"prefix_caching": False},
+    "a state at every block": {"states": {"checkpoints": "all"}},
+    "every past token": {"hybrid": False},
+    "one request at a time": {"max_num_seqs": 1},
+}
+
+
+@pytest.mark.parametrize(("family", "setting"), cover_values(["llama", "gemma3_text", "lfm2"], SETTINGS))
+def test_settings_of_the_cache_and_the_engine_change_nothing(models: Models, family: str, setting: str) -> None:
+    model = models(family)
+    check_twin(model, greedy(model), **SETTINGS[setting])
+
+
+@pytest.mark.parametrize(("family", "preemption"), cover_values(["gemma3_text", "lfm2"], ["recompute", "swap"]))
+def test_its_state_is_right_after_preemption(models: Models, family: str, preemption: str) -> None:
+    model = models(family)
+    memory = model.tight_memory(100, drafts=by(model.path))
+    options = {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "audit": True}
+    stats = check_twin(model, greedy(model), **options)
+    assert stats.preemptions > 0
+    assert (stats.swaps > 0) == (preemption == "swap")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
+def test_samples_fork_its_state_too(models: Models, family: str) -> None:
+    check_twin(models(family), SamplingParams(max_new_tokens=16, temperature=0.9, seed=7, n=3))
+
+
+def test_stops_and_log_probabilities_are_the_same(models: Models) -> None:
+    model = models("llama")
+    params = SamplingParams(max_new_tokens=24, temperature=1.5, seed=8, stop_token_ids=tuple(range(0, 128, 9)))
+    check_same(model, by(model.path), params)
+    params = SamplingParams(max_new_tokens=12, logprobs=True, prompt_logprobs=True)
+    wanted = expected(model, params, PROMPTS)
+    with model.engine(drafts=by(model.path), max_num_batched_tokens=24) as engine:
+        found = engine.generate(PROMPTS, params)
+        assert engine.stats().accepted_draft_tokens == engine.stats().draft_tokens > 0
+    for one, other in zip(wanted, found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", pytest.param("gemma4_text", marks=pytest.mark.whole)])
+def test_the_served_model_skips_prompt_tokens_and_the_draft_model_does_not(models: Models, family: str) -> None:
+    model = models(family)
+    check_twin(model, greedy(model), prefill_skipping="decode_only")
+
+
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("gemma3_text", marks=pytest.mark.whole)])
+def test_both_models_run_in_graphs(models: Models, family: str) -> None:
+    model = models(family, "float32")
+    wanted = expected(model, greedy(model), PROMPTS)
+    with model.engine(drafts=by(model.path), graphs=(4, 8)) as engine:
+        assert shown(wanted) == shown(engine.generate(PROMPTS, greedy(model)))
+        draft = engine._runner.draft  # type: ignore[attr-defined]
+        assert engine._runner.graphs.num_replays > 0  # type: ignore[attr-defined]
+        assert draft.runner.graphs.num_replays > 0
+
+
+def test_pages_of_fewer_bits_hold_both_models(models: Models) -> None:
+    model = models("llama")
+    check_twin(model, greedy(model), format="int8_token_head", plain={"format": "int8_token_head"})
+
+
+def test_a_decoder_drafts_for_a_decoder_with_an_encoder(models: Models, tmp_path: Path) -> None:
+    model = models("t5")
+    save_tiny(tmp_path, "llama", vocab_size=model.loaded.description.vocab_size, max_position_embeddings=4096)
+    prompts: list[Prompt] = encoder_decoder.prompts("t5")
+    _, stats = check_same(
+        model, by(tmp_path), SamplingParams(max_new_tokens=8, ignore_eos=True), prompts[:3], max_model_len=128
+    )
+    assert stats.draft_tokens > 0
+
+
+def test_drafts_of_a_draft_model_preempt_nobody(models: Models) -> None:
+    model = models("llama")
+    memory = model.tight_memory(200, drafts=by(model.path))
+    params = SamplingParams(max_new_tokens=48)
+    with model.engine(drafts=by(model.path), memory=memory, max_num_seqs=3) as engine:
+        engine.generate([PROMPTS[3], PROMPTS[1], PROMPTS[2]], params)
+        assert 0 == engine.stats().preemptions
+
+
+def test_a_saved_prefix_holds_both_models_and_is_refused_for_another_draft_model(
+    models: Models, tmp_path: Path
+) -> None:
+    model, params = models("gemma3_text"), SamplingParams(max_new_tokens=12)
+    with model.engine(drafts=by(model.path)) as engine:
+        engine.save_prefixes(tmp_path / "saved", [PROMPTS[3]])
+        wanted = engine.generate([PROMPTS[3]], params)
+    with model.engine(drafts=by(model.path)) as engine:
+        assert [True] == [each.is_cached for each in engine.load_prefixes(tmp_path / "saved")]
+        assert shown(wanted) == shown(engine.generate([PROMPTS[3]], params))
+        stats = engine.stats()
+        assert stats.cached_prompt_tokens > 0
+        assert stats.accepted_draft_tokens == stats.draft_tokens > 0
+    save_tiny(tmp_path / "other", "gemma3_text", seed=1)
+    for drafts in (by(tmp_path / "other"), "ngram"):
+        with model.engine(drafts=drafts) as engine, pytest.raises(PrefixFileError) as refused:
+            engine.load_prefixes(tmp_path / "saved")
+        assert "other_model" == refused.value.code
+
+
+# --- what is refused, and what fails ----------------------------------------------------------------------------------
+
+
+def test_a_draft_model_that_fails_is_set_aside(
+    models: Models, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, params = models("llama"), SamplingParams(max_new_tokens=24)
+    wanted = expected(model, params, PROMPTS)
+    for failing_call in (1, 2, 7):
+        caplog.clear()
+        with model.engine(drafts=by(model.path)) as engine:
+            draft, calls = engine._draft, []
+            assert draft is not None
+            forward = draft.forward
+
+            def fail(*inputs: torch.Tensor, at: int = failing_call, forward: Any = forward, calls: Any = calls) -> Any:
+                calls.append(1)
+                if len(calls) >= at:
+                    raise RuntimeError("no more memory")
+                return forward(*inputs)
+
+            monkeypatch.setattr(draft, "forward", fail)
+            assert shown(wanted) == shown(engine.generate(PROMPTS, params))
+            assert 0 == engine._manager.num_held_pages
+            assert failing_call == len(calls)
+        monkeypatch.undo()
+        assert [
+            "the draft model failed, and is set aside: it continues no more requests: RuntimeError: no more memory"
+        ] == [record.message for record in caplog.records]
+
+
+def test_a_draft_model_whose_logits_are_not_numbers_drafts_nothing(models: Models, tmp_path: Path) -> None:
+    model = models("llama")
+    saved = save_tiny(tmp_path, "llama", **SMALL)
+    with torch.no_grad():
+        saved.lm_head.weight.fill_(torch.nan)
+    saved.save_pretrained(tmp_path)
+    _, stats = check_same(model, by(tmp_path), greedy(model), PROMPTS[:3])
+    assert 0 == stats.draft_tokens
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another vocabulary": ("llama", {"vocab_size": 100}, "has a vocabulary of 100 tokens and .* one of 128"),
+    "shorter requests": ("llama", {"max_position_embeddings": 99}, "takes 99 tokens, and a request may have 512"),
+    "an encoder": ("t5", {"vocab_size": 128}, "takes inputs beside tokens"),
+    "no text": ("bert", {"vocab_size": 128}, "does not generate text"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_draft_model_that_cannot_continue_requests_is_refused(models: Models, tmp_path: Path, why: str) -> None:
+    family, changes, message = REFUSED[why]
+    save_tiny(tmp_path, family, **changes)
+    with pytest.raises(StackError, match=message):
+        models("llama").engine(drafts=by(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        ({"name": "draft_model"}, "'model' must be given"),
+        ({"name": "draft_model", "model": 3}, "model must be the path of a model's folder, not 3"),
+        ({"name": "draft_model", "model": "no/such"}, "the draft model: there is no file or folder no/such"),
+    ],
+)
+def test_a_wrong_choice_is_refused_in_one_sentence(models: Models, drafts: Any, message: str) -> None:
+    with pytest.raises(StackError, match=message):
+        models("llama").engine(drafts=drafts)
+
+
+def test_the_models_of_a_closed_engine_compute_as_before(models: Models) -> None:
+    model = models("llama")
+    engine = model.engine(drafts=by(model.path))
+    draft: Any = engine._draft
+    engine.generate(PROMPTS[:2], greedy(model))
+    engine.close()
+    again: Any = draft.model(torch.tensor([PROMPTS[2]])).logits
+    served: Any = model.loaded
+    assert torch.equal(served.model(torch.tensor([PROMPTS[2]])).logits, again)
+
+
+# --- what is said about it --------------------------------------------------------------------------------------------
+
+
+def test_the_plan_shows_its_layers_in_the_groups_of_layers_that_keep_the_same_tokens(
+    models: Models, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, "llama", **SMALL)
+    model = models("gemma3_text")
+    with model.engine() as engine:
+        alone = engine.plan
+    with model.engine(drafts=by(tmp_path)) as engine:
+        plan = engine.plan
+    windows, full = plan.groups
+    assert alone.groups[0].layers == windows.layers
+    assert (*alone.groups[1].layers, "draft:model.layers.0.self_attn") == full.layers
+    # One layer with two heads of 8 numbers of 8 bytes, keys and values, for 16 tokens.
+    assert alone.groups[1].page_bytes + 2 * 2 * 8 * 8 * 16 == full.page_bytes
+
+
+def test_the_command_line_plans_explains_and_generates_with_it(models: Models, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "small", "llama", **SMALL)
+    model, prompts, stack = models("gemma3_text"), tmp_path / "prompts.json", tmp_path / "stack.toml"
+    rules = '[[rules]]\nlayers = "draft:*"\nbackend = "torch_reference"\n'
+    drafts = {"name": "draft_model", "model": str(tmp_path / "small"), "max_drafts": 2}
+    stack.write_text(f"[engine]\ndrafts = {{ name = 'draft_model', model = '{tmp_path / 'small'}' }}\n{rules}")
+    prompts.write_text(json.dumps([PROMPTS[2]]))
+
+    def run(*arguments: str) -> Any:
+        result = CliRunner().invoke(main, [*arguments, "--json"])
+        assert 0 == result.exit_code, result.output
+        return json.loads(result.stdout)
+
+    path, name = str(model.path), "draft:model.layers.0.self_attn"
+    assert name in run("plan", path, "--stack", str(stack), "--memory", "4MiB")["groups"][1]["layers"]
+    explained = {each["layer"]: each for each in run("explain", path, "--stack", str(stack))["layers"]}
+    assert "kvframe:torch_reference" == explained[name]["backend"] != explained["model.layers.3.self_attn"]["backend"]
+    asked = ("generate", path, "--prompt-token-ids", str(prompts), "--max-new-tokens", "12", "--memory", "4MiB")
+    plain, drafted = run(*asked), run(*asked, "--drafts", json.dumps(drafts))
+    assert plain["outputs"] == drafted["outputs"]
+    assert drafted["stats"]["draft_tokens"] > 0 == plain["stats"]["draft_tokens"]
+    wrong = CliRunner().invoke(main, [*asked, "--drafts", '{"model": "small"}'])
+    assert 2 == wrong.exit_code
+    assert 'is no JSON object with a "name" and options' in wrong.output
+
+
+def test_an_embedder_leaves_the_draft_model_out(models: Models) -> None:
+    path = models("llama").path
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"drafts": by(path)}})
+    with Embedder.from_pretrained(path, stack=stack) as embedder:
+        assert [] == [name for group in embedder.plan.groups for name in group.layers if name.startswith("draft:")]
+        assert 64 == len(embedder.embed([PROMPTS[2]])[0].embedding)
