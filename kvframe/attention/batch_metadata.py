@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kvframe.cache.block_table import BlockTables, TableStack
-from kvframe.contract.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.order import IntArray
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import TOKENS
@@ -47,6 +47,7 @@ class StepBatch:
             last ones.
         extensions: Further inputs of the step, by name; they reach the wrappers and backends of every group.
         inputs: The inputs beside tokens, by sequence; a sequence that is missing, no request has.
+        num_prompt_tokens: ``[num_reqs]``: tokens of each request's prompt; None if nothing depends on that.
     """
 
     rows: IntArray
@@ -55,6 +56,7 @@ class StepBatch:
     generating_indices: IntArray
     extensions: Mapping[str, Extension] = NO_EXTENSIONS
     inputs: Mapping[str, InputBatch] = NO_INPUTS
+    num_prompt_tokens: IntArray | None = None
 
     @cached_property
     def max_query_len(self) -> int:
@@ -71,7 +73,9 @@ class StepBatch:
         return requests, np.arange(len(requests)) + (self.num_computed - starts)[requests]
 
 
-def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) -> tuple[CommonAttentionMetadata, ...]:
+def build_metadata(
+    batch: StepBatch, tables: BlockTables, device: torch.device, prompt_groups: Collection[int] = ()
+) -> tuple[CommonAttentionMetadata, ...]:
     """Return the step's metadata, one per block table.
 
     The tables of one block size and sequence are read together, with one index operation and one copy to the device. A
@@ -82,6 +86,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
         batch: At least one request, each with at least one token.
         tables: The groups' block tables, with blocks for every token of the batch and of its inputs.
         device: Where the backends run.
+        prompt_groups: The groups that are told the lengths of prompts.
     """
     is_host = device.type == "cpu"
 
@@ -108,8 +113,11 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
         "num_generating": num_generating,
         "generating_indices": there(generating_cpu),
         "generating_indices_cpu": generating_cpu,
-        "extensions": batch.extensions,
     }
+    extensions = with_prompts = batch.extensions
+    if prompt_groups and batch.num_prompt_tokens is not None:
+        lens_cpu = torch.from_numpy(batch.num_prompt_tokens.astype(np.int32))
+        with_prompts = {**extensions, NUM_PROMPT_TOKENS: Extension(there(lens_cpu), Axis.REQUEST, lens_cpu)}
     # What the queries see of each sequence.
     seen: dict[str, dict[str, Any]] = {
         TOKENS: {
@@ -139,6 +147,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
                 block_table=block_table,
                 slot_mapping=slot_mapping,
                 block_size=size,
+                extensions=with_prompts if group in prompt_groups else extensions,
             )
     return tuple(found[group] for group in sorted(found))
 

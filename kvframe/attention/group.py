@@ -65,13 +65,20 @@ class AttentionGroup:
         return spec.sequence
 
     @property
+    def depends_on_prompt(self) -> bool:
+        """Whether what its layers see depends on the length of a request's prompt."""
+        return any(layer.spec is not None and layer.spec.depends_on_prompt for layer in (self.wrapped, *self.layers))
+
+    @property
     def capture(self) -> GraphCapture:
         """The batches for which the group's chain and builder can be captured.
 
         A builder that asks for an order may get a permutation in one step and none in the next. This cannot happen if
         all requests are of one kind. A wrapper with effects may turn requests of equal lengths into requests of
-        several lengths, unless each computes a single token.
+        several lengths, unless each computes a single token. No graph has the lengths of prompts.
         """
+        if self.depends_on_prompt:
+            return GraphCapture.NEVER
         order, limit = self.builder.batch_order, GraphCapture.ALWAYS
         if order is not None:
             limit = GraphCapture.DECODE if order.extends_first else GraphCapture.UNIFORM

@@ -1,8 +1,8 @@
 """The reference backend: attention written straight from the spec's live ranges, one query at a time.
 
 It is slow on purpose. Every other backend is measured against it, so it knows no mask, only
-``KVCacheSpec.live_ranges``, the mask function of a sparse type, and whether a batch or a spec is causal at all. It
-reads no token that no query attends to.
+``KVCacheSpec.live_ranges``, for the length of the request's prompt if that matters, the mask function of a sparse type,
+and whether a batch or a spec is causal at all. It reads no token that no query attends to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
-from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 
@@ -108,8 +108,10 @@ class TorchReferenceBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "live_range", "sparse"}),
-        extensions=frozenset({SEQ_STARTS}),
+        masks=frozenset(
+            {"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "live_range", "sparse"}
+        ),
+        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,
@@ -150,6 +152,12 @@ class TorchReferenceBackend(AttentionBackend):
             values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
             assert values_cpu is not None
             seq_starts = values_cpu.tolist()
+        specs = [layer.spec] * metadata.num_reqs
+        if layer.spec.depends_on_prompt:
+            prompt_lens = metadata.extensions[NUM_PROMPT_TOKENS].values_cpu
+            assert prompt_lens is not None
+            # A padded row has no prompt.
+            specs = [layer.spec.for_prompt(length) if length else layer.spec for length in prompt_lens.tolist()]
         assert layer.query is not None
         bias = None if layer.query.relative_bias is None else self.bias_tables[layer.name]
         for request in range(metadata.num_reqs):
@@ -157,7 +165,7 @@ class TorchReferenceBackend(AttentionBackend):
             num_new = starts[request + 1] - starts[request]
             for i in range(num_new):
                 position = seq_len - num_new + i
-                tokens = attended_tokens(layer.spec, position, seq_len, metadata.causal, seq_starts[request])
+                tokens = attended_tokens(specs[request], position, seq_len, metadata.causal, seq_starts[request])
                 positions = torch.tensor(tokens, dtype=torch.int64, device=query.device)
                 blocks = metadata.block_table[request, positions // metadata.block_size].long()
                 offsets = positions % metadata.block_size

@@ -48,6 +48,16 @@ def check_count(what: str, given: Any, least: int = 0) -> int:
     return int(given)
 
 
+def check_num_prompt_tokens(given: Any, num_tokens: int) -> None:
+    """Refuse a length of a prompt that is no number of a request's tokens (``bad_count``)."""
+    if type(given) is not int or not 1 <= given <= num_tokens:
+        raise RequestError(
+            f"num_prompt_tokens must be a whole number from 1 to the number of tokens, {num_tokens}, not "
+            f"{safe_repr(given)}",
+            "bad_count",
+        )
+
+
 def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
     """Refuse what is no sequence (``bad_token``), too short (``empty_prompt``) or too long; no token is read."""
     if type(token_ids) not in _SEQUENCES:

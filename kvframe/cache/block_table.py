@@ -146,7 +146,7 @@ class GroupKinds:
             dense: they store every block that a step computes.
         live: For each group of tokens, by its index, when its blocks die.
         asked: The answers of the types whose live ranges no mask says: they are checked as far as requests get.
-        is_plain: Whether every group is dense, and none of inputs.
+        is_plain: Whether every group is dense, none of inputs, and nothing depends on the length of prompts.
     """
 
     plan: KVCachePlan
@@ -177,7 +177,7 @@ class GroupKinds:
             sparse=sparse,
             live={group.index: live[group.spec.group_key] for group in of_tokens},
             asked=tuple(answers for key, answers in of_type.items() if not live[key].is_by_mask),
-            is_plain=not sparse and not of_inputs,
+            is_plain=not sparse and not of_inputs and not plan.depends_on_prompt,
         )
 
 
@@ -189,11 +189,13 @@ class RowState:
         inputs: Its blocks in the groups of inputs.
         missing: The inputs whose state is not computed.
         branch: Where its tokens part from those of an earlier request; 0 if nothing is known.
+        num_prompt_tokens: The length of its prompt, if something depends on it; None if all tokens are the prompt's.
     """
 
     inputs: tuple[InputBlocks, ...] = ()
     missing: frozenset[str] = frozenset()
     branch: int = 0
+    num_prompt_tokens: int | None = None
 
     def copy(self) -> RowState:
         """Return the same for another row."""

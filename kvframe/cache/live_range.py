@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import attrs
 import numpy as np
@@ -19,12 +19,15 @@ import numpy.typing as npt
 from kvframe.contract.errors import SpecError
 from kvframe.contract.specs import AttentionMask
 from kvframe.planning.answers import Answers
+from kvframe.planning.memory import allocating
 
 Positions = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]
 """``[num_blocks], int32, host``: the page of each block of a prefix, 0 for none."""
 NEVER = sys.maxsize
 """A position that no request reaches."""
+_MOST_PROMPTS = 64
+"""The lengths of prompts for which deaths are kept."""
 
 
 @attrs.frozen(eq=False)
@@ -36,11 +39,14 @@ class LiveRange:
         deaths: ``[max_blocks], int64, host``: the number of computed tokens from which on no token needs the block, at
             least the block's end; ``NEVER`` if the longest request needs it to its end.
         is_by_mask: Whether a mask says the same as the live ranges at all sampled positions.
+        for_prompt: Returns the live range of requests whose prompt has so many tokens; None if that makes no
+            difference. These deaths are then those in a prompt without an end.
     """
 
     block_size: int
     deaths: Positions
     is_by_mask: bool
+    for_prompt: Callable[[int], LiveRange] | None = None
 
     @classmethod
     def of(cls, answers: Answers, max_tokens: int) -> LiveRange:
@@ -55,12 +61,15 @@ class LiveRange:
         is_by_mask = deaths is not None
         if deaths is None:
             deaths = _deaths_by_asking(answers, num_blocks, max_tokens)
-        return cls(size, np.where(deaths > max_tokens, NEVER, deaths), is_by_mask)
+        for_prompt = None
+        if answers.depends_on_prompt:
+            for_prompt = lru_cache(_MOST_PROMPTS)(lambda length: cls.of(answers.for_prompt(length), max_tokens))
+        return cls(size, np.where(deaths > max_tokens, NEVER, deaths), is_by_mask, for_prompt)
 
     @property
     def never_dies(self) -> bool:
-        """Whether every block is needed until its request ends."""
-        return bool((self.deaths == NEVER).all())
+        """Whether every block is needed until its request ends, whatever the length of its prompt."""
+        return self.for_prompt is None and bool((self.deaths == NEVER).all())
 
     @property
     def needs_last(self) -> bool:
@@ -113,21 +122,35 @@ class DeathLists:
 
     def __init__(self, live: Sequence[tuple[int, LiveRange]]) -> None:
         """Sort the deaths of groups, each given with a number."""
+        self._make_lists(live, 1)
+        for number, (_, each) in enumerate(live):
+            self._write(number, each.deaths)
+
+    def _make_lists(self, live: Sequence[tuple[int, LiveRange]], num_of_group: int) -> None:
+        """Make lists without deaths, some for each group."""
         self.places = np.array([place for place, _ in live], dtype=np.int64)
         # Each list ends with a death that no row reaches. All lists are searched as one array, in which the numbers of
         # each list are larger than those of the list before.
         size = max(len(each.deaths) for _, each in live) + 1
-        span = max(each.block_size * size for _, each in live) + 2
-        at, blocks = np.full((len(live), size), NEVER), np.zeros((len(live), size), dtype=np.int64)
-        for number, (_, each) in enumerate(live):
-            blocks[number, :-1] = order = np.argsort(each.deaths, kind="stable")
-            at[number, :-1] = each.deaths[order]
-        self._start = span * np.arange(len(live))[:, None]
+        self._span = span = max(each.block_size * size for _, each in live) + 2
+        self._start = span * np.arange(len(live) * num_of_group)[:, None]
+        at = np.full((len(self._start), size), NEVER)
         self._keys = (np.minimum(at, span - 1) + self._start).reshape(-1)
-        self._at, self._blocks = at.reshape(-1), blocks.reshape(-1)
+        self._at, self._blocks = at.reshape(-1), np.zeros(at.size, dtype=np.int64)
 
-    def after(self, num_computed: Positions) -> Positions:
-        """Return ``[num_groups, n]``: where in the lists the first death after each number of computed tokens is."""
+    def _write(self, number: int, deaths: Positions) -> None:
+        """Sort deaths into the list of a number."""
+        size = len(self._keys) // len(self._start)
+        order = np.argsort(deaths, kind="stable")
+        part = slice(number * size, number * size + len(order))
+        self._blocks[part], self._at[part] = order, deaths[order]
+        self._keys[part] = np.minimum(self._at[part], self._span - 1) + self._start[number]
+
+    def begin(self, row: int, num_prompt_tokens: int | None) -> None:
+        """Record the length of the prompt of a row's request; None if all its tokens are the prompt's."""
+
+    def after(self, num_computed: Positions, rows: Positions) -> Positions:
+        """Return ``[num_groups, n]``: where in the lists the first death after each row's computed tokens is."""
         after: Positions = self._keys.searchsorted(self._start + num_computed, "right")
         return after
 
@@ -153,6 +176,35 @@ class DeathLists:
         return self.places[groups], which, blocks
 
 
+class PromptDeathLists(DeathLists):
+    """The deaths of the blocks of groups whose live ranges depend on the prompt's length: lists for each group and row.
+
+    A row's lists are written when its request starts, in time that its blocks take; a step reads them as it does the
+    lists that all rows have in common.
+    """
+
+    def __init__(self, live: Sequence[tuple[int, LiveRange]], max_num_seqs: int) -> None:
+        """Begin without deaths in any of so many rows."""
+        self._live, self._max_num_seqs = [each for _, each in live], max_num_seqs
+        num_bytes = 24 * max_num_seqs * sum(len(each.deaths) + 1 for each in self._live)
+        with allocating(num_bytes, f"for when blocks of {max_num_seqs} requests die", "a smaller max_num_seqs"):
+            self._make_lists(live, max_num_seqs)
+        self._lists = np.arange(len(live))[:, None] * max_num_seqs
+
+    def begin(self, row: int, num_prompt_tokens: int | None) -> None:
+        """Write a row's lists; raise a ``SpecError``, and change nothing, if a spec answers wrongly."""
+        live = self._live
+        if num_prompt_tokens is not None:
+            live = [each if each.for_prompt is None else each.for_prompt(num_prompt_tokens) for each in live]
+        for group, each in enumerate(live):
+            self._write(group * self._max_num_seqs + row, each.deaths)
+
+    def after(self, num_computed: Positions, rows: Positions) -> Positions:
+        """Return ``[num_groups, n]``, as for lists that all rows have in common."""
+        after: Positions = self._keys.searchsorted(self._start[self._lists + rows, 0] + num_computed, "right")
+        return after
+
+
 def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, most: int) -> int:
     """Return the longest prefix, a multiple of ``step`` up to ``most``, whose live blocks have pages in every group."""
     num_hits = most // step
@@ -165,7 +217,7 @@ def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, 
 def _deaths_by_mask(mask: AttentionMask, size: int, num_blocks: int) -> Positions:
     blocks = np.arange(num_blocks)
     ends = (blocks + 1) * size
-    if mask.window:
+    if mask.window and not mask.keeps_prompt:
         deaths = ends + (mask.window - 1)
     elif mask.chunk:
         deaths = -(-ends // mask.chunk) * mask.chunk

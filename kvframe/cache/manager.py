@@ -13,6 +13,7 @@ from kvframe.cache.arguments import (
     check_count,
     check_inputs,
     check_name,
+    check_num_prompt_tokens,
     check_salt,
     check_tokens,
     too_many_tokens,
@@ -137,10 +138,12 @@ class KVCacheManager:
         salt: str = "",
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
+        num_prompt_tokens: int | None = None,
     ) -> int:
         """Take a request into the table, referencing its longest cached prefix and its cached inputs.
 
-        The last token is always computed, because the request needs its logits.
+        The last token is always computed, because the request needs its logits. If the live range of some type depends
+        on the length of the prompt, the prompt's last token is computed, and generated tokens are for no other request.
 
         Args:
             request_id: Its name; not in the table.
@@ -152,6 +155,8 @@ class KVCacheManager:
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
             inputs: The request's inputs beside its tokens, by the name of the sequence, each within the plan's
                 ``max_input_lens``. It shares blocks of tokens only with requests of equal inputs.
+            num_prompt_tokens: How many of the tokens are its prompt, if it has generated some of them; all unless
+                given.
 
         Returns:
             The number of tokens that need not be computed.
@@ -159,8 +164,8 @@ class KVCacheManager:
         Raises:
             RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), there are no
                 tokens (``empty_prompt``) or more than the plan is for (``too_long``), an input is too long
-                (``input_too_long``), the salt is not Unicode text (``bad_salt``), or a token that is read is not a
-                token id (``bad_token``).
+                (``input_too_long``), the salt is not Unicode text (``bad_salt``), the prompt is longer than the tokens
+                (``bad_count``), or a token that is read is not a token id (``bad_token``).
             SpecError: A spec answers wrongly at the end of the hit.
         """
         self._check_new(request_id)
@@ -168,11 +173,16 @@ class KVCacheManager:
         self._check_prompt(token_ids, salt, inputs)
         namespace = (salt, inputs_root(inputs) if inputs else b"")
         of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
+        num_prompt = None
+        if num_prompt_tokens is not None:
+            check_num_prompt_tokens(num_prompt_tokens, len(token_ids))
+        if self.plan.depends_on_prompt:
+            num_prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         hit, num_asked = NO_HIT, 0
         if self.prefix_caching and use_prefix:
             num_asked = len(token_ids)
-            hit = self._cache.find_prefix(namespace, token_ids, num_asked - 1, of_inputs)
-        self._coordinator.start_row(row, hit, of_inputs)
+            hit = self._cache.find_prefix(namespace, token_ids, (num_prompt or num_asked) - 1, of_inputs)
+        self._coordinator.start_row(row, hit, of_inputs, num_prompt)
         entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
         self._add_entry(request_id, entry)
         if self.prefix_caching:

@@ -34,6 +34,7 @@ class _Cursor:
         offset: Tokens up to which its full blocks were published, by it or by others, before a node grows with it.
         tokens: Its token ids; the caller appends to them, and those that are computed stay as they are.
         num_readable: The place of its first token that cannot be read, once it was met: it publishes nothing after it.
+            Before that, the length of its prompt, if the state of later tokens is for no other request.
     """
 
     namespace: Namespace
@@ -41,6 +42,11 @@ class _Cursor:
     offset: int
     tokens: Sequence[int]
     num_readable: int = NEVER
+
+    def next_publication(self, unit: int) -> int:
+        """Return at how many computed tokens there is more to publish, in runs of ``unit`` tokens."""
+        after = self.offset + unit
+        return after if after <= self.num_readable else NEVER
 
 
 class Publisher:
@@ -78,6 +84,9 @@ class Publisher:
         self._leaf_owner = np.full(max_num_seqs, NO_OWNER, dtype=np.int32)
         self._leaf_start = np.full(max_num_seqs, NEVER, dtype=np.int64)
         self.unreadable: dict[int, RequestError] = {}
+        # The first token of each row whose state is for no other request; none unless something depends on prompts.
+        self._own_start = np.full(max_num_seqs, NEVER) if kinds.plan.depends_on_prompt else None
+        self._states = numbers.states
         self._computed_of, self._next_publication = numbers.computed_of, numbers.publication_of
         self._cursors: list[_Cursor | None] = [None] * max_num_seqs
 
@@ -87,21 +96,29 @@ class Publisher:
         """Let a row publish its blocks after its hit, which is ``offset`` tokens of a match."""
         # If a hit ends after the tokens that are known, its node is looked for from the root.
         node = match.nodes[-1] if match.nodes and offset <= match.length else None
-        self._cursors[row] = _Cursor(namespace, node, offset, tokens)
-        self._next_publication[row] = offset + self._tree.unit
+        self._begin(row, _Cursor(namespace, node, offset, tokens))
 
     def follow_fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
         """Let a row publish the blocks that it adds to those of another row."""
         cursor, num_computed = self._cursors[row], self._computed_of[row]
-        if cursor is None or cursor.num_readable < NEVER:
+        if cursor is None or row in self.unreadable:
             return
         offset = num_computed - num_computed % self._tree.unit
-        self._cursors[new_row] = _Cursor(cursor.namespace, cursor.node, offset, tokens)
-        self._next_publication[new_row] = offset + self._tree.unit
+        self._begin(new_row, _Cursor(cursor.namespace, cursor.node, offset, tokens, cursor.num_readable))
         # Whichever row writes into the shared page last keeps it, and publishes it.
         for pages, size in self._apart:
             if num_computed % size:
                 pages[:, new_row, num_computed // size] = pages[:, row, num_computed // size]
+
+    def _begin(self, row: int, cursor: _Cursor) -> None:
+        """Let a row publish its blocks after a cursor's offset."""
+        own_start = self._states[row].num_prompt_tokens
+        if self._own_start is not None:
+            self._own_start[row] = NEVER if own_start is None else own_start
+        if own_start is not None:
+            cursor.num_readable = min(cursor.num_readable, own_start)
+        self._cursors[row] = cursor
+        self._next_publication[row] = cursor.next_publication(self._tree.unit)
 
     def read_from(self, row: int, tokens: Sequence[int]) -> None:
         """Read a row's tokens from another sequence from now on."""
@@ -183,7 +200,7 @@ class Publisher:
                     self._forget_run(lower.row, node.start, offset)
                     self._leaf_start[lower.row] = offset
         cursor.node, cursor.offset = node, max(end, cursor.offset)
-        self._next_publication[row] = cursor.offset + self._tree.unit
+        self._next_publication[row] = cursor.next_publication(self._tree.unit)
 
     def _find_offset(self, cursor: _Cursor) -> tuple[RadixNode, int]:
         """Return the node that a cursor's offset lies in, and the offset; the root and 0 if the node was removed."""
@@ -232,7 +249,7 @@ class Publisher:
             other = self._cursors[parent.row]
             assert other is not None
             other.offset = parent.stop
-            self._next_publication[parent.row] = parent.stop + self._tree.unit
+            self._next_publication[parent.row] = other.next_publication(self._tree.unit)
             self._forget_run(parent.row, parent.start, parent.stop)
             self._end_growth(parent)
         leaf = cursor.node = self._tree.add_node(parent, parent.stop, first)
@@ -272,6 +289,8 @@ class Publisher:
         # The leaf of a fork may begin before the pages that the row was given.
         is_of_leaf &= self._flat[s][at] == pages
         is_of_leaf &= self._tree.is_needed[s][places, blocks]
+        if self._own_start is not None:
+            is_of_leaf &= (blocks + 1) * self._tree.sizes[s] <= self._own_start[rows]
         owners = self._leaf_owner[rows]
         if np.count_nonzero(is_of_leaf) == len(pages):
             pool.publish_and_release(owners, pages, blocks, groups)
@@ -342,7 +361,7 @@ class Publisher:
     def _stop_at_unreadable(self, cursor: _Cursor, row: int, error: RequestError) -> None:
         """Let a row publish nothing after its first token that cannot be read, and unpublish its later blocks."""
         self.unreadable[row] = error
-        cursor.num_readable = num_readable(cursor.tokens)
+        cursor.num_readable = min(cursor.num_readable, num_readable(cursor.tokens))
         leaf = self._leaf_of(row)
         if leaf is None:
             return

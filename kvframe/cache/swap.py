@@ -204,7 +204,8 @@ class Swapper:
         if prefix is None:
             return found
         tree = self._cache.tree
-        match = tree.match_prefix(*prefix, stored.num_computed)
+        most, own_start = stored.num_computed, stored.state.num_prompt_tokens
+        match = tree.match_prefix(*prefix, most if own_start is None else min(most, own_start))
         of_stacks = tree.pages_of(match, match.length)
         for group, (s, g) in tree.place.items():
             pages = of_stacks[s][g][: len(found[group])]

@@ -35,7 +35,9 @@ class Capabilities:
         masks: Mask features: ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``; ``mask_function``
             for every mask that ``KVCacheSpec.mask_function`` describes; ``live_range`` for every mask at all, derived
             from ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also if a query sees
-            fewer tokens than are live.
+            fewer tokens than are live; ``prompt`` if what a query sees may depend on the length of the request's
+            prompt. It then reads the extension ``NUM_PROMPT_TOKENS``, and takes ``KVCacheSpec.for_prompt`` of it with
+            the mask ``live_range``, otherwise masks with ``keeps_prompt``.
         extensions: Extensions of the batch metadata that it supports (``{"seq_starts"}``).
         state: Names of the state tensors that it reads in the plain format (``{"k", "v"}``).
         formats: Formats of stored keys and values that it reads and writes itself.
@@ -132,12 +134,17 @@ class Capabilities:
         for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
             refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
         has_function = spec.mask_function is not None
+        if spec.depends_on_prompt:
+            # A mask function knows positions only.
+            has_function = False
+            if "prompt" not in self.masks:
+                refuse("mask_prompt", f"has no mask prompt, and cannot tell a prompt's end ({listed(self.masks)})")
         if spec.is_sparse:
             if "sparse" not in self.masks:
                 refuse("mask_sparse", f"has no mask sparse, and would see every live token ({listed(self.masks)})")
         elif not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
             if spec.mask is not None:
-                for feature in sorted(spec.mask.features - self.masks):
+                for feature in sorted(spec.mask.features - self.masks - {"prompt"}):
                     refuse(f"mask_{feature}", f"has no mask {feature} ({listed(self.masks)})")
             elif has_function:
                 refuse("mask_function", f"takes no mask function ({listed(self.masks)})")

@@ -31,12 +31,15 @@ class AttentionMask:
         num_sink_tokens: Tokens at the start that every later query sees, whatever the window.
         chunk: Tokens per chunk; a query sees its own chunk only: at ``n`` it sees ``[n - n % chunk, n]``. None for no
             chunks. Only for a causal mask without a window.
+        keeps_prompt: Whether every query sees all earlier tokens of the request's prompt, whatever the window. Only for
+            a mask with a window. Then the mask of a request is ``for_prompt`` of its prompt's length.
     """
 
     causal: bool = True
     window: int | None = None
     num_sink_tokens: int = 0
     chunk: int | None = None
+    keeps_prompt: bool = False
 
     def __attrs_post_init__(self) -> None:
         if not self.causal and self.window is not None:
@@ -45,12 +48,14 @@ class AttentionMask:
             raise SpecError(
                 "a mask of chunks is causal and has no window and no sink tokens: give the spec no mask instead"
             )
+        if self.keeps_prompt and self.window is None:
+            raise SpecError("a mask without a window hides no token of a prompt: leave keeps_prompt out")
 
     @property
     def features(self) -> frozenset[str]:
         """The mask features that a backend needs.
 
-        They are some of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``.
+        They are some of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``, ``prompt``.
         """
         names = ["causal" if self.causal else "bidirectional"]
         if self.window is not None:
@@ -59,10 +64,18 @@ class AttentionMask:
             names.append("sink_tokens")
         if self.chunk is not None:
             names.append("chunk")
+        if self.keeps_prompt:
+            names.append("prompt")
         return frozenset(names)
 
+    def for_prompt(self, num_prompt_tokens: int) -> AttentionMask:
+        """Return the mask of a request whose prompt has so many tokens: the prompt's tokens are sink tokens."""
+        if not self.keeps_prompt:
+            return self
+        return AttentionMask(window=self.window, num_sink_tokens=max(self.num_sink_tokens, num_prompt_tokens))
+
     def sees(self, query: Any, key: Any) -> Any:
-        """Return whether queries see keys: this mask as a ``MaskFunction``.
+        """Return whether queries see keys: this mask as a ``MaskFunction``; with ``keeps_prompt``, within the prompt.
 
         Args:
             query: Positions of queries; a bidirectional mask does not depend on them.
@@ -73,7 +86,7 @@ class AttentionMask:
         seen = key <= query
         if self.chunk is not None:
             return seen & (key // self.chunk == query // self.chunk)
-        if self.window is not None:
+        if self.window is not None and not self.keeps_prompt:
             in_window = key > query - self.window
             seen = seen & (in_window | (key < self.num_sink_tokens))
         return seen

@@ -49,6 +49,11 @@ SEQ_STARTS = "seq_starts"
 whatever the mask. It is at most the position of the request's first new token; if the keys are of another sequence, at
 most the length of that sequence. Only backends that declare this extension are given it."""
 
+NUM_PROMPT_TOKENS = "num_prompt_tokens"
+"""Extension ``[num_reqs], int32``, with a copy on the host: tokens of each request's prompt; what was generated follows
+them. It is given to groups with a layer whose live range depends on it (``KVCacheSpec.depends_on_prompt``), and to no
+others."""
+
 NUM_ACCEPTED_TOKENS = "num_accepted_tokens"
 """Extension ``[num_reqs], int32``: draft tokens of the last step that were accepted."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ def run_packed(
     prompts: list[list[int]],
     last_only: bool = False,
     inputs: Sequence[Mapping[str, ModelInput]] = (),
+    prompt_len_of: Callable[[int], int] = int,
 ) -> list[torch.Tensor]:
     """Return the logits ``[len(prompt), vocab_size]`` of each prompt, with as many prompts per batch as the pool holds.
 
@@ -32,6 +33,8 @@ def run_packed(
         prompts: Token ids; tokens beyond the length of the longest request are cut off.
         last_only: Let only the last token of each prompt generate, and return its logits ``[1, vocab_size]``.
         inputs: For each prompt, its inputs beside the tokens, by sequence; none unless given.
+        prompt_len_of: Returns for the length of a prompt how many of its tokens count as prompt: the others count as
+            generated, for types whose live ranges depend on that.
 
     Raises:
         PlanError: A prompt does not fit the pool, even alone.
@@ -58,13 +61,14 @@ def run_packed(
             request_id, (prompt, brought) = str(len(rows)), waiting[0]
             if not local.fits([*lens, len(prompt)]):
                 break
-            manager.start(request_id, prompt, inputs=input_sequences(brought))
+            prompt_len = prompt_len_of(len(prompt))
+            manager.start(request_id, prompt, inputs=input_sequences(brought), num_prompt_tokens=prompt_len)
             if not manager.extend(request_id, len(prompt)):
                 manager.free(request_id)
                 break
             rows.append(manager.row(request_id))
             lens.append(len(prompt))
-            runner.set_row(rows[-1], prompt, brought)
+            runner.set_row(rows[-1], prompt, brought, prompt_len)
             for name, value in brought.items():
                 new_inputs.setdefault(name, {})[rows[-1]] = value
             waiting.popleft()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import CHANGES_MASK, DROPS_TOKENS, FieldUse, MetadataWrapper
 
@@ -61,9 +61,13 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
     hidden = [0] * metadata.num_reqs
     if SEQ_STARTS in metadata.extensions:
         hidden = metadata.extensions[SEQ_STARTS].values.tolist()
+    specs = [spec] * metadata.num_reqs
+    if spec.depends_on_prompt:
+        specs = [spec.for_prompt(length) for length in metadata.extensions[NUM_PROMPT_TOKENS].values.tolist()]
     found: list[set[int]] = []
     for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
-        blocks, num_new = tables[request], starts[request + 1] - starts[request]
+        spec, blocks = specs[request], tables[request]
+        num_new = starts[request + 1] - starts[request]
         for position in range(seq_len - num_new, seq_len):
             ranges = (*spec.live_ranges(position), (position, position + 1)) if causal else ((0, seq_len),)
             tokens = [token for start, stop in ranges for token in range(max(start, hidden[request]), stop)]

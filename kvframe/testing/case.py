@@ -24,6 +24,8 @@ class Request:
         num_hidden: Cached tokens at its start that its queries do not see (``SEQ_STARTS``).
         num_keys: Tokens of another sequence, all in the cache, that its queries attend to instead of their own tokens;
             None if they attend to their own. Either all requests of a step have it, or none.
+        num_prompt: Tokens of its prompt, for types whose live range depends on that. If it has more tokens, the others
+            were generated; if it has fewer, its prompt is not computed to its end.
     """
 
     num_computed: int
@@ -31,6 +33,7 @@ class Request:
     num_generating: int = 1
     num_hidden: int = 0
     num_keys: int | None = None
+    num_prompt: int = 20
 
     @property
     def seq_len(self) -> int:

@@ -182,7 +182,7 @@ def dense_arguments(
     for request, tensors in zip(case.requests, inputs, strict=True):
         visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
         if causal:
-            visible = visible_tokens(spec, request.num_computed, request.seq_len)
+            visible = visible_tokens(spec.for_prompt(request.num_prompt), request.num_computed, request.seq_len)
         visible[:, : request.num_hidden] = False
         bias = None
         if case.query.relative_bias is not None:

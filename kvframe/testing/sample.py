@@ -134,7 +134,7 @@ def _visible(spec: KVCacheSpec) -> Hashable:
     mask = spec.mask
     if mask is None:
         return spec.mask_function is not None, spec.is_sparse
-    return mask.causal, mask.window is None, mask.num_sink_tokens == 0, mask.chunk is None
+    return mask.causal, mask.window is None, mask.num_sink_tokens == 0, mask.chunk is None, mask.keeps_prompt
 
 
 def _kind(requests: Sequence[Request]) -> Hashable:

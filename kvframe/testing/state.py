@@ -47,6 +47,7 @@ class AnyMask:
         has_function: Whether the spec has a mask function for that pattern.
         dilation: A query sees every ``dilation``-th token of a window of as many times ``window`` tokens (Longformer,
             arXiv 2004.05150), whose other tokens are live too; 1 for a window without gaps.
+        keeps_prompt: As in ``AttentionMask``.
     """
 
     window: int | None = None
@@ -56,9 +57,12 @@ class AnyMask:
     stride: int | None = None
     has_function: bool = False
     dilation: int = 1
+    keeps_prompt: bool = False
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the chunk's tokens, the pattern's, or the sinks and the window."""
+        """Return the chunk's tokens, the pattern's, or the sinks and the window; all of a prompt that is kept."""
+        if self.keeps_prompt:
+            return ((0, n),) if n else ()
         run = self.stride or self.chunk
         if run is not None:
             start = n - n % run
@@ -76,8 +80,24 @@ class AnyMask:
         if self.stride is not None or self.is_sparse:
             return None
         return AttentionMask(
-            causal=self.causal, window=self.window, num_sink_tokens=self.num_sink_tokens, chunk=self.chunk
+            causal=self.causal,
+            window=self.window,
+            num_sink_tokens=self.num_sink_tokens,
+            chunk=self.chunk,
+            keeps_prompt=self.keeps_prompt,
         )
+
+    @property
+    def depends_on_prompt(self) -> bool:
+        """Whether the prompt is kept beside the window."""
+        return self.keeps_prompt
+
+    def for_prompt(self, num_prompt_tokens: int) -> Any:
+        """Return the mask of a request with such a prompt."""
+        if not self.keeps_prompt:
+            return self
+        num_sink_tokens = max(self.num_sink_tokens, num_prompt_tokens)
+        return attrs.evolve(self, num_sink_tokens=num_sink_tokens, keeps_prompt=False)
 
     @property
     def mask_function(self) -> Any:
@@ -105,7 +125,8 @@ class AnyMask:
 
     def retain_all(self) -> Any:
         """Return full attention over the same state."""
-        return attrs.evolve(self, window=None, num_sink_tokens=0, chunk=None, stride=None, dilation=1)
+        none = {"window": None, "chunk": None, "stride": None, "keeps_prompt": False}
+        return attrs.evolve(self, num_sink_tokens=0, dilation=1, **none)
 
 
 @attrs.frozen(kw_only=True)

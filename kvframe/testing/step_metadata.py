@@ -32,8 +32,9 @@ def make_step_metadata(
         query_lens=np.array([request.num_new for request in case.requests]),
         generating_indices=np.concatenate(generating),
         extensions=extensions,
+        num_prompt_tokens=np.array([request.num_prompt for request in case.requests]),
     )
-    (metadata,) = build_metadata(batch, manager.tables, device)
+    (metadata,) = build_metadata(batch, manager.tables, device, (0,) if case.spec.depends_on_prompt else ())
     metadata = attrs.evolve(metadata, causal=case.causal and not case.is_cross)
     if case.is_cross:
         metadata = _over_other_keys(metadata, case, manager.tables[0].ids[rows])

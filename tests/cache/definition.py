@@ -18,6 +18,7 @@ from tests.cache.plans import StateSpec
 
 Page = tuple[int, int]
 """A group and a block id."""
+NO_LIMIT = 1 << 30
 
 
 @attrs.define(kw_only=True)
@@ -34,6 +35,7 @@ class Life:
         is_encoded: Whether the state of its input is computed.
         branch: The position at which its tokens differ from an earlier request's.
         lookups: Per group, the result of its lookup when it started, until it runs.
+        num_prompt: The number of its tokens that are its prompt, if a type depends on that; otherwise no limit.
     """
 
     salt: str
@@ -45,10 +47,20 @@ class Life:
     is_encoded: bool
     branch: int = 0
     lookups: list[list[int]] = attrs.field(factory=list)
+    num_prompt: int = NO_LIMIT
 
     def content(self, num_tokens: int, tokens: Sequence[int] | None = None) -> Any:
         """Return all that the state after ``num_tokens`` tokens depends on."""
-        return self.salt, self.encoder, tuple((self.tokens if tokens is None else tokens)[:num_tokens])
+        what = tuple((self.tokens if tokens is None else tokens)[:num_tokens])
+        # What a generated token sees, and with it its state, depends on where the prompt ended.
+        return self.salt, self.encoder, what if num_tokens <= self.num_prompt else (*what, -self.num_prompt)
+
+    def live_tokens(self, group: PlannedGroup, n: int) -> set[int]:
+        spec = group.spec if self.num_prompt == NO_LIMIT else group.spec.for_prompt(self.num_prompt)
+        return {token for start, stop in spec.live_ranges(n) for token in range(start, stop)}
+
+    def live_blocks(self, group: PlannedGroup, n: int) -> set[int]:
+        return {token // group.block_size for token in self.live_tokens(group, n)}
 
     def num_input_blocks(self, group: PlannedGroup) -> int:
         return 0 if self.encoder is None else -(-self.encoder[0] // group.block_size)
@@ -120,7 +132,8 @@ class CacheModel:
         blocks: list[list[int]] = [[] for _ in self.plan.groups]
         if not (self.is_caching and use_prefix):
             return blocks
-        most = len(life.tokens) - 1
+        # The last token of the prompt is always computed.
+        most = min(len(life.tokens), life.num_prompt) - 1
         hit = max((n for n in range(0, most + 1, self.alignment) if self.all_hold(life, n)), default=0)
         life.computed = hit if self.of_tokens else 0
         known = self.known(life, most)
@@ -154,7 +167,8 @@ class CacheModel:
 
         Tokens are known as long as a page of a later block can be found, or longer.
         """
-        longer = range(life.computed + self.alignment, len(life.tokens), self.alignment) if self.is_sparse else ()
+        end = min(len(life.tokens), life.num_prompt)
+        longer = range(life.computed + self.alignment, end, self.alignment) if self.is_sparse else ()
         kept = [
             what
             for index, (salt, encoder, what) in self.findable
@@ -181,7 +195,7 @@ class CacheModel:
     def live_pages(self, life: Life, group: PlannedGroup, n: int) -> list[int]:
         """Return the pages of the live blocks of a findable prefix, by block; 0 for other blocks."""
         blocks = [0] * (n // group.block_size)
-        for token in live_tokens(group, n):
+        for token in life.live_tokens(group, n):
             block = token // group.block_size
             blocks[block] = self.findable[group.index, life.content((block + 1) * group.block_size)]
         return blocks
@@ -198,7 +212,8 @@ class CacheModel:
         """Return whether one group allows a request to be continued from ``n``."""
         size = group.block_size
         return n % size == 0 and all(
-            (group.index, life.content((token // size + 1) * size)) in self.findable for token in live_tokens(group, n)
+            (group.index, life.content((token // size + 1) * size)) in self.findable
+            for token in life.live_tokens(group, n)
         )
 
     def is_ever_needed(self, group: PlannedGroup, block: int) -> bool:
@@ -228,7 +243,7 @@ class CacheModel:
         written = set()
         for group in self.of_tokens:
             ids, size, slots = block_ids[group.index], group.block_size, num_slots(group)
-            for token in live_tokens(group, n):
+            for token in life.live_tokens(group, n):
                 read = self.bytes[group.index, ids[token // size]][token % slots]
                 assert life.content(token + 1) == read, "a stale byte"
             for block in range(n // size, -(-len(tokens) // size)):
@@ -263,14 +278,15 @@ class CacheModel:
         if self.is_caching and life.num_resets == self.num_resets:
             for group in self.of_tokens:
                 size = group.block_size
-                for block in range(life.offered[group.index], num_computed // size):
+                num_full = min(num_computed, life.num_prompt) // size
+                for block in range(life.offered[group.index], num_full):
                     page = block_ids[group.index][block]
                     if page and self.is_ever_needed(group, block) and (group.index, page) not in self.freed:
                         content = life.content((block + 1) * size)
                         if (group.index, page) in found:
                             self.findable[group.index, content] = page
                         self.findable.setdefault((group.index, content), page)
-                life.offered[group.index] = max(life.offered[group.index], num_computed // size)
+                life.offered[group.index] = max(life.offered[group.index], num_full)
             for group in self.of_inputs:
                 if not life.offered[group.index]:
                     for block, block_id in enumerate(block_ids[group.index]):

@@ -24,9 +24,20 @@ from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.planning.plan import KVCachePlan
 from kvframe.planning.rollback import RollbackSpec
-from tests.cache.definition import CacheModel, HostCopies, Life, Page, is_sparse, live_blocks
+from tests.cache.definition import CacheModel, HostCopies, Life, Page, is_sparse
 from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
-from tests.cache.plans import StateSpec, encoder, evict, full, make_plan, masked, ranged, state
+from tests.cache.plans import (
+    StateSpec,
+    by_prompt,
+    encoder,
+    evict,
+    full,
+    make_plan,
+    masked,
+    ranged,
+    state,
+    with_prompt,
+)
 
 MAX_LEN, CHUNK, MAX_ENCODER_LEN, MOST_RUNNING = 40, 8, 9, 4
 MOST_GROUPS, LEAST_SLABS, MOST_SLABS = 5, 8, 80
@@ -40,6 +51,9 @@ KINDS: tuple[tuple[Callable[..., KVCacheSpec], dict[str, tuple[int, ...]]], ...]
     (full, {"block_size": _EITHER, "num_kv_heads": _TO_THREE}),
     (full, {"block_size": (1,)}),
     *((make, options) for make in (ranged, masked) for options in (_WINDOW, _SINKS, _CHUNK)),
+    (by_prompt, {"block_size": _EITHER, "num_kv_heads": _TO_THREE, "window": _TO_NINE, "parts_kept": (0, 1, 2)}),
+    (by_prompt, {"block_size": _EITHER, "window": _TO_NINE, "parts_kept": (0, 1), "prompt_window": _TO_NINE}),
+    (with_prompt, {"block_size": _EITHER, "num_kv_heads": _TO_THREE, "window": _TO_NINE}),
     (state, {"block_size": (2, 3, 4), "every": (0, 1, 2, 3), "num_drafts": (0, 1, 2, 3, 4)}),
     (state, {"block_size": _EITHER, "every": (0, 1, 2), "num_drafts": (4,)}),
     (state, {"block_size": (1, 2, 3, 4), "every": (0, 1, 2), "num_rollback": (1, 2, 3, 4)}),
@@ -190,9 +204,14 @@ class Lives:
             num_resets=self.model.num_resets,
             is_encoded=encoder is None,
         )
+        # A request that was preempted has generated some of its tokens.
+        num_prompt = self.draw.choice([len(life.tokens), self.draw.randint(1, len(life.tokens))])
+        if self.plan.depends_on_prompt:
+            life.num_prompt = num_prompt
         self.drop_lost()
         expected = self.model.start(life, use_prefix)
-        hit = self.manager.start(name, life.tokens, salt=salt, use_prefix=use_prefix, inputs=inputs_of(encoder))
+        given = {"salt": salt, "use_prefix": use_prefix, "inputs": inputs_of(encoder)}
+        hit = self.manager.start(name, life.tokens, **given, num_prompt_tokens=num_prompt)
         self.did("start")
         assert life.computed == hit
         assert expected == self.manager.block_ids(name)
@@ -492,7 +511,7 @@ class Lives:
         last = (end - 1) // self.plan.alignment * self.plan.alignment
         branch = life.branch if n < life.branch <= end else last
         stored = spec.stored_blocks(n, end - n, branch) if end > n else ()
-        return live_blocks(self.plan.groups[index], n) | {block for part in stored for block in range(*part)}
+        return life.live_blocks(self.plan.groups[index], n) | {block for part in stored for block in range(*part)}
 
     def check_kept(self, name: str, num_computed: int) -> None:
         """Check that a request holds what is live, and nothing else of what is computed."""
@@ -501,7 +520,8 @@ class Lives:
                 # Blocks that refused tokens took are kept to be written again, where every block is stored anyway.
                 end = len(ids) if is_sparse(group) else num_computed // group.block_size
                 held = {block for block, page in enumerate(ids[:end]) if page}
-                assert {block for block in live_blocks(group, num_computed) if block < end} == held
+                live = self.running[name].live_blocks(group, num_computed)
+                assert {block for block in live if block < end} == held
 
     def check_owned_alone(self, name: str, written: set[Page]) -> None:
         """Check that nobody else has, or can find, a page that a step writes."""

@@ -61,6 +61,7 @@ class StepMessage:
         inputs: By sequence, the requests' inputs.
         new_inputs: By sequence and row, the inputs that the step computes.
         entries: For each stack of block tables, what changed.
+        num_prompt_tokens: As in ``StepBatch``.
     """
 
     rows: IntArray
@@ -72,6 +73,7 @@ class StepMessage:
     inputs: Mapping[str, InputBatch]
     new_inputs: Mapping[str, Mapping[int, ModelInput]]
     entries: Sequence[Entries]
+    num_prompt_tokens: IntArray | None = None
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class StepMessage:
             inputs=dict(batch.inputs),
             new_inputs={name: dict(each) for name, each in new_inputs.items()},
             entries=entries.take(batch),
+            num_prompt_tokens=batch.num_prompt_tokens,
         )
 
     def batch(self) -> StepBatch:
@@ -112,4 +115,5 @@ class StepMessage:
             query_lens=self.query_lens,
             generating_indices=self.generating_indices,
             inputs=self.inputs,
+            num_prompt_tokens=self.num_prompt_tokens,
         )

@@ -48,6 +48,8 @@ class ModelRunner:
         tokens: ``[max_num_seqs, max_model_len], int64, host``.
         input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: the length of the sequence of
             the request that has the row; 0 for none.
+        prompt_lens: ``[max_num_seqs], int64, host``: the length of the prompt of the request that has the row; None if
+            nothing depends on it.
         device: Where the model runs.
         graphs: The graphs that steps are replayed from if possible; None for none.
         compute: Computes a batch: ``compute(batch, logits_indices, new_inputs)``. On rank 0 of several ranks, it first
@@ -91,6 +93,7 @@ class ModelRunner:
         self.input_lens: dict[str, IntArray] = {
             name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
         }
+        self.prompt_lens: IntArray | None = np.zeros(max_num_seqs, dtype=np.int64) if layers.prompt_groups else None
         self._model = model
         self._layers = layers
         self._tables = tables
@@ -121,14 +124,22 @@ class ModelRunner:
             step: The step; every request has a row, and blocks for its tokens.
         """
         for request in step.admitted:
-            self.set_row(request.row, request.token_ids, request.inputs)
+            self.set_row(request.row, request.token_ids, request.inputs, request.num_prompt_tokens)
         for row, start, drafts in zip(step.rows.tolist(), step.num_known.tolist(), step.drafts, strict=False):
             self.tokens[row, start : start + len(drafts)] = drafts
         return PackedStep.of(step, self._layers.order_for)
 
-    def set_row(self, row: int, token_ids: Sequence[int], inputs: Mapping[str, ModelInput] = NO_INPUTS) -> None:
-        """Store the known tokens of the request that has a row, and the lengths of its inputs."""
+    def set_row(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        inputs: Mapping[str, ModelInput] = NO_INPUTS,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Store the known tokens of the request that has a row, and the lengths of its inputs and of its prompt."""
         self.tokens[row, : len(token_ids)] = token_ids
+        if self.prompt_lens is not None:
+            self.prompt_lens[row] = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         for name, lens in self.input_lens.items():
             lens[row] = inputs[name].num_tokens if name in inputs else 0
 
@@ -156,6 +167,8 @@ class ModelRunner:
         if self.input_lens:
             inputs = {name: self._input_batch(name, batch.rows, new_inputs) for name in self.input_lens}
             batch = attrs.evolve(batch, inputs=inputs)
+        if self.prompt_lens is not None:
+            batch = attrs.evolve(batch, num_prompt_tokens=self.prompt_lens[batch.rows])
         logits_indices, num_tokens = batch.generating_indices, len(batch.token_positions[1])
         if self._layers.skipped and len(logits_indices) < num_tokens and not self._may_skip(batch):
             batch = attrs.evolve(batch, generating_indices=np.arange(num_tokens))
@@ -215,7 +228,7 @@ class ModelRunner:
                 device = self.device
             else:
                 batch = attrs.evolve(batch, extensions=extensions)
-        metadata = build_metadata(batch, self._tables, device)
+        metadata = build_metadata(batch, self._tables, device, self._layers.prompt_groups)
         return metadata if not self._layers.local.places else (*metadata, *self._layers.local.metadata(batch))
 
     def _input_batch(self, name: str, rows: IntArray, new_inputs: Mapping[str, Collection[int]]) -> InputBatch:

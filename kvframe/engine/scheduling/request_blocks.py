@@ -121,6 +121,7 @@ class RequestBlocks(Generic[RequestT]):
                 salt=request.cache_salt,
                 use_prefix=request.uses_prefix,
                 inputs=request.input_sequences,
+                num_prompt_tokens=request.num_prompt_tokens,
             )
             if request.inputs:
                 request.new_inputs = self._cache.missing_inputs(request.request_id)

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from kvframe.contract import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
+    NUM_PROMPT_TOKENS,
     SEQ_STARTS,
     VIRTUAL_REQUESTS,
     AttentionMask,
@@ -66,10 +67,12 @@ class ChunkedLocal(MetadataWrapper):
         "static_shapes": FieldUse.CARRY,
         "exact_lens": FieldUse.REJECT,
     }
-    # Both describe the original request, so each of its virtual requests gets the same value.
+    # These describe the original request, so each of its virtual requests gets the same value. No layer with chunks
+    # depends on the length of a prompt.
     extensions: ClassVar[Mapping[str, FieldUse]] = {
         NUM_ACCEPTED_TOKENS: FieldUse.SLICE,
         ENCODER_SEQ_LENS: FieldUse.SLICE,
+        NUM_PROMPT_TOKENS: FieldUse.RESET,
         SEQ_STARTS: FieldUse.REJECT,
     }
     effects: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})

@@ -13,6 +13,7 @@ from kvframe.contract import (
     DROPS_TOKENS,
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
+    NUM_PROMPT_TOKENS,
     SEQ_STARTS,
     VIRTUAL_REQUESTS,
     CommonAttentionMetadata,
@@ -58,6 +59,7 @@ class DecodeOnly(MetadataWrapper):
         SEQ_STARTS: FieldUse.CARRY,
         NUM_ACCEPTED_TOKENS: FieldUse.CARRY,
         ENCODER_SEQ_LENS: FieldUse.CARRY,
+        NUM_PROMPT_TOKENS: FieldUse.CARRY,
     }
     effects: ClassVar[frozenset[str]] = frozenset({DROPS_TOKENS})
     not_after: ClassVar[frozenset[str]] = frozenset({DROPS_TOKENS, VIRTUAL_REQUESTS})

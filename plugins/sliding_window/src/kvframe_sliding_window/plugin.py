@@ -7,5 +7,6 @@ from kvframe.contract import Register, hookimpl
 
 @hookimpl
 def kvframe_register_specs(register: Register) -> None:
-    """Register the sliding-window spec."""
+    """Register the sliding-window specs."""
     register("sliding_window", "kvframe_sliding_window.spec:SlidingWindowSpec")
+    register("prompt_and_window", "kvframe_sliding_window.spec:PromptAndWindowSpec")

@@ -12,7 +12,7 @@ import torch
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
-from kvframe.contract.metadata import SEQ_STARTS
+from kvframe.contract.metadata import NUM_PROMPT_TOKENS, SEQ_STARTS
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec
 from kvframe_torch.attend import Part, attend, attend_by_scores, folded, score_dtype
@@ -51,8 +51,8 @@ class TorchBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens"}),
-        extensions=frozenset({SEQ_STARTS}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "prompt"}),
+        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,

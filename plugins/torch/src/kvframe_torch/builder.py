@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import NUM_PROMPT_TOKENS, SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec
 from kvframe_torch.spans import NO_WINDOW, Rules, Spans, row_stride, sums_between
@@ -136,6 +136,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             num_sink_tokens=0 if mask.window is None else mask.num_sink_tokens,
             max_keys=max_keys,
             free_padding=FREE_PADDING_ELEMENTS // sum(math.prod(tensor.shape[1:]) for tensor in state.values()),
+            keeps_prompt=mask.keeps_prompt,
         )
         self._max_distance = None if bias is None else bias.max_distance
         self._dtype: torch.dtype = getattr(torch, state["k"].dtype)
@@ -258,7 +259,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
 
 def _host_values(metadata: CommonAttentionMetadata) -> tuple[Any, ...]:
     """Return the values by which, beside its rules, a group's pages are found in its block table."""
-    return metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.extensions.get(SEQ_STARTS)
+    extensions = (metadata.extensions.get(name) for name in (SEQ_STARTS, NUM_PROMPT_TOKENS))
+    return metadata.query_start_loc_cpu, metadata.seq_lens_cpu, *extensions
 
 
 def _block_ids(places: torch.Tensor, table: torch.Tensor, stride: int) -> torch.Tensor:

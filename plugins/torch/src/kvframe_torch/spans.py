@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import NUM_PROMPT_TOKENS, SEQ_STARTS, CommonAttentionMetadata
 
 NO_WINDOW = 1 << 30
 """The window of layers whose queries see all tokens before them."""
@@ -32,6 +32,7 @@ class Rules(NamedTuple):
         num_sink_tokens: Tokens at the start of each request that the window does not hide.
         max_keys: The most gathered tokens of a batch of more than one request.
         free_padding: Gathered tokens of padding that cost less than one more batch.
+        keeps_prompt: Whether the tokens of each request's prompt are sink tokens too.
     """
 
     causal: bool
@@ -39,10 +40,15 @@ class Rules(NamedTuple):
     num_sink_tokens: int
     max_keys: int
     free_padding: int
+    keeps_prompt: bool = False
 
     def reached(self, max_seq_len: int) -> Rules:
         """Return the rules for requests of at most so many tokens: a window as long hides nothing of them."""
-        return self if max_seq_len > self.window else self._replace(window=NO_WINDOW, num_sink_tokens=0)
+        return (
+            self
+            if max_seq_len > self.window
+            else self._replace(window=NO_WINDOW, num_sink_tokens=0, keeps_prompt=False)
+        )
 
 
 @attrs.frozen(eq=False)
@@ -104,6 +110,9 @@ class Spans:
         ]
         causal, window, num_sink_tokens, block_size, row = np.array(of_groups, dtype=np.int64).T[:, group]
 
+        if any(rule.keeps_prompt for rule in rules):
+            of_prompts = [_prompt_lens(step) * rule.keeps_prompt for step, rule in zip(steps, rules, strict=True)]
+            num_sink_tokens = np.maximum(num_sink_tokens, np.concatenate(of_prompts))
         position, sink_stop = stop - num_queries, num_sink_tokens * causal
         low = np.where(causal, np.maximum(position + 1 - window, start), start)
         first_page = low // block_size
@@ -213,9 +222,19 @@ class Spans:
 
 def _starts(step: CommonAttentionMetadata) -> IntArray:
     """Return the first token of each request that is not hidden."""
-    if SEQ_STARTS not in step.extensions:
+    return _of_requests(step, SEQ_STARTS)
+
+
+def _prompt_lens(step: CommonAttentionMetadata) -> IntArray:
+    """Return the tokens of each request's prompt, if a layer depends on them."""
+    return _of_requests(step, NUM_PROMPT_TOKENS)
+
+
+def _of_requests(step: CommonAttentionMetadata, extension: str) -> IntArray:
+    """Return the values of an extension, one for each request; 0 for all if the step does not have it."""
+    if extension not in step.extensions:
         return np.zeros(step.num_reqs, dtype=np.int32)
-    values_cpu = step.extensions[SEQ_STARTS].values_cpu
+    values_cpu = step.extensions[extension].values_cpu
     assert values_cpu is not None
     found: IntArray = values_cpu.numpy()
     return found
