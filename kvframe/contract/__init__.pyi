@@ -86,3 +86,4 @@ from .wrapper import DROPS_TOKENS as DROPS_TOKENS
 from .wrapper import VIRTUAL_REQUESTS as VIRTUAL_REQUESTS
 from .wrapper import FieldUse as FieldUse
 from .wrapper import MetadataWrapper as MetadataWrapper
+from .wrapper import field_uses as field_uses

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from functools import cache
+from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import attrs
 
 from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import NO_EXTENSIONS, Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.specs import LayerSpec
 
@@ -42,6 +45,53 @@ class FieldUse(StrEnum):
     """Refuses a step in which the field differs from its default, or in which the extension occurs."""
 
 
+FIRST_FIELDS = (
+    *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "num_reqs", "num_actual_tokens"),
+    *("max_query_len", "max_seq_len", "block_table", "slot_mapping", "block_size", "num_generating"),
+    *("generating_indices", "generating_indices_cpu", "causal", "static_shapes", "exact_lens"),
+)
+"""The fields that every version of ``CommonAttentionMetadata`` has, without ``extensions``."""
+
+_AXES: Mapping[str, Axis] = {
+    "seq_lens": Axis.REQUEST,
+    "seq_lens_cpu": Axis.REQUEST,
+    "block_table": Axis.REQUEST,
+    "slot_mapping": Axis.TOKEN,
+}
+"""The fields that have a row for each request or token."""
+
+
+def field_uses(
+    *,
+    reset: Collection[str] = (),
+    slice: Collection[str] = (),
+    reject: Collection[str] = (),
+    carry: Collection[str] = (),
+) -> Mapping[str, FieldUse]:
+    """Return what a wrapper does with each field of the metadata: it carries those of version 1.0 that are not named.
+
+    A field that a later version adds is carried only if it is named. Otherwise a step in which it differs from its
+    default is refused, so that a wrapper cannot pass on what its author did not know.
+
+    Args:
+        reset: Fields that it computes anew.
+        slice: Fields of which it passes on the rows of the tokens or requests that it returns.
+        reject: Fields that must have their default.
+        carry: Fields of later versions that it passes on unchanged.
+
+    Raises:
+        WrapperError: A field has two uses (``wrong_fields``).
+    """
+    uses: dict[str, FieldUse] = {}
+    given = {FieldUse.RESET: reset, FieldUse.SLICE: slice, FieldUse.REJECT: reject, FieldUse.CARRY: carry}
+    for use, names in given.items():
+        for name in names:
+            if name in uses:
+                raise WrapperError(f"a wrapper declares two uses of the field {name!r}", code="wrong_fields")
+            uses[name] = use
+    return MappingProxyType({**dict.fromkeys(FIRST_FIELDS, FieldUse.CARRY), **uses})
+
+
 @attrs.frozen(kw_only=True)
 class MetadataWrapper(ABC):
     """One transformation of a step's batch metadata.
@@ -54,8 +104,8 @@ class MetadataWrapper(ABC):
     name: ClassVar[str]
     """The registered name (``"decode_only"``)."""
     fields: ClassVar[Mapping[str, FieldUse]]
-    """What it does with each field of ``CommonAttentionMetadata`` except ``extensions``. A field that is not listed
-    (one of a later version of the contract) must have its default; otherwise the step is refused."""
+    """What it does with each field of ``CommonAttentionMetadata`` except ``extensions``, made by ``field_uses``. A
+    field that is not listed (one of a later version of the contract) must have its default, or the step is refused."""
     extensions: ClassVar[Mapping[str, FieldUse]] = MappingProxyType({})
     """What it does with each extension. A step with an extension that is not listed is refused."""
     effects: ClassVar[frozenset[str]] = frozenset()
@@ -135,6 +185,49 @@ class MetadataWrapper(ABC):
         """
         return (metadata,)
 
+    def evolve(
+        self,
+        metadata: CommonAttentionMetadata,
+        *,
+        requests: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        requests_cpu: torch.Tensor | None = None,
+        tokens_cpu: torch.Tensor | None = None,
+        **values: Any,
+    ) -> CommonAttentionMetadata:
+        """Return ``metadata`` with each field and each extension treated as the class declares.
+
+        It carries and slices what ``fields`` says, and extensions as ``pass_extensions`` does. The indices are for what
+        is sliced; leave one out if its rows stay the same.
+
+        Args:
+            metadata: The wrapper's input.
+            requests: ``[num_new_reqs], int64 or int32, device``: the request that each new row comes from.
+            tokens: ``[num_new_tokens], int64 or int32, device``: the token that each new token comes from.
+            requests_cpu: ``requests`` on the host, if it is known there.
+            tokens_cpu: ``tokens`` on the host, if it is known there.
+            **values: Fields by name: all that are reset. For others, such as a sliced one, the value that is passed on.
+
+        Raises:
+            TypeError: A field that is reset or sliced has neither a value nor an index: a mistake in the wrapper.
+        """
+        index_of = {"seq_lens_cpu": requests_cpu, "seq_lens": requests, "block_table": requests, "slot_mapping": tokens}
+        carried, values_of, others = _uses_of(type(self))
+        for name in others:
+            if name in values:
+                continue
+            index = index_of.get(name)
+            if index is None:
+                missing = f"an index of {_AXES[name].value}s" if name in _AXES else "a value"
+                raise TypeError(f"evolve() needs {missing} for the field {name!r}")
+            values[name] = getattr(metadata, name).index_select(0, index)
+        values = {**dict(zip(carried, values_of(metadata), strict=True)), **values}
+        if "extensions" not in values:
+            values["extensions"] = self.pass_extensions(
+                metadata, requests, tokens, requests_cpu=requests_cpu, tokens_cpu=tokens_cpu
+            )
+        return type(metadata)(**values)
+
     def pass_extensions(
         self,
         metadata: CommonAttentionMetadata,
@@ -173,3 +266,15 @@ class MetadataWrapper(ABC):
             elif use in (FieldUse.CARRY, FieldUse.SLICE):
                 passed[name] = extension
         return passed
+
+
+@cache
+def _uses_of(
+    wrapper_class: type[MetadataWrapper],
+) -> tuple[tuple[str, ...], Callable[[CommonAttentionMetadata], tuple[Any, ...]], tuple[str, ...]]:
+    """Return the fields that such a wrapper passes on, a function that reads them, and those it resets or slices."""
+    uses = wrapper_class.fields.items()
+    # A rejected field has its default, which is passed on like any other value. The block size, which no wrapper
+    # changes, is read again, because attrgetter does not return a tuple for one name.
+    carried = (*(name for name, use in uses if use in (FieldUse.CARRY, FieldUse.REJECT)), "block_size", "block_size")
+    return carried, attrgetter(*carried), tuple(name for name, use in uses if use in (FieldUse.RESET, FieldUse.SLICE))

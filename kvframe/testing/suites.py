@@ -25,7 +25,7 @@ from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.model import ModelAdapter
 from kvframe.contract.proposer import Proposer
-from kvframe.contract.specs import KVCacheSpec
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Catalogue
@@ -169,15 +169,17 @@ class WrapperTests(KitTests):
     Attributes:
         wrapper: The registered name, or the class.
         options: Its options.
+        layers: More layers that it can serve, by name, for which its declarations are checked.
     """
 
     wrapper: ClassVar[str | type[MetadataWrapper]]
     options: ClassVar[Mapping[str, Any]] = {}
+    layers: ClassVar[Mapping[str, LayerSpec]] = {}
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return its declarations, and attention after it, on every kind of layer."""
         name, wrapper_class = _found(self.wrapper, "wrapper")
-        return wrapper_checks(wrapper_class, self.options, name=name)
+        return wrapper_checks(wrapper_class, self.options, name=name, layers=self.layers)
 
 
 class FormatTests(KitTests):

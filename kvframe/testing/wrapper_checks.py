@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from kvframe.attention.wrapping import MISTAKES
 from kvframe.config.options import make_with_options
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import KVFrameError, WrapperError
+from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
 from kvframe.selection.chains import bind_chain
@@ -27,7 +29,11 @@ _OF_A_BATCH = (NOT_CAUSAL, CROSS)
 
 
 def wrapper_checks(
-    wrapper_class: type[MetadataWrapper], options: Mapping[str, Any] | None = None, *, name: str = ""
+    wrapper_class: type[MetadataWrapper],
+    options: Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    layers: Mapping[str, LayerSpec] = MappingProxyType({}),
 ) -> Checks:
     """Return the checks of a wrapper: ``check_wrapper``, and the reference backend's attention after it.
 
@@ -35,6 +41,7 @@ def wrapper_checks(
         wrapper_class: The wrapper.
         options: Its options; none unless given.
         name: Its registered name; its own unless given.
+        layers: More layers that it can serve, by name, for which its declarations are checked.
 
     Raises:
         ConformanceError: It cannot be made with these options, or it refuses every layer of the kit.
@@ -67,6 +74,10 @@ def wrapper_checks(
             )
             for case in make_cases_of((wrapper,), label, layer, NOT_CAUSAL not in label)
         ]
+    checks += [
+        Check(name=f"declared-{label}", features=("more layers",), run=partial(check_wrapper, wrapper, layer))
+        for label, layer in layers.items()
+    ]
     return Checks(part=part, checks=tuple(checks), refused=refused)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -27,7 +28,7 @@ from kvframe.contract import (
     WrapperError,
 )
 from kvframe.testing.framework import apply_wrapper, bind_chain, check_order, pad_metadata
-from kvframe.testing.wrappers import check_wrapper
+from kvframe.testing.suites import WrapperTests
 
 MakeBatch = Callable[..., CommonAttentionMetadata]
 
@@ -216,10 +217,11 @@ def test_runs_past_the_end_of_the_table_need_nothing_of_the_device(make_batch: M
     assert (virtual.num_reqs,) == virtual.extensions[NUM_ACCEPTED_TOKENS].values.shape
 
 
-@pytest.mark.parametrize("block_size", [2, 3, 4])
-@pytest.mark.parametrize("chunk", [1, 3, 4, 8, 100])
-def test_it_keeps_the_contract_of_wrappers(chunk: int, block_size: int) -> None:
-    check_wrapper(ChunkedLocal(), layer(chunk, block_size))
+class TestChunkedLocal(WrapperTests):
+    wrapper = "chunked_local"
+    layers = MappingProxyType(
+        {f"{chunk=}-{block_size=}": layer(chunk, block_size) for chunk in (1, 3, 4, 8, 100) for block_size in (2, 3, 4)}
+    )
 
 
 # --- extensions and fields --------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from kvframe.contract import (
     LayerSpec,
     MetadataWrapper,
     WrapperError,
+    field_uses,
 )
 from kvframe_chunked_local.block_runs import BlockRuns
 from kvframe_chunked_local.virtual_requests import IntArray, make_virtual_requests, most_virtual_requests
@@ -48,25 +49,14 @@ class ChunkedLocal(MetadataWrapper):
     """
 
     name: ClassVar[str] = "chunked_local"
-    fields: ClassVar[Mapping[str, FieldUse]] = {
-        "query_start_loc": FieldUse.RESET,
-        "query_start_loc_cpu": FieldUse.RESET,
-        "seq_lens": FieldUse.RESET,
-        "seq_lens_cpu": FieldUse.RESET,
-        "num_reqs": FieldUse.RESET,
-        "num_actual_tokens": FieldUse.CARRY,
-        "max_query_len": FieldUse.RESET,
-        "max_seq_len": FieldUse.RESET,
-        "block_table": FieldUse.SLICE,
-        "slot_mapping": FieldUse.CARRY,
-        "block_size": FieldUse.CARRY,
-        "num_generating": FieldUse.CARRY,
-        "generating_indices": FieldUse.CARRY,
-        "generating_indices_cpu": FieldUse.CARRY,
-        "causal": FieldUse.REJECT,
-        "static_shapes": FieldUse.CARRY,
-        "exact_lens": FieldUse.REJECT,
-    }
+    fields = field_uses(
+        reset=(
+            *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu"),
+            *("num_reqs", "max_query_len", "max_seq_len"),
+        ),
+        slice=("block_table",),
+        reject=("causal", "exact_lens"),
+    )
     # These describe the original request, so each of its virtual requests gets the same value. No layer with chunks
     # depends on the length of a prompt.
     extensions: ClassVar[Mapping[str, FieldUse]] = {
@@ -151,7 +141,7 @@ class ChunkedLocal(MetadataWrapper):
         if chunk % block_size:
             starts_seen = Extension(device[SEQ_STARTS], Axis.REQUEST, host[SEQ_STARTS])
             extensions = MappingProxyType({**extensions, SEQ_STARTS: starts_seen})
-        return attrs.evolve(
+        return self.evolve(
             metadata,
             query_start_loc=device.get("query_start_loc", metadata.query_start_loc),
             query_start_loc_cpu=host.get("query_start_loc", metadata.query_start_loc_cpu),
