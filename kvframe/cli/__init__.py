@@ -19,7 +19,7 @@ from kvframe.cli.output import keep_output_apart
 from kvframe.cli.render import wants_no_escapes
 from kvframe.contract.errors import PluginError, UnknownNameError
 from kvframe.contract.foreign import call, safe_repr
-from kvframe.loading.packages import provider_of
+from kvframe.loading.packages import provider_of, to_install
 
 _COMMANDS: Mapping[str, str] = {
     "generate": "kvframe.cli.generate:generate",
@@ -70,7 +70,7 @@ class LazyGroup(click.Group):
         name = args[0]
         if name not in _COMMANDS and not name.startswith("-") and name not in (added := _added_commands()):
             hint = provider_of("command", name)
-            what = "`kvframe --help` says what each does" if hint is None else f"`pip install {hint}` adds it"
+            what = "`kvframe --help` says what each does" if hint is None else f"`{to_install(hint)}` adds it"
             raise UnknownNameError("command", name, [*_COMMANDS, *added], what)
         return super().resolve_command(ctx, args)
 

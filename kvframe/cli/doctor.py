@@ -20,6 +20,7 @@ from kvframe.cli.render import format_bytes, print_facts, print_json, print_reas
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.failed_imports import explain_failed_import
 from kvframe.loading.claims import BUILTIN_OWNER, canonical
+from kvframe.loading.packages import to_install
 
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim
@@ -273,9 +274,9 @@ def _next_steps(problems: Sequence[str], names: Sequence[Name]) -> list[str]:
         return ["kvframe doctor, after the problems are solved"]
     usable = [each for each in names if each.state == "usable"]
     if not any(each.kind == "model adapter" for each in usable):
-        return ["pip install 'kvframe[transformers]' to read Hugging Face models"]
+        return [f"{to_install('kvframe-transformers')} to read Hugging Face models"]
     if all(each.plugin.startswith(f"{BUILTIN_OWNER}:") for each in usable if each.kind == "backend"):
-        return ["pip install 'kvframe[torch]' for a backend that is not slow on purpose"]
+        return [f"{to_install('kvframe-torch')} for a backend that is not slow on purpose"]
     return [
         "kvframe plan MODEL to see what its cache takes",
         "kvframe explain MODEL to see which backend serves each layer",

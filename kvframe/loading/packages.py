@@ -5,6 +5,10 @@ A test compares the table with the names that the packages under ``plugins/`` re
 
 from __future__ import annotations
 
+import shlex
+from contextlib import suppress
+from pathlib import Path
+
 _TABLE = """
 kvframe-attention-free plugin:attention_free spec:encoder_only
 kvframe-chunked-local plugin:chunked_local spec:chunked_local wrapper:chunked_local
@@ -39,6 +43,10 @@ PROVIDERS = {
 """The package of each kind and name."""
 
 
+_ROOT = Path(__file__).resolve().parents[2]
+"""The clone, if kvframe runs from one."""
+
+
 def provider_of(kind: str, name: str) -> str | None:
     """Return the package of kvframe that provides a name; None if none does.
 
@@ -49,3 +57,17 @@ def provider_of(kind: str, name: str) -> str | None:
     owner, _, bare = name.rpartition(":")
     package = PROVIDERS.get((kind, bare))
     return package if owner in ("", package) else None
+
+
+def to_install(package: str) -> str:
+    """Return the command that installs a package of kvframe: from the clone that kvframe runs from, or by its name.
+
+    Args:
+        package: A package of the table (``"kvframe-serve"``).
+    """
+    folder = _ROOT / "plugins" / package.removeprefix("kvframe-").replace("-", "_")
+    if not (folder / "pyproject.toml").is_file():
+        return f"pip install {package}"
+    with suppress(OSError, ValueError):  # the command is run in another folder, or in one that was removed
+        folder = folder.relative_to(Path.cwd())
+    return f"pip install -e {shlex.quote(str(folder))}"

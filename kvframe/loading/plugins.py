@@ -22,7 +22,7 @@ from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.checks import OWNERS, TABLES, TEXTS
 from kvframe.loading.claims import Claim
 from kvframe.loading.discovery import FoundPlugin, find_plugins, is_called
-from kvframe.loading.packages import provider_of
+from kvframe.loading.packages import provider_of, to_install
 from kvframe.loading.registry import Registry
 
 Status = Literal["loaded", "disabled", "incompatible", "conflict", "broken", "unusable"]
@@ -184,7 +184,7 @@ def _check_needed(
         if not any(is_called(record.id, name) for _, record in outcomes):
             known = {record.name for _, record in outcomes}
             provider = provider_of("plugin", name)
-            hint = "" if provider is None else f"`pip install {provider}` provides it"
+            hint = "" if provider is None else f"`{to_install(provider)}` provides it"
             wrong = UnknownNameError("installed plugin", name, known, hint)
             problems.append(f"{policy.source}: plugins.required: {wrong}")
     for found, record in outcomes:

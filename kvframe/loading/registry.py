@@ -8,7 +8,7 @@ from typing import Any
 
 from kvframe.contract.errors import ContestedNameError, PluginError, UnknownNameError, listed
 from kvframe.loading.claims import BUILTIN_OWNER, KINDS, Claim, canonical
-from kvframe.loading.packages import provider_of
+from kvframe.loading.packages import provider_of, to_install
 
 
 class Catalogue:
@@ -96,7 +96,7 @@ class Catalogue:
             hint = f"plugins set aside: {listed(self._set_aside)}" if self._set_aside else ""
             provider = provider_of(self.kind, name)
             if provider is not None and not any(each.startswith(f"{provider}:") for each in self._set_aside):
-                hint = "; ".join(filter(None, [f"`pip install {provider}` provides it", hint]))
+                hint = "; ".join(filter(None, [f"`{to_install(provider)}` provides it", hint]))
             raise UnknownNameError(self.label, name, known, hint)
         if separator:
             return claims[0]

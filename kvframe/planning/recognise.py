@@ -13,6 +13,7 @@ from kvframe.config.files import exists
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, shown
 from kvframe.contract.foreign import call, safe_repr
+from kvframe.loading.packages import to_install
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.layer_file import is_layer_file, parse_file, read_layer_file
 
@@ -117,7 +118,7 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
     if not names:
         raise ModelError(
             f"no plugin that reads models is in use, so {path} cannot be read; `kvframe plugins` shows what is "
-            "installed, `pip install kvframe[transformers]` adds one for Hugging Face models"
+            f"installed, `{to_install('kvframe-transformers')}` adds one for Hugging Face models"
         )
     config = path / "config.json"
     if config.is_file():

@@ -16,6 +16,7 @@ from kvframe.contract.errors import BackendError, KVFrameError, PluginError, Sta
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
+from kvframe.loading.packages import to_install
 from kvframe.selection.chains import bind_chain, divides_keys
 from kvframe.selection.choice import Candidate, Choice
 from kvframe.selection.identity import Identity
@@ -71,9 +72,10 @@ def select_backends(
     names = registry.backends.names()
     if len(names) == 1 and any(_may_choose(stack, layer) for layer in attending):
         _log.warning(
-            "%r is the only installed backend, and slow: it is for comparing others with it; `pip install "
-            "kvframe[torch]` adds one for serving models",
+            "%r is the only installed backend, and slow: it is for comparing others with it; `%s` adds one for serving "
+            "models",
             names[0],
+            to_install("kvframe-torch"),
         )
     return choices
 

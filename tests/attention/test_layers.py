@@ -177,7 +177,7 @@ def test_a_core_without_another_backend_says_what_to_install(caplog: pytest.LogC
     assert [] == caplog.messages
     select_backends(attending("a"), Stack(), bare, "cpu")
     (message,) = caplog.messages
-    assert "`pip install kvframe[torch]`" in message
+    assert "plugins/torch` adds one for serving models" in message
 
 
 def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None:

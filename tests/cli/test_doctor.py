@@ -179,14 +179,17 @@ def test_a_torch_that_cannot_be_imported_is_a_problem_and_no_traceback(tmp_path:
 @pytest.mark.parametrize(
     ("disabled", "says"),
     [
-        ('"transformers"', "pip install 'kvframe[transformers]' to read Hugging Face models"),
+        ('"transformers"', "pip install -e plugins/transformers to read Hugging Face models"),
         (
             '"cpu", "numba", "torch", "flex", "mla", "triton"',
-            "pip install 'kvframe[torch]' for a backend that is not slow on purpose",
+            "pip install -e plugins/torch for a backend that is not slow on purpose",
         ),
     ],
 )
-def test_what_to_type_follows_from_what_is_usable(disabled: str, says: str, tmp_path: Path) -> None:
+def test_what_to_type_follows_from_what_is_usable(
+    disabled: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
     stack = tmp_path / "stack.toml"
     stack.write_text(f"[plugins]\ndisabled = [{disabled}]\n")
     result = run("--stack", stack)

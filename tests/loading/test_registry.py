@@ -11,8 +11,9 @@ import pytest
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.errors import ContestedNameError, PluginError, UnknownNameError
+from kvframe.loading import packages
 from kvframe.loading.claims import Claim
-from kvframe.loading.packages import PROVIDERS
+from kvframe.loading.packages import PROVIDERS, to_install
 from kvframe.loading.plugins import PluginPolicy, load_plugins
 from kvframe.loading.registry import Registry
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
@@ -261,6 +262,27 @@ def test_the_table_of_packages_equals_their_registrations() -> None:
     assert provided == PROVIDERS
 
 
+@pytest.fixture
+def no_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """kvframe runs from a folder without plugins beside it, as when it is installed from the index."""
+    monkeypatch.setattr(packages, "_ROOT", tmp_path)
+
+
+def test_what_to_type_in_a_clone_is_the_folder_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(PLUGINS.parent)
+    assert "pip install -e plugins/serve" == to_install("kvframe-serve")
+    assert "pip install -e plugins/kv_formats" == to_install("kvframe-kv-formats")
+    monkeypatch.chdir(tmp_path)
+    assert f"pip install -e {PLUGINS / 'serve'}" == to_install("kvframe-serve")
+    assert "pip install kvframe-elsewhere" == to_install("kvframe-elsewhere")
+
+
+@pytest.mark.usefixtures("no_clone")
+def test_what_to_type_without_a_clone_is_the_name_of_the_package() -> None:
+    assert "pip install kvframe-serve" == to_install("kvframe-serve")
+
+
+@pytest.mark.usefixtures("no_clone")
 def test_a_name_of_a_package_that_is_not_installed_names_the_package(site: FakeSite) -> None:
     registry = load_plugins().registry
     for catalogue, name, package in (
@@ -276,6 +298,7 @@ def test_a_name_of_a_package_that_is_not_installed_names_the_package(site: FakeS
     assert "pip install" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_clone")
 def test_a_required_plugin_that_is_not_installed_names_its_package(site: FakeSite) -> None:
     with pytest.raises(
         PluginError, match=r"no installed plugin named 'mamba'.*`pip install kvframe-mamba` provides it"
