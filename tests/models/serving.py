@@ -112,8 +112,8 @@ class TinyModel:
 def make_stack(**options: Any) -> Stack:
     """Return a stack; each option is put into the table that has its key.
 
-    ``backend`` and ``wrappers`` are for every layer, ``backends`` gives the backend of each kind of layer, and
-    ``states`` are options of the layers that keep a state.
+    ``backend`` and ``wrappers`` are for every layer, ``backends`` gives the backend of each kind of layer, ``rules`` a
+    whole rule, and ``states`` are options of the layers that keep a state.
     """
     # With little memory, prompts begin with blocks for their first chunk, so that more requests are preempted.
     engine = {"self_check": False, "reserve_prompts": False}
@@ -123,6 +123,8 @@ def make_stack(**options: Any) -> Stack:
         rules[0]["wrappers"] = options.pop("wrappers")
     for kind, backend in options.pop("backends", {}).items():
         rules.append({"kind": kind, "backend": backend})
+    for kind, rule in options.pop("rules", {}).items():
+        rules.append({"kind": kind, **rule})
     if "states" in options:
         rules.append({"kind": "mamba", "spec": options.pop("states"), "optional": True})
     for key, value in options.items():

@@ -221,7 +221,10 @@ class MLABackend(AttentionBackend):
 def _gather(dense: DenseBatch, latent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the tiles' tokens, ``[num_tiles, num_tokens, latent_size + rope_size], device``."""
     tokens = latent.index_select(0, dense.pages).flatten(0, 1)
-    tokens.index_fill_(0, dense.hidden, 0)
+    if dense.hidden.dtype == torch.bool:
+        tokens.masked_fill_(dense.hidden[:, None], 0)
+    else:
+        tokens.index_fill_(0, dense.hidden, 0)
     return tokens.to(dtype).view(dense.num_tiles, dense.num_tokens, -1)
 
 

@@ -6,9 +6,19 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.contract import SEQ_STARTS, AttentionMetadataBuilder, CommonAttentionMetadata
+from kvframe.contract import SEQ_STARTS, AttentionMetadataBuilder, CommonAttentionMetadata, GraphCapture
 from kvframe_mla.cost import Cost
-from kvframe_mla.dense_batches import ABSORBED, EXPANDED, SQUARE, HostDenseBatch, Tiles, group_tiles, lay_out
+from kvframe_mla.dense_batches import (
+    ABSORBED,
+    EXPANDED,
+    SQUARE,
+    HostDenseBatch,
+    IntArray,
+    Tiles,
+    group_tiles,
+    lay_out,
+    most_tiles,
+)
 
 
 @attrs.frozen(eq=False)
@@ -27,7 +37,7 @@ class DenseBatch:
         last_seen: ``[num_tiles, num_queries], int64, device``: the last gathered token that each query sees.
         low: ``[num_tiles, 1], int64, device``: the first gathered token that they see; None if that is 0 for all.
         hidden: ``[num_hidden], int64, device``: gathered tokens that no query sees. They may hold anything, including
-            NaN, and are set to zero.
+            NaN, and are set to zero. In a step of a graph, ``[num_tiles * num_tokens], bool, device``.
     """
 
     form: int
@@ -46,6 +56,7 @@ class DenseBatch:
 class MLAMetadataBuilder(AttentionMetadataBuilder):
     """Makes the dense batches of a step."""
 
+    capture = GraphCapture.ALWAYS
     on_host = frozenset({"block_table"})
 
     def __init__(self, cost: Cost, num_heads: int) -> None:
@@ -59,7 +70,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         self._num_heads = num_heads
 
     def build(self, metadata: CommonAttentionMetadata) -> tuple[DenseBatch, ...]:
-        """Return the step's dense batches."""
+        """Return the step's dense batches; at the sizes of a graph, all requests absorbed over its whole context."""
+        if metadata.static_shapes:
+            return self._build_static(metadata)
         tiles = self._tiles(metadata)
         if not len(tiles.request):
             return ()
@@ -67,15 +80,47 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         dense_batches = group_tiles(tiles.split(self._num_heads, size), self._num_heads, size)
         return tuple(_as_tensors(lay_out(part, size), metadata) for part in dense_batches)
 
+    def _build_static(self, metadata: CommonAttentionMetadata) -> tuple[DenseBatch, ...]:
+        """Return dense batches whose shapes follow from those of the batch: a tile for each request.
+
+        A request without tokens repeats one that has some, so that it writes to no other row.
+        """
+        starts, stop, low = _lengths_of(metadata)
+        num_reqs, num_pages = metadata.block_table.shape
+        num_tokens, num_queries = num_pages * metadata.block_size, metadata.max_query_len
+        counts, last_row = np.diff(starts), metadata.slot_mapping.shape[0] - 1
+        request = np.where(counts > 0, np.arange(num_reqs), counts.argmax())
+        own = np.minimum(np.arange(num_queries), np.maximum(counts[request] - 1, 0)[:, None])
+        rows = np.minimum(starts[request][:, None] + own, last_row)
+        last_seen = np.maximum(stop - counts, 0)[request][:, None] + own
+        tokens = np.arange(num_tokens)
+        hidden = (tokens < low[request][:, None]) | (tokens >= stop[request][:, None])
+        pages = metadata.block_table[torch.from_numpy(request)]
+        found, most = [], most_tiles(ABSORBED, num_queries, num_tokens, self._num_heads)
+        for first in range(0, num_reqs, most):
+            part = slice(first, first + most)
+            query_rows = torch.from_numpy(rows[part].reshape(-1))
+            found.append(
+                DenseBatch(
+                    form=ABSORBED,
+                    num_tiles=len(request[part]),
+                    num_queries=num_queries,
+                    num_tokens=num_tokens,
+                    pages=pages[part].reshape(-1),
+                    query_rows=query_rows,
+                    outputs=None,
+                    output_rows=query_rows,
+                    last_seen=torch.from_numpy(last_seen[part]),
+                    low=torch.from_numpy(low[request][part, None]) if SEQ_STARTS in metadata.extensions else None,
+                    hidden=torch.from_numpy(hidden[part].reshape(-1)),
+                )
+            )
+        return tuple(found)
+
     def _tiles(self, metadata: CommonAttentionMetadata) -> Tiles:
         """Return one tile for each request with a new token."""
-        starts, stop = metadata.query_start_loc_cpu.numpy().astype(np.int64), metadata.seq_lens_cpu.numpy()
-        num_queries, stop = np.diff(starts), stop.astype(np.int64)
-        low = np.zeros_like(stop)
-        if SEQ_STARTS in metadata.extensions:
-            values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
-            assert values_cpu is not None
-            low = values_cpu.numpy().astype(np.int64)
+        starts, stop, low = _lengths_of(metadata)
+        num_queries = np.diff(starts)
         position = stop - num_queries
         absorbs = self._cost.absorbs(num_queries, stop - low)
         is_square = (position == 0) & (low == 0)
@@ -91,6 +136,17 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
             num_pages=-(-stop // metadata.block_size) - low // metadata.block_size,
         )
         return tiles if num_queries.all() else tiles.take(np.flatnonzero(num_queries))
+
+
+def _lengths_of(metadata: CommonAttentionMetadata) -> tuple[IntArray, IntArray, IntArray]:
+    """Return where each request's queries start, its tokens, and the first token that its queries see."""
+    starts, stop = metadata.query_start_loc_cpu.numpy().astype(np.int64), metadata.seq_lens_cpu.numpy()
+    low = np.zeros(len(stop), dtype=np.int64)
+    if SEQ_STARTS in metadata.extensions:
+        values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
+        assert values_cpu is not None
+        low = values_cpu.numpy().astype(np.int64)
+    return starts, stop.astype(np.int64), low
 
 
 def _as_tensors(dense: HostDenseBatch, metadata: CommonAttentionMetadata) -> DenseBatch:

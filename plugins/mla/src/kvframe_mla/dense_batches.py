@@ -124,12 +124,24 @@ def group_tiles(tiles: Tiles, num_heads: int, block_size: int) -> Iterator[Tiles
     for start, stop in itertools.pairwise(edges):
         part = slice(start, stop)
         num_tokens = int(tiles.num_pages[part].max()) * block_size
-        num_scores = int(tiles.num_queries[part].max()) * num_heads * num_tokens
-        most = MAX_BATCH_TOKENS // num_tokens
-        if tiles.form[start] == ABSORBED:
-            most = min(most, MAX_SCORES // num_scores)
-        for first in range(start, stop, max(1, most)):
-            yield tiles.take(np.arange(first, min(first + max(1, most), stop)))
+        most = most_tiles(int(tiles.form[start]), int(tiles.num_queries[part].max()), num_tokens, num_heads)
+        for first in range(start, stop, most):
+            yield tiles.take(np.arange(first, min(first + most, stop)))
+
+
+def most_tiles(form: int, num_queries: int, num_tokens: int, num_heads: int) -> int:
+    """Return how many tiles a dense batch may have, at least one.
+
+    Args:
+        form: Their form.
+        num_queries: Queries of each.
+        num_tokens: Tokens that each gathers.
+        num_heads: Query heads.
+    """
+    most = MAX_BATCH_TOKENS // num_tokens
+    if form == ABSORBED:
+        most = min(most, MAX_SCORES // (num_queries * num_heads * num_tokens))
+    return max(1, most)
 
 
 def lay_out(tiles: Tiles, block_size: int) -> HostDenseBatch:
