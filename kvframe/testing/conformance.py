@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from kvframe.contract.backend import AttentionBackend
@@ -62,19 +63,30 @@ def check_backend(
         raise _failure(backend_class, case, str(error)) from error
     if not len(output.rows):
         return
-    expected = make_reference(case, inputs, learned)
+    expected = make_reference(case, inputs, learned, with_lse=bool(output.with_lse))
     for made, values in output.values.items():
-        problem = find_error(case, expected, values, output.rows)
+        problem = find_error(case, expected.output, values, output.rows)
         if problem:
             raise _failure(backend_class, case, made + problem)
     for made, found in output.with_lse.items():
-        given = learned
         if made == WITHOUT_SINKS:
-            given = learned.without_sinks()
-            expected = make_reference(case, inputs, given)
-        problem = find_lse_error(case, inputs, given, expected, found, output.rows)
+            expected = make_reference(case, inputs, learned.without_sinks(), with_lse=True)
+        problem = find_lse_error(case, expected, found, output.rows)
         if problem:
             raise _failure(backend_class, case, made + problem)
+
+
+@attrs.frozen(eq=False)
+class Reference:
+    """What a backend must return for all packed queries, and its allowed error, both in float64.
+
+    Attributes:
+        output: The output.
+        lse: The log-sum-exp, if it was asked for.
+    """
+
+    output: tuple[torch.Tensor, torch.Tensor]
+    lse: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def find_error(
@@ -84,7 +96,7 @@ def find_error(
 
     Args:
         case: The case.
-        expected: What ``make_reference`` returned.
+        expected: A part of the reference.
         values: What a backend returned for these queries, with padding after them.
         rows: Which of the packed queries these are.
     """
@@ -110,49 +122,49 @@ def find_error(
 
 
 def find_lse_error(
-    case: Case,
-    inputs: Sequence[Inputs],
-    learned: Learned,
-    expected: tuple[torch.Tensor, torch.Tensor],
-    found: tuple[torch.Tensor, torch.Tensor],
-    rows: torch.Tensor,
+    case: Case, expected: Reference, found: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor
 ) -> str:
     """Return a text about wrong results of ``forward_with_lse``; empty if none is wrong.
 
     Args:
         case: The case.
-        inputs: Each request's tensors.
-        learned: The learned tensors that the backend was given.
-        expected: What ``make_reference`` returned for these.
+        expected: The reference, with the log-sum-exp.
         found: What the backend returned, the output and the log-sum-exp, with padding after them.
         rows: Which of the packed queries these are.
     """
+    assert expected.lse is not None
     output, lse = found
-    problem = find_error(case, expected, output, rows)
+    problem = find_error(case, expected.output, output, rows)
     if problem:
         return problem
-    problem = find_error(case, _make_lse_reference(case, inputs, learned), lse, rows)
+    problem = find_error(case, expected.lse, lse, rows)
     return problem and f"the log-sum-exp: {problem}"
 
 
-def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output for all packed queries, and the allowed error of a backend, both in float64."""
-    exact, allowed = [], []
+def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned, *, with_lse: bool) -> Reference:
+    """Return the reference for all packed queries.
+
+    Args:
+        case: The case.
+        inputs: Each request's tensors.
+        learned: The layer's learned tensors.
+        with_lse: Whether it has the log-sum-exp.
+    """
+    output, lse = [], []
+    dtype = case.query_dtype
     for whole, magnitudes in dense_arguments(case, inputs, learned):
         for arguments in _split_queries(whole):
-            exact.append(dense_attention(**arguments))
-            allowed.append(attention_error_bound(**arguments, dtype=case.query_dtype, magnitudes=magnitudes))
-    return torch.cat(exact), torch.cat(allowed)
+            allowed = attention_error_bound(**arguments, dtype=dtype, magnitudes=magnitudes)
+            output.append((dense_attention(**arguments), allowed))
+            if with_lse:
+                del arguments["value"]
+                allowed = lse_error_bound(**arguments, dtype=dtype, magnitude=magnitudes[0])
+                lse.append((dense_lse(**arguments), allowed))
+    return Reference(_joined(output), _joined(lse) if with_lse else None)
 
 
-def _make_lse_reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-sum-exp of all packed queries, and the allowed error of a backend, both in float64."""
-    exact, allowed = [], []
-    for whole, magnitudes in dense_arguments(case, inputs, learned):
-        for arguments in _split_queries(whole):
-            del arguments["value"]
-            exact.append(dense_lse(**arguments))
-            allowed.append(lse_error_bound(**arguments, dtype=case.query_dtype, magnitude=magnitudes[0]))
+def _joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    exact, allowed = zip(*parts, strict=True)
     return torch.cat(exact), torch.cat(allowed)
 
 
@@ -179,6 +191,7 @@ def dense_arguments(
     mask = spec.mask
     causal = case.causal and (mask is None or mask.causal)
     learned = learned.to(torch.float64)
+    sizes = {name: tensor.abs() for name, tensor in learned.parameters.items()}
     for request, tensors in zip(case.requests, inputs, strict=True):
         visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
         if causal:
@@ -202,7 +215,7 @@ def dense_arguments(
             "sinks": learned.sinks,
             "bias": bias,
         }
-        yield arguments, case.form.magnitudes(case.layer, *stored, learned.parameters)
+        yield arguments, case.form.magnitudes(case.layer, *stored, sizes)
 
 
 def _largest(vectors: torch.Tensor) -> torch.Tensor:

@@ -267,10 +267,10 @@ class _Served:
         if not guard.holds():
             raise self._failure(case, "it wrote to the query, the keys, the values or the sinks")
         rows = torch.arange(metadata.num_actual_tokens)
-        expected = make_reference(case, inputs, content.learned)
-        problem = find_error(case, expected, values, rows)
+        expected = make_reference(case, inputs, content.learned, with_lse=with_lse is not None)
+        problem = find_error(case, expected.output, values, rows)
         if not problem and with_lse is not None:
-            problem = find_lse_error(case, inputs, content.learned, expected, with_lse, rows)
+            problem = find_lse_error(case, expected, with_lse, rows)
             problem = problem and WITH_LSE + problem
         if problem:
             raise self._failure(case, problem)

@@ -206,13 +206,12 @@ class StateForm(ABC):
             layer: The layer.
             key: The first result of ``draw``, or the magnitudes of its elements.
             value: The second result of ``draw``, likewise.
-            parameters: The result of ``draw_parameters``.
+            parameters: The magnitudes of the result of ``draw_parameters``.
 
         Returns:
             As ``expand``.
         """
-        sizes = {name: tensor.abs() for name, tensor in parameters.items()}
-        return self.expand(layer, key.abs(), value.abs(), sizes)
+        return self.expand(layer, key.abs(), value.abs(), parameters)
 
 
 class KeysAndValues(StateForm):

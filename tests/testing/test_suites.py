@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
-import pytest
+from tests.programs import run_program
 
 TESTS = """
     from kvframe.testing.suites import (
@@ -23,13 +21,21 @@ TESTS = """
 
 """
 
+SETTINGS = """
+[pytest]
+addopts = --strict-markers
+filterwarnings =
+    error
+    ignore:Module already imported:pytest.PytestAssertRewriteWarning
+"""
+"""The process has imported plugins of pytest before it began."""
+
 
 def run(folder: Path, source: str, *arguments: str) -> tuple[int, str]:
     """Run pytest on test classes, in a folder without any settings; return the exit code and the output."""
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n")
+    (folder / "pytest.ini").write_text(SETTINGS)
     (folder / "test_mine.py").write_text(dedent(TESTS) + dedent(source))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = run_program("-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments, cwd=folder)
     return done.returncode, done.stdout
 
 
@@ -97,18 +103,34 @@ def test_what_is_wrong_fails_with_the_sentence_of_the_kit(tmp_path: Path) -> Non
     assert "law of forgetting: tokens [0, 1] are live at 3 and were not at 2" in output
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ('class TestNone(BackendTests):\n    backend = "torch"\n    device = "mps"\n', "no case at all"),
-        ('class TestNone(SpecTests):\n    spec = "nothing"\n', "there is no cache spec named 'nothing'"),
-        ('class TestNone(AdapterTests):\n    adapter = "transformers"\n', "override make_model"),
-        ('class TestNone(BackendTests):\n    backend = "torch"\n    keeps = lambda *_: False\n', "is left to check"),
-    ],
-)
-def test_a_class_without_a_check_is_an_error(body: str, message: str, tmp_path: Path) -> None:
-    code, output = run(tmp_path, body)
-    assert (2, True) == (code, message in output), output
+NOTHING = """
+    class TestNoCase(BackendTests):
+        backend = "torch"
+        device = "mps"
+
+    class TestNoSpec(SpecTests):
+        spec = "nothing"
+
+    class TestNoModel(AdapterTests):
+        adapter = "transformers"
+
+    class TestNothingKept(BackendTests):
+        backend = "torch"
+        keeps = lambda *_: False
+"""
+
+
+def test_a_class_without_a_check_is_an_error(tmp_path: Path) -> None:
+    code, output = run(tmp_path, NOTHING)
+    assert (2, 1) == (code, output.count("4 errors in")), output
+    for name, message in (
+        ("TestNoCase", "no case at all"),
+        ("TestNoSpec", "there is no cache spec named 'nothing'"),
+        ("TestNoModel", "override make_model"),
+        ("TestNothingKept", "is left to check"),
+    ):
+        assert f"ERROR test_mine.py::{name} - " in output
+        assert message in output
 
 
 def test_the_rest_of_the_checks_is_run_if_it_is_asked_for(tmp_path: Path) -> None:

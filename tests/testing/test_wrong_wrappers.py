@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import attrs
@@ -20,9 +18,9 @@ from kvframe.testing.guard import ScalarGuard, guard
 from kvframe.testing.metadata import make_metadata
 from tests.attention.attending import plugin
 from tests.models.serving import GREEDY, PROMPTS, TinyModel
+from tests.programs import run_program
 from tests.testing.wrong_wrappers import WRONG, Change, Wrong, bench_of, end_of, longer
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_RANDOM = 150
 
 
@@ -31,8 +29,7 @@ def test_no_wrong_wrapper_ends_the_process(backend: str) -> None:
     if backend != "torch":
         pytest.importorskip(f"kvframe_{backend}")
     # In a separate process, because a kernel could end it.
-    command = [sys.executable, "-m", "tests.testing.wrong_wrappers", backend, str(NUM_RANDOM)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    run = run_program("-m", "tests.testing.wrong_wrappers", backend, str(NUM_RANDOM))
     assert 0 == run.returncode, run.stderr
     found = json.loads(run.stdout)
     assert "right" == found["none"]
