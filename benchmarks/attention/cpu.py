@@ -1,4 +1,4 @@
-"""Measure attention on a CPU, every backend of kvframe beside vLLM's own. The README of benchmarks says how."""
+"""Measure attention on a CPU: every backend of kvframe beside vLLM's own. See benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,69 +15,63 @@ import click
 import torch
 
 from benchmarks.attention.cpu_kvframe import KVFrame
-from benchmarks.attention.cpu_shapes import Buffers, reference, standard_shapes, tiny_shapes
+from benchmarks.attention.cpu_shapes import standard_shapes, tiny_shapes
 from benchmarks.attention.shapes import Shape
 from benchmarks.harness import options
 from benchmarks.harness.backends import usable_backends
-from benchmarks.harness.pages import Column, figures, heading, medians, page, spread
+from benchmarks.harness.pages import Column, case_page, figures, named_versions, spread
 from benchmarks.harness.process import EngineProcess, find_vllm, start_engines, timed
-from benchmarks.harness.record import benchmark, by_turns, in_columns, progress, ratios
+from benchmarks.harness.record import benchmark, by_turns, in_columns, measure_each, ratios
 from kvframe.loading.plugins import load_plugins
 
 VLLM = "vllm"
 MATRIX_SIZE = 2048
 CEILING_REPEATS = 5
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
-"""How far an output may be from the float32 reference, in the largest output: the dtype's rounding, and no mistake."""
+"""The largest allowed error as a share of the largest output: rounding of the dtype, but no mistake."""
 
 
-def read_bandwidth(pool: torch.Tensor) -> float:
-    """Return the bytes that torch reads a second of a pool, all threads together: the best of a few readings."""
-    values = pool[: len(pool) // 4 * 4].view(torch.float32)
+def read_bandwidth(num_bytes: int) -> float:
+    """Return the bytes per second at which torch's threads read so much memory: the best of a few readings."""
+    values = torch.ones(num_bytes // 4)
     return values.nbytes / min(timed(values.sum)[0] for _ in range(CEILING_REPEATS))
 
 
 def matrix_rate(dtype: torch.dtype) -> float:
-    """Return the floating-point operations that torch does a second in a large matrix product: the best of a few."""
+    """Return the floating-point operations per second of a large matrix product: the best of a few."""
     left, right = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE).to(dtype)
     seconds = min(timed(lambda: left @ right)[0] for _ in range(CEILING_REPEATS))
     return 2 * MATRIX_SIZE**3 / seconds
 
 
 def measure(
-    shape: Shape, systems: Mapping[str, EngineProcess], file: int, rounds: int, advance: Callable[[int], object]
+    shape: Shape, systems: Mapping[str, EngineProcess], rounds: int, advance: Callable[[int], object]
 ) -> dict[str, Any]:
     """Let the systems take turns on one shape.
 
     Returns:
-        The shape, the ceiling in each round, and what each system measured in each of its turns.
+        The shape, the ceiling in each round, and the figures of each system in each round.
 
     Raises:
-        SystemExit: A system's output is not the reference's.
+        SystemExit: A system's output differs from dense attention.
     """
-    buffers = Buffers(file, shape)
-    buffers.draw()
-    expected, described = reference(shape, buffers), dataclasses.asdict(shape)
+    described = dataclasses.asdict(shape)
 
     def do_turn(name: str, _: int) -> dict[str, Any]:
-        answer = systems[name].ask({"shape": described})
-        if "refused" in answer:
-            return {"refused": answer["refused"]}
-        error = float((buffers.output.float() - expected).abs().max() / expected.abs().max())
-        # A system that did not write the pool would leave an earlier output, or none: never NaN alone.
-        if not error <= TOLERANCE[shape.dtype]:
-            sys.exit(f"{shape.name}: the output of {name} is wrong by {error:.2g} of the largest one")
-        buffers.output.fill_(torch.nan)
-        return {"error": error, **{part: statistics.median(seconds) for part, seconds in answer.items()}}
+        answer: dict[str, Any] = systems[name].ask({"shape": described})
+        if not answer.get("error", 0.0) <= TOLERANCE[shape.dtype]:
+            sys.exit(f"{shape.name}: the output of {name} is wrong by {answer['error']:.2g} of the largest one")
+        return {part: statistics.median(value) if isinstance(value, list) else value for part, value in answer.items()}
 
     ceilings, turns = [], []
     for _, found in by_turns([*systems], rounds, do_turn, advance):
         turns.append(found)
-        ceilings.append(read_bandwidth(buffers.pool) if shape.kind == "decode" else matrix_rate(shape.torch_dtype))
+        is_decode = shape.kind == "decode"
+        ceilings.append(read_bandwidth(shape.read_bytes) if is_decode else matrix_rate(shape.torch_dtype))
     columns = {name: in_columns(turn[name] for turn in turns) for name in systems}
     refused = {name: values["refused"][0] for name, values in columns.items() if "refused" in values}
     measured: dict[str, Any] = {name: values for name, values in columns.items() if name not in refused}
-    # The share of each time that the shape's bytes, or operations, take at the ceiling of the same round.
+    # The share of a time that the shape's bytes or operations take at the ceiling of the same round.
     least = [(shape.read_bytes if shape.kind == "decode" else shape.num_flops) / each for each in ceilings]
     for values in measured.values():
         values |= {"error": max(values["error"]), "share": ratios(least, values["seconds"])}
@@ -87,7 +81,7 @@ def measure(
 
 
 def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> Sequence[str]:
-    """Return the systems that were named, or all that serve a shape; refuse vLLM if it is named and not installed."""
+    """Return the named systems, or all that serve a shape. Refuse vLLM if it is named but not installed."""
     if VLLM in names and find_vllm(peer) is None:
         raise click.UsageError(f"vLLM is not in {peer}; run make peer")
     usable = usable_backends(load_plugins().registry, "cpu")[0]
@@ -96,26 +90,36 @@ def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> S
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    note = "float32 and bfloat16, the outputs of all systems agree in every turn."
-    versions = (f"{name} ({', '.join(map(' '.join, parts.items()))})" for name, parts in record["versions"].items())
-    title = "Attention on a CPU: kvframe's backends and vLLM's"
-    parts = [heading(title, record, medians(record), note), f"Systems: {'; '.join(versions)}."]
-    for name, measured in record["shapes"].items():
-        parts += [f"## {name}", _shape(measured), _systems(measured)]
-        parts += [f"Not measured: {system} ({reason})." for system, reason in measured["refused"].items()]
-    return page(*parts)
+    note = (
+        "float32 and bfloat16, the outputs of all systems agree in every turn.\n\n"
+        f"Systems: {named_versions(record['versions'])}."
+    )
+    return case_page("Attention on a CPU: kvframe's backends and vLLM's", record, "shapes", _section, note)
 
 
-def _shape(measured: Mapping[str, Any]) -> str:
+COLUMNS: dict[str, Column] = {
+    "seconds": ("ms", "{:,.2f}", 1e3),
+    "share": ("share of the ceiling", "{:,.0f} %", 100),
+    "times_as_fast_as_vllm": ("times as fast as vLLM", "{:.2f}"),
+    "metadata": ("metadata, µs", "{:,.0f}", 1e6),
+    "error": ("largest error", "{:.1e}"),
+}
+
+
+def _section(measured: Mapping[str, Any]) -> Iterator[str]:
     shape = measured["shape"]
     window = "" if shape["window"] is None else f", window of {shape['window']:,} tokens"
     ceiling = spread(measured["ceiling"], "{:,.1f}", scale=1e-9)
     what = "GB/s read" if shape["kind"] == "decode" else "GFLOP/s in a matrix product"
-    return (
+    yield (
         f"{_requests(shape['requests'])}; {shape['num_heads']} query heads, {shape['num_kv_heads']} key and value "
         f"heads of {shape['head_size']}; {shape['dtype']}, pages of {shape['block_size']}{window}. "
         f"Ceiling: {ceiling} {what}."
     )
+    fastest_first = sorted(measured["systems"].items(), key=lambda item: statistics.median(item[1]["seconds"]))
+    rows = {name: {**each, "metadata": statistics.median(each["metadata_seconds"])} for name, each in fastest_first}
+    yield figures(rows, COLUMNS)
+    yield from (f"Not measured: {system} ({reason})." for system, reason in measured["refused"].items())
 
 
 def _requests(requests: list[list[int]]) -> str:
@@ -128,27 +132,7 @@ def _requests(requests: list[list[int]]) -> str:
     )
 
 
-COLUMNS: dict[str, Column] = {
-    "seconds": ("ms", "{:,.2f}", 1e3),
-    "share": ("share of the ceiling", "{:,.0f} %", 100),
-    "times_as_fast_as_vllm": ("times as fast as vLLM", "{:.2f}"),
-    "metadata": ("metadata, µs", "{:,.0f}", 1e6),
-    "error": ("largest error", "{:.1e}"),
-}
-
-
-def _systems(measured: Mapping[str, Any]) -> str:
-    fastest_first = sorted(measured["systems"].items(), key=lambda item: statistics.median(item[1]["seconds"]))
-    rows = {name: {**each, "metadata": statistics.median(each["metadata_seconds"])} for name, each in fastest_first}
-    return figures(rows, COLUMNS)
-
-
-@benchmark(
-    "cpu_attention",
-    write_report,
-    epilog="On a machine with other work, `chrt -f 1 python -m benchmarks.attention.cpu …` (as root) keeps that work "
-    "from the processor while something is timed; without it, threads that wait for each other wait for it too.",
-)
+@benchmark("cpu_attention", write_report, cases="shapes", epilog=options.on_a_busy_machine("attention.cpu"))
 @options.repeats(7, flag="--rounds")
 @options.threads(os.cpu_count() or 1)
 @options.choose("--shape", "shapes", (*standard_shapes(), *tiny_shapes()))
@@ -160,23 +144,14 @@ def _systems(measured: Mapping[str, Any]) -> str:
 )
 @options.peer
 def main(rounds: int, threads: int, shapes: Sequence[Shape], systems: Sequence[str], peer: Path) -> dict[str, Any]:
-    """Measure attention steps of one layer, each with all systems by turns, and write one JSON file and one page."""
-    file = os.memfd_create("attention")
-    os.truncate(file, max(map(Buffers.num_bytes, shapes)))
-    arguments = {
-        name: (f"benchmarks.attention.cpu_{VLLM if name == VLLM else 'kvframe'}", name, str(threads), str(file))
+    """Measure steps of one layer's attention, all systems by turns; write one JSON file and one page."""
+    modules = {
+        name: (f"benchmarks.attention.cpu_{VLLM if name == VLLM else 'kvframe'}", name, str(threads))
         for name in find_systems(systems, shapes, peer)
     }
-    try:
-        with (
-            start_engines(arguments, peer, threads=threads, files=[file]) as engines,
-            progress("measuring", len(shapes) * rounds) as advance,
-            torch.inference_mode(),
-        ):
-            found = {shape.name: measure(shape, engines, file, rounds, advance) for shape in shapes}
-            versions = {name: engine.versions for name, engine in engines.items()}
-    finally:
-        os.close(file)
+    with start_engines(modules, peer, threads=threads) as engines:
+        found = measure_each(shapes, rounds, lambda shape, advance: measure(shape, engines, rounds, advance))
+        versions = {name: engine.versions for name, engine in engines.items()}
     return {"repeats": rounds, "versions": versions, "shapes": found}
 
 

@@ -1,18 +1,31 @@
-"""The steps that attention is measured on, and the memory that engines share. Torch is the only package needed."""
+"""The steps that attention on a CPU is measured on, their inputs, and how a system takes its turn on one.
+
+kvframe's and vLLM's processes both import this file, so torch is the only package that it needs.
+"""
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention.shapes import SEED, Shape
+from benchmarks.harness.process import timed
+
+CALLS = 3
+SLOW_SECONDS = 0.1
+"""A step that takes longer is timed once in a turn."""
+
+Step = tuple[Callable[[], object], Callable[[], torch.Tensor]]
+"""A system's two parts of a step: a function that makes the metadata, and one that attends with the last metadata."""
 
 
 def standard_shapes() -> tuple[Shape, ...]:
-    """Return what is measured by default."""
+    """Return the shapes that are measured by default."""
     decode = ((2047, 1),) * 16
     mixed = (*((2047, 1),) * 15, (1024, 512))
     found = []
@@ -30,7 +43,7 @@ def standard_shapes() -> tuple[Shape, ...]:
 
 
 def tiny_shapes() -> tuple[Shape, ...]:
-    """Return shapes to try the script on, not to measure."""
+    """Return small shapes that try the script."""
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32}
     requests = ((40, 1), (17, 1), (0, 1))
     mixed = ((40, 1), (0, 9), (17, 5))
@@ -47,9 +60,9 @@ def num_pages(shape: Shape) -> int:
 
 
 def block_table(shape: Shape) -> torch.Tensor:
-    """Return ``[num_reqs, max_blocks], int32``: scattered pages, and the null page before what a window reaches.
+    """Return ``[num_reqs, max_blocks], int32``: scattered pages, the same for every system.
 
-    Every engine reads the same pages.
+    The null page stands for blocks that lie before a request's window.
     """
     generator = torch.Generator().manual_seed(SEED)
     ids = (torch.randperm(num_pages(shape) - 1, generator=generator) + 1).to(torch.int32)
@@ -62,7 +75,7 @@ def block_table(shape: Shape) -> torch.Tensor:
 
 
 def slots(shape: Shape, table: torch.Tensor) -> torch.Tensor:
-    """Return ``[num_kv_tokens], int64``: where each token's key lies, in the null page if no query sees it."""
+    """Return each key's slot, ``[num_kv_tokens], int64``; it lies in the null page if no query sees the key."""
     rows = []
     for row, length in enumerate(shape.seq_lens):
         tokens = torch.arange(length)
@@ -70,61 +83,82 @@ def slots(shape: Shape, table: torch.Tensor) -> torch.Tensor:
     return torch.cat(rows)
 
 
-class Buffers:
-    """The tensors of a shape in memory that processes share, so that each engine reads the very same bytes of it.
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The random inputs of a step, and its right output. Every system draws the same numbers.
 
     Attributes:
-        pool: ``[num_bytes], uint8``: the pages; the engine whose turn it is writes them in its own layout.
-        key: ``[num_kv_tokens, num_kv_heads, head_size]``: request after request.
-        value: Likewise.
+        key: ``[num_kv_tokens, num_kv_heads, head_size]``, one request after the other.
+        value: The same shape.
         query: ``[num_new_tokens, num_heads, head_size]``.
-        output: The same shape: what an engine computed.
+        expected: Dense attention of each request, ``[num_new_tokens, num_heads, head_size], float32``.
     """
 
-    def __init__(self, file: int, shape: Shape) -> None:
-        """Map the parts.
-
-        Args:
-            file: Descriptor of memory of ``num_bytes`` or more.
-            shape: The step.
-        """
-        memory = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=self.num_bytes(shape), dtype=torch.uint8)
-        starts = iter(memory.split([-(-num_bytes // 4096) * 4096 for _, num_bytes in self._parts(shape)]))
-        self.pool, self.key, self.value, self.query, self.output = (
-            start[:num_bytes].view(shape.torch_dtype if len(size) > 1 else torch.uint8).view(size)
-            for start, (size, num_bytes) in zip(starts, self._parts(shape), strict=True)
-        )
+    key: torch.Tensor
+    value: torch.Tensor
+    query: torch.Tensor
+    expected: torch.Tensor
 
     @classmethod
-    def num_bytes(cls, shape: Shape) -> int:
-        """Return the bytes that they take."""
-        return sum(-(-num_bytes // 4096) * 4096 for _, num_bytes in cls._parts(shape))
-
-    @staticmethod
-    def _parts(shape: Shape) -> list[tuple[tuple[int, ...], int]]:
-        """Return each tensor's size, and its bytes."""
-        item = shape.torch_dtype.itemsize
-        key = sum(shape.seq_lens), shape.num_kv_heads, shape.head_size
-        query = shape.num_queries, shape.num_heads, shape.head_size
-        pool = 2 * num_pages(shape) * shape.block_size * shape.num_kv_heads * shape.head_size * item
-        return [((pool,), pool), *((size, math.prod(size) * item) for size in (key, key, query, query))]
-
-    def draw(self) -> None:
-        """Fill keys, values and queries at random."""
+    @functools.lru_cache(1)
+    def draw(cls, shape: Shape) -> Inputs:
+        """Draw the inputs of a shape; those of the last shape are kept."""
         generator = torch.Generator().manual_seed(SEED)
-        for tensor in (self.key, self.value, self.query):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+        def normal(num_tokens: int, num_heads: int) -> torch.Tensor:
+            drawn = torch.randn(num_tokens, num_heads, shape.head_size, generator=generator)
+            return drawn.to(shape.torch_dtype)
+
+        num_tokens = sum(shape.seq_lens)
+        key, value = normal(num_tokens, shape.num_kv_heads), normal(num_tokens, shape.num_kv_heads)
+        query = normal(shape.num_queries, shape.num_heads)
+        return cls(key, value, query, _dense(shape, key, value, query))
 
 
-def reference(shape: Shape, buffers: Buffers) -> torch.Tensor:
-    """Return what the step's attention is, ``[num_new_tokens, num_heads, head_size], float32``; dense, one by one."""
+def _dense(shape: Shape, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     outputs = []
-    queries = buffers.query.split([new for _, new in shape.requests])
-    keys, values = buffers.key.split(shape.seq_lens), buffers.value.split(shape.seq_lens)
-    for (computed, new), *tensors in zip(shape.requests, queries, keys, values, strict=True):
+    parts = query.split([new for _, new in shape.requests]), key.split(shape.seq_lens), value.split(shape.seq_lens)
+    for (computed, new), *tensors in zip(shape.requests, *parts, strict=True):
         position, token = shape.positions(computed, new)[:, None], torch.arange(computed + new)
         seen = (token <= position) & (token > position - shape.num_seen(position))
-        query, key, value = (each.float().transpose(0, 1)[None] for each in tensors)
-        result = scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+        heads_first = (each.float().transpose(0, 1)[None] for each in tensors)
+        result = scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True)
         outputs.append(result[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+class Refused(Exception):
+    """A system does not compute a shape; the message says why."""
+
+
+def answer_turns(
+    prepare: Callable[[Shape, Inputs, torch.Tensor], Step], threads: str
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that does a system's turn on a shape.
+
+    Args:
+        prepare: Writes keys and values into the pool, ``[num_bytes], uint8``, in the system's own layout, and returns
+            the step. It raises ``Refused`` if the system does not compute the shape.
+        threads: The number of torch's threads.
+    """
+    torch.set_num_threads(int(threads))
+
+    @torch.inference_mode()
+    def do_turn(question: dict[str, Any]) -> dict[str, Any]:
+        shape = Shape.of(question["shape"])
+        inputs = Inputs.draw(shape)
+        token_bytes = 2 * shape.num_kv_heads * shape.head_size * shape.torch_dtype.itemsize
+        # All systems mask the unused ends of last pages, but vLLM only as long as they hold numbers.
+        pool = torch.zeros(num_pages(shape) * shape.block_size * token_bytes, dtype=torch.uint8)
+        try:
+            build, attend = prepare(shape, inputs, pool)
+        except Refused as reason:
+            return {"refused": str(reason)}
+        build()
+        warm_up, output = timed(attend)
+        error = float((output.float() - inputs.expected).abs().max() / inputs.expected.abs().max())
+        calls = CALLS if warm_up <= SLOW_SECONDS else 1
+        builds = [timed(build)[0] for _ in range(calls)]
+        return {"error": error, "seconds": [timed(attend)[0] for _ in range(calls)], "metadata_seconds": builds}
+
+    return do_turn

@@ -1,4 +1,4 @@
-"""What formats do to one layer: its tokens' bytes, and its decodes' time."""
+"""Measure formats on one layer: the bytes of a token, and a layer that decodes over stored tokens."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Stored:
     """One way to store keys and values.
 
     Attributes:
-        title: For people.
+        title: The name in the record.
         kv_format: The format.
-        dtype: What attention computes in.
+        dtype: The dtype of the attention.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Stored:
 
 
 def memory_of(kv_format: KVFormat, dtype: str, registry: Registry) -> dict[str, int]:
-    """Return what a token of Llama 3.1 8B takes, and how many fit into 8 GiB."""
+    """Return the bytes of a token of Llama 3.1 8B, and the number of tokens that fit into 8 GiB."""
     description = read_layer_file(LLAMA)
     stack = Stack.from_mapping({"cache": {"memory": MEMORY_BYTES, "dtype": dtype, "format": kv_format.name}})
     layers = make_layer_specs(description, registry, stack, dtype)
@@ -57,19 +57,19 @@ class Decode:
     """One layer's decode over a paged cache that is full of random tokens.
 
     Attributes:
-        on_copies: Whether the backend is given copies, because it does not read the format itself.
-        num_bytes: Of stored keys and values that a call reads.
+        on_copies: Whether the backend reads copies, because it does not read the format itself.
+        num_bytes: The stored bytes that a call reads.
     """
 
     def __init__(self, stored: Stored, backend: str, registry: Registry, num_reqs: int, context: int) -> None:
         """Fill the cache and begin a step.
 
         Args:
-            stored: How keys and values are stored, and what attention computes in.
-            backend: The backend's name.
-            registry: Where it is found.
-            num_reqs: Requests, which all have the same tokens in pages of their own.
-            context: Tokens of each, a multiple of 16.
+            stored: The format of keys and values, and the dtype of the attention.
+            backend: The backend's registered name.
+            registry: Finds the backend.
+            num_reqs: The number of requests. All have the same tokens, each in its own pages.
+            context: The tokens of each request, a multiple of 16.
         """
         spec = FullAttentionSpec(
             block_size=BLOCK_SIZE,
@@ -84,7 +84,7 @@ class Decode:
         num_blocks = context // BLOCK_SIZE
         self.on_copies = choices[0].on_copies
         self.num_bytes = num_reqs * num_blocks * spec.block_bytes
-        # By turns, so that no request's pages follow one another.
+        # Pages go to the requests by turns, so that no request's pages lie side by side.
         table = 1 + torch.arange(num_reqs * num_blocks).view(num_blocks, num_reqs).T
         views = page_views(spec, torch.zeros((1 + table.numel()) * spec.block_bytes, dtype=torch.uint8))
         generator, dtype = torch.Generator().manual_seed(0), getattr(torch, stored.dtype)

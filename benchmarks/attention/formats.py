@@ -1,7 +1,4 @@
-"""Measure what formats of stored keys and values cost in accuracy, and what they save in memory and time.
-
-The README of benchmarks says how.
-"""
+"""Measure formats of stored keys and values: lost accuracy, and saved memory and time. See benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -31,32 +28,32 @@ from kvframe.testing.formats import installed_formats
 
 TEXT_TOKENS = 384
 LEARNED, OTHER = ("shlex", "textwrap"), ("cmd", "getopt")
-"""Modules whose source the demo's model was trained on, and others that are written alike."""
+"""Modules whose source the demo's model was trained on, and modules of a similar style that it has not seen."""
 
 NUM_BEGUN = 256
-"""Tokens of a text that a greedy continuation starts from."""
+"""A greedy continuation starts after so many tokens of a text."""
 
 NUM_NEW_TOKENS = 48
 TASKS_IN_A_ROW = 4
-"""Segments that are said again in a row, the last by the model: rows that it was trained on have up to five."""
+"""Copy tasks in a row; the model answers the last one. It was trained on rows of up to five."""
 
 MIN_COPIED = 0.95
-"""Of the copied tokens that are right in float32. With fewer, the measure would say something of the model only."""
+"""The least share of right copied tokens in float32. Below it, wrong tokens would show the model and not the format."""
 
 NUM_REQS = 8
 SPEED_DTYPES = ("float32", "bfloat16")
 Tasks = Sequence[tuple[list[int], list[int]]]
-"""Prompts, and the tokens that are to come."""
+"""Prompts, and the right tokens after each."""
 
 
 def ways() -> list[Stored]:
-    """Return the plain formats of three dtypes, and every installed format under float32."""
+    """Return plain storage in three dtypes, and every installed format with attention in float32."""
     plain = [Stored(dtype, PLAIN, dtype) for dtype in ("float32", "float16", "bfloat16")]
     return [*plain, *(Stored(each.name, each, "float32") for each in installed_formats())]
 
 
 def make_texts(path: Path, count: int) -> dict[str, list[list[int]]]:
-    """Return parts of library source by whether the model was trained on it: half of them of either kind."""
+    """Return parts of Python's library by kind: one half is ``learned`` in training, the other is not."""
     tokenizer, found = AutoTokenizer.from_pretrained(path), {}
     for kind, names, number in (("learned", LEARNED, count // 2), ("other", OTHER, count - count // 2)):
         source = tokenizer.encode("".join(inspect.getsource(importlib.import_module(name)) for name in names))
@@ -66,9 +63,9 @@ def make_texts(path: Path, count: int) -> dict[str, list[list[int]]]:
 
 
 def make_copy_tasks(count: int) -> Tasks:
-    """Return prompts, and what is to be said: a random segment that lies before the model's windows.
+    """Return copy tasks as in the demo's training: whole tasks, then one whose answer is left out.
 
-    The prompt is that of the demo's training: whole tasks, then one whose answer is missing.
+    The answer is a random segment that lies before the model's windows.
     """
     generator = torch.Generator().manual_seed(SEED)
     copy_task, num_asked = models.demo_copy_task()
@@ -77,7 +74,7 @@ def make_copy_tasks(count: int) -> Tasks:
 
 
 def serve(path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], tasks: Tasks) -> dict[str, Any]:
-    """Return what the model makes of texts and tasks, with keys and values stored in one way."""
+    """Return the model's log-probabilities, continuations and answers with keys and values stored in one way."""
     cache = {"memory": "64MiB", "dtype": stored.dtype, "format": stored.kv_format.name}
     stack = Stack.from_mapping({"cache": cache, "engine": {"dtype": "float32"}})
     greedy = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
@@ -99,7 +96,7 @@ def serve(path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], 
 
 
 def compare(found: Mapping[str, Any], exact: Mapping[str, Any], tasks: Tasks) -> dict[str, Any]:
-    """Return how one way's results differ from float32's."""
+    """Return how the results of one way to store differ from those of float32."""
     logprobs: Mapping[str, torch.Tensor] = found["logprobs"]
     differences = torch.cat([(ours - exact["logprobs"][kind]).abs() for kind, ours in logprobs.items()])
     pairs = list(zip(found["continued"], exact["continued"], strict=True))
@@ -116,7 +113,7 @@ def compare(found: Mapping[str, Any], exact: Mapping[str, Any], tasks: Tasks) ->
 
 
 def share_right(outputs: Sequence[list[int]], tasks: Tasks) -> float | None:
-    """Return the share of the tasks' tokens that were said; None without tasks."""
+    """Return the share of the tasks' tokens that are right; None without tasks."""
     right = [
         ours == asked
         for output, (_, wanted) in zip(outputs, tasks, strict=True)
@@ -126,10 +123,10 @@ def share_right(outputs: Sequence[list[int]], tasks: Tasks) -> float | None:
 
 
 def check_copying(copied_right: float | None) -> None:
-    """Refuse to measure by the tasks with a model that does not say segments again in float32."""
+    """End the command if the model fails the copy tasks already in float32."""
     if copied_right is not None and copied_right < MIN_COPIED:
         raise click.ClickException(
-            f"in float32 the model says {copied_right:.1%} of the copied tokens right, and has to {MIN_COPIED:.0%}"
+            f"in float32 the model copies {copied_right:.1%} of the tokens right; it has to copy {MIN_COPIED:.0%}"
         )
 
 
@@ -139,11 +136,11 @@ def _num_alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
-    """Return rows of every backend, dtype and format; all formats of a backend and a dtype take turns."""
+    """Return a row for every backend, dtype and format. All formats of one backend and dtype take turns."""
     registry, rows = load_plugins().registry, []
     for backend, backend_class in usable_backends(registry, "cpu")[0].items():
         if backend_class.capabilities.state != {"k", "v"} or backend_class.capabilities.preference < 0:
-            continue  # latents, and last resorts
+            continue  # It keeps latents, or is a fallback that is never preferred.
         for dtype in SPEED_DTYPES:
             stored = [Stored(each.name, each, dtype) for each in (PLAIN, *installed_formats())]
             decodes = {each.title: Decode(each, backend, registry, NUM_REQS, context) for each in stored}
@@ -169,11 +166,11 @@ def write_report(record: Mapping[str, Any]) -> str:
     model, memory, speed = record["model"], record["memory"], record["speed"]
     plain = memory["bfloat16"]["tokens"]
     return page(
-        heading("Formats of stored keys and values", record, medians(record), "float32, but where a dtype is named."),
+        heading("Formats of stored keys and values", record, medians(record), "float32, unless a dtype is named."),
         "## The demo's trained model",
         f"{model['num_texts']} texts of {model['text_tokens']} tokens, teacher-forced, half of them of source "
-        "that it was trained on and knows nearly by heart; greedy continuations of their first 256 tokens; "
-        f"{model['num_tasks']} random segments to say again. The model computes in float32 throughout.",
+        "that it was trained on and nearly repeats; greedy continuations of their first 256 tokens; "
+        f"{model['num_tasks']} random segments to copy. The model computes in float32 throughout.",
         _ticked(model["ways"], WAYS),
         "## Memory",
         "Llama 3.1 8B, 32 layers of 8 KV heads of 128, in 8 GiB of cache.",
@@ -194,8 +191,7 @@ WAYS: dict[str, Column] = {
     "tokens_before_the_first_difference": ("tokens before the first difference, of 48", "{:.1f}"),
     "copied_right": ("copied tokens right", "{:.1%}"),
 }
-"""What is said of a way to store."""
-
+"""The columns for a way to store."""
 
 MEMORY: dict[str, Column] = {
     "bytes_per_token": ("bytes of a token", "{:,}"),
@@ -205,7 +201,7 @@ MEMORY: dict[str, Column] = {
 
 
 def _ticked(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
-    """Return a table with a row for each way to store."""
+    """Return a table with a row for each way to store; its name is set as code."""
     return figures({f"`{name}`": row for name, row in rows.items()}, columns, "stored as", "not measured")
 
 
@@ -232,10 +228,15 @@ def _speed(measured: list[Mapping[str, Any]]) -> str:
 @options.repeats(7)
 @options.threads(2)
 @click.option("--texts", "num_texts", type=click.IntRange(min=2), default=16)
-@click.option("--context", type=click.IntRange(min=16), default=2048, help="Tokens of each request, whole pages of 16.")
-@click.option("--model", type=click.Path(path_type=Path), default=None, help="The demo's model unless given.")
+@click.option("--context", type=click.IntRange(min=16), default=2048, help="Tokens of each request, a multiple of 16.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="A checkpoint's folder; the default is the demo's model.",
+)
 def main(repeats: int, threads: int, num_texts: int, context: int, model: Path | None) -> dict[str, Any]:
-    """Measure all of it and write one JSON file and one page of results."""
+    """Measure accuracy, memory and time of every format; write one JSON file and one page."""
     models.silence_transformers()
     path = models.path_of("demo") if model is None else model
     texts = make_texts(path, num_texts)

@@ -1,4 +1,4 @@
-"""Measure what a step's attention metadata costs on the host. The README of benchmarks says how."""
+"""Measure the host's time for a step's attention metadata. See benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from kvframe.selection.select import select_backends
 SEED = 11
 CPU = torch.device("cpu")
 WITHOUT_MEMORY = torch.device("meta")
-"""Stands for a GPU: what is copied to it arrives nowhere."""
+"""Stands for a GPU: a copy to it costs the host's work and moves no bytes."""
 
 CALLS = 20
-"""Calls that are timed together: one alone is near what the clock can tell."""
+"""Calls that are timed together, because a single one is near the clock's resolution."""
 
 KINDS = ("decodes", "mixed")
 NUM_REQS = 256
@@ -59,7 +59,7 @@ TRITON_LIMIT = 50.0
 
 
 def make_batch(kind: str, num_reqs: int) -> StepBatch:
-    """Return a step of decodes; of a mixed one, each 32nd request computes a chunk of its prompt, or the first one."""
+    """Return a step of decodes. In a mixed step, every 32nd request computes a chunk of its prompt instead."""
     source = np.random.default_rng(SEED)
     lengths = source.integers(SHORTEST, LONGEST + 1, num_reqs)
     new = np.ones_like(lengths)
@@ -72,7 +72,7 @@ def make_batch(kind: str, num_reqs: int) -> StepBatch:
 
 
 def tables_of(num_groups: int, num_reqs: int) -> BlockTables:
-    """Return block tables in which every block is some page."""
+    """Return block tables in which every block has a page."""
     tables = BlockTables(num_reqs, LONGEST, [BLOCK_SIZE] * num_groups)
     for stack in tables.stacks:
         stack.ids[:] = np.random.default_rng(SEED).integers(1, 1 << 16, stack.ids.shape)
@@ -98,14 +98,14 @@ def ten_layers(
 
 
 class TritonWithoutGPU(TritonBackend):
-    """Cuts steps as for a GPU; its kernels are not called."""
+    """The Triton backend on the host: it builds a GPU's metadata, and its kernels are never called."""
 
     name = "triton_without_gpu"
     capabilities = attrs.evolve(TritonBackend.capabilities, devices=frozenset({"cpu"}))
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return None: what is measured runs on the host."""
+        """Return None: the metadata is built on the host."""
         return None
 
 
@@ -125,10 +125,10 @@ class Part:
     """One part of a step's host work.
 
     Attributes:
-        name: For the results.
-        run: Does it.
-        num_elements: Block ids or slots that it reads: the size of the dense operation beside it.
-        limit: Microseconds that it is to stay within on the machine of the recorded run; None for no limit.
+        name: The name in the record.
+        run: Does the work once.
+        num_elements: The block ids or slots that the work reads; a dense operation of this size is timed beside it.
+        limit: The aim in microseconds on the machine of the recorded run; None for no aim.
     """
 
     name: str
@@ -144,7 +144,7 @@ def one_group(kind: str, num_reqs: int = NUM_REQS) -> CommonAttentionMetadata:
 
 
 def wrapper_parts() -> Iterator[Part]:
-    """Yield the transform to virtual requests, and the selection of generating tokens."""
+    """Yield the work of both wrappers: making virtual requests, and selecting generating tokens."""
     spec = ChunkedLocalSpec(chunk=CHUNK, block_size=BLOCK_SIZE, num_kv_heads=2, head_size=SMALL.head_size)
     ((chunked,), _, _) = bind_chain([ChunkedLocal()], LayerSpec(name="local", spec=spec, query=SMALL))
     for num_reqs, limit in ((64, 60.0), (NUM_REQS, 120.0)):
@@ -157,7 +157,7 @@ def wrapper_parts() -> Iterator[Part]:
 
 
 def model_parts() -> Iterator[Part]:
-    """Yield all metadata of a model of ten cache groups, from the batch to what the layers read."""
+    """Yield the whole metadata of a model of ten cache groups, from the batch to what its layers read."""
     for windows, sizes in WINDOWS.items():
         layers = ten_layers(sizes, SMALL, 2, "torch")
         for kind, limit in (("decodes", 1000.0), ("mixed", 2500.0)):
@@ -165,7 +165,7 @@ def model_parts() -> Iterator[Part]:
 
 
 def triton_parts() -> Iterator[Part]:
-    """Yield the same for Triton's kernels up to the copy to a GPU, and one group's share of it."""
+    """Yield the same for Triton's kernels, the copy to a GPU included, and one group's share of it."""
     for windows, sizes in WINDOWS.items():
         layers = ten_layers(sizes, LARGE, 8, TritonWithoutGPU.name, WITHOUT_MEMORY)
         for kind in KINDS:
@@ -186,14 +186,14 @@ def _step(name: str, layers: AttentionLayers, kind: str, limit: float) -> Part:
     batch, tables = make_batch(kind, NUM_REQS), tables_of(NUM_GROUPS, NUM_REQS)
 
     def run() -> None:
-        # A step's batch is made anew in each step; what it caches is part of the work.
+        # A step has a new batch, so the values that a batch caches are computed in each step.
         layers.begin_step(build_metadata(attrs.evolve(batch), tables, CPU))
 
     return Part(name, run, NUM_GROUPS * NUM_REQS * -(-LONGEST // BLOCK_SIZE), limit)
 
 
 def microseconds(run: Callable[[], Any]) -> float:
-    """Return what one of ``CALLS`` calls takes."""
+    """Return the time of one of ``CALLS`` calls."""
 
     def run_all() -> None:
         for _ in range(CALLS):
@@ -203,7 +203,7 @@ def microseconds(run: Callable[[], Any]) -> float:
 
 
 def measure(part: Part, repeats: int) -> dict[str, Any]:
-    """Time a part and one dense operation of its size by turns; the first repeat warms up and is not counted."""
+    """Let a part and one dense operation of its size take turns; the first round warms up and is not counted."""
     values = torch.zeros(part.num_elements, dtype=torch.int32)
     runs: dict[str, Callable[[], Any]] = {"microseconds": part.run, "dense_microseconds": lambda: values + 1}
     times = counted(by_turns([*runs], repeats, lambda name, _: microseconds(runs[name]), warm_up=True))
@@ -236,12 +236,12 @@ def write_report(record: Mapping[str, Any]) -> str:
 @options.repeats(11)
 @options.threads(1)
 def main(repeats: int, threads: int) -> dict[str, Any]:
-    """Measure the parts and write one JSON file and one page of results."""
+    """Measure the parts; write one JSON file and one page."""
     parts = [*wrapper_parts(), *model_parts(), *triton_parts()]
     found: dict[str, Any] = {}
     with progress("measuring", len(parts)) as advance, torch.inference_mode():
-        # The C library keeps memory for a process that has freed large tensors, as one that runs a model has: all parts
-        # are to find it so.
+        # The C library keeps memory for a process that has freed large tensors, as an engine's process has. Running
+        # every part once brings all of them into this state.
         for part in parts:
             part.run()
         for part in parts:

@@ -1,4 +1,4 @@
-"""One layer's attention in one step: what it reads and computes. Torch is the only package needed."""
+"""Describe one layer's attention in one step, and count what it reads and computes. Torch is the only import."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Shape:
     """One layer's step.
 
     Attributes:
-        name: For the command line and the results.
-        kind: ``decode``, ``prefill`` or another kind: what the results show together.
-        requests: Of each request, the tokens computed before and the new ones.
-        dtype: Of queries, keys and values.
+        name: The name on the command line and in the record.
+        kind: ``decode``, ``prefill`` or another kind; results of one kind are shown together.
+        requests: For each request, the number of tokens computed before and the number of new ones.
+        dtype: The dtype of queries, keys and values.
         block_size: Tokens per page.
-        window: Tokens that a query sees, its own included; None for all before it.
+        window: The number of tokens that a query sees, its own included; None for all earlier ones.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
-        head_size: Of keys and values.
+        head_size: The head size of keys and values.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Shape:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Shape:
-        """Return the shape that ``dataclasses.asdict`` returned, perhaps by way of JSON."""
+        """Return a shape from its ``dataclasses.asdict``, which may have gone through JSON."""
         return cls(**{**values, "requests": tuple((computed, new) for computed, new in values["requests"])})
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype."""
+        """The dtype as torch's."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -67,25 +67,25 @@ class Shape:
 
     @property
     def num_queries(self) -> int:
-        """Queries that are computed."""
+        """The number of computed queries."""
         return sum(len(self.positions(*request)) for request in self.requests)
 
     @property
     def num_keys(self) -> int:
-        """Keys that some query sees, over all requests."""
+        """The number of keys that at least one query sees, over all requests."""
         return sum(computed + new - self.first_seen(computed, new) for computed, new in self.requests)
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """The number of pairs of a query and a key that it sees."""
         return sum(int(self.num_seen(self.positions(*request)).sum()) for request in self.requests)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the keys and values that some query sees: what has to be read at least."""
+        """The least bytes to be read: the keys and values that at least one query sees."""
         return 2 * self.num_keys * self.num_kv_heads * self.head_size * self.torch_dtype.itemsize
 
     @property
     def num_flops(self) -> int:
-        """Floating-point operations of the two matrix products, on what queries see alone."""
+        """Floating-point operations of both matrix products over the pairs of ``num_pairs``."""
         return 4 * self.num_pairs * self.num_heads * self.head_size

@@ -149,7 +149,7 @@ def _rest(measured: Mapping[str, Any]) -> str:
 @benchmark(
     "beside_vllm",
     write_report,
-    joined="workloads",
+    cases="workloads",
     epilog="On a machine with other work, `chrt -f 1 python -m benchmarks.engine.beside_vllm …` (as root) keeps that "
     "work from the processor while something is timed; without it, threads that wait for each other wait for it too.",
 )

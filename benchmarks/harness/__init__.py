@@ -1,1 +1,1 @@
-"""What benchmarks share: the machine, pages, worker processes, models."""
+"""Code that all benchmarks share: the command, the record and its page, worker processes, models."""

@@ -1,4 +1,4 @@
-"""Which backends of kvframe run on a device, for the benchmarks that measure all of them."""
+"""List the backends of kvframe that run on a device."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from kvframe.contract.errors import KVFrameError
 from kvframe.loading.registry import Registry
 
 ORACLE = "torch_reference"
-"""Is slow on purpose, and not measured."""
+"""The reference backend; it is slow on purpose and never measured."""
 
 
 def usable_backends(registry: Registry, device: str) -> tuple[dict[str, type[AttentionBackend]], dict[str, str]]:
-    """Return the backends that run on a device, by name, and why the others do not."""
+    """Return the backends that run on a device by name, and for each other backend the reason why it does not."""
     found, missing = {}, {}
     for name in registry.backends.names():
         if name == ORACLE:

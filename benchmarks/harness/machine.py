@@ -1,4 +1,4 @@
-"""Where figures were measured: the machine, the versions, the command and the commit."""
+"""Describe the run in a record: the machine, the versions, the command and the commit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PEER = ROOT / ".cache" / "peers" / "vllm"
-"""Where ``make peer`` installs vLLM."""
+"""The folder in which ``make peer`` installs vLLM."""
 
 
 def describe_machine(threads: int, *others: str) -> dict[str, Any]:
-    """Return what the figures depend on besides the code: the machine, and versions of packages, of others too."""
+    """Return the machine, the commit, the command, and the versions of the packages that figures depend on.
+
+    Args:
+        threads: The number of torch's threads.
+        others: Further packages whose versions are recorded.
+    """
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -44,7 +49,7 @@ def _version(package: str) -> str:
 
 
 def command_line() -> str:
-    """Return how the script was called, for a shell; without where it writes to, which decides no figure."""
+    """Return the command line of this process for a shell, without ``--results``, which changes no figure."""
     arguments = [*sys.argv[1:]]
     if "--results" in arguments:
         place = arguments.index("--results")

@@ -1,4 +1,4 @@
-"""The models that are measured: the demo's trained hybrid, random ones of other kinds, tiny ones to try the scripts."""
+"""Make the measured models: the demo's trained hybrid, random models of other kinds, and tiny ones to try scripts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def silence_transformers() -> None:
 
 
 def path_of(name: str) -> Path:
-    """Return a model's folder: the demo's, or a random one's; it is made now if it is not there."""
+    """Return the folder of the demo's model or of a random one; make the model if it is missing."""
     if name == "demo":
         sys.path.insert(0, str(DEMO))
         from make_model import make_model
@@ -54,7 +54,7 @@ def save_random(name: str, path: Path) -> None:
 
 
 def plugins_of(name: str) -> Sequence[ModuleType]:
-    """Return the manifest modules that a model needs beside the installed plugins."""
+    """Return the manifest modules of plugins that a model needs and that are not installed."""
     if "yoco" not in name:
         return ()
     sys.path.insert(0, str(YOCO))
@@ -64,7 +64,7 @@ def plugins_of(name: str) -> Sequence[ModuleType]:
 
 
 def demo_copy_task() -> tuple[Callable[[torch.Generator], torch.Tensor], int]:
-    """Return what draws a copy task of the demo's training, and how many of its last tokens are the answer."""
+    """Return the function that draws a copy task of the demo's training, and the number of tokens of an answer."""
     sys.path.insert(0, str(DEMO))
     from make_model import SEGMENT_TOKENS, copy_task
 
@@ -163,4 +163,4 @@ RANDOM: Mapping[str, Callable[[Path], None]] = {
     ),
     "bench-yoco-tiny": _yoco,
 }
-"""What makes a random model, by name."""
+"""By name, the function that saves a random model into a folder."""

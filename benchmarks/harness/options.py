@@ -14,25 +14,29 @@ Option = Callable[[Any], Any]
 
 
 def repeats(default: int, *, flag: str = "--repeats", least: int = 1, most: int | None = None) -> Option:
-    """Return the option for how often everything is measured."""
+    """Return the option for the number of rounds."""
     known = click.IntRange(least, most)
-    return click.option(flag, type=known, default=default, show_default=True, help="Turns of each.")
+    return click.option(
+        flag, type=known, default=default, show_default=True, help="Rounds in which all systems take turns."
+    )
 
 
 def threads(default: int) -> Option:
-    """Return the option for torch's threads, which ``harness/record.py`` sets."""
-    return click.option("--threads", type=click.IntRange(1), default=default, show_default=True, help="Of torch.")
+    """Return the option for the number of torch's threads; ``record.benchmark`` sets it."""
+    return click.option(
+        "--threads", type=click.IntRange(1), default=default, show_default=True, help="Threads of torch."
+    )
 
 
 def choose(flag: str, name: str, known: Iterable[Any]) -> Option:
-    """Return the option that names some of what can be measured, one by one.
+    """Return the option that chooses cases by name; it may be given several times.
 
-    Unless given, it is all whose name does not begin with ``tiny``: these try a script.
+    The default is all cases but those whose name begins with ``tiny``, which only try a script.
 
     Args:
-        flag: On the command line.
-        name: Of the function's argument, which gets a list of the chosen.
-        known: What can be named: names, or what has a ``name``.
+        flag: The option on the command line.
+        name: The function's argument; it gets the list of the chosen cases.
+        known: All cases: names, or objects with a ``name``.
     """
     by_name = {each if isinstance(each, str) else each.name: each for each in known}
     return click.option(
@@ -42,8 +46,18 @@ def choose(flag: str, name: str, known: Iterable[Any]) -> Option:
         type=click.Choice(list(by_name)),
         default=[each for each in by_name if not each.startswith("tiny")],
         callback=lambda context, option, names: [by_name[each] for each in dict.fromkeys(names)],
-        help="What is measured; several are named one by one.",
+        help="A case to measure; may be given several times. The default is all but the tiny ones.",
     )
 
 
-peer = click.option("--peer", type=click.Path(path_type=Path), default=PEER, help="Where make peer installed vLLM.")
+peer = click.option(
+    "--peer", type=click.Path(path_type=Path), default=PEER, help="The folder in which make peer installed vLLM."
+)
+
+
+def on_a_busy_machine(module: str) -> str:
+    """Return the last words of a command's help: how other programs are kept away from what is timed."""
+    return (
+        f"On a machine with other work, `chrt -f 1 python -m benchmarks.{module} …` (as root) keeps that work from the "
+        "processor while something is timed; without it, threads that wait for each other wait for that work too."
+    )

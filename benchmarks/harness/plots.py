@@ -1,4 +1,4 @@
-"""Small plots side by side, as SVG. What is drawn depends on the record alone."""
+"""Draw small plots side by side into an SVG file that depends on the record alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvframe", "font.si
 
 @contextmanager
 def plots(titles: list[str], path: Path) -> Iterator[list[Axes]]:
-    """Yield a place for each plot; then draw one legend for all of them and write the file.
+    """Yield one plot for each title; then add one legend for all plots and write the file.
 
     Args:
-        titles: One for each plot.
+        titles: The title of each plot.
         path: The SVG file.
     """
     rows = max(1, -(-len(titles) // COLUMNS))

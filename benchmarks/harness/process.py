@@ -1,9 +1,10 @@
-"""An engine in a process of its own, asked by lines of JSON and answering in them: both ends. No package is needed.
+"""Both ends of a pipe to an engine in a process of its own: questions and answers are lines of JSON.
 
     python -m benchmarks.harness.process MODULE ARGUMENT…
 
-is the end that answers: it calls ``load(ARGUMENT…)`` of the module, which returns the versions that the engine's
-figures depend on, and what answers a question.
+starts the end that answers. It calls ``load(ARGUMENT…)`` of the module, which returns the versions that the engine's
+figures depend on, and a function that answers a question. This file imports nothing but Python's library, so that it
+also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class EngineProcess:
     """The end that asks.
 
     Attributes:
-        name: The engine, in messages.
-        versions: What the engine's figures depend on; there once ``wait`` was called.
+        name: The engine's name in messages.
+        versions: The versions that the engine's figures depend on; empty before ``wait``.
     """
 
     def __init__(self, name: str, command: Sequence[str | Path], **options: Any) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            name: The engine.
-            command: Runs the end that answers, from the root.
-            options: Of ``subprocess.Popen``.
+            name: The engine's name in messages.
+            command: The command of the end that answers; it is run in the repository's root.
+            options: Further arguments of ``subprocess.Popen``.
         """
         self.name, self.versions = name, dict[str, str]()
         self._process = subprocess.Popen(
@@ -78,14 +79,14 @@ class EngineProcess:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 def find_vllm(peer: Path) -> Path | None:
-    """Return the interpreter of the environment that ``make peer`` makes; None, and say so, if it is not there."""
+    """Return the interpreter of vLLM's environment. Without that environment, print how to make it and return None."""
     python = peer / "bin" / "python"
     if python.exists():
         return python
@@ -99,18 +100,16 @@ def start_engines(
     peer: Path,
     *,
     threads: int = 1,
-    files: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, EngineProcess]]:
-    """Start a process for each engine, vLLM's in its own environment; they end with the block.
+    """Start a process for each engine, vLLM's in its own environment; the processes end with the block.
 
     Args:
-        modules: By the engine's name, the module whose ``load`` is called and its arguments. A name that begins with
-            ``vllm``, in any case, is vLLM's: such engines are left out, and this is said, if it is not installed.
-        peer: Where ``make peer`` installed vLLM.
-        threads: Of OpenMP.
-        files: Descriptors that the processes get too.
-        variables: Of their environment, beside those of this process.
+        modules: By the engine's name, the module whose ``load`` is called, and the arguments of the call. A name that
+            begins with ``vllm``, in any case, is vLLM's; if vLLM is not installed, such an engine is left out.
+        peer: The folder in which ``make peer`` installed vLLM.
+        threads: The number of OpenMP's threads in each process.
+        variables: Environment variables beside those of this process.
 
     Raises:
         SystemExit: A process does not start.
@@ -124,7 +123,7 @@ def start_engines(
             python, variables = (vllm, without_paths) if _is_vllm(name) else (Path(sys.executable), environment)
             if python is not None:
                 command: list[str | Path] = [python, "-m", "benchmarks.harness.process", *arguments]
-                process = EngineProcess(name, command, env=variables, pass_fds=files)
+                process = EngineProcess(name, command, env=variables)
                 engines[name] = stack.enter_context(process)
         for process in engines.values():
             process.wait()
@@ -136,8 +135,8 @@ def _is_vllm(name: str) -> bool:
 
 
 def answer_questions(module: str, *arguments: str) -> None:
-    """Load an engine and answer until there are no more questions."""
-    # What engines print is not an answer.
+    """Load an engine and answer questions until the pipe ends."""
+    # Engines print too: their standard output goes to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     versions, answer = importlib.import_module(module).load(*arguments)

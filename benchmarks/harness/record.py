@@ -1,4 +1,4 @@
-"""How a benchmark is called, takes its turns and writes what it found: a record as JSON, a page, plots."""
+"""The frame of a benchmark: its command, rounds in which systems take turns, ratios, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def benchmark(
     *,
     plots: Mapping[str, Callable[[Any, Path], None]] | None = None,
     fails: Callable[[Record], bool] | None = None,
-    joined: str | None = None,
+    cases: str | None = None,
     epilog: str | None = None,
 ) -> Callable[[Callable[..., dict[str, Any]]], click.Command]:
-    """Turn a function that returns what it measured into a command that writes it and prints its page.
+    """Turn a function that returns its measurements into a command that writes a record and prints its page.
 
-    The command has the options of the function, and ``--results``. An option ``--threads`` is the number of torch's
-    threads. The record begins with the machine.
+    The command has the options of the function, and ``--results``. If the function has the option ``--threads``, torch
+    gets this number of threads. The record begins with the machine.
 
     Args:
-        name: Of the record and the page, without an ending.
+        name: The file name of the record and the page, without its suffix.
         page: Returns a record as Markdown.
-        plots: By name, what draws a record into an SVG file.
-        fails: Whether the command ends with exit code 1 for a record.
-        joined: The entry of which a later call keeps what an earlier one measured, if the machine, the versions and the
-            commit are the same: what takes long can be measured by several calls.
+        plots: By file name, functions that draw a record into an SVG file.
+        fails: Returns whether the command ends with exit code 1 for a record.
+        cases: The entry of the record that holds the measured cases by name. A later call adds its cases to those of
+            earlier calls on the same machine, commit and versions, so a long record can be made case by case.
         epilog: The last words of the command's help.
     """
 
@@ -52,8 +52,8 @@ def benchmark(
 
                 torch.set_num_threads(options["threads"])
             record = {"machine": describe_machine(options.get("threads", 1)), **measure(**options)}
-            if joined is not None and (results / f"{name}.json").exists():
-                record = join(json.loads((results / f"{name}.json").read_text(encoding="utf-8")), record, joined)
+            if cases is not None and (results / f"{name}.json").exists():
+                record = join(json.loads((results / f"{name}.json").read_text(encoding="utf-8")), record, cases)
             write(results, name, record, page(record))
             for plot, draw in (plots or {}).items():
                 draw(record, results / f"{plot}.svg")
@@ -71,19 +71,35 @@ def can_join(before: Record, record: Record) -> bool:
     """Return whether two records are of one machine, one known commit and the same versions."""
     machine, earlier = record["machine"], before["machine"]
     same = {*machine} - {"command", "date"}
-    return machine["commit"] != "unknown" and all(machine[key] == earlier.get(key) for key in same)
+    versions = before.get("versions", {})
+    return (
+        machine["commit"] != "unknown"
+        and all(machine[key] == earlier.get(key) for key in same)
+        and all(versions.get(name, each) == each for name, each in record.get("versions", {}).items())
+    )
 
 
 def join(before: Record, record: dict[str, Any], entry: str) -> dict[str, Any]:
-    """Return a record with what an earlier one measured besides; without it, unless they can be joined."""
+    """Add the cases of an earlier record to a record, if both can be joined.
+
+    ``machine.command`` then names both commands, and ``repeats`` lists both numbers of rounds if they differ.
+    """
     if not can_join(before, record) or set(record[entry]) >= set(before[entry]):
         return record
     commands = dict.fromkeys((*before["machine"]["command"].split("; "), record["machine"]["command"]))
-    return {
+    joined = {
         **record,
         "machine": {**record["machine"], "command": "; ".join(commands)},
-        entry: {**before[entry], **record[entry]},
+        **{name: {**before[name], **record[name]} for name in (entry, "versions") if name in record},
     }
+    if "repeats" in record:
+        rounds = {*_listed(before["repeats"]), *_listed(record["repeats"])}
+        joined["repeats"] = sorted(rounds) if len(rounds) > 1 else record["repeats"]
+    return joined
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def write(results: Path, name: str, record: Record, page: str) -> None:
@@ -95,7 +111,7 @@ def write(results: Path, name: str, record: Record, page: str) -> None:
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar; yield what is called with the number of units that were finished since the last call."""
+    """Show a progress bar; yield a function that adds a number of finished units to it."""
     done = 0
     with render.progress(description, total) as show:
 
@@ -107,6 +123,24 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
+def measure_each(
+    cases: Iterable[Any], num_rounds: int, measure: Callable[[Any, Callable[[int], object]], T]
+) -> dict[str, T]:
+    """Measure cases one after the other under one progress bar.
+
+    Args:
+        cases: Each has a ``name``.
+        num_rounds: Rounds of each case, those that warm up included.
+        measure: Called with a case, and with a function that is to be called with 1 after each round.
+
+    Returns:
+        What ``measure`` returned, by the case's name.
+    """
+    chosen = [*cases]
+    with progress("measuring", len(chosen) * num_rounds) as advance:
+        return {case.name: measure(case, advance) for case in chosen}
+
+
 def by_turns(
     sides: Sequence[Side],
     count: int,
@@ -115,14 +149,14 @@ def by_turns(
     *,
     warm_up: bool = False,
 ) -> Iterator[tuple[int, dict[Side, T]]]:
-    """Let sides take turns, in an order that is turned by one in each round; yield what each did in a round.
+    """Let sides take turns: each round begins with the next side. Yield each round's number and results by side.
 
     Args:
-        sides: Those that take turns.
-        count: The rounds, numbered from 0.
-        run: Does a side's turn in the round of a number.
+        sides: The systems that take turns.
+        count: The number of rounds; they are numbered from 0.
+        run: Does one side's turn in the round of this number.
         advance: Called with 1 after each round.
-        warm_up: Whether a round of the number -1 comes first, which is not to be counted.
+        warm_up: Whether a round with the number -1, which is not counted, comes first.
     """
     for number in range(-warm_up, count):
         first = number % len(sides) if sides else 0
@@ -132,12 +166,12 @@ def by_turns(
 
 
 def counted(turns: Iterable[tuple[int, Mapping[str, T]]]) -> dict[str, list[T]]:
-    """Return what each side did in the rounds of ``by_turns`` that count."""
+    """Return each side's results in the rounds of ``by_turns`` that count."""
     return in_columns(found for number, found in turns if number >= 0)
 
 
 def in_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of several rows by name."""
+    """Turn rows with the same names into lists of values, by name."""
     columns: dict[str, list[Any]] = {}
     for row in rows:
         for name, value in row.items():
@@ -146,5 +180,5 @@ def in_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def ratios(seconds: Sequence[float], own: Sequence[float]) -> list[float]:
-    """Return how many times as fast ``own`` is in each round."""
+    """Return, for each round, how many times as fast ``own`` is: ``seconds / own``."""
     return [theirs / ours for theirs, ours in zip(seconds, own, strict=True)]

@@ -78,7 +78,7 @@ def test_copied_tokens_count_one_by_one() -> None:
 def test_a_model_that_does_not_copy_is_not_measured_by_copies() -> None:
     formats.check_copying(0.96)
     formats.check_copying(None)
-    with pytest.raises(click.ClickException, match=r"90\.0% of the copied tokens right, and has to 95%"):
+    with pytest.raises(click.ClickException, match=r"copies 90\.0% of the tokens right; it has to copy 95%"):
         formats.check_copying(0.9)
 
 
