@@ -1,4 +1,4 @@
-"""Measure kvframe's cache core beside vLLM's own. The README of benchmarks says how."""
+"""Measure kvframe's cache core beside vLLM's own. See benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness import options
 from benchmarks.harness.pages import Column, figures, heading, medians, page, spread, table
 from benchmarks.harness.process import EngineProcess, start_engines
-from benchmarks.harness.record import benchmark, by_turns, counted, progress, ratios
+from benchmarks.harness.record import benchmark, by_turns, counted, measure_each, ratios
 
 ENGINES = {name: ("benchmarks.cache.worker", name) for name in ("kvframe", "vllm")}
-"""What answers for each engine."""
+"""By engine, the module of its process and the argument of its ``load``."""
 
 
 def versions_of(engines: Mapping[str, EngineProcess]) -> dict[str, str]:
@@ -26,22 +26,20 @@ def versions_of(engines: Mapping[str, EngineProcess]) -> dict[str, str]:
 
 
 def measure(
-    case: Case, engines: Mapping[str, EngineProcess], rounds: int, advance: Callable[[int], None]
+    case: Case, engines: Mapping[str, EngineProcess], rounds: int, advance: Callable[[int], object]
 ) -> dict[str, Any]:
-    """Let the sides take turns, the order turned by one in each round, and check what they hold at the end.
+    """Let the sides take turns, and check each core at the end.
 
     Returns:
-        The case and, for each side, the median of each of its turns in seconds, and the facts of its check.
+        The case and, for each side, the median time of each turn in seconds, and the facts of its check.
 
     Raises:
-        SystemExit: A side does not hold or find what it should.
+        SystemExit: A core does not hold or find what it should.
     """
     present = [side for side in case.sides if side.engine in engines]
-    described = case.to_dict()
 
     def ask(side: Side, what: str) -> Any:
-        question = {"do": what, "side": side.name, "work": described["work"], "sizes": described["sizes"]}
-        return engines[side.engine].ask({**question, "setting": dataclasses.asdict(side.setting)})
+        return engines[side.engine].ask(question(case, side, what))
 
     for side in present:
         ask(side, "set up")
@@ -53,7 +51,14 @@ def measure(
     first = present[0].name
     for name, values in sides.items():
         values["times_as_fast"] = ratios(turns[first], turns[name]) if name != first else []
-    return {**described, "sides": sides}
+    described = {name: getattr(case, name) for name in ("name", "title", "words", "aim")}
+    return {**described, "work": case.work.name, "sizes": dict(case.sizes), "sides": sides}
+
+
+def question(case: Case, side: Side, what: str) -> dict[str, Any]:
+    """Return the question to a worker that sets a case up on a side, does a turn, or checks: what it is to do."""
+    setting = dataclasses.asdict(side.setting)
+    return {"do": what, "side": side.name, "work": case.work.name, "sizes": dict(case.sizes), "setting": setting}
 
 
 FACTS: dict[str, Column] = {
@@ -65,15 +70,15 @@ FACTS: dict[str, Column] = {
     "empty_bytes_per_block": ("bytes a block, new", "{:,.1f}"),
     "cached_bytes_per_block": ("bytes a block, all cached", "{:,.1f}"),
 }
-"""Of what a check says, what is shown."""
+"""The columns for the facts of a check."""
 
 RATIO = "{:.3g}"
 
 
 def core_heading(title: str, record: Mapping[str, Any]) -> str:
-    """Return the first lines of a page on the cache core, the versions of its sides included."""
+    """Return the heading of a page about the cache core; it also names the versions of the sides."""
     note = (
-        "Blocks of 16 tokens, every side is checked to hold and find the blocks that it should, in a process that used "
+        "Blocks of 16 tokens; every side is checked to hold and find the blocks that it should; its process has used "
         "memory before."
     )
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
@@ -119,16 +124,16 @@ def _sides(measured: Mapping[str, Any]) -> str:
 @benchmark(
     "cache",
     write_report,
-    epilog="On a machine with other work, `chrt -f 1 python -m benchmarks.cache.core …` (as root) keeps that work "
-    "from the processor while something is timed.",
+    cases="cases",
+    epilog=options.on_a_busy_machine("cache.core"),
 )
 @options.repeats(7, flag="--rounds", most=MAX_ROUNDS)
 @options.choose("--case", "cases", (*standard_cases(), *tiny_cases()))
 @options.peer
 def main(rounds: int, cases: Sequence[Case], peer: Path) -> dict[str, Any]:
-    """Measure pieces of work of the cache core, all sides by turns, and write one JSON file and one page."""
-    with start_engines(ENGINES, peer) as engines, progress("measuring", len(cases) * rounds) as advance:
-        found = {case.name: measure(case, engines, rounds, advance) for case in cases}
+    """Measure works of the cache core, all sides by turns; write one JSON file and one page."""
+    with start_engines(ENGINES, peer) as engines:
+        found = measure_each(cases, rounds, lambda case, advance: measure(case, engines, rounds, advance))
         return {"repeats": rounds, "versions": versions_of(engines), "cases": found}
 
 

@@ -1,6 +1,6 @@
-"""Measure what a decode step of kvframe's cache core costs as one size grows, beside vLLM's. It has a plot.
+"""Measure a decode step of kvframe's cache core and of vLLM's as one size grows; draw a plot.
 
-The README of benchmarks says how.
+See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cache.cases import Case
+from benchmarks.cache.cases import CHAIN, TURNS, Case, setting_of
 from benchmarks.cache.core import ENGINES, RATIO, core_heading, measure, versions_of
-from benchmarks.cache.setting import BLOCK_SIZE, KVFRAME, VLLM, Setting, Side, apart, hybrid
-from benchmarks.cache.work import Decode, Work
-from benchmarks.cache.worst_work import MAX_ROUNDS, Chain, Turns
+from benchmarks.cache.setting import BLOCK_SIZE, KVFRAME, VLLM, Side, apart, hybrid
+from benchmarks.cache.work import Work, decode
+from benchmarks.cache.worst_work import MAX_ROUNDS, chain, turns
 from benchmarks.harness import options
 from benchmarks.harness.pages import Column, figures, page
 from benchmarks.harness.plots import plots
@@ -26,13 +26,13 @@ from benchmarks.harness.record import benchmark, progress
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A size, and work at several values of it.
+    """A size that grows, and a case for each of its values.
 
     Attributes:
-        name: For the command line and the record.
-        title: The size.
+        name: The name on the command line and in the record.
+        title: The size, in words.
         words: What stays the same.
-        cases: The work at each value.
+        cases: The case of each value.
     """
 
     name: str
@@ -41,105 +41,103 @@ class Axis:
     cases: Mapping[int, Case]
 
 
-def _axis(
-    name: str, title: str, words: str, values: Iterable[int], make: Callable[[int], tuple[Work, Setting]]
-) -> Axis:
-    """Return an axis; kvframe has a group for each layer, as vLLM has."""
+Point = tuple[Work, dict[str, int], dict[str, Any]]
+"""A work, its sizes, and fields of its setting."""
+
+
+def _axis(name: str, title: str, words: str, points: Mapping[int, Point]) -> Axis:
+    """Return an axis. kvframe has a group for each layer, as vLLM has."""
     cases = {}
-    for value in values:
-        work, setting = make(value)
-        sides = Side(VLLM, "vllm", setting), Side(KVFRAME, "kvframe", apart(setting))
-        cases[value] = Case(str(value), "", work, sides)
+    for value, (work, sizes, fields) in points.items():
+        setting = setting_of(work, sizes, **fields)
+        cases[value] = Case(
+            str(value), "", work, sizes, (Side(VLLM, "vllm", setting), Side(KVFRAME, "kvframe", apart(setting)))
+        )
     return Axis(name, title, words, cases)
 
 
-def _set(work: Work, **options: Any) -> tuple[Work, Setting]:
-    return work, work.make_setting(**options)
+def _steps(num_requests: int = 8, length: int = 512, num_cached: int = 0, **options: Any) -> Point:
+    sizes = {"length": length, "num_requests": num_requests, "num_cycles": 2, "num_cached": num_cached}
+    return decode, sizes, {"num_blocks": 65_537, **options}
 
 
-def _steps(num_requests: int = 8, length: int = 512, num_cached: int = 0, **options: Any) -> tuple[Work, Setting]:
-    work = Decode(length=length, num_requests=num_requests, num_cycles=2, num_cached=num_cached)
-    return _set(work, **{"num_blocks": 65_537, **options})
-
-
-def _full_steps(num_branches: int) -> tuple[Work, Setting]:
-    """Return decode steps in a pool that prompts with a common beginning fill: each new block takes another's place."""
-    work = Decode(length=512, num_requests=8, num_cycles=2, num_branches=num_branches, shared=8192)
-    blocks_per_layer = work.shared // BLOCK_SIZE + num_branches + work.num_requests * (work.length // BLOCK_SIZE - 8)
-    return _set(work, windows=hybrid(1, 256), num_blocks=2 * blocks_per_layer + 1, max_model_len=work.shared + 2048)
+def _full_steps(num_branches: int) -> Point:
+    """Return steps in a pool full of cached prompts with a common beginning: each new block evicts another one."""
+    shared, num_requests, length = 8192, 8, 512
+    blocks_of_a_layer = shared // BLOCK_SIZE + num_branches + num_requests * (length // BLOCK_SIZE - 8)
+    sizes = {"length": length, "num_requests": num_requests, "num_cycles": 2, "num_branches": num_branches}
+    options = {"windows": hybrid(1, 256), "num_blocks": 2 * blocks_of_a_layer + 1, "max_model_len": shared + 2048}
+    return decode, sizes | {"shared": shared}, options
 
 
 def standard_axes() -> tuple[Axis, ...]:
-    """Return what is measured by default."""
+    """Return the axes that are measured by default."""
     full = "and the pool is full of cached blocks"
     return (
         _axis(
             "pool",
             "blocks in the pool",
             "4 requests of 256 tokens, full attention",
-            (256, 1024, 4096, 16_384, 65_536),
-            lambda size: _steps(4, 256, num_blocks=size),
+            {size: _steps(4, 256, num_blocks=size) for size in (256, 1024, 4096, 16_384, 65_536)},
         ),
         _axis(
             "requests",
             "requests",
             "512 tokens each, full attention, 65,536 blocks",
-            (1, 4, 16, 64, 256, 1024),
-            _steps,
+            {size: _steps(size) for size in (1, 4, 16, 64, 256, 1024)},
         ),
         _axis(
             "groups",
             "groups",
             "16 requests of 1,536 tokens, one layer of full attention and the others with windows",
-            (1, 2, 4, 8, 16, 32, 64),
-            lambda size: _steps(16, 1536, windows=hybrid(size - 1, 256), num_blocks=131_073),
+            {
+                size: _steps(16, 1536, windows=hybrid(size - 1, 256), num_blocks=131_073)
+                for size in (1, 2, 4, 8, 16, 32, 64)
+            },
         ),
         _axis(
             "length",
             "tokens of each request",
             "8 requests, full attention, 65,536 blocks",
-            (256, 1024, 4096, 16_384, 65_536),
-            lambda size: _steps(length=size),
+            {size: _steps(length=size) for size in (256, 1024, 4096, 16_384, 65_536)},
         ),
         _axis(
             "cached",
             "blocks cached before",
             "8 requests of 512 tokens, full attention, 65,536 blocks",
-            (16, 1024, 4096, 16_384, 61_440),
-            lambda size: _steps(num_cached=size),
+            {size: _steps(num_cached=size) for size in (16, 1024, 4096, 16_384, 61_440)},
         ),
         _axis(
             "branches",
             "cached prompts with a common beginning",
             f"8 requests of 512 tokens, a window of 256 and full attention; 8,192 tokens are in common, {full}",
-            (10, 100, 1000, 10_000),
-            _full_steps,
+            {size: _full_steps(size) for size in (10, 100, 1000, 10_000)},
         ),
         _axis(
             "depth",
             "blocks of a chain, with a branch at each",
             f"Slowest step of 16 tokens of a request of 1,024; a window of 1,024 and full attention, {full}",
-            (10, 100, 1000, 10_000),
-            lambda size: _set(Chain(depth=size, length=1024, chunk=BLOCK_SIZE)),
+            {
+                size: (chain, CHAIN | {"depth": size, "length": 1024, "chunk": BLOCK_SIZE}, {})
+                for size in (10, 100, 1000, 10_000)
+            },
         ),
         _axis(
             "turns",
             "turns of a conversation whose reasoning is stripped",
             f"Slowest of the 192 decode steps of a turn; a window of 1,024 and full attention, {full}",
-            (10, 30, 100, 300, 1000),
-            lambda size: _set(Turns(num_turns=size)),
+            {size: (turns, TURNS | {"num_turns": size}, {}) for size in (10, 30, 100, 300, 1000)},
         ),
     )
 
 
 def tiny_axis() -> Axis:
-    """Return an axis to try the script on, not to measure."""
+    """Return a small axis that tries the script."""
     return _axis(
         "tiny",
         "groups",
         "2 requests of 64 tokens",
-        (1, 2),
-        lambda size: _steps(2, 64, windows=hybrid(size - 1, 32), num_blocks=257),
+        {size: _steps(2, 64, windows=hybrid(size - 1, 32), num_blocks=257) for size in (1, 2)},
     )
 
 
@@ -147,7 +145,7 @@ STYLES: dict[str, dict[str, Any]] = {
     VLLM: {"color": "#d95f02", "marker": "o", "markersize": 7, "markerfacecolor": "none", "linewidth": 2.5},
     KVFRAME: {"color": "#1b6ca8", "marker": "s", "markersize": 3.5, "linewidth": 1.2},
 }
-"""Where two sides have the same figures, both can be seen."""
+"""The styles of both sides; if their figures are the same, both markers are seen."""
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -177,7 +175,7 @@ def _times(axis: Mapping[str, Any]) -> str:
 
 
 def slope(points: Mapping[str, Any], side: str) -> float:
-    """Return the power of a size that a side's time grows with, over all that was measured: 0 for not at all."""
+    """Return the power of a size with which a side's time grows; 0 if it does not grow."""
     values = [math.log(int(value)) for value in points]
     times = [math.log(statistics.median(point["sides"][side]["seconds"])) for point in points.values()]
     return statistics.linear_regression(values, times).slope
@@ -189,7 +187,7 @@ def _growth_of(axis: Mapping[str, Any]) -> str:
 
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
-    """Draw the time of a step against each size, both on logarithmic scales."""
+    """Draw the time of a step over each size, both on logarithmic scales."""
     axes = record["axes"].values()
     with plots([axis["words"] for axis in axes], path) as places:
         for place, axis in zip(places, axes, strict=True):
@@ -204,12 +202,12 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
             place.set(xlabel=axis["title"], ylabel="µs a step", ylim=(1, 2 * slowest))
 
 
-@benchmark("cache_growth", write_report, plots={"cache_growth": draw_plot})
+@benchmark("cache_growth", write_report, cases="axes", plots={"cache_growth": draw_plot})
 @options.repeats(7, flag="--rounds", most=MAX_ROUNDS)
 @options.choose("--axis", "axes", (*standard_axes(), tiny_axis()))
 @options.peer
 def main(rounds: int, axes: Sequence[Axis], peer: Path) -> dict[str, Any]:
-    """Measure decode steps as one size grows; write a record, a page and a plot."""
+    """Measure steps as one size grows; write one JSON file, one page and a plot."""
     found = {}
     with (
         start_engines(ENGINES, peer) as engines,

@@ -1,4 +1,4 @@
-"""How a cache core is set up for a measurement, and the sides that are compared. No package is needed."""
+"""How a cache core is set up for a work, and the sides that are compared. Imports only Python's library."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Setting:
     """How a cache core is set up.
 
     Attributes:
-        windows: For each layer, the tokens of its window; None for a layer that reads every past token. All layers have
-            pages of one size.
-        num_states: Layers with a recurrent state beside them. A state has the bytes of a page.
-        has_masks: Whether a window says which keys a query sees (a mask), or its live ranges alone.
-        num_blocks: The memory, in pages of one layer; one of them is the null page.
+        windows: For each layer, the tokens of its window; None for a layer that reads every past token. The pages of
+            all layers have one size.
+        num_states: Further layers with a recurrent state, which has the bytes of a page.
+        has_masks: Whether a window has a mask, which says what a query sees, or live ranges alone.
+        num_blocks: The memory in pages of one layer; one of them is the null page.
         caching: Whether computed blocks become findable.
         max_num_seqs: The most requests at a time.
         max_model_len: The longest request, in tokens.
-        one_by_one: Whether requests of a step are handled one by one by a core that can take them together.
+        one_by_one: Whether a core that can take all requests of a step together handles them one by one.
     """
 
     windows: tuple[int | None, ...] = (None,)
@@ -40,9 +40,9 @@ class Side:
     """A core that does a case's work.
 
     Attributes:
-        name: In the results.
+        name: The name in the record.
         engine: ``vllm`` or ``kvframe``.
-        setting: Its set-up.
+        setting: How the core is set up.
     """
 
     name: str
@@ -55,8 +55,8 @@ def sides(setting: Setting, *, forced: bool = False, each: bool = False) -> tupl
 
     Args:
         setting: The model and the memory, the same for all.
-        forced: Whether kvframe also does it with a group for each layer.
-        each: Whether kvframe also handles the requests of a step one by one.
+        forced: Whether kvframe also does the work with a group for each layer.
+        each: Whether kvframe also does it with the requests of a step one by one.
     """
     settings = {KVFRAME: setting}
     if forced:
@@ -67,7 +67,7 @@ def sides(setting: Setting, *, forced: bool = False, each: bool = False) -> tupl
 
 
 def apart(setting: Setting) -> Setting:
-    """Return a setting whose windows are each a block longer than the one before, so that no two layers are alike."""
+    """Return a setting in which no two layers are alike: each window is a block longer than the one before."""
     others = [window for window in setting.windows if window is not None]
     steps = iter(window + index * BLOCK_SIZE for index, window in enumerate(others))
     windows = tuple(None if window is None else next(steps) for window in setting.windows)
@@ -75,5 +75,5 @@ def apart(setting: Setting) -> Setting:
 
 
 def hybrid(num_windows: int, window: int = 1024) -> tuple[int | None, ...]:
-    """Return the layers of a model with one of full attention and ``num_windows`` with windows."""
+    """Return the windows of a model with ``num_windows`` layers with windows and one of full attention."""
     return (None, *[window] * num_windows)

@@ -1,4 +1,4 @@
-"""One engine's cache core in a process of its own, which sets works up, does turns of them and checks them."""
+"""Answer questions in a process of its own: set a work up on one engine's cache core, do turns of it, and check it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cache.cases import WORKS
 from benchmarks.cache.setting import Setting
-from benchmarks.cache.work import Work
+from benchmarks.cache.work import Turns
 
 if TYPE_CHECKING:
     from benchmarks.cache.kvframe_core import KVFrame as Core
 
 _M_TRIM_THRESHOLD = -1
 _LARGE, _SMALL, _ARENA = 8192, 256, 256 << 10
-"""Bytes: of a piece that Python asks the system's allocator for, of one from an arena of its own, and of an arena."""
+"""Bytes of an object that Python asks the C library for, of an object in an arena of its own, and of an arena."""
 
 
 def make_core(engine: str) -> Core:
@@ -25,7 +25,7 @@ def make_core(engine: str) -> Core:
     if engine == "vllm":
         from benchmarks.cache.vllm_core import VLLM
 
-        vllm: Any = VLLM()  # it has the same verbs
+        vllm: Any = VLLM()  # It has the same methods.
         core: Core = vllm
         return core
     from benchmarks.cache.kvframe_core import KVFrame
@@ -34,58 +34,54 @@ def make_core(engine: str) -> Core:
 
 
 class Answers:
-    """Answers to questions, with works set up in between.
+    """Answers the questions of ``cache/core.py``.
 
     Attributes:
-        works: Those that are set up, by the name of the side that does them.
+        works: By the side's name, the core and the work that was set up on it.
         kept_memory: What ``touch_memory`` returned.
     """
 
     def __init__(self, make: Callable[[], Core]) -> None:
-        """Start with nothing set up.
-
-        Args:
-            make: Makes a core; each work has one of its own.
-        """
+        """Start without a work; ``make`` makes the core of each."""
         self._make = make
-        self.works: dict[str, Work] = {}
+        self.works: dict[str, tuple[Core, Turns]] = {}
         self.kept_memory: list[bytes] = []
 
     def __call__(self, question: dict[str, Any]) -> Any:
-        """Set a work up, do a turn of one, or check one and give it up."""
+        """Set a work up, do a turn of it, or check it and remove it."""
         side = question["side"]
-        match question["do"]:
-            case "set up":
-                work = WORKS[question["work"]](**question["sizes"])
-                setting = question["setting"]
-                work.set_up(self._make(), Setting(**{**setting, "windows": tuple(setting["windows"])}))
-                self.works[side] = work
-                # The collector of garbage is to forget what is there, as in an engine that is set up.
-                gc.collect()
-                gc.freeze()
-                return None
-            case "turn":
-                return self.works[side].turn()
-            case _:
-                facts = self.works.pop(side).check()
-                gc.unfreeze()
-                gc.collect()
-                return facts
+        if question["do"] == "set up":
+            core, setting = self._make(), question["setting"]
+            setting = Setting(**{**setting, "windows": tuple(setting["windows"])})
+            turns = WORKS[question["work"]].run(core, setting, **question["sizes"])
+            next(turns)
+            self.works[side] = core, turns
+            # As in an engine that is set up, the garbage collector no longer looks at what exists now.
+            gc.collect()
+            gc.freeze()
+            return None
+        if question["do"] == "turn":
+            return self.works[side][1].send(True)
+        _, turns = self.works.pop(side)
+        try:
+            turns.send(False)
+        except StopIteration as end:
+            gc.unfreeze()
+            gc.collect()
+            return end.value
+        raise AssertionError("the work goes on")
 
 
 def touch_memory(num_bytes: int) -> list[bytes]:
-    """Let a process have used so much memory before, as one that has served for a while: large and small pieces.
+    """Use so much memory in large and in small objects, and release it, as a process that has served for a while.
 
-    What the system gives to a process for the first time costs more than anything that is measured here.
-
-    Args:
-        num_bytes: How much of each.
+    Memory that the system gives to a process for the first time costs more than anything that is measured here.
 
     Returns:
-        Small pieces that keep Python's own memory from being given back as long as they live.
+        Small objects that keep Python's arenas allocated as long as they live.
     """
     with suppress(AttributeError):
-        # Of glibc: memory that is free is not given back to the system.
+        # glibc then keeps free memory instead of returning it to the system.
         ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     large = [bytes(_LARGE) for _ in range(num_bytes // _LARGE)]
     del large
@@ -93,7 +89,7 @@ def touch_memory(num_bytes: int) -> list[bytes]:
 
 
 def load(engine: str) -> tuple[dict[str, str], Answers]:
-    """Return the versions of ``kvframe`` or, in its environment, ``vllm``, and what answers questions."""
+    """Return the version of ``kvframe`` or, in its environment, of ``vllm``, and the answering object."""
     answers = Answers(lambda: make_core(engine))
     answers.kept_memory = touch_memory(256 << 20)
     return make_core(engine).describe(), answers

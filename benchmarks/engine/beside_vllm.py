@@ -1,10 +1,10 @@
-"""Measure kvframe's engine beside vLLM's and transformers on the same batches. The README of benchmarks says how."""
+"""Measure kvframe's engine beside vLLM's and transformers on the same batches. See benchmarks/README.md."""
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,22 @@ from benchmarks.engine.serving import (
     PACKED,
     TRANSFORMERS,
     VLLM,
-    Asked,
     Engines,
-    config_of,
     load,
     serve_by_turns,
+    setting_of,
     start_servers,
 )
-from benchmarks.engine.stepping import Setting
+from benchmarks.engine.stepping import Prompts
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import Column, figures, heading, medians, page
-from benchmarks.harness.record import benchmark, in_columns, progress, ratios
-from kvframe.loading.checks import parse_bytes
+from benchmarks.harness.pages import Column, case_page, figures, named_versions
+from benchmarks.harness.record import benchmark, in_columns, measure_each, ratios
 
 WARM_PROMPTS, WARM_TOKENS = 4, 8
-"""Of the round that is not counted: its prompts, and the new tokens of each."""
+"""Prompts, and new tokens of each, of the round that warms up."""
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
-"""Lets the C library keep freed memory, as docs/serving.md advises on a CPU; the same for all systems."""
+"""Let the C library keep freed memory in all systems, as docs/serving.md advises on a CPU."""
 
 
 @attrs.frozen(kw_only=True)
@@ -41,8 +39,8 @@ class Batch(Workload):
     """A batch in one dtype.
 
     Attributes:
-        dtype: Of weights, keys and values. In float32 all tokens have to be equal.
-        systems: Those that serve it.
+        dtype: The dtype of weights, keys and values. In float32 the tokens of all systems must be equal.
+        systems: The systems that serve the batch.
     """
 
     dtype: str = "float32"
@@ -62,23 +60,19 @@ WORKLOADS = (
 
 
 def measure(batch: Batch, engines: Engines, repeats: int, advance: Callable[[int], object]) -> dict[str, Any]:
-    """Let the engines that serve a batch take turns on it."""
-    path = models.path_of(batch.model)
-    vocab_size = config_of(path)["vocab_size"]
+    """Let the systems of a batch take turns on it."""
     engines = {name: engines[name] for name in batch.systems if name in engines}
-    memory = parse_bytes(batch.memory)
-    load(engines, Setting(path=str(path), dtype=batch.dtype, memory=memory, max_num_seqs=batch.num_prompts))
+    setting, config = setting_of(batch, dtype=batch.dtype)
+    load(engines, setting)
 
-    def ask(repeat: int) -> Asked:
-        prompts = batch.prompts(repeat, vocab_size)
-        if repeat < 0:
-            return {"prompts": prompts[:WARM_PROMPTS], "num_new_tokens": WARM_TOKENS}
-        return {"prompts": prompts, "num_new_tokens": batch.num_new_tokens}
+    def draw(repeat: int) -> tuple[Prompts, int]:
+        prompts = batch.prompts(repeat, config["vocab_size"])
+        return (prompts[:WARM_PROMPTS], WARM_TOKENS) if repeat < 0 else (prompts, batch.num_new_tokens)
 
-    served = serve_by_turns(batch.name, engines, repeats, ask, advance, are_equal=batch.dtype == "float32")
+    served = serve_by_turns(batch.name, engines, repeats, draw, advance, are_equal=batch.dtype == "float32")
     found = {name: in_columns(_figures(batch, each) for each in rounds) for name, rounds in served.items()}
-    for each in found.values():
-        if VLLM in found:
+    if VLLM in found:
+        for each in found.values():
             each["times_as_fast_as_vllm"] = ratios(found[VLLM]["seconds"], each["seconds"])
             if "host_ms" in each:
                 each["host_beside_vllm"] = ratios(each["host_ms"], found[VLLM]["host_ms"])
@@ -111,34 +105,29 @@ COLUMNS: dict[str, Column] = {
     "host_beside_vllm": ("as a share of vLLM's", "{:.2f}"),
     "equal_prompts": ("prompts with kvframe's tokens", "{:.2f}"),
 }
-"""The columns of a table, by the name of the figure."""
 
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    versions = "; ".join(
-        f"{name} ({', '.join(map(' '.join, each.items()))})" for name, each in record["versions"].items()
+    note = (
+        "Greedy; in float32 the tokens of all systems are equal in every repeat.\n\n"
+        f"Systems: {named_versions(record['versions'])}."
     )
-    note = "Greedy; in float32 the tokens of all systems are equal in every repeat."
-    parts = [heading("Engines: kvframe, vLLM and transformers", record, medians(record), note), f"Systems: {versions}."]
-    for name, measured in record["workloads"].items():
-        batch = measured["batch"]
-        words = (
-            f"Model `{batch['model']}` in {batch['dtype']}; {batch['num_prompts']} prompts of {batch['shortest']} "
-            f"tokens, {batch['num_new_tokens']} new tokens each."
-        )
-        parts += [f"## {name}", words, figures(measured["systems"], COLUMNS), _rest(measured)]
-    return page(*parts)
+    return case_page("Engines: kvframe, vLLM and transformers", record, "workloads", _section, note)
 
 
-def _rest(measured: Mapping[str, Any]) -> str:
-    """Return in words where a decode of kvframe, with its defaults, takes another time than vLLM's, by medians."""
-    systems = measured["systems"]
+def _section(measured: Mapping[str, Any]) -> Iterator[str]:
+    batch, systems = measured["batch"], measured["systems"]
+    yield (
+        f"Model `{batch['model']}` in {batch['dtype']}; {batch['num_prompts']} prompts of {batch['shortest']} "
+        f"tokens, {batch['num_new_tokens']} new tokens each."
+    )
+    yield figures(systems, COLUMNS)
     if VLLM not in systems:
-        return ""
+        return
     ours, theirs = ({key: statistics.median(each) for key, each in systems[name].items()} for name in (KVFRAME, VLLM))
     step, attention, host = (ours[key] - theirs[key] for key in ("step_ms", "attention_ms", "host_ms"))
-    return (
+    yield (
         f"kvframe is {ours['times_as_fast_as_vllm']:.2f} times as fast as vLLM, and the host's share is "
         f"{ours['host_beside_vllm']:.2f} of vLLM's; the aims are 1, and 0.3 at 64 requests. A decode step of kvframe "
         f"differs by {step:+.2f} ms from vLLM's: {attention:+.2f} ms in attention, {host:+.2f} ms outside of the "
@@ -146,26 +135,17 @@ def _rest(measured: Mapping[str, Any]) -> str:
     )
 
 
-@benchmark(
-    "beside_vllm",
-    write_report,
-    cases="workloads",
-    epilog="On a machine with other work, `chrt -f 1 python -m benchmarks.engine.beside_vllm …` (as root) keeps that "
-    "work from the processor while something is timed; without it, threads that wait for each other wait for it too.",
-)
+@benchmark("beside_vllm", write_report, cases="workloads", epilog=options.on_a_busy_machine("engine.beside_vllm"))
 @options.repeats(7)
 @options.threads(os.cpu_count() or 1)
 @options.choose("--workload", "workloads", WORKLOADS)
 @options.peer
 def main(repeats: int, threads: int, workloads: Sequence[Batch], peer: Path) -> dict[str, Any]:
-    """Measure whole engines on batches, all systems by turns, and write one JSON file and one page."""
+    """Measure whole engines on batches, all systems by turns; write one JSON file and one page."""
     models.silence_transformers()
     systems = [name for batch in workloads for name in batch.systems]
-    with (
-        start_servers(systems, threads, peer, KEEPS_MEMORY) as engines,
-        progress("measuring", len(workloads) * (repeats + 1)) as advance,
-    ):
-        found = {batch.name: measure(batch, engines, repeats, advance) for batch in workloads}
+    with start_servers(systems, threads, peer, KEEPS_MEMORY) as engines:
+        found = measure_each(workloads, repeats + 1, lambda each, advance: measure(each, engines, repeats, advance))
         versions = {name: engine.versions for name, engine in engines.items() if "," not in name}
     return {"repeats": repeats, "versions": versions, "workloads": found}
 

@@ -1,12 +1,11 @@
-"""Measure what draft tokens bring: kvframe with and without ``ngram``, beside transformers' own prompt lookup.
+"""Measure draft tokens: kvframe with and without ``ngram``, beside transformers with and without prompt lookup.
 
-The README of benchmarks says how.
+See benchmarks/README.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,92 +16,103 @@ from benchmarks.engine.serving import (
     LOOKUP,
     NGRAM,
     TRANSFORMERS,
-    Asked,
     Engines,
     load,
     serve_by_turns,
+    setting_of,
     start_servers,
 )
-from benchmarks.engine.stepping import Setting
+from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import Column, figures, heading, medians, page
-from benchmarks.harness.record import benchmark, progress, ratios
+from benchmarks.harness.pages import Column, case_page, figures
+from benchmarks.harness.record import benchmark, measure_each, ratios
 
 LOOKUP_TOKENS = 8
-"""Tokens that both ``ngram`` and transformers' prompt lookup propose at most."""
+"""The most tokens that ``ngram`` and transformers' prompt lookup propose."""
 PLAIN, WITH_NGRAM = KVFRAME, KVFRAME + NGRAM
 GENERATE, WITH_LOOKUP = "transformers generate()", TRANSFORMERS + LOOKUP
 SYSTEMS = (PLAIN, WITH_NGRAM, GENERATE, WITH_LOOKUP)
-
-
-@attrs.frozen(kw_only=True)
-class Text:
-    """Prompts of one kind for the demo's trained model.
-
-    Attributes:
-        name: For the command line and the results.
-        what: The prompts, in words.
-        num_new_tokens: Generated for each prompt, end tokens ignored.
-        draw: Draws a prompt.
-        temperature: If it is not 0, tokens are sampled, and transformers, which has other random numbers, is left out.
-        aim: How many times as fast as kvframe without drafts ``ngram`` has to be.
-    """
-
-    name: str
-    what: str
-    num_new_tokens: int
-    draw: Callable[[torch.Generator], torch.Tensor] = attrs.field(repr=False)
-    aim: float
-    temperature: float = 0.0
-
-    def prompts(self, repeat: int, count: int) -> list[list[int]]:
-        """Return the prompts of one repeat; no two repeats have one in common."""
-        source = torch.Generator().manual_seed(1000 * (1 + repeat) + count)
-        return [self.draw(source).tolist() for _ in range(count)]
+BATCHES = (1, 8, 32)
+"""The numbers of requests."""
 
 
 def draw_copy(source: torch.Generator) -> torch.Tensor:
-    """Return a segment, and the order to say it again, as in the demo's training."""
+    """Return a segment and the order to copy it, as in the demo's training."""
     copy_task, num_answer = models.demo_copy_task()
     return copy_task(source)[:-num_answer]
 
 
 def draw_random(source: torch.Generator) -> torch.Tensor:
-    """Return tokens at random: the model goes on with text that has nothing to do with them."""
+    """Return random tokens; the text that the model generates after them does not repeat them."""
     return torch.randint(3, 256, (64,), generator=source)
 
 
-TINY = Text(name="tiny", what="64 random tokens", num_new_tokens=8, draw=draw_random, aim=0.0)
+@attrs.frozen(kw_only=True)
+class Text(Workload):
+    """Prompts of one kind.
+
+    Attributes:
+        what: The prompts, in words.
+        draw: Draws a prompt.
+        aim: How many times as fast as kvframe without drafts ``ngram`` has to be.
+        temperature: If it is not 0, tokens are sampled. transformers is then left out, because its random numbers
+            differ.
+    """
+
+    what: str
+    draw: Callable[[torch.Generator], torch.Tensor] = attrs.field(repr=False, default=draw_random)
+    aim: float
+    temperature: float = 0.0
+
+    def prompts(self, repeat: int, vocab_size: int) -> list[list[int]]:
+        """Return the prompts of one round; rounds have different prompts."""
+        source = torch.Generator().manual_seed(1000 * (1 + repeat) + self.num_prompts)
+        return [self.draw(source).tolist() for _ in range(self.num_prompts)]
+
+
+SIZES: dict[str, Any] = {"memory": "64MiB", "shortest": 64}
 TEXTS = (
-    Text(name="copy", what="the copy task of its training", num_new_tokens=40, draw=draw_copy, aim=1.5),
+    Text(
+        name="copy",
+        model="demo",
+        **SIZES,
+        what="the copy task of its training",
+        num_new_tokens=40,
+        draw=draw_copy,
+        aim=1.5,
+    ),
     Text(
         name="sampled",
+        model="demo",
+        **SIZES,
         what="64 random tokens, and tokens are sampled at temperature 1.5, so that nothing repeats itself for long",
         num_new_tokens=48,
-        draw=draw_random,
         aim=0.97,
         temperature=1.5,
     ),
-    TINY,
+    Text(name="tiny", model="bench-llama-tiny", **SIZES, what="64 random tokens", num_new_tokens=8, aim=0.0),
 )
-BATCHES = (1, 8, 32)
 
 
-def measure(
-    text: Text, engines: Engines, path: Path, batch: int, repeats: int, advance: Callable[[int], object]
-) -> dict[str, Any]:
-    """Let all systems take turns on the same prompts."""
-    engines = {name: engine for name, engine in engines.items() if not text.temperature or name in (PLAIN, WITH_NGRAM)}
-    setting = Setting(path=str(path), memory=64 << 20, max_num_seqs=64, temperature=text.temperature)
-    load(engines, setting, max_drafts=LOOKUP_TOKENS)
+def measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int], object]) -> dict[str, Any]:
+    """Let all systems take turns on the same prompts, for each number of requests."""
+    if text.temperature:
+        engines = {name: engines[name] for name in (PLAIN, WITH_NGRAM)}
+    return {str(count): _measure(attrs.evolve(text, num_prompts=count), engines, repeats, advance) for count in BATCHES}
 
-    def ask(repeat: int) -> Asked:
-        return {"prompts": text.prompts(repeat, batch), "num_new_tokens": text.num_new_tokens}
 
-    # A number that lies at the border of two tokens may sample the other one in another batch.
-    are_equal = not text.temperature
-    served = serve_by_turns(f"{text.name}, {batch}", engines, repeats, ask, advance, are_equal=are_equal)
-    num_tokens = batch * text.num_new_tokens
+def _measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int], object]) -> dict[str, Any]:
+    load(engines, setting_of(text, temperature=text.temperature)[0], max_drafts=LOOKUP_TOKENS)
+    served = serve_by_turns(
+        f"{text.name}, {text.num_prompts}",
+        engines,
+        repeats,
+        lambda repeat: (text.prompts(repeat, 0), text.num_new_tokens),
+        advance,
+        # A random number at the border between two tokens may choose the other one in another batch.
+        are_equal=not text.temperature,
+    )
+    num_tokens = text.num_prompts * text.num_new_tokens
     seconds = {name: [each["seconds"] for each in rounds] for name, rounds in served.items()}
     return {
         "tokens_per_second": {name: [num_tokens / took for took in times] for name, times in seconds.items()},
@@ -114,16 +124,17 @@ def measure(
 
 
 def write_report(record: Mapping[str, Any]) -> str:
-    """Return the page as Markdown."""
+    """Return the page of results as Markdown."""
     note = (
         "float32, the demo's model; greedy tokens of all systems are equal in every repeat. "
         "transformers' prompt lookup serves one prompt after the other."
     )
-    parts = [heading("Draft tokens: kvframe's ngram and transformers' prompt lookup", record, medians(record), note)]
-    aims = {text.name: text.aim for text in TEXTS}
-    for name, batches in record["texts"].items():
-        what = next(text.what for text in TEXTS if text.name == name)
-        parts.append(f"## {name}\n\nPrompts are {what}. Aim: {aims[name]} times as fast as without drafts.")
+    names = iter(record["texts"])
+
+    def section(batches: Mapping[str, Any]) -> Iterator[str]:
+        name = next(names)
+        text = next(each for each in TEXTS if each.name == name)
+        yield f"Prompts are {text.what}. Aim: {text.aim} times as fast as without drafts."
         rows = {
             batch: {
                 "ngram": measured["tokens_per_second"][WITH_NGRAM],
@@ -138,24 +149,20 @@ def write_report(record: Mapping[str, Any]) -> str:
             "ngram": ("ngram, tokens/s", "{:,.0f}"),
             **{name: (f"times as fast as {name}", "{:.2f}") for name in peers},
         }
-        parts.append(figures(rows, {**columns, "accepted": ("drafts accepted", "{}")}, "requests"))
-    return page(*parts)
+        yield figures(rows, {**columns, "accepted": ("drafts accepted", "{}")}, "requests")
+
+    return case_page("Draft tokens: kvframe's ngram and transformers' prompt lookup", record, "texts", section, note)
 
 
-@benchmark("drafts", write_report)
+@benchmark("drafts", write_report, cases="texts")
 @options.repeats(7)
 @options.threads(1)
 @options.choose("--text", "texts", TEXTS)
 def main(repeats: int, threads: int, texts: Sequence[Text]) -> dict[str, Any]:
     """Measure texts that repeat themselves and texts that do not, at several numbers of requests."""
-    found: dict[str, Any] = {}
-    with (
-        start_servers(SYSTEMS, threads) as engines,
-        progress("measuring", len(texts) * len(BATCHES) * (repeats + 1)) as advance,
-    ):
-        for text in texts:
-            path = models.path_of("bench-llama-tiny" if text is TINY else "demo")
-            found[text.name] = {str(each): measure(text, engines, path, each, repeats, advance) for each in BATCHES}
+    num_rounds = len(BATCHES) * (repeats + 1)
+    with start_servers(SYSTEMS, threads) as engines:
+        found = measure_each(texts, num_rounds, lambda each, advance: measure(each, engines, repeats, advance))
     return {"repeats": repeats, "texts": found}
 
 

@@ -1,4 +1,4 @@
-"""kvframe's engine, and the two ways in which transformers serves a batch, for processes that serve batches."""
+"""Serve batches with kvframe's engine and in transformers' two ways: ``generate()`` and continuous batching."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvframe import Engine, SamplingParams, Stack
 from kvframe.attention.layer import AttentionLayer
 
 PAGE_SIZE = 16
-"""Tokens of a page in transformers' continuous batching."""
+"""Tokens of a page of transformers' continuous batching."""
 
 
 class KVFrame(SteppedEngine):
-    """The default stack with a cache of a fixed size."""
+    """kvframe's engine: the default stack with a cache of a fixed size."""
 
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
@@ -59,29 +59,29 @@ class KVFrame(SteppedEngine):
         self._numbers = {self._engine.add_request(prompt, params): index for index, prompt in enumerate(prompts)}
 
     def has_unfinished(self) -> bool:
-        """Ask the engine."""
+        """Return whether a request has not ended."""
         return self._engine.has_unfinished
 
     def step(self) -> list[tuple[int, list[int]]]:
-        """Do a step."""
+        """Run a step."""
         outputs = self._engine.step()
         assert all(each.error is None for each in outputs), [each.error for each in outputs]
         return [(self._numbers[each.request_id], list(each.new_token_ids)) for each in outputs]
 
     def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
-        """Serve a batch; the bytes, and the drafts, are those since the model was loaded."""
+        """Serve a batch. The cache's bytes and the drafts are counted since the model was loaded."""
         served = super().serve(prompts, num_new_tokens)
         stats = self._engine.stats()
         drafts = {"draft_tokens": stats.draft_tokens, "accepted_draft_tokens": stats.accepted_draft_tokens}
         return {**served, "cache_bytes": stats.peak_bytes_held, **drafts}
 
     def close(self) -> None:
-        """Detach the model."""
+        """Detach the model from the engine."""
         self._engine.close()
 
 
 class Transformers(BatchEngine):
-    """A model as transformers loads it by default, with no end tokens, so that every request is equally long."""
+    """A model as transformers loads it by default; it has no end tokens, so that all requests are equally long."""
 
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
@@ -92,15 +92,13 @@ class Transformers(BatchEngine):
 
 
 class FirstToken(StoppingCriteria):
-    """Never stops, and reads the clock after the first token.
+    """Reads the clock when all prompts have a token, and never stops generating.
 
     Attributes:
-        time: When all prompts had a token.
+        time: The time of the first token; 0 before it.
     """
 
-    def __init__(self) -> None:
-        """Wait for it."""
-        self.time = 0.0
+    time = 0.0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Stop no prompt."""
@@ -109,7 +107,7 @@ class FirstToken(StoppingCriteria):
 
 
 class Generate(Transformers):
-    """``model.generate()``: one batch, padded on the left to the longest prompt; with drafts, prompt by prompt."""
+    """``model.generate()`` on one batch, padded on the left to the longest prompt; with drafts, prompt by prompt."""
 
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
@@ -147,9 +145,9 @@ class ContinuousBatching(Transformers):
     """transformers' own continuous batching, its manager kept alive between batches."""
 
     def __init__(self, setting: Setting) -> None:
-        """Load a model; the manager starts with the first batch."""
+        """Load a model and start the manager."""
         super().__init__(setting)
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # of packages it can do without
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # It misses optional packages.
         config = ContinuousBatchingConfig(
             page_size=PAGE_SIZE,
             num_blocks=setting.max_num_seqs * -(-setting.max_model_len // PAGE_SIZE + 1),
@@ -182,6 +180,6 @@ class ContinuousBatching(Transformers):
 
 
 def load(system: str) -> tuple[dict[str, str], Answers]:
-    """Return the versions that a system's figures depend on, and what answers questions."""
+    """Return the versions that a system's figures depend on, and the answering object."""
     engines = {"kvframe": KVFrame, "transformers continuous batching": ContinuousBatching}
     return Answers.of(engines.get(system, Generate), system.partition(" ")[0])

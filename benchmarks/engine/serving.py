@@ -1,4 +1,4 @@
-"""Batches that several engines serve by turns, each engine in a process of its own."""
+"""Serve batches with several engines by turns, each engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.engine.stepping import Served, Setting
+from benchmarks.engine.stepping import Prompts, Served, Setting
+from benchmarks.engine.workloads import Workload
+from benchmarks.harness import models
 from benchmarks.harness.machine import PEER
 from benchmarks.harness.process import EngineProcess, start_engines
 from benchmarks.harness.record import by_turns
+from kvframe.loading.checks import parse_bytes
 
 KVFRAME, VLLM, TRANSFORMERS, CONTINUOUS = "kvframe", "vLLM", "transformers", "transformers continuous batching"
 COMPILED, PACKED, NGRAM, LOOKUP = ", compiled", ", packed", ", ngram", ", prompt lookup"
-"""Ends of a system's name: in which way it serves."""
+"""Suffixes of a system's name; each switches an option of its engine on."""
 
 Engines = Mapping[str, EngineProcess]
-Asked = dict[str, Any]
-"""A batch: its ``prompts``, and ``num_new_tokens``."""
 
 
 def start_servers(
     systems: Iterable[str], threads: int, peer: Path = PEER, variables: Mapping[str, str] | None = None
 ) -> AbstractContextManager[dict[str, EngineProcess]]:
-    """Start a process for each system, which is named by its engine and a way of serving."""
+    """Start a process for each system; its name is that of an engine, followed by suffixes."""
     modules = {}
     for name in dict.fromkeys(systems):
         kind = name.partition(",")[0]
@@ -36,8 +37,16 @@ def start_servers(
     return start_engines(modules, peer, threads=threads, variables=variables)
 
 
+def setting_of(workload: Workload, **options: Any) -> tuple[Setting, dict[str, Any]]:
+    """Return the setting with which engines serve a workload, and the configuration of its checkpoint."""
+    path = models.path_of(workload.model)
+    config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    memory = parse_bytes(workload.memory)
+    return Setting(path=str(path), memory=memory, max_num_seqs=workload.num_prompts, **options), config
+
+
 def load(engines: Engines, setting: Setting, max_drafts: int = 0) -> None:
-    """Let each engine load a model in its way, instead of the one before."""
+    """Let each engine load a model instead of its last one, with the options of its name's suffixes."""
     for name, engine in engines.items():
         ways = {
             "is_compiled": COMPILED in name,
@@ -47,33 +56,41 @@ def load(engines: Engines, setting: Setting, max_drafts: int = 0) -> None:
         engine.ask({"setting": {**dataclasses.asdict(setting), **ways}})
 
 
+def serve(engine: EngineProcess, prompts: Prompts, num_new_tokens: int) -> Served:
+    """Let one engine serve a batch."""
+    served: Served = engine.ask({"prompts": prompts, "num_new_tokens": num_new_tokens})
+    return served
+
+
 def serve_by_turns(
     what: str,
     engines: Engines,
     repeats: int,
-    ask: Callable[[int], Asked],
+    batch: Callable[[int], tuple[Prompts, int]],
     advance: Callable[[int], object],
     *,
     are_equal: bool = True,
 ) -> dict[str, list[Served]]:
-    """Return what each engine served in each round.
+    """Return the results of each engine in each round, without those of a first round that warms up.
 
     Args:
-        what: The batch, in messages.
-        engines: With a model loaded.
-        repeats: The rounds that count, after one that warms up.
-        ask: Returns the batch of a round.
+        what: The batch's name in messages.
+        engines: Engines with a loaded model.
+        repeats: The number of counted rounds.
+        batch: Returns the prompts of a round, and the number of new tokens of each; the first round is -1.
         advance: Called with 1 after each round.
-        are_equal: Whether all have to generate the same tokens.
+        are_equal: Whether all engines must generate the same tokens.
 
     Raises:
-        SystemExit: Two engines generated different tokens, and have to be equal.
+        SystemExit: Two engines generated different tokens, though all must be equal.
     """
     found: dict[str, list[Served]] = {name: [] for name in engines}
     own = next(iter(engines))
-    for repeat, served in by_turns(
-        [*engines], repeats, lambda name, number: engines[name].ask(ask(number)), advance, warm_up=True
-    ):
+
+    def turn(name: str, number: int) -> Served:
+        return serve(engines[name], *batch(number))
+
+    for repeat, served in by_turns([*engines], repeats, turn, advance, warm_up=True):
         for name, each in served.items():
             each["equal_prompts"] = fmean(map(list.__eq__, each["tokens"], served[own]["tokens"]))
             if are_equal and each["equal_prompts"] < 1:
@@ -81,9 +98,3 @@ def serve_by_turns(
             if repeat >= 0:
                 found[name].append(each)
     return found
-
-
-def config_of(path: Path) -> dict[str, Any]:
-    """Return the configuration of a checkpoint."""
-    config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    return config

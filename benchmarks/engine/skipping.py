@@ -1,32 +1,31 @@
-"""Measure what prefill skipping saves: the same long prompts with it on and off. The README of benchmarks says how."""
+"""Measure prefill skipping: the same long prompts with it on and off. See benchmarks/README.md."""
 
 from __future__ import annotations
 
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
 
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
-from benchmarks.harness.pages import Column, figures, heading, medians, page
-from benchmarks.harness.record import benchmark, by_turns, progress, ratios
+from benchmarks.harness.pages import Column, case_page, figures, page
+from benchmarks.harness.record import benchmark, by_turns, measure_each, ratios
 from kvframe import Engine, SamplingParams, Stack
 
 WRAPPER = "decode_only"
 MAX_NUM_BATCHED_TOKENS = 2048
 ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
 CLOCKS = {"time": time.perf_counter, "processor time": time.process_time}
-"""What passes on the wall, and what this process computes; the second leaves out what others compute meanwhile."""
+"""Wall-clock time, and the processor time of this process, which leaves out the work of other processes."""
 
 Seconds = dict[str, float]
-"""By clock."""
-
+"""Seconds by clock."""
 
 WORKLOADS = (
     Workload(name="gemma3n-8192", model="bench-gemma3n", memory="96MiB", shortest=8192),
@@ -41,10 +40,10 @@ class Prefill:
     """One prefill.
 
     Attributes:
-        token: What it generated.
-        whole: From the prompt to its first token.
-        trailing: Of it, in the layers that can be skipped, with everything that is in such a layer.
-        rows: Rows that each of these layers computed.
+        token: The generated token.
+        whole: The seconds from the prompt to its first token.
+        trailing: The part of them in the trailing layers, whole layers with their norms and feed-forward parts.
+        rows: The rows that each trailing layer computed.
     """
 
     token: int
@@ -53,127 +52,103 @@ class Prefill:
     rows: int
 
 
-def now() -> Seconds:
-    """Read every clock."""
-    return {name: clock() for name, clock in CLOCKS.items()}
-
-
-def since(start: Seconds) -> Seconds:
-    """Return what passed since ``start``."""
-    return {name: end - start[name] for name, end in now().items()}
-
-
 class System:
-    """An engine that notes what its model's last layers take.
+    """An engine that times its model's trailing layers: the last ones, which only read caches of earlier layers.
 
     Attributes:
         num_layers: Layers of the model.
-        num_trailing: Those of the trailing run that keeps no cache of its own.
-        vocab_size: Of the model.
+        num_trailing: Trailing layers.
+        vocab_size: The vocabulary's size.
     """
 
-    def __init__(self, workload: Workload, path: Path, *, skipping: bool) -> None:
-        """Load the model in ``path``.
-
-        Args:
-            workload: Its model and memory.
-            path: A checkpoint.
-            skipping: Whether prefill skipping is on.
-        """
-        engine: dict[str, Any] = {"max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
-        if skipping:
-            engine["prefill_skipping"] = WRAPPER
+    def __init__(self, workload: Workload, *, skipping: bool) -> None:
+        """Load a workload's model, with prefill skipping or without."""
+        engine = {
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+            **({"prefill_skipping": WRAPPER} if skipping else {}),
+        }
         cache = {"memory": workload.memory, "prefix_caching": False}
         stack = Stack.from_mapping({"cache": cache, "engine": engine})
-        self.engine = Engine.from_pretrained(path, stack=stack, plugins=models.plugins_of(workload.model))
+        path, plugins = models.path_of(workload.model), models.plugins_of(workload.model)
+        self.engine = Engine.from_pretrained(path, stack=stack, plugins=plugins)
         model: Any = self.engine.model
-        description = model.description
-        owners = [index for index, layer in enumerate(description.layers) if layer.shares_with is None]
-        trailing = [layer.name for layer in description.layers[owners[-1] + 1 :]]
-        self.num_layers, self.num_trailing = len(description.layers), len(trailing)
-        self.vocab_size = int(description.vocab_size)
-        self._reset()
+        layers = model.description.layers
+        last_owner = max(index for index, layer in enumerate(layers) if layer.shares_with is None)
+        trailing = [layer.name for layer in layers[last_owner + 1 :]]
+        self.num_layers, self.num_trailing = len(layers), len(trailing)
+        self.vocab_size = int(model.description.vocab_size)
         for index, attention in enumerate(trailing):
-            # The layer that holds the attention module: norms, feed-forward and all.
             layer = model.model.get_submodule(attention.rpartition(".")[0])
-            # Ahead of the hooks that cut the layer's inputs, and behind all others.
+            # This hook runs before those that cut the layer's inputs, and the next one after all others.
             layer.register_forward_pre_hook(self._enter, prepend=True)
             layer.register_forward_hook(partial(self._leave, index))
 
     def run(self, prompt: list[int]) -> Prefill:
         """Prefill a prompt, in as many steps as it takes."""
-        self._reset()
-        start = now()
+        self._trailing = dict.fromkeys(CLOCKS, 0.0)
+        self._rows = [0] * self.num_trailing
+        start = _now()
         (output,) = self.engine.generate([prompt], ONE_TOKEN)
-        whole = since(start)
+        whole = _since(start)
         assert output.error is None, output.error
         (rows,) = set(self._rows)
         return Prefill(output.token_ids[0], whole, self._trailing, rows)
 
-    def close(self) -> None:
-        """Detach the model."""
-        self.engine.close()
-
-    def _reset(self) -> None:
-        self._trailing = dict.fromkeys(CLOCKS, 0.0)
-        self._rows = [0] * self.num_trailing
-
     def _enter(self, layer: Any, inputs: Any) -> None:
-        self._entered = now()
+        self._entered = _now()
 
     def _leave(self, index: int, layer: Any, inputs: Any, output: Any) -> None:
-        for clock, seconds in since(self._entered).items():
+        for clock, seconds in _since(self._entered).items():
             self._trailing[clock] += seconds
         self._rows[index] += (output[0] if isinstance(output, tuple) else output).shape[-2]
 
 
-def measure(workload: Workload, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Run both systems on the same prompts by turns.
+def _now() -> Seconds:
+    return {name: clock() for name, clock in CLOCKS.items()}
+
+
+def _since(start: Seconds) -> Seconds:
+    return {name: end - start[name] for name, end in _now().items()}
+
+
+def measure(workload: Workload, repeats: int, advance: Callable[[int], object]) -> dict[str, Any]:
+    """Let both systems take turns on the same prompts.
 
     Raises:
         SystemExit: They generated different tokens.
     """
-    path = models.path_of(workload.model)
-    systems = {name: System(workload, path, skipping=name == "on") for name in ("off", "on")}
-    some, found = systems["off"], dict[str, list[Prefill]](off=[], on=[])
+    off, on = System(workload, skipping=False), System(workload, skipping=True)
+    systems, found = {"off": off, "on": on}, dict[str, list[Prefill]](off=[], on=[])
 
     def run(name: str, repeat: int) -> Prefill:
-        return systems[name].run(*workload.prompts(repeat, some.vocab_size))
+        return systems[name].run(*workload.prompts(repeat, off.vocab_size))
 
-    try:
+    with closing(off.engine), closing(on.engine):
         for repeat, runs in by_turns([*systems], repeats, run, advance, warm_up=True):
             if runs["on"].token != runs["off"].token:
                 sys.exit(f"{workload.name}: the tokens of repeat {repeat} differ with prefill skipping on and off")
             for name, each in runs.items():
                 found[name] += [each] if repeat >= 0 else []
-    finally:
-        for system in systems.values():
-            system.close()
     return {
-        "model": path.name,
+        "model": models.path_of(workload.model).name,
         "num_prompt_tokens": workload.shortest,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "num_layers": some.num_layers,
-        "num_trailing_layers": some.num_trailing,
+        "num_layers": off.num_layers,
+        "num_trailing_layers": off.num_trailing,
         "rows": {name: runs[0].rows for name, runs in found.items()},
         "tokens_equal": True,
-        "clocks": {clock: summarise(found["off"], found["on"], clock) for clock in CLOCKS},
+        "clocks": {clock: summarise(found, clock) for clock in CLOCKS},
     }
 
 
-def summarise(off: Sequence[Prefill], on: Sequence[Prefill], clock: str) -> dict[str, Any]:
-    """Return every repeat's seconds, and medians over the repeats of ratios on the same prompt.
+def summarise(found: Mapping[str, Sequence[Prefill]], clock: str) -> dict[str, Any]:
+    """Return each round's seconds by one clock, and the medians of ratios on the same prompt.
 
-    What is left of a whole prefill follows from the trailing layers: all that others take, and of theirs what was
-    measured with skipping.
-
-    Args:
-        off: Each repeat's prefill without skipping.
-        on: The same repeat's with it.
-        clock: Which seconds.
+    The predicted share of a whole prefill follows from the trailing layers alone: the time of all other layers stays,
+    and that of the trailing layers is what they took with skipping.
     """
     seconds = {
-        part: {name: [getattr(run, part)[clock] for run in runs] for name, runs in (("off", off), ("on", on))}
+        part: {name: [getattr(run, part)[clock] for run in runs] for name, runs in found.items()}
         for part in ("trailing", "whole")
     }
     trailing, whole = seconds["trailing"], seconds["whole"]
@@ -187,43 +162,15 @@ def summarise(off: Sequence[Prefill], on: Sequence[Prefill], clock: str) -> dict
     }
 
 
-def write_report(record: Mapping[str, Any]) -> str:
-    """Return the page of results as Markdown."""
-    note = "float32, the first token is equal in every repeat."
-    parts = [heading("Prefill skipping: on and off", record, medians(record), note)]
-    for name, measured in record["workloads"].items():
-        parts += [f"## {name}", _shape(measured), _seconds(measured), figures(measured["clocks"], PREDICTIONS)]
-    published = (
-        "Published, on a GPU: in vLLM pull request 19719, with Qwen2 and a prompt of 8,192 tokens, the second group of "
-        "layers takes 9.7 ms with skipping and 16.6 ms without, 0.58."
-    )
-    return page(*parts, published)
-
-
-def _shape(measured: Mapping[str, Any]) -> str:
-    rows = measured["rows"]
-    return (
-        f"Model `{measured['model']}`: the last {measured['num_trailing_layers']} of {measured['num_layers']} layers "
-        f"share keys and values of earlier ones. Prompts of {measured['num_prompt_tokens']:,} tokens in steps of at "
-        f"most {measured['max_num_batched_tokens']:,}; each trailing layer computes {rows['off']:,} rows of a prompt "
-        f"without skipping and {rows['on']:,} with it."
-    )
-
-
-def _seconds(measured: Mapping[str, Any]) -> str:
-    rows = {
-        f"{title}, {clock}": {**clocked["seconds"][part], "ratio": clocked[f"{part}_ratio"]}
-        for clock, clocked in measured["clocks"].items()
-        for title, part in (("trailing layers", "trailing"), ("whole prefill", "whole"))
-    }
-    columns: dict[str, Column] = {
-        "off": ("off, ms", "{:,.1f}", 1000),
-        "on": ("on, ms", "{:,.1f}", 1000),
-        "ratio": ("on is … of off", "{:.3f}"),
-    }
-    return figures(rows, columns)
-
-
+PUBLISHED = (
+    "Published, on a GPU: in vLLM pull request 19719, with Qwen2 and a prompt of 8,192 tokens, the second group of "
+    "layers takes 9.7 ms with skipping and 16.6 ms without, 0.58."
+)
+SECONDS: dict[str, Column] = {
+    "off": ("off, ms", "{:,.1f}", 1000),
+    "on": ("on, ms", "{:,.1f}", 1000),
+    "ratio": ("on is … of off", "{:.3f}"),
+}
 PREDICTIONS: dict[str, Column] = {
     "trailing_share": ("trailing layers' share, off", "{:.2f}"),
     "predicted_whole_ratio": ("so of the whole is left", "{:.2f}"),
@@ -231,15 +178,37 @@ PREDICTIONS: dict[str, Column] = {
 }
 
 
-@benchmark("skipping", write_report)
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    note = "float32, the first token is equal in every repeat."
+    return page(case_page("Prefill skipping: on and off", record, "workloads", _section, note).rstrip(), PUBLISHED)
+
+
+def _section(measured: Mapping[str, Any]) -> Iterator[str]:
+    computed = measured["rows"]
+    yield (
+        f"Model `{measured['model']}`: the last {measured['num_trailing_layers']} of {measured['num_layers']} layers "
+        f"share keys and values of earlier ones. Prompts of {measured['num_prompt_tokens']:,} tokens in steps of at "
+        f"most {measured['max_num_batched_tokens']:,}; each trailing layer computes {computed['off']:,} rows of a "
+        f"prompt without skipping and {computed['on']:,} with it."
+    )
+    rows = {
+        f"{title}, {clock}": {**clocked["seconds"][part], "ratio": clocked[f"{part}_ratio"]}
+        for clock, clocked in measured["clocks"].items()
+        for title, part in (("trailing layers", "trailing"), ("whole prefill", "whole"))
+    }
+    yield figures(rows, SECONDS)
+    yield figures(measured["clocks"], PREDICTIONS)
+
+
+@benchmark("skipping", write_report, cases="workloads")
 @options.repeats(11)
 @options.threads(1)
 @options.choose("--workload", "workloads", WORKLOADS)
 def main(repeats: int, threads: int, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Measure the workloads and write one JSON file and one page of results."""
+    """Measure the workloads; write one JSON file and one page."""
     models.silence_transformers()
-    with progress("measuring", len(workloads) * (repeats + 1)) as advance:
-        found = {each.name: measure(each, repeats, advance) for each in workloads}
+    found = measure_each(workloads, repeats + 1, lambda each, advance: measure(each, repeats, advance))
     return {"repeats": repeats, "workloads": found}
 
 

