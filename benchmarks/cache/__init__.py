@@ -1,1 +1,1 @@
-"""Benchmarks of the cache core: its time and hits, beside vLLM's and its definition."""
+"""Benchmarks of the cache core: its time, its hits, and its agreement with the definition."""

@@ -1,6 +1,6 @@
-"""Run the cache manager against the cache by its definition for as many operations as one likes.
+"""Run the cache manager beside a model that follows the cache's definition, for any number of operations.
 
-The README of benchmarks says how.
+See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_FAILURES = 20
 
 
 def run(first: int, step: int, operations: int, check_every: int) -> dict[str, Any]:
-    """Live from every so many seeds on, until there were enough operations."""
+    """Run the random events of every ``step``-th seed from ``first`` on, until there were enough operations."""
     tally, failures, begin, told = Tally(), {}, time.monotonic(), 0
     for num_seeds in count(1):
         seed = first + step * (num_seeds - 1)
@@ -54,7 +54,7 @@ def run(first: int, step: int, operations: int, check_every: int) -> dict[str, A
 
 
 def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what several processes found, as one: numbers are added, and counts by name."""
+    """Return the results of several processes as one: numbers are added, and counts by name."""
 
     def added(name: str) -> Any:
         values = [each[name] for each in found]
@@ -69,7 +69,7 @@ def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_report(record: Mapping[str, Any]) -> str:
-    """Return the page as Markdown."""
+    """Return the page of results as Markdown."""
     failures, every = record["failures"], record["check_every"]
     verbs = sorted(record["verbs"].items(), key=lambda item: -item[1])
     how_often = "each operation" if every == 1 else f"every {every} operations"
@@ -92,24 +92,26 @@ def write_report(record: Mapping[str, Any]) -> str:
 
 
 @benchmark("cache_model", write_report, fails=lambda record: bool(record["failures"]))
-@click.option("--operations", type=click.IntRange(min=1), default=10_000_000, show_default=True, help="How many.")
+@click.option(
+    "--operations", type=click.IntRange(min=1), default=10_000_000, show_default=True, help="The number of operations."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="The first seed.")
 @click.option(
     "--check-every",
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Count all pages after so many operations, and compare what can be found after so many events.",
+    help="The number of operations after which all pages are counted, and of events after which all hits are compared.",
 )
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="How many at once, which share the seeds.",
+    help="The number of processes; they share the seeds.",
 )
 def main(operations: int, seed: int, check_every: int, processes: int) -> dict[str, Any]:
-    """Run the cache manager against the cache by its definition, and record what happened."""
+    """Run the cache manager beside the model; write one JSON file and one page."""
     share = -(-operations // processes)
     turns = [(seed + index, processes, share, check_every) for index in range(processes)]
     if processes == 1:

@@ -1,6 +1,6 @@
-"""Measure which tokens the cache finds again under eviction policies, beside the best that could be done. No model.
+"""Count the tokens that the cache finds under eviction policies, beside the best that any cache could find.
 
-The README of benchmarks says what the figures mean.
+No model is loaded. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import attrs
 import click
 
 from benchmarks.cache.eviction_bound import BLOCK, block_ids, most_found
-from benchmarks.cache.eviction_traces import LONGEST, TRACES, Asked
+from benchmarks.cache.eviction_traces import LONGEST, TRACES, TracedRequest
 from benchmarks.harness import options
 from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.plots import plots
@@ -31,14 +31,14 @@ SIZE = 1_000
 POLICIES = ("lru", "scan_resistant")
 BOUND = "at best"
 POOLS = (64 * 1024, 128 * 1024, 256 * 1024, 512 * 1024)
-"""Tokens that the cache has room for."""
+"""The cache's capacities in tokens."""
 
 COUNTED_FROM = 0.2
-"""The share of a trace that fills the cache, before anything is counted."""
+"""The share of a trace that fills the cache and is not counted."""
 
 
 def make_manager(policy: str, num_tokens: int) -> KVCacheManager:
-    """Return a cache of one group with room for so many tokens, under a policy with its default options."""
+    """Return a cache of one group with this capacity, under a policy with its default options."""
     stack = Stack.from_mapping({"cache": {"eviction": policy}})
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype="float16")
     grouping = group_layers([LayerSpec(name="layer", spec=spec)])
@@ -48,15 +48,15 @@ def make_manager(policy: str, num_tokens: int) -> KVCacheManager:
     return KVCacheManager(attrs.evolve(plan, num_slabs=num_slabs), max_num_seqs=1, eviction=eviction)
 
 
-def replay(asked: Sequence[Asked], policy: str, num_tokens: int) -> dict[str, Any]:
-    """Serve requests one after the other; return what was found once the cache was filled."""
-    manager, first = make_manager(policy, num_tokens), int(COUNTED_FROM * len(asked))
+def replay(requests: Sequence[TracedRequest], policy: str, num_tokens: int) -> dict[str, Any]:
+    """Serve requests one after the other; return what the counted ones found."""
+    manager, first = make_manager(policy, num_tokens), int(COUNTED_FROM * len(requests))
     found = num_shared = num_shared_found = 0
     start = time.perf_counter()
-    for index, each in enumerate(asked):
+    for index, each in enumerate(requests):
         hit = manager.start("request", each.token_ids[: each.prompt_end])
         if not manager.extend("request", len(each.token_ids)):
-            raise RuntimeError("the pool has no room for a request by itself")
+            raise RuntimeError("the pool is too small for a single request")
         manager.commit("request", each.token_ids, len(each.token_ids))
         manager.free("request")
         if index >= first:
@@ -64,27 +64,27 @@ def replay(asked: Sequence[Asked], policy: str, num_tokens: int) -> dict[str, An
             num_shared += each.num_shared > 0
             num_shared_found += 0 < each.num_shared <= hit
     seconds = time.perf_counter() - start
-    return {"found": found, "shared_found": num_shared_found / max(1, num_shared), "us": 1e6 * seconds / len(asked)}
+    return {"found": found, "shared_found": num_shared_found / max(1, num_shared), "us": 1e6 * seconds / len(requests)}
 
 
 def run(name: str, size: int) -> dict[str, Any]:
     """Return what is found of a trace in pools of all sizes."""
     words, draw = TRACES[name]
-    asked = draw(size)
-    first = int(COUNTED_FROM * len(asked))
-    blocks = block_ids(asked)
+    requests = draw(size)
+    first = int(COUNTED_FROM * len(requests))
+    blocks = block_ids(requests)
     pools = {}
     for num_tokens in POOLS:
-        sides: dict[str, Any] = {policy: replay(asked, policy, num_tokens) for policy in POLICIES}
-        sides[BOUND] = {"found": most_found(asked, blocks, num_tokens, first)}
+        sides: dict[str, Any] = {policy: replay(requests, policy, num_tokens) for policy in POLICIES}
+        sides[BOUND] = {"found": most_found(requests, blocks, num_tokens, first)}
         pools[str(num_tokens)] = sides
     return {
         "words": words,
-        "requests": len(asked),
-        "tokens": sum(len(each.token_ids) for each in asked),
+        "requests": len(requests),
+        "tokens": sum(len(each.token_ids) for each in requests),
         "distinct_tokens": BLOCK * (1 + max(max(ids, default=0) for ids in blocks)),
-        "counted_tokens": sum(each.prompt_end for each in asked[first:]),
-        "has_shared": any(each.num_shared for each in asked),
+        "counted_tokens": sum(each.prompt_end for each in requests[first:]),
+        "has_shared": any(each.num_shared for each in requests),
         "pools": pools,
     }
 
@@ -108,10 +108,10 @@ def write_report(record: Mapping[str, Any]) -> str:
     has_shared = (trace["has_shared"] for trace in traces.values())
     note = "What is found depends on no machine; times are of this one, with others at work on it."
     return page(
-        heading("What the cache gives up", record, ".", note, how="Replayed"),
+        heading("Eviction policies", record, ".", note, how="Replayed"),
         "![Share of prompt tokens that are found, by the size of the cache](eviction.svg)",
         "## Prompt tokens that are found",
-        "In % of all that are asked for once the cache is full, for pools with room for so many tokens: by `lru`, by "
+        "In % of the counted prompt tokens, for pools of several sizes in tokens: by `lru`, by "
         "`scan_resistant`, and at best.",
         table(
             ("", "requests", "tokens", *heads),
@@ -119,7 +119,7 @@ def write_report(record: Mapping[str, Any]) -> str:
         ),
         "\n".join(f"- *{name}*: {trace['words']}." for name, trace in traces.items()),
         "## More than least recently used finds",
-        "In percentage points. In brackets, the part of what is to be had beyond `lru`: 100 % is as good as can be.",
+        "In percentage points. In brackets, the share of the possible gain over `lru`: 100 % is the best possible.",
         table(("", *heads), rows(_gain)),
         "## Requests whose shared prompt is found as a whole",
         "In %, by `lru` and by `scan_resistant`.",
@@ -158,20 +158,22 @@ def _times(trace: Mapping[str, Any], pool: str) -> str:
 
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
-    """Draw what is found against the size of the cache, one plot for each trace."""
+    """Draw the tokens found over the size of the cache, one plot for each trace."""
     with plots([*record["traces"]], path) as places:
         for place, trace in zip(places, record["traces"].values(), strict=True):
             for side, style in STYLES.items():
                 values = [share(trace, str(pool), side) for pool in record["pools"]]
                 place.plot([_thousands(pool) for pool in record["pools"]], values, label=side, **style)
-            place.set(xlabel="room for so many tokens", ylabel="% of prompt tokens found", ylim=(0, None))
+            place.set(xlabel="capacity in tokens", ylabel="% of prompt tokens found", ylim=(0, None))
 
 
-@benchmark("eviction", write_report, plots={"eviction": draw_plot})
+@benchmark("eviction", write_report, cases="traces", plots={"eviction": draw_plot})
 @options.choose("--trace", "names", TRACES)
-@click.option("--size", type=click.IntRange(min=20), default=SIZE, show_default=True, help="Scales the traces.")
+@click.option(
+    "--size", type=click.IntRange(min=20), default=SIZE, show_default=True, help="Scales the number of requests."
+)
 def main(names: tuple[str, ...], size: int) -> dict[str, Any]:
-    """Measure which tokens the cache finds again under eviction policies."""
+    """Count the tokens that the cache finds under eviction policies; write one JSON file, one page and a plot."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), mp_context=context) as pool:
         traces = dict(zip(names, pool.map(run, names, [size] * len(names)), strict=True))

@@ -1,4 +1,4 @@
-"""Request traces in which it matters what a cache gives up: what is asked in which order, drawn from a fixed seed."""
+"""Request traces in which the choice of evicted blocks matters, drawn from a fixed seed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LONGEST = 32_768
 
 
 @attrs.frozen
-class Asked:
+class TracedRequest:
     """One request.
 
     Attributes:
-        token_ids: Its prompt and its reply.
-        prompt_end: Tokens of the prompt.
-        num_shared: Tokens at its beginning that many requests share; 0 where it is not one of few such prompts.
+        token_ids: The tokens of the prompt and the reply.
+        prompt_end: The number of tokens of the prompt.
+        num_shared: The number of tokens at the beginning that many requests share; 0 if it shares none.
     """
 
     token_ids: Tokens[int]
@@ -35,39 +35,39 @@ def _length(random: np.random.Generator, median: int, spread: float) -> int:
     return min(LONGEST // 2, max(16, round(median * float(np.exp(spread * random.standard_normal())))))
 
 
-def _ask(random: np.random.Generator, prompt: Tokens[int], reply: int, num_shared: int = 0) -> Asked:
-    return Asked(prompt + draw_tokens(random, reply), len(prompt), num_shared)
+def _request(random: np.random.Generator, prompt: Tokens[int], reply: int, num_shared: int = 0) -> TracedRequest:
+    return TracedRequest(prompt + draw_tokens(random, reply), len(prompt), num_shared)
 
 
-def _document(random: np.random.Generator) -> Asked:
-    """Return a long prompt that comes once."""
-    return _ask(random, draw_tokens(random, _length(random, 7_000, 0.6)), 180)
+def _document(random: np.random.Generator) -> TracedRequest:
+    """Return a long prompt that is sent once."""
+    return _request(random, draw_tokens(random, _length(random, 7_000, 0.6)), 180)
 
 
-def _on_one_of(random: np.random.Generator, prompts: Sequence[Tokens[int]]) -> Asked:
-    """Return a short question behind one of some prompts."""
+def _on_one_of(random: np.random.Generator, prompts: Sequence[Tokens[int]]) -> TracedRequest:
+    """Return a short question after one of some prompts."""
     shared = prompts[int(random.integers(len(prompts)))]
-    return _ask(random, shared + draw_tokens(random, _length(random, 200, 0.8)), 130, len(shared))
+    return _request(random, shared + draw_tokens(random, _length(random, 200, 0.8)), 130, len(shared))
 
 
-def _shared_and_scan(size: int) -> list[Asked]:
+def _shared_and_scan(size: int) -> list[TracedRequest]:
     random = np.random.default_rng(0)
     prompts = [draw_tokens(random, 2_048) for _ in range(32)]
     return [_document(random) if random.random() < 0.4 else _on_one_of(random, prompts) for _ in range(2 * size)]
 
 
-def _bursts(size: int) -> list[Asked]:
+def _bursts(size: int) -> list[TracedRequest]:
     random = np.random.default_rng(1)
     prompts = [draw_tokens(random, 2_048) for _ in range(32)]
-    asked: list[Asked] = []
-    while len(asked) < 2 * size:
-        asked += [_on_one_of(random, prompts) for _ in range(150)]
-        asked += [_document(random) for _ in range(80)]
-    return asked
+    requests: list[TracedRequest] = []
+    while len(requests) < 2 * size:
+        requests += [_on_one_of(random, prompts) for _ in range(150)]
+        requests += [_document(random) for _ in range(80)]
+    return requests
 
 
-def _turns(conversations: list[Conversation], num_users: int, random: np.random.Generator) -> Iterator[Asked]:
-    """Go through the turns of conversations as so many users hold them, one conversation after the other each."""
+def _turns(conversations: list[Conversation], num_users: int, random: np.random.Generator) -> Iterator[TracedRequest]:
+    """Yield the turns of conversations; each of ``num_users`` users holds one conversation after the other."""
     rest = iter(conversations)
     users = [
         (float(random.exponential(num_users)), user, each, 0)
@@ -77,37 +77,39 @@ def _turns(conversations: list[Conversation], num_users: int, random: np.random.
     while users:
         time, user, conversation, index = heapq.heappop(users)
         turn = conversation.turns[index]
-        yield Asked(conversation.token_ids[: turn.end], turn.prompt_end)
+        yield TracedRequest(conversation.token_ids[: turn.end], turn.prompt_end)
         following, index = (conversation, index + 1) if index + 1 < len(conversation.turns) else (next(rest, None), 0)
         if following is not None:
             heapq.heappush(users, (time + float(random.exponential(num_users)), user, following, index))
 
 
-def _chats(size: int, *, shared: bool, seed: int = 2) -> list[Asked]:
+def _chats(size: int, *, shared: bool, seed: int = 2) -> list[TracedRequest]:
     lengths = LENGTHS["multi-turn"] if shared else attrs.evolve(LENGTHS["multi-turn"], shared=0, num_shared=0)
     conversations = draw(lengths, size // 2, LONGEST, seed)
     return list(_turns(conversations, 48, np.random.default_rng(seed)))
 
 
-def _zipf(size: int) -> list[Asked]:
+def _zipf(size: int) -> list[TracedRequest]:
     random = np.random.default_rng(3)
     texts = [draw_tokens(random, _length(random, 1_500, 0.7)) for _ in range(1_000)]
     weights = 1 / np.arange(1, len(texts) + 1) ** 0.9
     which = random.choice(len(texts), size=2 * size, p=weights / weights.sum())
-    return [_ask(random, texts[each] + draw_tokens(random, _length(random, 100, 0.8)), 130) for each in which.tolist()]
+    return [
+        _request(random, texts[each] + draw_tokens(random, _length(random, 100, 0.8)), 130) for each in which.tolist()
+    ]
 
 
-def _service(size: int) -> list[Asked]:
-    random, asked = np.random.default_rng(4), []
+def _service(size: int) -> list[TracedRequest]:
+    random, requests = np.random.default_rng(4), []
     for each in _chats(size, shared=True, seed=4):
-        asked += [each, *([_document(random)] if random.random() < 0.25 else [])]
-    return asked
+        requests += [each, *([_document(random)] if random.random() < 0.25 else [])]
+    return requests
 
 
-TRACES: Mapping[str, tuple[str, Callable[[int], list[Asked]]]] = {
+TRACES: Mapping[str, tuple[str, Callable[[int], list[TracedRequest]]]] = {
     "shared prompts, one-off documents between": (
         "60 % of the requests begin with one of 32 prompts of 2,048 tokens; the others are documents, 7,000 tokens in "
-        "the middle, that nobody asks again",
+        "the middle, that no request repeats",
         _shared_and_scan,
     ),
     "shared prompts, one-off documents in bursts": (
@@ -121,9 +123,9 @@ TRACES: Mapping[str, tuple[str, Callable[[int], list[Asked]]]] = {
     ),
     "conversations and documents": ("such conversations, and after every fourth turn a one-off document", _service),
     "popular texts": (
-        "a question on one of 1,000 texts, 1,500 tokens in the middle; how often each is asked follows Zipf's law with "
+        "a question on one of 1,000 texts, 1,500 tokens in the middle; how often each is sent follows Zipf's law with "
         "the exponent 0.9",
         _zipf,
     ),
 }
-"""What a trace is, for people, and what draws its requests by a number that scales how many."""
+"""By name, a trace in words and the function that draws its requests; its argument scales their number."""

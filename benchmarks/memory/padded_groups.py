@@ -1,14 +1,14 @@
-"""What a model takes if all groups have as many layers and one page size: the grouping that kvframe is held against.
+"""Plan a model in groups of equal size with pages of equal size, the grouping that kvframe is compared with.
 
 The arithmetic is that of vLLM's hybrid KV cache manager, from its design page (docs/design/hybrid_kv_cache_manager.md,
 cases 2 to 5) and the rule for states and for nearly equal numbers of layers in its code of version 0.11
 (``HybridAttentionMambaModelConfig``, ``_get_kv_cache_groups_uniform_page_size``):
 
 * a block holds one layer's tokens for each layer of a group, and all blocks have one size;
-* where layers keep states, blocks of attention layers get more tokens, in multiples of 16, until a block of one layer
-  is as large as a state, and the state is padded to it; other layers with smaller blocks get more tokens likewise;
-* layers of one type are cut into groups of as many layers as the rarest type has, or the most frequent one if that has
-  less than half more; the last group of a type is filled up with layers that are not there;
+* if layers keep states, blocks of attention layers get more tokens, in multiples of 16, until a block of one layer is
+  as large as a state, and the state is padded to it; other layers with smaller blocks get more tokens in the same way;
+* a group has as many layers as the rarest type, or as the most frequent type if that has less than half more; the last
+  group of a type is filled up with layers that do not exist;
 * layers that read other layers' caches do not count.
 
 Planned by kvframe with one page in a slab, such groups share a pool of equal blocks.
@@ -25,7 +25,7 @@ from kvframe.planning.groups import Grouping, KVCacheGroup
 from kvframe.planning.plan import KVCachePlan, plan_cache
 
 BLOCK_MULTIPLE = 16
-"""Blocks are made longer in steps of so many tokens, as kernels need it."""
+"""Blocks grow in steps of so many tokens, because kernels need it."""
 
 NEARLY_EQUAL = 1.5
 """Below this ratio of the most layers of a type to the fewest, groups are as large as the former."""
@@ -36,9 +36,9 @@ class PaddedGroups:
     """A model in equal groups.
 
     Attributes:
-        types: For each type of layers what one keeps, with the tokens of a block that it gets, and their names.
-        group_size: Layers of each group, those that are not there included.
-        page_bytes: Bytes of a block of one layer, alike for all.
+        types: For each type of layers, its spec with the block size that it gets, and the layers' names.
+        group_size: Layers of each group, those that do not exist included.
+        page_bytes: Bytes of a block of one layer, the same for all layers.
     """
 
     types: tuple[tuple[KVCacheSpec, tuple[str, ...]], ...]
@@ -50,9 +50,9 @@ class PaddedGroups:
         """Group a model's layers.
 
         Args:
-            layers: Its layers, in the order they run.
-            has_longer_states: Whether a state is kept for as many tokens as a block of attention has, as in vLLM, or as
-                often as in kvframe.
+            layers: Its layers in the order of the model.
+            has_longer_states: Whether one state is kept for each block of attention, as in vLLM; otherwise as many
+                states are kept as in kvframe.
         """
         names: dict[KVCacheSpec, list[str]] = {}
         for layer in layers:
@@ -76,18 +76,18 @@ class PaddedGroups:
 
     @property
     def num_missing(self) -> int:
-        """Layers that are not there and take memory."""
+        """The number of layers that do not exist and take memory."""
         return sum(-len(names) % self.group_size for _, names in self.types)
 
     @property
     def num_groups(self) -> int:
-        """Groups of all types."""
+        """The number of groups of all types."""
         return sum(-(-len(names) // self.group_size) for _, names in self.types)
 
     def plan(
         self, memory_bytes: int, max_model_len: int, max_num_batched_tokens: int, max_input_lens: Mapping[str, int]
     ) -> KVCachePlan:
-        """Return the plan of these groups, each with pages of as many bytes as its layers use; a block is a slab."""
+        """Return the plan of these groups. A block is a slab; a page has as many bytes as its group's layers use."""
         groups: list[KVCacheGroup] = []
         for spec, names in self.types:
             count = -(-len(names) // self.group_size)
@@ -102,15 +102,15 @@ class PaddedGroups:
             pages_per_slab=[1] * len(groups),
         )
         assert plan.slab_bytes == self.group_size * self.page_bytes
-        # What is too short for a block holds none.
+        # The rest of the memory is too short for a block.
         return attrs.evolve(plan, num_rest_pages=0)
 
 
 def _page_bytes(specs: Sequence[KVCacheSpec]) -> int:
-    """Return the bytes of a block of one layer that every type can have.
+    """Return the least bytes of a block of one layer that every type can have.
 
     Raises:
-        ValueError: A type's block cannot be made as large by whole tokens.
+        ValueError: No whole number of tokens makes a type's block as large.
     """
     attention = [spec for spec in specs if not spec.is_per_block]
     states = [spec.block_bytes for spec in specs if spec.is_per_block]

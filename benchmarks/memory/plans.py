@@ -1,6 +1,6 @@
-"""Plan the cache memory of published models, beside what other groupings of the same layers take.
+"""Plan the cache memory of published models, and of the same layers in other groupings. No model is loaded.
 
-The README of benchmarks says what the figures mean. Nothing is loaded or run: the models are layer files.
+See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ LAYER_FILES = ROOT / "examples" / "layers"
 MEMORY_BYTES = 80_000_000_000
 MAX_MODEL_LEN = 131_072
 LENGTHS = (8_192, MAX_MODEL_LEN)
-"""Tokens of the requests that are counted; where a model takes fewer, as many as it takes."""
+"""Tokens of the counted requests; if a model takes fewer, as many as it takes."""
 
 DTYPE = "bfloat16"
 STATES_ONCE = {"rules": [{"kind": "mamba", "spec": {"checkpoints": "none"}, "optional": True}]}
-"""Of a state one is kept for each request, and nothing for prefix caching."""
-
+"""Keep one state for each request, and none for prefix caching."""
 
 MODELS = {
     "llama_3_1_8b.toml": "Llama 3.1 8B",
@@ -47,7 +46,7 @@ MODELS = {
     "deepseek_v3.toml": "DeepSeek-V3",
     "whisper_large_v3.toml": "Whisper large v3",
 }
-"""Layer files, and the models that they describe."""
+"""The models' names by their layer file."""
 
 
 def measure(file: str, registry: Registry) -> list[dict[str, Any]]:
@@ -105,21 +104,21 @@ def _row(title: str, description: ModelDescription, registry: Registry, changes:
 
 
 def held_bytes(plan: KVCachePlan, num_tokens: int) -> int:
-    """Return the bytes of the most pages that a request holds."""
+    """Return the most bytes that the pages of a request take."""
     return sum(count * group.page_bytes for count, group in zip(plan.peak_blocks(num_tokens), plan.groups, strict=True))
 
 
 def wasted_share(plan: KVCachePlan) -> float:
-    """Return the share of the memory given that no page can use when the longest requests fill it.
+    """Return the share of the memory that no page can use if the longest requests fill it.
 
-    It is what lies before the first slab, what is too short for a page behind the last one, and the ends of slabs.
+    It consists of the bytes before the first slab, the ends of slabs, and the rest after the last slab.
     """
     used = plan.num_slabs * plan.slab_bytes * (1 - plan.waste_fraction) + plan.rest_bytes
     return 1 - used / plan.memory_bytes
 
 
 SYSTEMS = ("hybrid", "full", "padded")
-"""kvframe, every layer full, equal padded groups."""
+"""The groupings: kvframe's, every layer full, and equal padded groups."""
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -133,7 +132,7 @@ def write_report(record: Mapping[str, Any]) -> str:
     return page(
         heading("Planned memory of published models", record, ".", note, how="Planned"),
         "## What is planned",
-        table(("", "groups", "one more token", "each request, whatever its length", "wasted"), map(_planned, models)),
+        table(("", "groups", "one more token", "each request, at any length", "wasted"), map(_planned, models)),
         "## Requests that fit at once",
         table(
             (
@@ -179,7 +178,7 @@ def _padded(row: Mapping[str, Any]) -> tuple[str, ...]:
 @benchmark("memory", write_report)
 @options.choose("--model", "files", MODELS)
 def main(files: Sequence[str]) -> dict[str, Any]:
-    """Plan the models and write one JSON file and one page of results."""
+    """Plan the models; write one JSON file and one page."""
     registry = load_plugins().registry
     return {
         "memory_bytes": MEMORY_BYTES,

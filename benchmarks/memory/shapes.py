@@ -1,4 +1,4 @@
-"""What traffic is run on: published shapes, their memory, and the layouts of it. kvframe's manager serves each."""
+"""Describe the caches that traffic runs on: published models, their memory, and its layouts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.plan import KVCachePlan, plan_cache
 
 REQUEST_TOKENS = 8_192
-"""Tokens of the requests by which a shape's memory is measured out, or as many as the model takes."""
+"""The memory of a model is given in requests of so many tokens, or as many as the model takes."""
 
 PAGES_PER_REQUEST = 8
-"""For each of these requests the memory holds so many of the largest pages at least: states are large."""
+"""The memory has at least so many of the largest pages for each of these requests, because states are large."""
 
 TOKENS_A_STEP = 2_048
 MAX_NUM_SEQS = 1_024
 
 STATE_BLOCK = 64
-"""Tokens from one state that is kept for prefix caching to the next, in kvframe's layout with fewer of them."""
+"""Tokens between two states that are kept for prefix caching, in kvframe's layout with few states."""
 
 FEWER = {"rules": [{"kind": "mamba", "spec": {"block_size": STATE_BLOCK}, "optional": True}]}
 KVFRAME, FEW_STATES, PADDED = "kvframe", "kvframe, few states", "equal padded groups"
@@ -39,9 +39,9 @@ class Shape:
 
     Attributes:
         description: The model.
-        longest: The most tokens of a request: four of them fit in any layout, or what the model takes.
-        memory_bytes: The memory.
-        keeps_states: Whether some of its layers keep states.
+        longest: The most tokens of a request: as many as the model takes, but at least four such requests fit.
+        memory_bytes: The memory's bytes.
+        keeps_states: Whether some of the layers keep states.
     """
 
     description: ModelDescription
@@ -55,7 +55,7 @@ class Shape:
 
         Args:
             file: The layer file.
-            num_requests: How many requests of ``REQUEST_TOKENS`` tokens the memory holds, if every layer keeps every
+            num_requests: The memory holds so many requests of ``REQUEST_TOKENS`` tokens if every layer keeps every
                 token and one state.
         """
         description = read_layer_file(LAYER_FILES / file)
@@ -71,7 +71,7 @@ class Shape:
         )
 
     def plan(self, layout: str = KVFRAME) -> KVCachePlan:
-        """Return the plan of the memory in one of the layouts."""
+        """Return the plan of the memory in a layout."""
         if layout == PADDED:
             groups = PaddedGroups.of(_layers(self.description, {}), has_longer_states=True)
             return groups.plan(self.memory_bytes, self.longest, TOKENS_A_STEP, self.description.max_input_lens)
@@ -79,7 +79,7 @@ class Shape:
         return _plan(group_layers(_layers(self.description, rules)), self.description, self.longest, self.memory_bytes)
 
     def live_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the pages that the next token of a request of so many tokens reads."""
+        """Return the bytes of the pages that the next token of a request with ``num_tokens`` tokens reads."""
         total = 0
         for group in self.plan().groups:
             length = self.description.max_input_lens.get(group.spec.sequence, num_tokens)

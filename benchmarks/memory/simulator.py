@@ -1,4 +1,4 @@
-"""Traffic on kvframe's own scheduler and cache, without a model: a request's next token is that of its trace."""
+"""Simulate traffic on kvframe's scheduler and cache without a model: a request's next token is that of its trace."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from kvframe.engine.scheduling.step import ScheduledStep
 from kvframe.planning.plan import KVCachePlan
 
 FULL = 0.95
-"""Share of the pool in use from which on it counts where the rest is."""
+"""The memory counts as full if at least this share of the pool is in use."""
 
 LOOK_EVERY = 16
-"""Steps from one look at the memory to the next."""
+"""The use of the memory is counted once in so many steps."""
 
 
 @attrs.define
 class Outcome:
-    """What came of a trace.
+    """The result of a trace.
 
     Attributes:
         steps: Steps until the last conversation began.
         requests: Requests that ended.
-        peak: The most requests that ran at once.
-        concurrency: Requests that ran, for each step from the first one without room on; for all steps if there was
-            always room.
-        was_full: Whether there was ever no room for a request.
-        preemptions: Times that a running request gave its blocks back.
-        hit_rate: Share of the prompts' tokens that were found when the prompt was first admitted.
-        full_use: Where the memory was, in some of the steps in which it was used up.
+        peak: The most requests at once.
+        concurrency: The number of running requests in each step, from the first step on in which a waiting request
+            found too few free blocks; in all steps if there was none.
+        was_full: Whether there was such a step.
+        preemptions: The number of preemptions.
+        hit_rate: The share of the prompts' tokens that were found when the prompt was first admitted.
+        full_use: The use of the memory in some of the steps in which it was full.
     """
 
     steps: int = 0
@@ -51,10 +51,7 @@ class Outcome:
 
 
 class Simulation:
-    """Runs a trace on a plan.
-
-    Each of a number of users has one conversation at a time and begins another one at once when it is over.
-    """
+    """Runs a trace on a plan. Each user has one conversation at a time, and begins the next one when it ends."""
 
     def __init__(
         self,
@@ -68,11 +65,11 @@ class Simulation:
         """Set up a run.
 
         Args:
-            plan: The layout of the memory; its steps have as many tokens as it was planned for.
+            plan: The layout of the memory, and the most tokens of a step.
             trace: The conversations.
-            num_users: How many go on at once.
-            max_num_seqs: The most requests that run at once.
-            input_lens: What each request brings beside its tokens: one input of its own of each of these lengths.
+            num_users: The number of conversations at once.
+            max_num_seqs: The most running requests.
+            input_lens: The lengths of the inputs that each request has beside its tokens, by sequence.
         """
         self._manager = KVCacheManager(plan, max_num_seqs=max_num_seqs)
         self._scheduler: Scheduler[Request] = Scheduler(
@@ -83,12 +80,12 @@ class Simulation:
         )
         self._plan, self._max_num_seqs, self._input_lens = plan, max_num_seqs, input_lens
         self._conversations = deque(trace)
-        self._asked: dict[str, tuple[Conversation, int]] = {}
+        self._turn_of: dict[str, tuple[Conversation, int]] = {}
         self._coming: list[tuple[int, int, Request]] = []
-        self._num_asked = 0
+        self._num_sent = 0
         self.outcome = Outcome()
         for _ in range(num_users):
-            self._ask(self._conversations.popleft(), 0)
+            self._send(self._conversations.popleft(), 0)
 
     def run(self) -> Outcome:
         """Run the trace until its last conversation has begun."""
@@ -113,9 +110,9 @@ class Simulation:
         outcome.hit_rate = stats.cached_prompt_tokens / stats.prompt_tokens
         return outcome
 
-    def _ask(self, conversation: Conversation, index: int) -> None:
-        """Let a user ask the next turn of a conversation."""
-        turn, name = conversation.turns[index], str(self._num_asked)
+    def _send(self, conversation: Conversation, index: int) -> None:
+        """Let a user send the next turn of a conversation."""
+        turn, name = conversation.turns[index], str(self._num_sent)
         key = name.encode()
         request = Request.create(
             name,
@@ -127,9 +124,9 @@ class Simulation:
                 each: ModelInput(num_tokens=length, key=key, data=None) for each, length in self._input_lens.items()
             },
         )
-        self._asked[name] = conversation, index
-        heapq.heappush(self._coming, (self.outcome.steps + turn.pause, self._num_asked, request))
-        self._num_asked += 1
+        self._turn_of[name] = conversation, index
+        heapq.heappush(self._coming, (self.outcome.steps + turn.pause, self._num_sent, request))
+        self._num_sent += 1
 
     def _count(self, step: ScheduledStep[Request]) -> None:
         num_running = len(self._scheduler.running)
@@ -142,17 +139,17 @@ class Simulation:
         outcome.concurrency.append(num_running)
 
     def _complete(self, step: ScheduledStep[Request]) -> None:
-        """Give each request its next token; when one ends, its user asks again."""
+        """Give each request its next token; if one ends, its user sends the next one."""
         outcomes = []
         for place in step.generating.tolist():
             request = step.requests[place]
-            conversation, _ = self._asked[request.request_id]
+            conversation, _ = self._turn_of[request.request_id]
             outcomes.append(conversation.token_ids[len(request.token_ids)])
         for request in self._scheduler.complete(step, outcomes):
             if request.finish_reason is not None:
                 self.outcome.requests += 1
-                conversation, index = self._asked.pop(request.request_id)
+                conversation, index = self._turn_of.pop(request.request_id)
                 if index + 1 < len(conversation.turns):
-                    self._ask(conversation, index + 1)
+                    self._send(conversation, index + 1)
                 elif self._conversations:
-                    self._ask(self._conversations.popleft(), 0)
+                    self._send(self._conversations.popleft(), 0)

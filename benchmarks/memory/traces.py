@@ -1,7 +1,7 @@
-"""Request traces, drawn from a fixed seed: what is asked when, as conversations of one or more turns.
+"""Draw request traces from a fixed seed: conversations of one or more turns.
 
-Lengths are those of published traces where there are such: of the Azure LLM inference trace of 2023 (Splitwise, arXiv
-2311.18677) conversations have prompts of 1,020 tokens and replies of 129 in the middle.
+Their lengths are near those of published traces. In the Azure LLM inference trace of 2023 (Splitwise, arXiv
+2311.18677), conversations have median prompts of 1,020 tokens and median replies of 129.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Turn:
     """One request of a conversation.
 
     Attributes:
-        prompt_end: Tokens of the conversation that are its prompt.
-        end: Tokens of the conversation once it is answered.
-        pause: Steps from the reply before it to its arrival.
+        prompt_end: The end of its prompt in the conversation's tokens.
+        end: The end of its reply.
+        pause: Steps between the last reply and its arrival.
     """
 
     prompt_end: int
@@ -33,11 +33,11 @@ class Turn:
 
 @attrs.frozen
 class Conversation:
-    """Turns on one growing text.
+    """A text that grows turn by turn.
 
     Attributes:
         token_ids: The whole text, replies included.
-        turns: In order.
+        turns: The turns in order.
     """
 
     token_ids: Tokens[int]
@@ -46,18 +46,18 @@ class Conversation:
 
 @attrs.frozen
 class Lengths:
-    """What a trace's conversations are drawn from; tokens, unless said otherwise.
+    """The distributions of a trace's conversations; lengths are in tokens.
 
     Attributes:
-        prompt: Median of the first prompt, without what is shared.
-        prompt_spread: Standard deviation of its logarithm; 0 for a constant.
-        reply: Median of a reply.
-        reply_spread: Standard deviation of its logarithm.
-        more: Median of what each later turn adds.
-        turns: The least and the most turns, all numbers between equally likely.
-        shared: Tokens of the system prompt that a conversation begins with.
-        num_shared: How many different system prompts there are.
-        pause: Mean steps between a reply and the next turn.
+        prompt: The median of the first prompt, without the system prompt.
+        prompt_spread: The standard deviation of its logarithm; 0 for a constant.
+        reply: The median of a reply.
+        reply_spread: The standard deviation of its logarithm.
+        more: The median of what each later turn adds.
+        turns: The least and the most turns; all numbers between them are equally likely.
+        shared: The length of the system prompt at the beginning of a conversation.
+        num_shared: The number of different system prompts.
+        pause: The mean number of steps between a reply and the next turn.
     """
 
     prompt: int
@@ -95,10 +95,10 @@ def draw(lengths: Lengths, count: int, longest: int, seed: int = 0) -> list[Conv
     """Return a trace's conversations.
 
     Args:
-        lengths: What they are drawn from.
-        count: How many.
-        longest: The most tokens that a request may have. Where that is less than twice a typical request's, all
-            lengths are made shorter by one factor; a turn that would still be too long ends its conversation.
+        lengths: Their distributions.
+        count: Their number.
+        longest: The most tokens of a request. If a typical request has more than half of it, all lengths are made
+            shorter by one factor; a turn that is still too long ends its conversation.
         seed: Equal seeds give equal traces.
     """
     random = np.random.default_rng(seed)
@@ -108,7 +108,7 @@ def draw(lengths: Lengths, count: int, longest: int, seed: int = 0) -> list[Conv
 
 
 def typical_tokens(lengths: Lengths) -> int:
-    """Return the tokens of a request in the middle of a conversation, at its end."""
+    """Return the tokens of a request in the middle of a conversation, with its reply."""
     middle = (sum(lengths.turns) / 2 - 1) / 2
     return round(lengths.shared + lengths.prompt + lengths.reply + middle * (lengths.more + lengths.reply))
 

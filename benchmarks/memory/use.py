@@ -1,4 +1,4 @@
-"""Where the bytes of a cache's pool are."""
+"""Count what the bytes of a cache's pool are used for."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvframe.contract.specs import TOKENS, KVCacheSpec
 
 @attrs.frozen(kw_only=True)
 class MemoryUse:
-    """Where the bytes of a pool are at one moment; together they are all of it.
+    """The bytes of a pool at one moment by their use. Together they are the whole pool.
 
     Attributes:
-        needed: In pages that requests hold, what their coming tokens read.
-        unfinished: In these pages, capacity without tokens, either for later ones or left by earlier ones.
-        partly_used: Free pages in slabs with held pages: of use to the same group only.
-        cached: Cached pages in such slabs: prefixes that can be found, in memory of use to the same group only.
-        padding: What no page can ever use: ends of slabs, room for layers that are not there or to make states as
-            large as blocks, and what is left over of the memory.
-        idle: What any group can take.
+        needed: The part of held pages that coming tokens read.
+        unfinished: The part of held pages for tokens that do not exist yet, or that a window has passed.
+        partly_used: Free pages in slabs with held pages; only the slab's group can take them.
+        cached: Cached pages in such slabs: prefixes that can be found, in memory that only the slab's group can take.
+        padding: Bytes that no page can use: ends of slabs, space for layers that do not exist or that makes states as
+            large as blocks, and the rest of the memory.
+        idle: Bytes that any group can take.
     """
 
     needed: int
@@ -35,17 +35,17 @@ class MemoryUse:
 
     @property
     def used(self) -> float:
-        """Share of the pool that no other request could get."""
+        """The share of the pool that no other request could get."""
         taken = self.needed + self.unfinished + self.padding
         return taken / (taken + self.partly_used + self.cached + self.idle)
 
 
 def memory_use(manager: KVCacheManager, computed: Mapping[str, int]) -> MemoryUse:
-    """Return where the bytes of a manager's pool are.
+    """Return the use of a manager's pool.
 
     Args:
         manager: The manager.
-        computed: The computed tokens of each request that runs.
+        computed: The number of computed tokens of each running request.
     """
     plan = manager.plan
     tables = {request: manager.block_ids(request) for request in computed}
@@ -88,7 +88,7 @@ def memory_use(manager: KVCacheManager, computed: Mapping[str, int]) -> MemoryUs
 
 
 def empty_tokens(spec: KVCacheSpec, num_held: int, num_computed: int) -> int:
-    """Return the tokens that a request's blocks of a group have room for and that no coming token reads."""
+    """Return the tokens' places in a request's blocks of a group that no coming token reads."""
     if spec.is_per_block or spec.sequence != TOKENS:
         return 0
     live = sum(stop - start for start, stop in spec.live_ranges(num_computed))

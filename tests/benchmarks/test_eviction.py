@@ -26,7 +26,7 @@ def record() -> dict[str, Any]:
 def ask(*texts: str) -> list[Any]:
     """Return requests of blocks: each letter stands for one, and the last block is never found."""
     tokens = [array("I", [token for letter in text for token in [ord(letter)] * 16]) for text in texts]
-    return [eviction_traces.Asked(each, len(each)) for each in tokens]
+    return [eviction_traces.TracedRequest(each, len(each)) for each in tokens]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory import traces, traffic, traffic_report
+from benchmarks.memory import traces, traffic
 from tests.benchmarks.calling import measured, page_of, record_of
 
 LLAMA, GEMMA, FALCON = "llama_3_1_8b.toml", "gemma_3_27b.json", "falcon_h1_7b.toml"
@@ -111,12 +111,12 @@ def test_kvframe_wastes_at_most_one_percent_of_any_shape_beyond_unfinished_block
         of_shape = [rows for (name, _), rows in recorded.items() if name == title]
         for layout in ("kvframe", "kvframe, few states"):
             rows = [row[layout] for row in of_shape if layout in row]
-            wasted[title, layout] = traffic_report.shape_waste(rows) or 0.0
+            wasted[title, layout] = traffic.shape_waste(rows) or 0.0
     assert {} == {name: share for name, share in wasted.items() if share > 0.01}
 
 
 def test_kvframe_never_runs_fewer_requests_at_once(recorded: dict[tuple[str, str], Any]) -> None:
-    best_ratio = traffic_report.best_ratio
+    best_ratio = traffic.best_ratio
     most = {name: best_ratio(rows, "equal padded groups") for name, rows in recorded.items()}
     assert {} == {name: ratio for name, ratio in most.items() if ratio < 1}
     # Which request meets which differs from layout to layout: what follows from that is no difference.
@@ -125,7 +125,7 @@ def test_kvframe_never_runs_fewer_requests_at_once(recorded: dict[tuple[str, str
 
 
 def test_three_traces_run_at_least_thirty_percent_more_requests_at_once(recorded: dict[tuple[str, str], Any]) -> None:
-    best_ratio = traffic_report.best_ratio
+    best_ratio = traffic.best_ratio
     for figure in ("peak", "concurrency"):
         ratios = [best_ratio(rows, "equal padded groups", figure) for rows in recorded.values()]
         assert 3 <= sum(ratio >= 1.3 for ratio in ratios)
