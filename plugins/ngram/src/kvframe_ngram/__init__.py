@@ -1,1 +1,1 @@
-"""The proposer ``ngram``: it guesses that a request goes on as it did after the same tokens before."""
+"""The proposer ``ngram``: it proposes the tokens that followed a request's last tokens earlier in its text."""

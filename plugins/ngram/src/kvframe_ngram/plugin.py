@@ -1,4 +1,4 @@
-"""The manifest: what this distribution adds to kvframe, by import string."""
+"""The manifest: it registers the proposer of this distribution by import string."""
 
 from __future__ import annotations
 

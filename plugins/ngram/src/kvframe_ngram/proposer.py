@@ -1,9 +1,9 @@
-"""Prompt lookup: finds a request's last tokens earlier, and proposes what followed there.
+"""Prompt lookup: find a request's last tokens earlier in its text, and propose the tokens that followed them.
 
-They are looked up in the same request, and if asked in what other requests of its salt generated.
+If asked for, the text that other requests of the same salt generated is searched too.
 
-The idea is that of prompt lookup decoding (Saxena, 2023), which transformers has as ``prompt_lookup_num_tokens``. Here
-each request has an index of its n-grams that grows with it, so that a step costs the same however long a request is.
+The method is prompt lookup decoding (Saxena, 2023), transformers' ``prompt_lookup_num_tokens``. Here, each request has
+an index of its n-grams that grows with it, so a step costs the same at any length of the request.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kvframe_ngram.shared import SharedTexts
 
 
 class NgramIndex:
-    """Where each n-gram of a sequence of tokens ends.
+    """An index of the n-grams of a sequence of tokens, by the places where they end.
 
-    Invariant: ``_last[n-gram]`` is where it ended last, ``_before[end]`` where the n-gram that ends at ``end`` ended
-    before; 0 for nowhere.
+    Invariant: ``_last[n-gram]`` is the last place where the n-gram ends. ``_before[end - 1]`` is the last place before
+    ``end`` where the same n-gram ends as at ``end``; 0 if there is none.
     """
 
     def __init__(self, size: int) -> None:
-        """Start with no tokens; ``size`` is the tokens of an n-gram."""
+        """Start without tokens; ``size`` is the number of tokens of an n-gram."""
         self._size = size
         self._tokens = array("I")
         self._last: dict[bytes, int] = {}
         self._before = array("Q")
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Add the tokens that were not read yet; the others are those that were read before."""
+        """Add the new tokens of the sequence. Its earlier tokens must be those of the last call."""
         size, start = self._size, len(self._tokens)
         self._tokens.extend(token_ids[start:])
         data, width = self._tokens.tobytes() if start == 0 else b"", self._tokens.itemsize
@@ -46,11 +46,11 @@ class NgramIndex:
             self._last[gram] = end
 
     def find(self, num_candidates: int, most: int) -> int:
-        """Return where the longest known match of the sequence's end ended before, the last one if several; 0 for none.
+        """Return the place where the longest match of the sequence's end ends, the last one of several; 0 for none.
 
         Args:
-            num_candidates: The most places that are compared, the last ones first.
-            most: The most tokens that a match is compared for.
+            num_candidates: The most places that are compared; later places come first.
+            most: The most tokens of a match that are compared.
         """
         tokens, size = self._tokens, self._size
         stop = len(tokens)
@@ -108,7 +108,7 @@ class NgramProposer(Proposer):
     _num_shared: dict[str, int] = attrs.field(init=False, factory=dict, repr=False)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return what followed each request's last tokens before."""
+        """Return, for each request, the tokens that followed its last tokens earlier."""
         drafts = []
         for request in requests:
             index = self._indexes.get(request.request_id)
@@ -116,7 +116,7 @@ class NgramProposer(Proposer):
                 index = self._indexes[request.request_id] = NgramIndex(self.min_match)
             index.read(request.token_ids)
             start = index.find(self.num_candidates, max(self.min_match, self.max_match))
-            # After the sequence's end, what follows is proposed once more: the text may go round.
+            # At the end of the sequence, the proposal goes on at its start: the text may repeat itself.
             period = len(request.token_ids) - start
             places = range(request.max_drafts) if start else ()
             found = [request.token_ids[start + place % period] for place in places]
@@ -125,11 +125,11 @@ class NgramProposer(Proposer):
         return drafts
 
     def _of_others(self, request: DraftRequest) -> list[int]:
-        """Return what followed a request's last tokens in what its salt generated; share what it generated itself."""
+        """Return the tokens that followed a request's last tokens in its salt's texts, and share its own new tokens."""
         texts, known = self._shared[request.cache_salt], len(request.token_ids)
         found: list[int] = []
         if known >= self.min_match:
-            # Before its own tokens are shared, because these end with the same tokens.
+            # The search comes first, because the request's own shared tokens end with the same n-gram.
             found = texts.find(request.token_ids[known - self.min_match : known], request.max_drafts)
         start = self._num_shared.get(request.request_id, request.num_prompt_tokens)
         texts.read(request.request_id, request.token_ids[start:known])
@@ -137,7 +137,7 @@ class NgramProposer(Proposer):
         return found
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drop the indexes of requests. What they generated stays for others."""
+        """Drop the indexes of requests. Their generated tokens stay for other requests."""
         for request_id in request_ids:
             self._indexes.pop(request_id, None)
             self._num_shared.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""What requests of one salt generated, so that others of the salt can repeat it."""
+"""Keep the tokens that requests of a salt generated, so that other requests of the salt can repeat them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 MAX_SALTS = 256
-"""The most salts whose tokens are kept; those of the salt that was used least recently go first."""
+"""The most salts whose tokens are kept; the least recently used salt is dropped first."""
 
 
 class GeneratedTexts:
-    """The tokens that the requests of one salt generated lately, and where each n-gram of them ended last.
+    """The tokens that the requests of one salt generated lately, and the last place where each of their n-grams ended.
 
-    Invariant: every n-gram in ``_last`` is in the text that it names, and together the texts have at most ``most``
-    tokens, unless there is one text only.
+    Invariant: every n-gram in ``_last`` is in the text that its entry names. Together the texts have at most ``most``
+    tokens, unless there is only one text.
     """
 
     def __init__(self, size: int, most: int) -> None:
-        """Start with no text.
+        """Start without a text.
 
         Args:
-            size: The tokens of an n-gram.
-            most: The most tokens that are kept; those of the oldest requests go first.
+            size: The number of tokens of an n-gram.
+            most: The most tokens that are kept; the oldest request's tokens are dropped first.
         """
         self._size, self._most = size, most
         self._texts: OrderedDict[str, array[int]] = OrderedDict()
@@ -41,7 +41,7 @@ class GeneratedTexts:
             self._drop(*self._texts.popitem(last=False))
 
     def find(self, end: Sequence[int], most: int) -> list[int]:
-        """Return what followed the tokens of ``end``, an n-gram, when they were generated last; none if never."""
+        """Return at most ``most`` tokens that followed the n-gram ``end`` at its last place; none if it is unknown."""
         text, place = self._last.get(array("I", end).tobytes(), (array("I"), 0))
         return text[place : place + most].tolist()
 
@@ -54,10 +54,10 @@ class GeneratedTexts:
 
 
 class SharedTexts:
-    """The generated texts of each salt: a salt's requests find nothing of another salt."""
+    """The generated texts of each salt. Requests of one salt never see texts of another."""
 
     def __init__(self, size: int, most: int) -> None:
-        """Start with no salt; the arguments are those of ``GeneratedTexts``."""
+        """Start without a salt; the arguments are those of ``GeneratedTexts``."""
         self._size, self._most = size, most
         self._of_salt: OrderedDict[str, GeneratedTexts] = OrderedDict()
 

@@ -1,4 +1,4 @@
-"""The attention of one part of a step: by torch's own function, or by scores if that lacks what a layer needs."""
+"""Compute the attention of one part of a step: by torch's own function, or by scores if that function cannot."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from kvframe.contract.specs import QuerySpec
 
 
 class Part(NamedTuple):
-    """What one call computes: a batch, or a tile of a chunk.
+    """The input of one call: a batch, or a tile of a chunk.
 
     Attributes:
-        rows: The packed tokens that are its queries: a slice, or ``[num_requests * num_queries], int64, device``.
+        rows: The packed tokens of the queries: a slice, or ``[num_requests * num_queries], int64, device``.
         query: ``[num_requests, num_queries, num_heads, head_size]``.
-        key: ``[num_requests, num_kv_heads, num_keys, head_size]``. It stays as it is until the next part is made.
-        value: ``[num_requests, num_kv_heads, num_keys, head_size_v]``. Likewise.
-        bias: What is added to the scores of folded queries, of a shape that expands to theirs; None for nothing.
-        is_prompt: Whether query ``i`` sees the keys ``[0, i]``, and there is no bias that says so.
+        key: ``[num_requests, num_kv_heads, num_keys, head_size]``. The next part may overwrite it.
+        value: ``[num_requests, num_kv_heads, num_keys, head_size_v]``. The next part may overwrite it.
+        bias: The mask and the learned bias, which are added to the scores of folded queries and expand to their shape;
+            None if there is neither.
+        is_prompt: Whether query ``i`` sees the keys ``[0, i]``; there is no bias then.
     """
 
     rows: slice | torch.Tensor
@@ -46,7 +47,7 @@ def attend(part: Part, scale: float) -> torch.Tensor:
 
 
 def attend_by_scores(part: Part, layer: QuerySpec, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same and its log-sum-exp, with a soft cap and learned sinks: torch's own attention lacks these."""
+    """Return a part's attention and its log-sum-exp. It serves soft caps and learned sinks, unlike torch's."""
     dtype, num_kv_heads, num_queries = score_dtype(part.query.dtype), part.key.shape[1], part.query.shape[1]
     query = folded(part.query.to(dtype) * layer.scale, num_kv_heads)
     scores = _products(query, part.key.to(dtype).transpose(2, 3))
@@ -57,7 +58,7 @@ def attend_by_scores(part: Part, layer: QuerySpec, sinks: torch.Tensor | None) -
     weights = torch.softmax(scores, dim=-1)
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
     if sinks is not None:
-        # One more logit in the denominator scales every weight by the softmax's share against it.
+        # A sink is one more logit in the denominator, so it scales every weight by the same factor.
         logits = sinks.to(dtype).view(num_kv_heads, 1, -1).expand(-1, num_queries, -1).reshape(num_kv_heads, -1, 1)
         weights *= torch.sigmoid(lse - logits)
         lse = torch.logaddexp(lse, logits)
@@ -66,14 +67,14 @@ def attend_by_scores(part: Part, layer: QuerySpec, sinks: torch.Tensor | None) -
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scores, not a low precision: some CPUs multiply its matrices twenty times as slowly."""
+    """Return the dtype of scores: at least float32, because some CPUs multiply low precision twenty times as slowly."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return matrix products, ``[num_requests, num_kv_heads, …]`` all three.
+    """Return the matrix products of ``[num_requests, num_kv_heads, …]`` and ``[num_requests, num_kv_heads, …]``.
 
-    One product over requests and heads at once would copy the keys or values, whose heads lie apart.
+    A single product over requests and heads would copy the keys or values, because their heads lie apart.
     """
     products = left.new_empty(*left.shape[:3], right.shape[3])
     axis = 0 if left.shape[0] < left.shape[1] else 1
@@ -83,9 +84,10 @@ def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def folded(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Return ``[num_requests, num_kv_heads, num_queries * group_size, head_size]`` of queries by request.
+    """Fold ``[num_requests, num_queries, num_heads, head_size]`` to one head of queries for each KV head.
 
-    The query heads of a KV head become more queries of that one head, so that keys are never repeated.
+    The query heads of a KV head become further queries of a single head, so that keys need not be repeated:
+    ``[num_requests, num_kv_heads, num_queries * group_size, head_size]``.
     """
     num_requests, num_queries, _, head_size = query.shape
     folded = query.reshape(num_requests, num_queries, num_kv_heads, -1, head_size).transpose(1, 2)
@@ -93,7 +95,7 @@ def folded(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 def _unfolded(result: torch.Tensor, num_queries: int) -> torch.Tensor:
-    """Return ``[num_requests * num_queries, num_heads, size]`` of what was computed for folded queries."""
+    """Unfold a result of folded queries to ``[num_requests * num_queries, num_heads, size]``."""
     num_requests, num_kv_heads, _, size = result.shape
     unfolded = result.view(num_requests, num_kv_heads, num_queries, -1, size).transpose(1, 2)
     return unfolded.reshape(num_requests * num_queries, -1, size)

@@ -1,4 +1,4 @@
-"""The torch backend: pages are gathered, and torch's own attention computes them, on any device that torch knows."""
+"""The backend ``torch``: it gathers pages and calls torch's own attention, on any device of torch."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from kvframe_torch.builder import TorchMetadata, TorchMetadataBuilder
 from kvframe_torch.tiles import ChunkMasks
 
 MAX_SCRATCH_ELEMENTS = 1 << 24
-"""Elements of gathered tokens whose memory is kept for the next call."""
+"""Up to so many elements, the memory of gathered tokens is kept for the next call."""
 
 
 class Scratch:
-    """Memory that each call of a layer gathers into: the system takes long to map new pages.
+    """Memory for gathered tokens that calls reuse, because the system takes long to map new memory.
 
-    Invariant: only the tensor that ``take`` returned last is in use.
+    Invariant: only the last tensor that ``take`` returned is in use.
     """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor."""
+        """Return an uninitialised tensor in the reused memory; a large tensor gets memory of its own."""
         num_elements = math.prod(shape)
         if num_elements > MAX_SCRATCH_ELEMENTS:
             return torch.empty(shape, dtype=dtype, device=device)
         buffer = self._buffer
         if buffer.shape[0] < num_elements or buffer.dtype != dtype:
-            # Outside of inference mode, so that a later call may write to it in either mode.
+            # A tensor made outside of inference mode can be written to in both modes.
             with torch.inference_mode(False):
                 buffer = self._buffer = torch.empty(num_elements, dtype=dtype, device=device)
         return buffer[:num_elements].view(shape)
 
 
 class TorchBackend(AttentionBackend):
-    """Serves causal, bidirectional and windowed attention, with soft caps, sinks, learned sink logits and biases."""
+    """Serves causal, bidirectional and windowed attention, soft caps, sink tokens, learned sinks and learned biases."""
 
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
@@ -67,7 +67,7 @@ class TorchBackend(AttentionBackend):
         self._scratch = {"k": Scratch(), "v": Scratch()}
 
     def make_builder(self) -> TorchMetadataBuilder:
-        """Return the builder of the step's batches and chunks."""
+        """Return the builder that divides a step into batches and chunks."""
         return TorchMetadataBuilder(self.layers[0], self.device)
 
     def forward(
@@ -79,16 +79,16 @@ class TorchBackend(AttentionBackend):
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute one batch after the other, then one chunk after the other."""
+        """Compute the batches one after the other, then the chunks."""
         return self._forward(layer, query, kv_cache, metadata, sinks, out, None)
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same by scores, because torch's own attention returns no log-sum-exp."""
+        """Compute the output by scores, because torch's own attention returns no log-sum-exp."""
         lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
         if sinks is not None:
-            # Requests without keys are in no batch.
+            # No batch contains a request without keys; only its sink counts.
             lse.copy_(sinks.expand_as(lse))
         return self._forward(layer, query, kv_cache, metadata, sinks, None, lse), lse
 
@@ -102,7 +102,7 @@ class TorchBackend(AttentionBackend):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the output, and write the log-sum-exp to ``lse: [num_tokens, num_heads]`` if it is given."""
+        """Return the output. Write the log-sum-exp to ``lse: [num_tokens, num_heads]`` unless it is None."""
         assert isinstance(metadata, TorchMetadata)
         assert layer.query is not None
         by_scores = lse is not None or sinks is not None or layer.query.soft_cap is not None
@@ -121,7 +121,7 @@ class TorchBackend(AttentionBackend):
     def _batches(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: TorchMetadata
     ) -> Iterator[Part]:
-        """Gather one batch after the other: requests with one query each."""
+        """Gather one batch after the other and yield it; its requests have one query each."""
         block_size = metadata.block_size
         for batch in metadata.batches:
             num_pages = batch.num_requests * batch.num_pages
@@ -143,7 +143,7 @@ class TorchBackend(AttentionBackend):
     def _tiles(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: TorchMetadata, by_scores: bool
     ) -> Iterator[Part]:
-        """Gather one chunk after the other, and cut the tokens of each tile out of it."""
+        """Gather one chunk after the other and yield its tiles."""
         assert layer.query is not None
         dtype = score_dtype(query.dtype) if by_scores else query.dtype
         for chunk in metadata.chunks:
@@ -162,7 +162,15 @@ class TorchBackend(AttentionBackend):
     def _gather(
         self, kv_cache: KVCache, name: str, pages: torch.Tensor, dead: torch.Tensor | None, num_requests: int
     ) -> torch.Tensor:
-        """Return the keys or values of pages, ``[num_requests, num_kv_heads, num_keys, size]``, strided."""
+        """Gather the keys or values of pages; return a strided view, ``[num_requests, num_kv_heads, num_keys, size]``.
+
+        Args:
+            kv_cache: The layer's state tensors.
+            name: ``k`` or ``v``.
+            pages: ``[num_pages], device``: the block ids.
+            dead: The gathered tokens that are set to 0, because their values may be NaN; None for none.
+            num_requests: The number of requests that the pages belong to.
+        """
         state = kv_cache[name]
         gathered = self._scratch[name].take((pages.shape[0], *state.shape[1:]), state.dtype, state.device)
         torch.index_select(state, 0, pages, out=gathered)
@@ -178,7 +186,7 @@ class TorchBackend(AttentionBackend):
         dtype: torch.dtype,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return a layer's bias for ``columns: [num_requests, num_queries, num_keys]``, with a mask added to it."""
+        """Return a layer's learned bias for ``columns: [num_requests, num_queries, num_keys]``, plus a mask."""
         values = self.bias_tables[layer.name].index_select(1, columns.view(-1)).to(dtype)
         bias = folded(values.view(-1, *columns.shape).permute(1, 2, 0, 3), num_kv_heads)
         return bias if mask is None else bias + mask

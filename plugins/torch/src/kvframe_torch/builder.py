@@ -1,4 +1,4 @@
-"""The torch backend's metadata: the pages that a step gathers, and which requests are computed together."""
+"""Build the torch backend's metadata: the pages that a step gathers, and the requests that are computed together."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from kvframe.contract.specs import LayerSpec
 from kvframe_torch.spans import NO_WINDOW, Rules, Spans, row_stride, sums_between
 
 MAX_BATCH_KEYS = 1 << 16
-"""Gathered tokens of a batch of more than one request: bounds the memory of the copies."""
+"""The most gathered tokens of a batch with several requests; it bounds the memory of the copies."""
 
 MAX_BATCH_BYTES = 1 << 23
-"""Bytes of keys, or of values, that a CPU gathers at once: they are read again while they are in its cache."""
+"""The most bytes of keys, or of values, that a CPU gathers at once; they then stay in its cache until they are read."""
 
 FREE_PADDING_ELEMENTS = 3 << 17
-"""Elements of keys and values that a batch may gather for padding: a second batch would cost more."""
+"""Elements of keys and values that a batch may gather as padding; a second batch would cost more."""
 
 
 class Batch(NamedTuple):
-    """Requests with one query each, which one call computes. As many pages are gathered for each.
+    """Requests with one query each that one call computes. The same number of pages is gathered for each.
 
     Attributes:
-        first_row: The first of the metadata's ``rows``.
-        num_requests: How many requests.
-        first_page: The first of the metadata's ``pages``.
-        num_pages: Pages of each request.
-        first_hidden: The first of the metadata's ``hidden``.
-        num_hidden: How many of them.
+        first_row: The index of the first request in the metadata's ``rows``.
+        num_requests: The number of requests.
+        first_page: The index of the first page in the metadata's ``pages``.
+        num_pages: The number of pages of each request.
+        first_hidden: The index of the first hidden token in the metadata's ``hidden``.
+        num_hidden: The number of hidden tokens.
     """
 
     first_row: int
@@ -51,10 +51,10 @@ class Chunk(NamedTuple):
     """One request with several queries.
 
     Attributes:
-        first_page: The first of the metadata's ``pages``.
-        num_pages: How many pages.
-        num_queries: How many queries.
-        first_row: The first query's row among the packed tokens; and so on, as in ``Spans``.
+        first_page: The index of the first page in the metadata's ``pages``.
+        num_pages: The number of pages.
+        num_queries: The number of queries.
+        first_row: The first query's row among the packed tokens. This field and the next ones are those of ``Spans``.
     """
 
     first_page: int
@@ -71,7 +71,7 @@ class Chunk(NamedTuple):
 
 @attrs.frozen(eq=False)
 class TorchMetadata:
-    """What the layers of an attention group read in a step.
+    """The metadata that the layers of an attention group read in a step.
 
     Attributes:
         causal: Whether queries see only their own and earlier positions.
@@ -80,18 +80,18 @@ class TorchMetadata:
         chunks: The requests with several.
         pages: ``[num_pages], int32, device``: the block ids to gather, those of batches first.
         rows: ``[num_single_queries], int64, device``: the packed token of each single query, batch after batch.
-        hidden: ``[num_hidden], int64, device``: the numbers of gathered tokens of batches that are not seen and may
-            hold anything, NaN included.
-        repeated: ``[num_repeated], int64, device``: the numbers of gathered pages that are padding: the same page was
-            gathered before, and each of its tokens is seen there.
-        mask: ``[num_gathered], device``: what is added to the scores of batches, -inf for hidden tokens and repeated
-            pages, otherwise 0. None before ``finish``, and if all is seen.
-        distances: ``[num_pages], int64, device``: the position of each page's first token less that of its request's
+        hidden: ``[num_hidden], int64, device``: the indices of gathered tokens in batches that the query does not see.
+            Their values may be NaN.
+        repeated: ``[num_repeated], int64, device``: the indices of gathered pages that are padding. Each repeats a page
+            of the same request of which every token is seen.
+        mask: ``[num_gathered], device``: added to the scores of batches: -inf for hidden tokens and repeated pages,
+            otherwise 0. None before ``finish``, and if every gathered token is seen.
+        distances: ``[num_pages], int64, device``: the position of each page's first token minus that of its request's
             first query; None without a learned bias.
-        bias_columns: ``[num_gathered], int64, device``: the columns of what ``bias_by_distance`` returns, for batches.
-            None before ``finish``, and without a learned bias.
+        bias_columns: ``[num_gathered], int64, device``: for batches, the columns of the table that
+            ``bias_by_distance`` returns. None before ``finish``, and without a learned bias.
         places_cpu: ``[num_pages], int32, host``: the places of ``pages`` in the flattened block table.
-        table_stride: Its ``row_stride``.
+        table_stride: The block table's ``row_stride``.
     """
 
     causal: bool
@@ -116,11 +116,11 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
     table_fields = frozenset({"pages"})
 
     def __init__(self, layer: LayerSpec, device: torch.device) -> None:
-        """Take what the layers of the group have in common.
+        """Read the rules from one layer.
 
         Args:
-            layer: Any layer of the group.
-            device: Where the layers run.
+            layer: Any layer of the group; all have the same rules.
+            device: The layers' device.
         """
         assert layer.spec is not None
         assert layer.query is not None
@@ -143,19 +143,19 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
 
     @property
     def reuse_key(self) -> Hashable:
-        """What decides how a step is divided and masked."""
+        """The values that decide how a step is divided and masked."""
         return self._rules, self._max_distance, self._dtype
 
     def build(self, metadata: CommonAttentionMetadata) -> TorchMetadata:
-        """Return the step's batches and chunks, without what ``finish`` makes of them."""
+        """Return the step's batches and chunks; ``finish`` adds the mask."""
         (built,) = self.build_together([(self, metadata)])
         return built
 
     @classmethod
     def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[TorchMetadata]:
-        """Return the metadata of all groups. It is made once for groups that differ in their block tables alone.
+        """Return the metadata of all groups. Groups that differ in their block tables alone share one division.
 
-        Windows that no request of the step has reached make no difference.
+        A window that no request of the step has reached counts as no window.
         """
         rules = [builder._rules.reached(metadata.max_seq_len) for builder, metadata in builds]
         keys = [
@@ -176,7 +176,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
     def _build_different(
         cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]], rules: Sequence[Rules]
     ) -> list[TorchMetadata]:
-        """Return the metadata of some groups, in which each number counts from the first one of its group."""
+        """Return the metadata of groups with different rules or lengths. Indices count from the start of each group."""
         spans = Spans.of([metadata for _, metadata in builds], rules)
         bounds = spans.batch_bounds(rules)
         first, counts = bounds[:-1], np.diff(bounds)
@@ -211,7 +211,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         hidden: torch.Tensor,
         repeated: torch.Tensor,
     ) -> TorchMetadata:
-        """Return a group's metadata, given the numbers of its batches and chunks, and its part of each array."""
+        """Return one group's metadata from the numbers of its batches and chunks and from its part of each array."""
         batches, chunks, num_rows, num_pages, num_hidden = [], [], 0, 0, 0
         for num_requests, hidden_of_batch, width, num_queries, *chunk in parts:
             if num_queries > 1:
@@ -238,7 +238,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def finish(self, built: Any) -> TorchMetadata:
-        """Return the same with the mask, and with the columns of a learned bias."""
+        """Return the metadata with its mask, and with the columns of a learned bias."""
         assert isinstance(built, TorchMetadata)
         device = built.pages.device
         num_gathered = sum(batch.num_requests * batch.num_pages for batch in built.batches) * built.block_size
@@ -258,17 +258,17 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
 
 
 def _host_values(metadata: CommonAttentionMetadata) -> tuple[Any, ...]:
-    """Return the values by which, beside its rules, a group's pages are found in its block table."""
+    """Return the values that, with a group's rules, decide the places of its pages in the block table."""
     extensions = (metadata.extensions.get(name) for name in (SEQ_STARTS, NUM_PROMPT_TOKENS))
     return metadata.query_start_loc_cpu, metadata.seq_lens_cpu, *extensions
 
 
 def _block_ids(places: torch.Tensor, table: torch.Tensor, stride: int) -> torch.Tensor:
-    """Return the block ids at places in a flattened block table, given places for one of another ``row_stride``."""
+    """Return the block ids at places of a flattened block table; the places assume the row stride ``stride``."""
     own_stride, (num_rows, num_columns) = row_stride(table), table.shape
     if stride != own_stride:
         places = places + torch.div(places, stride, rounding_mode="floor") * (own_stride - stride)
     if own_stride == num_columns:
         return table.reshape(-1).index_select(0, places)
-    # A part of a wider table is not copied.
+    # The table is a part of a wider one; this view avoids a copy.
     return table.as_strided(((num_rows - 1) * own_stride + num_columns,), (1,)).index_select(0, places)

@@ -1,7 +1,7 @@
-"""Which pages the requests of a step read, for all attention groups at once: flat NumPy arrays on the host.
+"""Find the pages that the requests of a step read, for all attention groups at once, in flat NumPy arrays on the host.
 
 The *span* of a request is the pages that its queries see: one run of pages, or two if the first ones hold sink tokens.
-An operation on arrays costs more than what it computes for one group: so it is done once for the spans of all groups.
+One array operation takes longer to start than to compute one group, so each is called once for the spans of all groups.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 from kvframe.contract.metadata import NUM_PROMPT_TOKENS, SEQ_STARTS, CommonAttentionMetadata
 
 NO_WINDOW = 1 << 30
-"""The window of layers whose queries see all tokens before them."""
+"""The window of layers without a window."""
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
 
 class Rules(NamedTuple):
-    """What of a group's layers decides which pages are read, and which requests are computed together.
+    """The properties of a group's layers that decide which pages are read and which requests form a batch.
 
     Attributes:
         causal: Whether the layers' mask is causal.
-        window: Tokens that a query sees, its own included; ``NO_WINDOW`` for all before it.
-        num_sink_tokens: Tokens at the start of each request that the window does not hide.
-        max_keys: The most gathered tokens of a batch of more than one request.
-        free_padding: Gathered tokens of padding that cost less than one more batch.
+        window: The number of tokens that a query sees, its own included; ``NO_WINDOW`` for all earlier ones.
+        num_sink_tokens: The number of tokens at the start of each request that the window does not hide.
+        max_keys: The most gathered tokens of a batch with several requests.
+        free_padding: The most gathered padding of a batch, in tokens; a further batch would cost more.
         keeps_prompt: Whether the tokens of each request's prompt are sink tokens too.
     """
 
@@ -43,34 +43,32 @@ class Rules(NamedTuple):
     keeps_prompt: bool = False
 
     def reached(self, max_seq_len: int) -> Rules:
-        """Return the rules for requests of at most so many tokens: a window as long hides nothing of them."""
-        return (
-            self
-            if max_seq_len > self.window
-            else self._replace(window=NO_WINDOW, num_sink_tokens=0, keeps_prompt=False)
-        )
+        """Return the rules for requests of at most ``max_seq_len`` tokens. A longer window hides nothing."""
+        if max_seq_len > self.window:
+            return self
+        return self._replace(window=NO_WINDOW, num_sink_tokens=0, keeps_prompt=False)
 
 
 @attrs.frozen(eq=False)
 class Spans:
-    """The spans of some groups, ``[num_spans], int64`` each.
+    """The spans of some groups; each field is ``[num_spans], int64``.
 
-    They are in the order of groups. In a group, requests with one query come first, from the most pages down.
+    Spans are sorted by group. In a group, requests with one query come first, those with the most pages before others.
 
     Attributes:
         group: The span's group.
         first_row: The first query's row among the packed tokens.
         num_queries: The request's queries, at least one.
-        position: The first query's position in its request; without meaning if the keys are of another sequence.
-        start: The first token of the request that is not hidden from all queries.
-        low: The first token that one of the queries sees, sink tokens aside.
-        stop: The token after the last one that one of the queries sees.
+        position: The first query's position in its request; meaningless if the keys are of another sequence.
+        start: The first token that ``SEQ_STARTS`` does not hide.
+        low: The first token that a query sees, apart from sink tokens.
+        stop: The token after the last one that a query sees.
         sink_stop: The token after the last sink token; 0 without sink tokens.
         num_sinks: Pages with sink tokens that are read before the page of ``low``.
         num_pages: Pages that are read.
-        place: Gathered page ``i`` is at this place and ``i`` more in the block table, unless it holds sink tokens.
-        shift: Gathered token ``i`` has this position and ``i`` more, unless it is in a page with sink tokens.
-        sink_shift: The same for pages with sink tokens.
+        place: Gathered page ``i`` is at ``place + i`` in the flattened block table, unless it is a page of sinks.
+        shift: Gathered token ``i`` has the position ``shift + i``, unless it is in a page of sinks.
+        sink_shift: Gathered token ``i`` of a page of sinks has the position ``sink_shift + i``.
         block_size: Tokens per page.
     """
 
@@ -91,11 +89,11 @@ class Spans:
 
     @classmethod
     def of(cls, steps: Sequence[CommonAttentionMetadata], rules: Sequence[Rules]) -> Self:
-        """Return the spans of all requests that have a query, and a key to see.
+        """Return the spans of all requests that have a query and a visible key.
 
         Args:
             steps: The groups' metadata of one step.
-            rules: Of these groups.
+            rules: The rules of these groups.
         """
         bounds = [step.query_start_loc_cpu.numpy() for step in steps]
         lengths = np.array([step.num_reqs for step in steps])
@@ -125,21 +123,22 @@ class Spans:
         shifts = (page_shift * block_size, first_sink * block_size)
         every = (group, first_row, num_queries, position, start, low, stop, sink_stop, num_sinks, num_pages, place)
 
-        # One sort by the group, by whether there is one query, by pages from the most down, and by the request.
+        # One sort: by group, single queries first, most pages first, then by request.
         most = num_pages.max(initial=0)
         key = ((2 * group + (num_queries > 1)) * (most + 1) + most - num_pages) * len(group) + request
-        # The keys of another sequence may all be hidden, or there may be none.
+        # Without causality, all keys may be hidden, or there may be none.
         order = np.sort(key[(num_queries > 0) & ((causal > 0) | (start < stop))]) % max(1, len(group))
         return cls(*(each[order] for each in (*every, *shifts, block_size)))
 
     def batch_bounds(self, rules: Sequence[Rules]) -> IntArray:
-        """Return where each batch begins, and the end, ``[num_batches + 1]``.
+        """Return the first span of each batch, and the number of spans at the end, ``[num_batches + 1]``.
 
-        A batch is one request with several queries, or some requests with one. It gathers as many pages for each as for
-        its first one. So it ends before a request with at most half of these pages, unless little is gathered in vain.
+        A batch is one request with several queries, or some requests with one query. It gathers as many pages for each
+        request as for its first one. If this padding exceeds ``free_padding``, the batch ends before the first request
+        with at most half of these pages.
 
         Args:
-            rules: Of the groups.
+            rules: The rules of the groups.
         """
         sizes, sums = (-self.num_pages).tolist(), [0, *self.num_pages.cumsum().tolist()]
         edges = np.searchsorted(2 * self.group + (self.num_queries > 1), np.arange(2 * len(rules) + 1)).tolist()
@@ -162,12 +161,12 @@ class Spans:
         """Return the places in the flattened block table of each span's pages, sink pages first.
 
         Args:
-            widths: ``[num_spans]``: the pages to gather for each; a span with fewer repeats one of its own.
-            counted_from: ``[num_spans]``: for each span, the one whose first gathered page is counted as 0.
+            widths: ``[num_spans]``: the number of pages to gather for each span; a span with fewer pages repeats one.
+            counted_from: ``[num_spans]``: for each span, the span whose first gathered page has the index 0.
 
         Returns:
-            ``[num_pages], int32``: the places; the numbers of those that are repeated; and ``[num_spans]``: how many
-            these are.
+            The places, ``[num_pages], int32``; the indices of repeated pages; and how many of these each span has,
+            ``[num_spans]``.
         """
         begins = widths.cumsum() - widths
         places: IntArray = (self.place - begins).astype(np.int32).repeat(widths)
@@ -182,11 +181,11 @@ class Spans:
 
     @property
     def _has_inner_page(self) -> npt.NDArray[np.bool_]:
-        """Whether a page lies between that of ``low`` and the last one: the only query sees each of its tokens."""
+        """Whether there is a page between that of ``low`` and the last one; a single query sees all of its tokens."""
         return self.num_pages - self.num_sinks > 2
 
     def distances(self, places: IntArray, widths: IntArray) -> IntArray:
-        """Return of each page the position of its first token, less that of its request's first query.
+        """Return, for each page, the position of its first token minus that of its request's first query.
 
         Args:
             places: What ``places`` returned.
@@ -196,16 +195,17 @@ class Spans:
         return pages * self.block_size.repeat(widths) + (self.shift - self.position).repeat(widths)
 
     def hidden(self, widths: IntArray, counted_from: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the gathered tokens that a request's only query does not see, without those of repeated pages.
+        """Return the gathered tokens that a single query does not see, without those of repeated pages.
 
-        What it sees is one run of tokens, or two with sink tokens: few numbers say what is around them.
+        A query sees one run of tokens, or two with sink tokens; the hidden tokens lie around these runs.
 
         Args:
-            widths: As for ``places``. Padding repeats a page of which each token is seen, or is hidden here.
-            counted_from: ``[num_spans]``: for each span, the one whose first gathered token is counted as 0.
+            widths: As for ``places``. A repeated page is one of which every token is seen; if there is none, the tokens
+                of the padding count as hidden.
+            counted_from: ``[num_spans]``: for each span, the span whose first gathered token has the index 0.
 
         Returns:
-            The numbers of the tokens; and ``[num_spans]``: how many each span has, none if it has several queries.
+            The indices of the tokens, and how many of them each span has, ``[num_spans]``; 0 for several queries.
         """
         low, stop, sink_stop = self.low - self.shift, self.stop - self.shift, np.minimum(self.sink_stop, self.stop)
         last = np.where(self._has_inner_page, self.num_pages, widths) * self.block_size
@@ -241,7 +241,7 @@ def _of_requests(step: CommonAttentionMetadata, extension: str) -> IntArray:
 
 
 def row_stride(table: torch.Tensor) -> int:
-    """Return the places from one row of a flattened block table to the next: in memory, if the table is part of one."""
+    """Return the distance between rows of a flattened block table; in memory, if the table is part of a wider one."""
     stride: int = table.stride(0)
     return stride if table.stride(1) == 1 and stride > table.shape[1] > 0 else table.shape[1]
 
@@ -253,7 +253,7 @@ def sums_between(bounds: IntArray, values: IntArray) -> IntArray:
 
 
 def _ranges(begins: IntArray, counts: IntArray) -> IntArray:
-    """Return the numbers of many ranges, given their first numbers and their lengths."""
+    """Return the members of many ranges, given their first members and their lengths."""
     ends = counts.cumsum()
     numbers: IntArray = (begins - ends + counts).repeat(counts)
     numbers += np.arange(len(numbers))

@@ -1,4 +1,4 @@
-"""Divides a chunk, which is one request with several queries, into tiles: some queries and the tokens that they see."""
+"""Divide a chunk, one request with several queries, into tiles: some queries and the tokens that they see."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from kvframe_torch.builder import Chunk
 from kvframe_torch.spans import NO_WINDOW
 
 MAX_ROWS = 256
-"""Queries of a tile, times the query heads of a KV head: the rows of its mask."""
+"""The most rows of a tile's mask: its queries times the query heads of a KV head."""
 
 MAX_BIAS_ROWS = 2048
-"""Queries of a tile, times all query heads, with a learned bias: it differs from head to head."""
+"""The most rows of a tile's learned bias: its queries times all query heads, because each head has its own bias."""
 
 LEAST_PROMPT = 1024
-"""Tokens of a whole prompt for which a CPU takes longer with masks than to compute what a causal mask hides."""
+"""From so many tokens on, a CPU computes a whole prompt by torch's causal attention faster than by masks."""
 
 
 class Tile(NamedTuple):
-    """Consecutive queries of a chunk, and the runs of tokens that at least one of them sees: one, or two with sinks.
+    """Consecutive queries of a chunk, and the runs of tokens that they see: one run, or two with sink tokens.
 
     Attributes:
-        first: The first of the chunk's queries.
-        stop: The query after the last one.
-        position: The first query's position in the request; without meaning if the keys are of another sequence.
-        runs: The position of the first token of each run, and of the token after the last one.
-        num_sinks: Sink tokens, which come first: the window does not hide them.
+        first: The index of its first query in the chunk.
+        stop: The index after that of its last query.
+        position: The first query's position in the request; meaningless if the keys are of another sequence.
+        runs: For each run, the position of its first token, and the position after its last token.
+        num_sinks: The number of sink tokens at the start, which the window does not hide.
     """
 
     first: int
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     num_sinks: int
 
     def cut(self, gathered: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Return the keys or values of the runs of all that was gathered for the chunk, ``[1, num_kv_heads, …]``."""
+        """Return the keys or values of the tile's runs from those gathered for the chunk, ``[1, num_kv_heads, …]``."""
         runs = [
             gathered.narrow(2, begin - shift, end - begin)
             for (begin, end), shift in zip(reversed(self.runs), (chunk.shift, chunk.sink_shift), strict=False)
@@ -48,20 +48,20 @@ class Tile(NamedTuple):
         return runs[0] if len(runs) == 1 else torch.cat(runs[::-1], dim=2)
 
     def distances(self, device: torch.device) -> torch.Tensor:
-        """Return the position of each token less that of each query, ``[num_queries, num_keys], int64, device``."""
+        """Return the position of each token minus that of each query, ``[num_queries, num_keys], int64, device``."""
         keys = torch.cat([torch.arange(*run, device=device) for run in self.runs])
         return keys - torch.arange(self.position, self.position + self.stop - self.first, device=device)[:, None]
 
 
 class ChunkMasks:
-    """Says which tokens the queries of chunks see, for the layers of a group."""
+    """Makes the tiles of chunks and their masks, for the layers of a group."""
 
     def __init__(self, layer: LayerSpec, device: torch.device) -> None:
-        """Take what the layers have in common.
+        """Read the mask from one layer.
 
         Args:
-            layer: Any of them.
-            device: Where they run.
+            layer: Any layer of the group; all have the same mask.
+            device: The layers' device.
         """
         assert layer.spec is not None
         assert layer.query is not None
@@ -74,20 +74,20 @@ class ChunkMasks:
         if layer.query.relative_bias is not None:
             self._least_prompt, max_queries = NO_WINDOW, min(max_queries, MAX_BIAS_ROWS // num_heads)
         self._max_queries = max(1, max_queries)
-        # Of each dtype, the mask of ``max_queries`` queries over tokens up to the last query.
+        # By dtype, the mask of ``max_queries`` queries over the tokens up to the last query.
         self._bands: dict[torch.dtype, torch.Tensor] = {}
 
     def is_prompt(self, chunk: Chunk) -> bool:
-        """Return whether a causal chunk is a whole prompt that is computed at once, by torch's own causal attention."""
+        """Return whether torch's own causal attention computes a causal chunk at once; it must be a whole prompt."""
         return self._least_prompt <= chunk.num_queries == chunk.stop <= self._window
 
     def tiles(self, chunk: Chunk, causal: bool, at_once: bool) -> Iterator[Tile]:
-        """Yield the tiles of a chunk, or the whole.
+        """Yield the tiles of a chunk.
 
         Args:
             chunk: The chunk.
             causal: Whether queries see only their own and earlier positions.
-            at_once: Whether there is one tile.
+            at_once: Whether the whole chunk is one tile.
         """
         size = chunk.num_queries if at_once else self._max_queries
         for first in range(0, chunk.num_queries, size):
@@ -103,10 +103,10 @@ class ChunkMasks:
             yield Tile(first, stop, position, runs, num_sinks)
 
     def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
-        """Return what is added to the scores of a causal tile, ``[num_queries * group_size, num_keys], device``.
+        """Return the mask of a causal tile, which is added to its scores: ``[num_queries * group_size, num_keys]``.
 
-        Its rows are the query heads of a KV head for one query after the other. Without sink tokens, it depends only on
-        how far a token is from the query. So it is part of one matrix, which is kept for all chunks to come.
+        Its rows are the query heads of a KV head, query after query. Without sink tokens, a value depends only on the
+        distance between token and query, so the mask is a part of one matrix that is kept for later chunks.
         """
         if tile.num_sinks:
             return self._values(tile.distances(self._device), tile.num_sinks, dtype)
@@ -118,11 +118,11 @@ class ChunkMasks:
             band = self._bands[dtype] = self._values(tokens - queries[:, None], 0, dtype)
         first = band.shape[1] - self._max_queries - before
         mask = band[:num_rows, first : first + before + tile.stop - tile.first]
-        # Other devices read masks in steps of 16 bytes.
+        # Other devices need rows that begin at multiples of 16 bytes.
         return mask if self._device.type == "cpu" else mask.contiguous()
 
     def _values(self, distances: torch.Tensor, num_sinks: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a mask, given the position of each token less that of each query."""
+        """Return the mask for distances: the position of each token minus that of each query."""
         hidden = distances > 0
         hidden[:, num_sinks:] |= distances[:, num_sinks:] <= -self._window
         values = torch.zeros_like(distances, dtype=dtype).masked_fill_(hidden, -math.inf)

@@ -1,4 +1,4 @@
-"""Torch's own paged attention on a GPU: ``torch.nn.attention.varlen``, FlashAttention-2 as it ships with torch."""
+"""The backend ``torch_varlen``: ``torch.nn.attention.varlen``, the paged FlashAttention-2 that ships with torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvframe.contract.specs import LayerSpec
 
 try:
     from torch.nn.attention import varlen
-except ImportError:  # torch may be built without it
+except ImportError:  # Older versions of torch lack it.
     varlen = None  # type: ignore[assignment]
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
@@ -27,12 +27,12 @@ MIN_COMPUTE_CAPABILITY = (8, 0)
 
 @attrs.frozen(eq=False)
 class VarlenMetadata:
-    """A step as the function takes it.
+    """A step as ``varlen_attn`` takes it.
 
     Attributes:
         common: The batch.
-        max_query_len: What it is told of the most new tokens of one request. It takes 1 as a word for row ``r`` being
-            the one query of request ``r``, so it is told 2 where that is not so.
+        max_query_len: The most new tokens of a request as the function is told. The function reads 1 as a promise that
+            row ``r`` is the query of request ``r``; if that is not so, it is told 2.
     """
 
     common: CommonAttentionMetadata
@@ -40,7 +40,7 @@ class VarlenMetadata:
 
 
 class VarlenMetadataBuilder(AttentionMetadataBuilder):
-    """Finds out whether each row of a step of decodes is its request's."""
+    """Finds out whether row ``r`` of a step of decodes is the query of request ``r``."""
 
     capture = GraphCapture.UNIFORM
     on_host = frozenset()
@@ -48,14 +48,14 @@ class VarlenMetadataBuilder(AttentionMetadataBuilder):
     reuse_key = ("varlen",)
 
     def build(self, metadata: CommonAttentionMetadata) -> VarlenMetadata:
-        """Return the step."""
+        """Return the step's metadata."""
         return VarlenMetadata(
             metadata, metadata.max_query_len if _in_rows(metadata) else max(2, metadata.max_query_len)
         )
 
 
 def _in_rows(metadata: CommonAttentionMetadata) -> bool:
-    """Return whether there are as many rows as requests, and each with a query has it in its own row."""
+    """Return whether there are as many rows as requests, and each query is in its request's row."""
     num_tokens = metadata.num_actual_tokens
     rows = metadata.query_start_loc_cpu.numpy()[:num_tokens]
     return metadata.slot_mapping.shape[0] == metadata.num_reqs and bool((rows == np.arange(num_tokens)).all())
@@ -79,17 +79,17 @@ class TorchVarlenBackend(AttentionBackend):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return why this torch or this machine cannot run it."""
+        """Return why this version of torch or this machine cannot run the backend; None if it can."""
         if not _takes_block_tables():
             return f"torch {torch.__version__} has no torch.nn.attention.varlen that takes a block table"
         if not torch.cuda.is_available():
             return "needs a CUDA device; torch sees none"
         if (found := torch.cuda.get_device_capability()) < MIN_COMPUTE_CAPABILITY:
-            return f"needs compute capability 8.0 or more, and the device has {found[0]}.{found[1]}"
+            return f"needs compute capability 8.0 or more; the device has {found[0]}.{found[1]}"
         return None
 
     def make_builder(self) -> VarlenMetadataBuilder:
-        """Return the step's builder."""
+        """Return the builder of a step's metadata."""
         return VarlenMetadataBuilder()
 
     def forward(
@@ -101,13 +101,13 @@ class TorchVarlenBackend(AttentionBackend):
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the pages where they lie."""
+        """Attend to the pages in place."""
         return self._attend(layer, query, kv_cache, metadata, sinks, with_lse=sinks is not None)[0]
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the pages where they lie, with the function's log-sum-exp."""
+        """Attend to the pages in place; the log-sum-exp is the function's own."""
         output, lse = self._attend(layer, query, kv_cache, metadata, sinks, with_lse=True)
         assert lse is not None
         # FlashAttention-2 gives a query without keys an infinite denominator.
@@ -123,7 +123,7 @@ class TorchVarlenBackend(AttentionBackend):
         sinks: torch.Tensor | None,
         with_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output, and the logarithm of the denominator without sinks, ``[num_tokens, num_heads]``."""
+        """Return the output, and the log-sum-exp without learned sinks, ``[num_tokens, num_heads]``."""
         assert isinstance(metadata, VarlenMetadata)
         assert layer.query is not None
         assert layer.spec is not None
@@ -154,7 +154,7 @@ class TorchVarlenBackend(AttentionBackend):
         lse = normaliser.float().T
         if sinks is None:
             return output.to(query.dtype), lse
-        # One more logit in the denominator scales every weight by the softmax's share against it.
+        # A sink is one more logit in the denominator, so it scales every weight by the same factor.
         share = torch.sigmoid(lse - sinks.float())
         return (output * share[..., None]).to(query.dtype), lse
 
