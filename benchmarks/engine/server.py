@@ -102,6 +102,7 @@ async def stream_all(port: int, model: str, prompts: Sequence[Sequence[int]], nu
 async def _stream(port: int, model: str, prompt: Sequence[int], num_new_tokens: int) -> tuple[float, float]:
     """Return the times at which the first part of a stream came, and at which the stream ended."""
     request = {"model": model, "stream": True, "max_tokens": num_new_tokens, "temperature": 0}
+    request["stream_options"] = {"include_usage": True}
     body = json.dumps({**request, "prompt": " ".join(f"t{token}" for token in prompt)}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(

@@ -272,7 +272,14 @@ class EngineCore(ABC, Generic[RequestT]):
 
     def stats(self) -> EngineStats:
         """Return the engine's counters. It can be called at any time: during a verb, and after ``close``."""
-        return EngineStats.of(self._scheduler.stats, self._manager.stats, self._storage.pool.numel())
+        scheduler = self._scheduler
+        return EngineStats.of(
+            scheduler.stats,
+            self._manager.stats,
+            self._storage.pool.numel(),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+        )
 
     @verb
     def reset_prefix_cache(self) -> None:

@@ -64,6 +64,8 @@ class EngineStats:
         steps: Steps completed.
         draft_tokens: Draft tokens computed.
         accepted_draft_tokens: Those of them that requests took.
+        num_running: Requests in the batch now, each sample counted.
+        num_waiting: Requests that wait for a place in it, preempted ones included.
         blocks_held: Per group, the blocks that requests and pins hold now.
         peak_blocks_held: Per group, the most blocks held at once.
         peak_bytes_held: The most bytes of blocks of all groups held at once.
@@ -86,6 +88,8 @@ class EngineStats:
     steps: int
     draft_tokens: int
     accepted_draft_tokens: int
+    num_running: int
+    num_waiting: int
     blocks_held: tuple[int, ...]
     peak_blocks_held: tuple[int, ...]
     peak_bytes_held: int
@@ -94,13 +98,17 @@ class EngineStats:
     cache_bytes: int
 
     @classmethod
-    def of(cls, scheduled: SchedulerStats, cached: KVCacheStats, cache_bytes: int) -> EngineStats:
+    def of(
+        cls, scheduled: SchedulerStats, cached: KVCacheStats, cache_bytes: int, *, num_running: int, num_waiting: int
+    ) -> EngineStats:
         """Return an engine's numbers as they are now.
 
         Args:
             scheduled: The scheduler's counters.
             cached: The cache manager's counters.
             cache_bytes: Bytes allocated for the cache.
+            num_running: Requests in the batch.
+            num_waiting: Requests that wait for a place in it.
         """
         return cls(
             prompt_tokens=scheduled.prompt_tokens,
@@ -117,6 +125,8 @@ class EngineStats:
             steps=scheduled.steps,
             draft_tokens=scheduled.draft_tokens,
             accepted_draft_tokens=scheduled.accepted_draft_tokens,
+            num_running=num_running,
+            num_waiting=num_waiting,
             blocks_held=tuple(cached.blocks_held),
             peak_blocks_held=tuple(cached.peak_blocks_held),
             peak_bytes_held=cached.peak_bytes_held,

@@ -6,7 +6,6 @@ import ast
 import inspect
 import json
 import re
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -18,9 +17,9 @@ from typing import Any
 import kvframe_serve
 import openai
 import pytest
-from kvframe_serve.handlers import Generation, ServedModel
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import get_response_template
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvframe import Engine, SamplingParams
 from kvframe.contract import StackError
@@ -58,6 +57,11 @@ def test_completions_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> 
     parts = list(client.completions.create(model="tiny", prompt="once upon", max_tokens=12, stream=True))
     assert text == "".join(part.choices[0].text for part in parts)
     assert "length" == parts[-1].choices[0].finish_reason
+    assert {None} == {part.usage for part in parts}
+    *_, last = client.completions.create(
+        model="tiny", prompt="once upon", max_tokens=12, stream=True, stream_options={"include_usage": True}
+    )
+    assert ([], answer.usage) == (last.choices, last.usage)
 
 
 def test_chats_go_through_the_template(serve: Serve, checkpoint: Path) -> None:
@@ -95,6 +99,108 @@ def test_each_request_has_its_own_parameters(serve: Serve, checkpoint: Path) -> 
             pool.map(lambda each: client.completions.create(model="tiny", prompt="x y", **each).choices[0].text, asked)
         )
     assert texts == answers
+
+
+def test_samples_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> None:
+    client = serve().client()
+    asked: dict[str, Any] = {"model": "tiny", "n": 3, "temperature": 1, "seed": 5, "max_tokens": 9}
+    texts = expected(checkpoint, ["x y"], n=3, temperature=1, seed=5, max_new_tokens=9)
+    assert 3 == len(set(texts))
+    answer = client.completions.create(prompt="x y", **asked)
+    assert [(0, texts[0]), (1, texts[1]), (2, texts[2])] == [(each.index, each.text) for each in answer.choices]
+    assert answer.usage is not None
+    assert (3, 27) == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
+    parts = [part.choices[0] for part in client.completions.create(prompt="x y", stream=True, **asked)]
+    assert texts == ["".join(part.text for part in parts if part.index == index) for index in range(3)]
+    assert ["length"] * 3 == [part.finish_reason for part in parts if part.finish_reason]
+    messages: Any = [{"role": "user", "content": "hello"}]
+    texts = expected(checkpoint, ["u:hello;a:"], n=3, temperature=1, seed=5, max_new_tokens=9)
+    chat = client.chat.completions.create(messages=messages, **asked)
+    assert texts == [each.message.content for each in chat.choices]
+    chunks = [each.choices[0] for each in client.chat.completions.create(messages=messages, stream=True, **asked)]
+    assert texts == ["".join(each.delta.content or "" for each in chunks if each.index == index) for index in range(3)]
+    assert {0, 1, 2} == {each.index for each in chunks if each.finish_reason == "length"}
+
+
+def logprobs_of(checkpoint: Path, prompt: str, count: int) -> list[tuple[bytes, float, list[tuple[bytes, float]]]]:
+    """Return each token that an engine alone generates, its log-probability, and those of the likeliest tokens."""
+    alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    letters = sorted(alphabet)
+    with Engine.from_pretrained(checkpoint, stack=STACK) as engine:
+        (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=count, logprobs=True, top_logprobs=2))
+
+    def byte(token: int) -> bytes:
+        return bytes([alphabet[letters[token]]])
+
+    assert output.logprobs is not None
+    assert output.top_logprobs is not None
+    return [
+        (byte(token), value, [(byte(each), of) for each, of in top.items()])
+        for token, value, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True)
+    ]
+
+
+def test_log_probabilities_of_a_chat_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> None:
+    client = serve().client()
+    found = logprobs_of(checkpoint, "u:hello;a:", 8)
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 8,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+
+    def read(content: Any) -> Any:
+        assert all(each.token == bytes(each.bytes).decode(errors="replace") for each in content)
+        return [
+            (bytes(each.bytes), each.logprob, [(bytes(top.bytes), top.logprob) for top in each.top_logprobs])
+            for each in content
+        ]
+
+    answer = client.chat.completions.create(**asked).choices[0]
+    assert answer.logprobs is not None
+    assert found == read(answer.logprobs.content)
+    chunks = [each.choices[0] for each in client.chat.completions.create(stream=True, **asked)]
+    assert found == read([each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content])
+    assert answer.message.content == "".join(chunk.delta.content or "" for chunk in chunks)
+    plain = client.chat.completions.create(**{**asked, "top_logprobs": None}).choices[0].logprobs
+    assert plain is not None
+    assert [(data, value, []) for data, value, _ in found] == read(plain.content)
+
+
+def test_log_probabilities_of_a_completion_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> None:
+    client = serve().client()
+    found = logprobs_of(checkpoint, "x y", 8)
+    tokens = [data.decode(errors="replace") for data, _, _ in found]
+    tops = [{data.decode(errors="replace"): value for data, value in reversed(top)} for _, _, top in found]
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "x y", "max_tokens": 8, "logprobs": 2}
+    answer = client.completions.create(**asked).choices[0].logprobs
+    assert (tokens, [value for _, value, _ in found], tops) == (
+        answer.tokens,
+        answer.token_logprobs,
+        answer.top_logprobs,
+    )
+    assert [0, 1, 2, 3, 4, 5, 6, 7] == answer.text_offset
+    parts = [part.choices[0].logprobs for part in client.completions.create(stream=True, **asked)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert getattr(answer, name) == [each for part in parts if part for each in getattr(part, name)]
+    alone = client.completions.create(**{**asked, "logprobs": 0}).choices[0].logprobs
+    assert (answer.token_logprobs, None) == (alone.token_logprobs, alone.top_logprobs)
+    assert client.completions.create(**{**asked, "logprobs": None}).choices[0].logprobs is None
+
+
+def test_a_client_that_leaves_ends_all_its_samples(serve: Serve) -> None:
+    running = serve()
+    slow_down(running, 0.01)
+    stream = running.client().completions.create(
+        model="tiny", prompt="x", n=3, temperature=1, max_tokens=400, stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: not any(stats(running).blocks_held))
+    assert 0 < stats(running).generated_tokens < 3 * 400
+    wait_until(lambda: stats(running).num_running == 0)
 
 
 def test_a_stop_string_ends_the_text_before_it(serve: Serve, checkpoint: Path) -> None:
@@ -170,16 +276,24 @@ def test_a_client_that_closes_its_stream_ends_its_request(serve: Serve) -> None:
     wait_until(lambda: running.server._access.num_running == 0)
 
 
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 WRONG: list[tuple[str, Any, int, str]] = [
-    ("completions", {"prompt": "a", "model": "other"}, 400, "Server is pinned to 'tiny'"),
+    ("completions", {"prompt": "a", "model": "other"}, 404, "there is no model 'other'; this server serves 'tiny'"),
     ("completions", {"prompt": ["a", "b"]}, 400, "prompt must be a text"),
     ("completions", {}, 400, "prompt must be a text"),
     ("completions", {"prompt": ""}, 400, "prompt"),
     ("completions", {"prompt": "a" * 600}, 400, "600"),
-    ("completions", {"prompt": "a", "n": 2}, 400, "n = 2 is not served"),
-    ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs = 3 is not served"),
+    ("completions", {"prompt": "a", "n": 0}, 400, "n must be a whole number of at least 1, not 0"),
+    ("completions", {"prompt": "a", "n": 1000}, 400, "n"),
+    ("completions", {"prompt": "a", "n": "2"}, 400, "n must be a whole number of at least 1, not '2'"),
+    ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs must be at most 20, not 21"),
+    ("completions", {"prompt": "a", "logprobs": -1}, 400, "logprobs must be a whole number of at least 0, not -1"),
+    ("completions", {"prompt": "a", "logprobs": True}, 400, "logprobs must be a whole number of at least 0, not True"),
+    ("completions", {"prompt": "a", "top_logprobs": 2}, 400, "the field 'top_logprobs' is unknown"),
+    ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of = 3 is not served"),
     ("completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not served"),
-    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "at least 1, not 0"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be a whole number of at least 1, not 0"),
+    ("completions", {"prompt": "a", "max_tokens": -5}, 400, "max_tokens must be a whole number of at least 1, not -5"),
     ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "more than this server generates, 4096"),
     ("completions", {"prompt": "a", "temperature": "warm"}, 400, "temperature must be 0"),
     ("completions", {"prompt": "a", "stop": [3]}, 400, "stop must hold non-empty strings"),
@@ -204,6 +318,22 @@ WRONG: list[tuple[str, Any, int, str]] = [
         400,
         "tools must be a list",
     ),
+    ("chat/completions", {**HELLO, "logprobs": 3}, 400, "logprobs must be True or False, not 3"),
+    ("chat/completions", {**HELLO, "top_logprobs": 3}, 400, "top_logprobs is given without logprobs: true"),
+    (
+        "chat/completions",
+        {**HELLO, "logprobs": True, "top_logprobs": 99},
+        400,
+        "top_logprobs must be at most 20, not 99",
+    ),
+    ("chat/completions", {**HELLO, "n": -2}, 400, "n must be a whole number of at least 1, not -2"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": "x"}]}, 400, "refuses the messages"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "refuses the messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "refuses the messages"),
+    ("completions", {"prompt": "a", "\ud800": 1}, 400, "is unknown"),
+    ("completions", {"prompt": "\ud800"}, 400, "prompt"),
+    ("completions", {"prompt": "a", "suffix": "\ud800"}, 400, "suffix"),
+    ("completions", {"prompt": "a", "cache_salt": "\ud800"}, 400, "salt"),
     ("responses", {"input": "a"}, 404, "Not Found"),
 ]
 
@@ -333,6 +463,12 @@ def test_metrics_count_what_was_served(serve: Serve) -> None:
     assert {"kvframe_generated_tokens_total 6.0", "kvframe_prompt_tokens_total 5.0", "kvframe_requests 0.0"} < set(
         lines
     )
+    assert "kvframe_step_seconds_count 6.0" in lines
+    assert {"kvframe_requests_running 0.0", "kvframe_requests_waiting 0.0"} < set(lines)
+    for name in ("blocks_held", "pool_bytes_held", "lookup_times_limiting_total", "lookup_found_tokens_total"):
+        assert f'kvframe_{name}{{group="0",kind="full_attention"}} 0.0' in lines
+    for name in ("evictions", "preemptions", "draft_tokens", "accepted_draft_tokens"):
+        assert f"kvframe_{name}_total 0.0" in lines
     assert 'kvframe_lookup_asked_tokens_total{group="0",kind="full_attention"} 5.0' in lines
 
 
@@ -348,25 +484,24 @@ def test_the_names_of_transformers_that_are_used() -> None:
                 used.setdefault(str(node.module), set()).update(each.name for each in node.names)
     assert used == {
         "transformers": {"AutoConfig", "AutoTokenizer", "GenerationConfig", "PreTrainedTokenizerBase"},
-        "transformers.cli.serving.chat_completion": {"ChatCompletionHandler"},
-        "transformers.cli.serving.completion": {"CompletionHandler"},
         "transformers.cli.serving.server": {"build_server"},
-        "transformers.cli.serving.utils": {"Modality", "response_events_to_chunks"},
+        "transformers.cli.serving.utils": {
+            "BaseHandler",
+            "Modality",
+            "ReasoningText",
+            "ToolCall",
+            "build_response_parser",
+            "parse_assistant_message",
+            "response_events_to_chunks",
+        },
     }
-    overridden = ("handle_request", "_validate_request", "_build_generation_config", "_streaming", "_non_streaming")
-    for handler in (ChatCompletionHandler, CompletionHandler):
-        for name in (*overridden, "_build_chunk_sse"):
-            assert callable(getattr(handler, name))
-    # What handlers ask of the managers that ServedModel and Generation stand in for.
-    asked = set(re.findall(r"(?:model_manager|generation_state|gen_manager|streamer)\.(\w+)", _source_of_handlers()))
-    assert asked <= {name for kind in (ServedModel, Generation) for name in dir(kind)} | _OTHERS
-
-
-_OTHERS = {"total_tokens"}
-"""Attributes of an instance."""
-
-
-def _source_of_handlers() -> str:
-    return "".join(
-        inspect.getsource(sys.modules[each.__module__]) for each in (ChatCompletionHandler, CompletionHandler)
+    # What the application and its parsers of answers ask of their parts.
+    asked = set(
+        re.findall(
+            r"(?:model_manager|generation_state)\.(\w+)\(", inspect.getsource(build_server).partition("/load_model")[0]
+        )
     )
+    assert {"shutdown"} == asked
+    health = inspect.getsource(build_server).partition("/v1/models")[2]
+    assert {"get_gen_models", "is_cb_alive"} == set(re.findall(r"(?:model_manager|generation_state)\.(\w+)\(", health))
+    assert {"config"} == set(re.findall(r"\bmodel\.(\w+)", inspect.getsource(get_response_template)))

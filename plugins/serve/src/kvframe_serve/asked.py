@@ -18,18 +18,15 @@ SALT_FIELD = "cache_salt"
 _OWN_FIELDS = {"top_k", "ignore_eos", SALT_FIELD}
 """Fields that OpenAI's interface does not have; its client sends them as ``extra_body``."""
 
-_SAMPLING = {"temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"}
+_SAMPLING = {"temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "n"}
 _LENGTHS = ("max_completion_tokens", "max_tokens")
-_OTHER = {"model", "stream", "user"}
-_CHAT = {"messages", "tools", "chat_template_kwargs"}
+_OTHER = {"model", "stream", "user", "logprobs"}
+_CHAT = {"messages", "tools", "chat_template_kwargs", "top_logprobs"}
 _COMPLETION = {"prompt", "suffix"}
 
 _DEFAULTS: Mapping[str, Collection[Any]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -46,22 +43,6 @@ _TEMPLATE_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_
     "load_audio_from_video"
 }
 """Arguments of the tokenizer's method, which a client may not set."""
-
-
-@attrs.define
-class Asked:
-    """The parameters of one request, in the place of transformers' generation config.
-
-    Attributes:
-        params: How to sample and when to stop.
-        cache_salt: The salt of its cached prefixes.
-        max_new_tokens: The number of generated tokens from which transformers' handlers report ``length`` as the reason
-            of an end. It is set when the request ends, so that they report the engine's reason.
-    """
-
-    params: SamplingParams
-    cache_salt: str
-    max_new_tokens: int
 
 
 def check_body(body: Mapping[str, Any], *, is_chat: bool) -> None:
@@ -88,10 +69,19 @@ def check_body(body: Mapping[str, Any], *, is_chat: bool) -> None:
     if is_chat:
         _check_messages(body.get("messages"))
         _check_template_options(body.get("chat_template_kwargs"), body.get("tools"))
-    elif not isinstance(body.get("prompt"), str):
+    elif not _is_text(body.get("prompt")):
         raise RequestError(f"prompt must be a text, not {shown(body.get('prompt'))}", code="empty_prompt")
-    if not isinstance(body.get("suffix") or "", str):
+    if not _is_text(body.get("suffix") or ""):
         raise RequestError(f"suffix must be a text, not {shown(body['suffix'])}", code="bad_params")
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a text; JSON can hold halves of characters, which are none."""
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        return False
+    return isinstance(value, str)
 
 
 def _check_messages(messages: Any) -> None:
@@ -123,13 +113,21 @@ def _check_template_options(options: Any, tools: Any) -> None:
         raise RequestError(f"tools must be a list of objects, not {shown(tools)}", code="bad_params")
 
 
-def read_params(body: Mapping[str, Any], defaults: Mapping[str, Any], most_tokens: int) -> SamplingParams:
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Return whether a body asks for the counts of tokens at the end of a stream."""
+    return bool((body.get("stream_options") or {}).get("include_usage"))
+
+
+def read_params(
+    body: Mapping[str, Any], defaults: Mapping[str, Any], most_tokens: int, *, is_chat: bool
+) -> SamplingParams:
     """Return the sampling parameters of a body.
 
     Args:
         body: A body that ``check_body`` accepted.
         defaults: The parameters where the body says nothing.
         most_tokens: The most tokens that a request may generate.
+        is_chat: Whether it is of a chat completion.
 
     Raises:
         RequestError: A parameter is wrong (``bad_params``).
@@ -138,9 +136,31 @@ def read_params(body: Mapping[str, Any], defaults: Mapping[str, Any], most_token
     length = next((body[name] for name in _LENGTHS if body.get(name) is not None), None)
     if length is not None:
         given["max_new_tokens"] = length
-    params = SamplingParams(**{**defaults, **given})
+    given |= _chat_logprobs(body) if is_chat else _text_logprobs(body)
+    try:
+        params = SamplingParams(**{**defaults, **given})
+    except RequestError as error:
+        # The client knows its own fields, not the engine's.
+        said = str(error).replace("max_new_tokens", "max_tokens")
+        raise RequestError(said if is_chat else said.replace("top_logprobs", "logprobs"), code=error.code) from error
     if length is not None and params.max_new_tokens > most_tokens:
         raise RequestError(
             f"max_tokens = {params.max_new_tokens} is more than this server generates, {most_tokens}", code="bad_params"
         )
     return attrs.evolve(params, max_new_tokens=min(params.max_new_tokens, most_tokens))
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a chat's ``logprobs``, which is true or false, and ``top_logprobs``, a number."""
+    found = {name: body[name] for name in ("logprobs", "top_logprobs") if body.get(name) is not None}
+    if "top_logprobs" in found and found.get("logprobs") is not True:
+        raise RequestError("top_logprobs is given without logprobs: true", code="bad_params")
+    return found
+
+
+def _text_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a completion's ``logprobs``, which is the number of most likely tokens."""
+    count = body.get("logprobs")
+    if count is None or count is False:
+        return {}
+    return {"logprobs": True, "top_logprobs": count}

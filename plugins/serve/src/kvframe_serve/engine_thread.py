@@ -7,8 +7,11 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+
+import attrs
 
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.contract import EngineError
@@ -16,9 +19,17 @@ from kvframe.contract import EngineError
 _log = logging.getLogger("kvframe.serve")
 
 Receive = Callable[[RequestOutput], None]
-"""Takes a request's outputs, on the event loop; the last one has a ``finish_reason``."""
+"""Takes a request's outputs, on the event loop; the last one of each sample has a ``finish_reason``."""
 
 _Job = Callable[[], None]
+
+
+@attrs.define
+class _Receiver:
+    """Who gets a request's outputs, and how many of its samples have not ended."""
+
+    receive: Receive
+    num_running: int
 
 
 class EngineThread:
@@ -27,17 +38,21 @@ class EngineThread:
     Invariant: only this thread calls the engine, except for ``stats``. Only this thread uses ``_receivers``.
     """
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, engine: Engine, loop: asyncio.AbstractEventLoop, note_step: Callable[[float], None] = lambda seconds: None
+    ) -> None:
         """Start the thread.
 
         Args:
             engine: The engine, which this thread closes at its end.
             loop: Where outputs are delivered.
+            note_step: Called with the seconds of each step.
         """
         self._engine = engine
         self._loop = loop
+        self._note_step = note_step
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._receivers: dict[str, Receive] = {}
+        self._receivers: dict[str, _Receiver] = {}
         self._thread = threading.Thread(target=self._run, name="kvframe-engine", daemon=True)
         self._is_closing = False
         self._thread.start()
@@ -74,7 +89,7 @@ class EngineThread:
             except Exception as error:
                 added.set_exception(error)
                 return
-            self._receivers[request_id] = receive
+            self._receivers[request_id] = _Receiver(receive, params.n)
             added.set_result(request_id)
 
         self._jobs.put(job)
@@ -125,21 +140,28 @@ class EngineThread:
             wait = False
 
     def _step(self) -> None:
+        started = time.perf_counter()
         try:
             outputs = self._engine.step()
         except Exception:
             # The requests of the step have ended with an error, which the next step reports.
             _log.exception("a step failed")
             return
+        self._note_step(time.perf_counter() - started)
         if outputs:
             self._deliver(outputs)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Give outputs to their receivers, all in one turn of the event loop."""
-        ready = [(receive, each) for each in outputs if (receive := self._receivers.get(each.request_id)) is not None]
+        ready = []
         for output in outputs:
-            if output.finish_reason is not None:
-                self._receivers.pop(output.request_id, None)
+            receiver = self._receivers.get(output.request_id)
+            if receiver is None:
+                continue
+            ready.append((receiver.receive, output))
+            receiver.num_running -= output.finish_reason is not None
+            if receiver.num_running == 0:
+                del self._receivers[output.request_id]
 
         def deliver() -> None:
             for receive, output in ready:

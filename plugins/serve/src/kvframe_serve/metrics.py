@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -32,33 +33,54 @@ _LOOKUPS = {
 }
 
 
-class EngineMetrics(Collector):
-    """Reads an engine's counters whenever they are asked for; it costs nothing otherwise."""
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-    def __init__(self, engine: Engine, num_running: Any) -> None:
+
+class EngineMetrics(Collector):
+    """Reads an engine's counters whenever they are asked for. A step only adds its own time."""
+
+    def __init__(self, engine: Engine, num_asking: Callable[[], int]) -> None:
         """Take the engine.
 
         Args:
             engine: The engine.
-            num_running: Returns the number of requests that clients wait for.
+            num_asking: Returns the number of requests that clients wait for.
         """
         self._engine = engine
-        self._num_running = num_running
+        self._num_asking = num_asking
+        self._steps = Histogram(
+            "kvframe_step_seconds", "Seconds of each step of the engine.", registry=None, buckets=_STEP_BUCKETS
+        )
+
+    def note_step(self, seconds: float) -> None:
+        """Record the time of a step."""
+        self._steps.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
         stats = self._engine.stats()
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"kvframe_{name}", text, value=getattr(stats, name))
-        yield GaugeMetricFamily("kvframe_requests", "Requests that clients wait for.", value=self._num_running())
+        yield GaugeMetricFamily("kvframe_requests", "Requests that clients wait for.", value=self._num_asking())
+        yield GaugeMetricFamily("kvframe_requests_running", "Requests in the batch.", value=stats.num_running)
+        yield GaugeMetricFamily("kvframe_requests_waiting", "Requests that wait for a place.", value=stats.num_waiting)
         yield GaugeMetricFamily("kvframe_prefix_hit_rate", "Share of prompt tokens found.", value=stats.prefix_hit_rate)
         yield GaugeMetricFamily("kvframe_cache_bytes", "Bytes of the KV cache.", value=stats.cache_bytes)
-        held = GaugeMetricFamily("kvframe_blocks_held", "Blocks of requests and pins.", labels=["group"])
-        for group, blocks in enumerate(stats.blocks_held):
-            held.add_metric([str(group)], blocks)
-        yield held
-        for name, text in _LOOKUPS.items():
-            family = CounterMetricFamily(f"kvframe_lookup_{name}", text, labels=["group", "kind"])
-            for group, lookups in enumerate(stats.lookups):
-                family.add_metric([str(group), lookups.kind], getattr(lookups, name))
-            yield family
+        yield from self._steps.collect()
+        yield from self._of_groups(stats)
+
+    def _of_groups(self, stats: Any) -> Iterator[Metric]:
+        """Yield what is counted for each cache group."""
+        labels = ["group", "kind"]
+        blocks = GaugeMetricFamily("kvframe_blocks_held", "Blocks of requests and pins.", labels=labels)
+        pool = GaugeMetricFamily("kvframe_pool_bytes_held", "Bytes of the pool in these blocks.", labels=labels)
+        counted = {
+            name: CounterMetricFamily(f"kvframe_lookup_{name}", text, labels=labels) for name, text in _LOOKUPS.items()
+        }
+        for index, group in enumerate(self._engine.plan.groups):
+            values = [str(index), group.spec.kind]
+            blocks.add_metric(values, stats.blocks_held[index])
+            pool.add_metric(values, stats.blocks_held[index] * group.page_bytes)
+            for name, family in counted.items():
+                family.add_metric(values, getattr(stats.lookups[index], name))
+        yield from (blocks, pool, *counted.values())

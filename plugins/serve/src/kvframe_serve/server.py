@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -21,7 +20,7 @@ from kvframe import Engine, Stack
 from kvframe.contract import EngineError, ModelError, RequestError
 from kvframe_serve.access import Access, error_body
 from kvframe_serve.engine_thread import EngineThread
-from kvframe_serve.handlers import RequestFailedError, ServedModel, make_application
+from kvframe_serve.handlers import RequestFailedError, ServedModel, UnknownModelError, make_application
 from kvframe_serve.metrics import EngineMetrics
 from kvframe_serve.plugin import limits
 
@@ -65,7 +64,8 @@ class Server:
             self._access = Access(
                 app, keys=keys, max_requests=limit["max_requests"], max_body_bytes=limit["max_body_bytes"]
             )
-            _add_metrics(app, EngineMetrics(self._engine, lambda: self._access.num_running))
+            self._metrics = EngineMetrics(self._engine, lambda: self._access.num_running)
+            _add_metrics(app, self._metrics)
         except BaseException:
             self._engine.close()
             raise
@@ -76,8 +76,6 @@ class Server:
         config = uvicorn.Config(
             self.app, host=host, port=port, log_level=log_level, access_log=False, timeout_graceful_shutdown=5
         )
-        # transformers logs a line for each request, as a warning.
-        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         self.start(asyncio.get_running_loop())
         try:
             await uvicorn.Server(config).serve()
@@ -86,7 +84,7 @@ class Server:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the engine's thread; outputs are delivered in ``loop``."""
-        self.served.thread = EngineThread(self._engine, loop)
+        self.served.thread = EngineThread(self._engine, loop, self._metrics.note_step)
 
     def close(self) -> None:
         """End all requests, and close the engine. Safe to call twice."""
@@ -120,6 +118,10 @@ def _add_errors(app: FastAPI) -> None:
     async def refused(_request: Request, error: RequestError) -> JSONResponse:
         return answer(400, str(error), error.code)
 
+    @app.exception_handler(UnknownModelError)
+    async def unknown(_request: Request, error: UnknownModelError) -> JSONResponse:
+        return answer(404, str(error), "model_not_found")
+
     @app.exception_handler(EngineError)
     async def closing(_request: Request, error: EngineError) -> JSONResponse:
         return answer(503, str(error), error.code)
@@ -135,6 +137,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def other(_request: Request, error: HTTPException) -> JSONResponse:
         return answer(error.status_code, str(error.detail), "not_served")
+
+    @app.exception_handler(Exception)
+    async def broken(_request: Request, error: Exception) -> JSONResponse:
+        return answer(500, "the server has failed; its log says why", "internal")
 
 
 def _add_metrics(app: FastAPI, metrics: EngineMetrics) -> None:
