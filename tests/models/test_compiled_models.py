@@ -33,16 +33,16 @@ def compiled(engine: Engine, backend: Any) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "options", "num_graphs"),
     [
-        ("llama", {}),
-        ("gemma3_text", {}),
-        ("llama4_text", {}),
-        ("gemma3n_text", {"prefill_skipping": "decode_only"}),
+        ("llama", {}, 1),
+        ("gemma3_text", {}, 1),
+        ("llama4_text", {}, 2),  # its experts broadcast over tokens, which a single token changes
+        ("gemma3n_text", {"prefill_skipping": "decode_only"}, 1),
     ],
 )
 def test_a_compiled_model_gives_the_same_tokens_from_one_graph(
-    models: Callable[[str], TinyModel], family: str, options: dict[str, Any]
+    models: Callable[[str], TinyModel], family: str, options: dict[str, Any], num_graphs: int
 ) -> None:
     with models(family).engine(**options) as engine:
         expected = served(engine)
@@ -51,7 +51,7 @@ def test_a_compiled_model_gives_the_same_tokens_from_one_graph(
         assert 0 == body.num_graph_breaks
         assert expected == served(engine)
         # Any number of tokens and of rows of logits, single ones too: no batch causes another compilation.
-        assert body.num_graphs <= 4
+        assert num_graphs == body.num_graphs
     assert not [module for module in engine.model.model.modules() if hasattr(module, "kvframe_attend")]  # type: ignore[attr-defined]
 
 
@@ -103,7 +103,7 @@ def test_a_model_with_states_gives_the_same_tokens_from_one_graph(
         body: Any = engine.model.compiled  # type: ignore[attr-defined]
         assert expected == served(engine)
         assert 0 == body.num_graph_breaks
-        assert body.num_graphs <= 4
+        assert 1 == body.num_graphs
     # The model is restored, so that another engine can use it.
     with models(family).engine() as engine:
         assert expected == served(engine)

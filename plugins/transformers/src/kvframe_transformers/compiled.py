@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as fx_config
 
 from kvframe.contract import OpaqueAttention
 from kvframe_transformers.routing import OPAQUE, attend_now
 
 _log = logging.getLogger("kvframe")
+
+
+def for_any_size() -> AbstractContextManager[None]:
+    """Let what torch compiles inside the block serve a size of 1 too, for which it compiles once more otherwise."""
+    patched: AbstractContextManager[None] = fx_config.patch(backed_size_oblivious=True)
+    return patched
 
 
 class CompiledBody:

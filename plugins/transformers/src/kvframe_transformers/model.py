@@ -28,7 +28,7 @@ from kvframe.contract import (
 )
 from kvframe_transformers.byte_level import bytes_of, decode_by_bytes
 from kvframe_transformers.checkpoint import one_sentence
-from kvframe_transformers.compiled import CompiledBody
+from kvframe_transformers.compiled import CompiledBody, for_any_size
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.packed import PackedLinears
@@ -187,7 +187,8 @@ class TransformersModel(LoadedModel):
         self.compiled = CompiledBody(self._body, sizes, backend)
         try:
             # Called as in a step: with other arguments, the first step would compile the model again.
-            self._note_rows(modules, 3, None, num_wanted=2)
+            with for_any_size():
+                self._note_rows(modules, 3, None, num_wanted=2)
         except Exception as error:  # a compiler may raise anything
             raise ModelError(
                 f"{self.description.name} cannot be compiled here ({one_sentence(error)}); leave compile out"
@@ -370,13 +371,14 @@ class TransformersModel(LoadedModel):
         num_rows: dict[str, int] = {}
         routes = {modules[layer.name]: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}
         noting = {module: partial(driver.note, num_rows) for module, driver in self._drivers.items()}
-        positions = torch.arange(num_tokens, device=self.model.device)
         assert self._mode is not None
-        with torch.inference_mode(), self._mode.on(noting), running(RunningStep(routes, positions, kept_rows)):
-            inputs = {}
+        inputs = {}
+        with torch.inference_mode():
+            positions = torch.arange(num_tokens, device=self.model.device)
             if num_wanted is not None and self._keeps_logits:
                 inputs["logits_to_keep"] = torch.arange(num_wanted, device=self.model.device)
-            return num_rows, self._run(torch.zeros_like(positions), positions, **inputs)
+            with self._mode.on(noting), running(RunningStep(routes, positions, kept_rows)):
+                return num_rows, self._run(torch.zeros_like(positions), positions, **inputs)
 
     def _blocks_from(self, skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
         return blocks_from(self.model, [layer.name for layer in self.description.layers], skipped)
