@@ -13,7 +13,14 @@ import numpy.typing as npt
 import torch
 
 from kvframe.cache.block_table import BlockTables, TableStack
-from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import (
+    NO_EXTENSIONS,
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
+    Axis,
+    CommonAttentionMetadata,
+    Extension,
+)
 from kvframe.contract.order import IntArray
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import TOKENS
@@ -48,6 +55,7 @@ class StepBatch:
         extensions: Further inputs of the step, by name; they reach the wrappers and backends of every group.
         inputs: The inputs beside tokens, by sequence; a sequence that is missing, no request has.
         num_prompt_tokens: ``[num_reqs]``: tokens of each request's prompt; None if nothing depends on that.
+        range_ends: ``[num_tokens]``: the extension ``RANGE_ENDS``; None if no new token is in a range.
     """
 
     rows: IntArray
@@ -57,6 +65,7 @@ class StepBatch:
     extensions: Mapping[str, Extension] = NO_EXTENSIONS
     inputs: Mapping[str, InputBatch] = NO_INPUTS
     num_prompt_tokens: IntArray | None = None
+    range_ends: IntArray | None = None
 
     @cached_property
     def max_query_len(self) -> int:
@@ -114,7 +123,11 @@ def build_metadata(
         "generating_indices": there(generating_cpu),
         "generating_indices_cpu": generating_cpu,
     }
-    extensions = with_prompts = batch.extensions
+    extensions = batch.extensions
+    if batch.range_ends is not None:
+        ends_cpu = torch.from_numpy(batch.range_ends.astype(np.int32))
+        extensions = {**extensions, RANGE_ENDS: Extension(there(ends_cpu), Axis.TOKEN, ends_cpu)}
+    with_prompts = extensions
     if prompt_groups and batch.num_prompt_tokens is not None:
         lens_cpu = torch.from_numpy(batch.num_prompt_tokens.astype(np.int32))
         with_prompts = {**extensions, NUM_PROMPT_TOKENS: Extension(there(lens_cpu), Axis.REQUEST, lens_cpu)}
@@ -147,7 +160,12 @@ def build_metadata(
                 block_table=block_table,
                 slot_mapping=slot_mapping,
                 block_size=size,
-                extensions=with_prompts if group in prompt_groups else extensions,
+                # A sequence of an input is in no order.
+                extensions=batch.extensions
+                if sequence != TOKENS
+                else with_prompts
+                if group in prompt_groups
+                else extensions,
             )
     return tuple(found[group] for group in sorted(found))
 

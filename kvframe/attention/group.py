@@ -15,12 +15,16 @@ from kvframe.contract.capabilities import Refusal
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import call
+from kvframe.contract.metadata import RANGE_ENDS
 from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import FieldUse
 from kvframe.loading.declarations import find_misdeclared
 from kvframe.planning.groups import Grouping
 from kvframe.selection.chains import WrapperChain, chain_capture
 from kvframe.selection.choice import Choice
 from kvframe.selection.identity import Identity
+
+_PASSED = (FieldUse.CARRY, FieldUse.SLICE)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -39,6 +43,7 @@ class AttentionGroup:
         backend: The backend's instance for this group.
         builder: Its metadata builder.
         not_causal: Why its backend cannot take a batch that is not causal; None if it can.
+        takes_ranges: Whether its wrappers and its backend honour ``RANGE_ENDS``.
     """
 
     cache_group: int
@@ -51,6 +56,7 @@ class AttentionGroup:
     backend: AttentionBackend
     builder: AttentionMetadataBuilder
     not_causal: Refusal | None
+    takes_ranges: bool = False
 
     @property
     def writes(self) -> bool:
@@ -138,6 +144,8 @@ def form_groups(
                 backend=backend,
                 builder=builder,
                 not_causal=choice.backend_class.capabilities.not_causal,
+                takes_ranges="ranges" in choice.backend_class.capabilities.masks
+                and all(each.extensions.get(RANGE_ENDS) in _PASSED for each in choice.wrappers),
             )
         )
     return tuple(formed)

@@ -128,6 +128,15 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         chain = "".join(f" after {wrapper.name!r}" for wrapper in group.wrappers)
         return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"
 
+    @property
+    def without_ranges(self) -> str | None:
+        """A phrase that names a layer over requests' own tokens that ignores ranges of prompts; None for none."""
+        for group in self.groups:
+            if group.sequence == TOKENS and not group.takes_ranges:
+                chain = "".join(f" after {wrapper.name!r}" for wrapper in group.wrappers)
+                return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"
+        return None
+
     def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
         """Return the order in which to pack a step's requests, so that the backends need not reorder them.
 

@@ -16,7 +16,13 @@ import torch
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
-from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import (
+    NO_EXTENSIONS,
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
+    SEQ_STARTS,
+    CommonAttentionMetadata,
+)
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 
@@ -109,9 +115,9 @@ class TorchReferenceBackend(AttentionBackend):
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
         masks=frozenset(
-            {"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "live_range", "sparse"}
+            {"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "ranges", "live_range", "sparse"}
         ),
-        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS}),
+        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,
@@ -158,6 +164,11 @@ class TorchReferenceBackend(AttentionBackend):
             assert prompt_lens is not None
             # A padded row has no prompt.
             specs = [layer.spec.for_prompt(length) if length else layer.spec for length in prompt_lens.tolist()]
+        range_ends: list[int] | None = None
+        if RANGE_ENDS in metadata.extensions:
+            values_cpu = metadata.extensions[RANGE_ENDS].values_cpu
+            assert values_cpu is not None
+            range_ends = values_cpu.tolist()
         assert layer.query is not None
         bias = None if layer.query.relative_bias is None else self.bias_tables[layer.name]
         for request in range(metadata.num_reqs):
@@ -166,6 +177,8 @@ class TorchReferenceBackend(AttentionBackend):
             for i in range(num_new):
                 position = seq_len - num_new + i
                 tokens = attended_tokens(specs[request], position, seq_len, metadata.causal, seq_starts[request])
+                if range_ends is not None and metadata.causal:
+                    tokens += range(position + 1, range_ends[starts[request] + i])
                 positions = torch.tensor(tokens, dtype=torch.int64, device=query.device)
                 blocks = metadata.block_table[request, positions // metadata.block_size].long()
                 offsets = positions % metadata.block_size

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.live_range import NEVER, LiveRange
-from kvframe.contract.specs import TOKENS, KVCacheSpec
+from kvframe.contract.specs import TOKENS, KVCacheSpec, TokenRange
 from kvframe.planning.answers import Answers
 from kvframe.planning.memory import allocating
 from kvframe.planning.plan import KVCachePlan, PlannedGroup
@@ -190,12 +190,14 @@ class RowState:
         missing: The inputs whose state is not computed.
         branch: Where its tokens part from those of an earlier request; 0 if nothing is known.
         num_prompt_tokens: The length of its prompt, if something depends on it; None if all tokens are the prompt's.
+        ranges: Ranges of its tokens that see each other in both directions; blocks are published by whole ranges.
     """
 
     inputs: tuple[InputBlocks, ...] = ()
     missing: frozenset[str] = frozenset()
     branch: int = 0
     num_prompt_tokens: int | None = None
+    ranges: Sequence[TokenRange] = ()
 
     def copy(self) -> RowState:
         """Return the same for another row."""

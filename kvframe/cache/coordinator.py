@@ -24,6 +24,7 @@ from kvframe.cache.live_range import NEVER, DeathLists, Positions, PromptDeathLi
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher
 from kvframe.contract.errors import RequestError
+from kvframe.contract.specs import TokenRange
 
 
 class KVCacheCoordinator:
@@ -74,15 +75,17 @@ class KVCacheCoordinator:
         hit: PrefixHit,
         inputs: tuple[InputBlocks, ...] = (),
         num_prompt_tokens: int | None = None,
+        ranges: Sequence[TokenRange] = (),
     ) -> None:
         """Begin a request in a free row from a lookup's hit, and reference its blocks; it may raise a ``SpecError``."""
-        if self._kinds.is_plain and not hit.num_tokens:
+        self._numbers.states[row] = PLAIN
+        if self._kinds.is_plain and not hit.num_tokens and not ranges:
             return
         needed = [hit.needed_pages(group) for group in self._kinds.plan.groups]
         state = PLAIN
-        if not self._kinds.is_plain:
+        if not self._kinds.is_plain or ranges:
             missing = frozenset(each.sequence for each in inputs if each.sequence not in hit.inputs)
-            state = RowState(inputs, missing, hit.branch, num_prompt_tokens)
+            state = RowState(inputs, missing, hit.branch, num_prompt_tokens, ranges)
         self.begin_row(row, hit.num_tokens, state)
         for group, pages in enumerate(needed):
             self.reference_blocks(row, group, pages)

@@ -29,11 +29,13 @@ from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.prefix_lookup import NO_HIT, PrefixCache, PrefixHit
 from kvframe.cache.radix_tree import NO_MATCH, Namespace
+from kvframe.cache.ranged_tokens import before_range
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.foreign import safe_repr
+from kvframe.contract.specs import TokenRange
 from kvframe.planning.plan import KVCachePlan
 
 
@@ -139,6 +141,7 @@ class KVCacheManager:
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
         num_prompt_tokens: int | None = None,
+        ranges: Sequence[TokenRange] = (),
     ) -> int:
         """Take a request into the table, referencing its longest cached prefix and its cached inputs.
 
@@ -157,6 +160,8 @@ class KVCacheManager:
                 ``max_input_lens``. It shares blocks of tokens only with requests of equal inputs.
             num_prompt_tokens: How many of the tokens are its prompt, if it has generated some of them; all unless
                 given.
+            ranges: Ranges of tokens, sorted and disjoint, that see each other in both directions: no prefix ends within
+                one. Give ``RangedTokens`` with them, so that no prompt with other ranges has the same tokens.
 
         Returns:
             The number of tokens that need not be computed.
@@ -181,8 +186,11 @@ class KVCacheManager:
         hit, num_asked = NO_HIT, 0
         if self.prefix_caching and use_prefix:
             num_asked = len(token_ids)
-            hit = self._cache.find_prefix(namespace, token_ids, (num_prompt or num_asked) - 1, of_inputs)
-        self._coordinator.start_row(row, hit, of_inputs, num_prompt)
+            most = (num_prompt or num_asked) - 1
+            hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
+            while ranges and (most := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
+                hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
+        self._coordinator.start_row(row, hit, of_inputs, num_prompt, ranges)
         entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
         self._add_entry(request_id, entry)
         if self.prefix_caching:

@@ -18,6 +18,7 @@ from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.live_range import NEVER
 from kvframe.cache.radix_tree import Match, Namespace, RadixNode, RadixTree, append_tokens, as_bytes, num_readable
+from kvframe.cache.ranged_tokens import before_range, whole_ranges
 from kvframe.contract.errors import RequestError
 
 Positions = npt.NDArray[np.int64]
@@ -34,7 +35,8 @@ class _Cursor:
         offset: Tokens up to which its full blocks were published, by it or by others, before a node grows with it.
         tokens: Its token ids; the caller appends to them, and those that are computed stay as they are.
         num_readable: The place of its first token that cannot be read, once it was met: it publishes nothing after it.
-            Before that, the length of its prompt, if the state of later tokens is for no other request.
+            Before that, the length of its prompt, if the state of later tokens is for no other request. Or the start of
+            a range of its tokens that see each other, if another request has one that begins alike.
     """
 
     namespace: Namespace
@@ -172,6 +174,8 @@ class Publisher:
         """Publish the full blocks of a row: where another request's are findable, these stay."""
         cursor = self._cursors[row]
         assert cursor is not None
+        if self._states[row].ranges:
+            self._stop_within_range(cursor, row)
         try:
             self._publish_up_to(cursor, row, self._end_of(cursor, row))
         except RequestError as error:
@@ -201,6 +205,19 @@ class Publisher:
                     self._leaf_start[lower.row] = offset
         cursor.node, cursor.offset = node, max(end, cursor.offset)
         self._next_publication[row] = cursor.next_publication(self._tree.unit)
+
+    def _stop_within_range(self, cursor: _Cursor, row: int) -> None:
+        """Let a row publish nothing from a range on within which its tokens part from those of another request.
+
+        Its blocks before that place would be taken for the other one's, and their state depends on the whole range.
+        """
+        if self._leaf_of(row) is not None:
+            return
+        end, ranges = self._end_of(cursor, row), self._states[row].ranges
+        known = self._tree.match_prefix(cursor.namespace, cursor.tokens, end).length
+        if known < end:
+            start = before_range(ranges, known)
+            cursor.num_readable = cursor.num_readable if start == known else min(cursor.num_readable, start)
 
     def _find_offset(self, cursor: _Cursor) -> tuple[RadixNode, int]:
         """Return the node that a cursor's offset lies in, and the offset; the root and 0 if the node was removed."""
@@ -356,7 +373,8 @@ class Publisher:
         end = self._computed_of[row]
         if end > cursor.num_readable:
             end = cursor.num_readable
-        return end - end % self._tree.unit
+        ranges = self._states[row].ranges
+        return whole_ranges(ranges, end, self._tree.unit) if ranges else end - end % self._tree.unit
 
     def _stop_at_unreadable(self, cursor: _Cursor, row: int, error: RequestError) -> None:
         """Let a row publish nothing after its first token that cannot be read, and unpublish its later blocks."""

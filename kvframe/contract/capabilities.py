@@ -37,7 +37,8 @@ class Capabilities:
             from ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also if a query sees
             fewer tokens than are live; ``prompt`` if what a query sees may depend on the length of the request's
             prompt. It then reads the extension ``NUM_PROMPT_TOKENS``, and takes ``KVCacheSpec.for_prompt`` of it with
-            the mask ``live_range``, otherwise masks with ``keeps_prompt``.
+            the mask ``live_range``, otherwise masks with ``keeps_prompt``; ``ranges`` if it reads the extension
+            ``RANGE_ENDS``, which no layer needs: prompts that state such ranges are refused without it.
         extensions: Extensions of the batch metadata that it supports (``{"seq_starts"}``).
         state: Names of the state tensors that it reads in the plain format (``{"k", "v"}``).
         formats: Formats of stored keys and values that it reads and writes itself.

@@ -54,6 +54,12 @@ NUM_PROMPT_TOKENS = "num_prompt_tokens"
 them. It is given to groups with a layer whose live range depends on it (``KVCacheSpec.depends_on_prompt``), and to no
 others."""
 
+RANGE_ENDS = "range_ends"
+"""Extension ``[num_tokens], int32``, with a copy on the host: for each new token, the token after the last one of the
+range of its prompt that it lies in, or 0. It sees the later tokens of its range, beside those that the mask shows. A
+step computes such a range as a whole. Steps have this if a prompt of theirs states such ranges, and only if every
+backend that attends to requests' own tokens declares the mask ``ranges``."""
+
 NUM_ACCEPTED_TOKENS = "num_accepted_tokens"
 """Extension ``[num_reqs], int32``: draft tokens of the last step that were accepted."""
 

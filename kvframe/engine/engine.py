@@ -332,7 +332,8 @@ class Engine(EngineCore[Request]):
         # Reading a prompt may take long, and changes no state.
         with self._turns.let_through():
             token_ids, inputs = self._admission.admit(prompt, params)
-            boundaries = self._admission.boundaries(prompt, len(token_ids))
+            ranges = self._admission.ranges(prompt, token_ids)
+            boundaries = self._admission.boundaries(prompt, len(token_ids), ranges)
             stops, has_text = StopStrings(params.stop) if params.stop else NO_STOPS, self._admission.has_text
         requests = make_samples(
             [self._new_id(each) for each in sample_ids(request_id, params.n)],
@@ -345,6 +346,7 @@ class Engine(EngineCore[Request]):
             inputs=inputs,
             cache_salt=cache_salt,
             boundaries=boundaries if self._manager.prefix_caching else (),
+            ranges=ranges,
         )
         self._add(requests)
         return requests

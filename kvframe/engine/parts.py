@@ -30,7 +30,13 @@ def make_admission(assembly: Assembly, secret: bytes) -> Admission:
     options = assembly.stack.engine
     max_prompt_len = options.max_num_batched_tokens if assembly.grouping.whole_prompts else None
     return Admission(
-        assembly.model, assembly.plan, assembly.max_model_len, secret, options, max_prompt_len=max_prompt_len
+        assembly.model,
+        assembly.plan,
+        assembly.max_model_len,
+        secret,
+        options,
+        max_prompt_len=max_prompt_len,
+        without_ranges=assembly.layers.without_ranges,
     )
 
 

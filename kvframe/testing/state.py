@@ -125,8 +125,9 @@ class AnyMask:
 
     def retain_all(self) -> Any:
         """Return full attention over the same state."""
-        none = {"window": None, "chunk": None, "stride": None, "keeps_prompt": False}
-        return attrs.evolve(self, num_sink_tokens=0, dilation=1, **none)
+        return attrs.evolve(
+            self, window=None, num_sink_tokens=0, chunk=None, stride=None, dilation=1, keeps_prompt=False
+        )
 
 
 @attrs.frozen(kw_only=True)

@@ -210,8 +210,14 @@ class Lives:
             life.num_prompt = num_prompt
         self.drop_lost()
         expected = self.model.start(life, use_prefix)
-        given = {"salt": salt, "use_prefix": use_prefix, "inputs": inputs_of(encoder)}
-        hit = self.manager.start(name, life.tokens, **given, num_prompt_tokens=num_prompt)
+        hit = self.manager.start(
+            name,
+            life.tokens,
+            salt=salt,
+            use_prefix=use_prefix,
+            inputs=inputs_of(encoder),
+            num_prompt_tokens=num_prompt,
+        )
         self.did("start")
         assert life.computed == hit
         assert expected == self.manager.block_ids(name)

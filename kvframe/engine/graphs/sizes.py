@@ -88,7 +88,7 @@ class SizeChoice:
         max_seq_len = _next(self.max_seq_lens, int((batch.num_computed + batch.query_lens).max()))
         if num_reqs is None or query_len is None or max_seq_len is None or batch.extensions or not num_wanted:
             return None
-        if batch.num_prompt_tokens is not None:
+        if batch.num_prompt_tokens is not None or batch.range_ends is not None:
             return None
         # A prompt's first token continues from no state.
         if self.max_rounds is not None and (longest > self.max_rounds or not batch.num_computed.all()):

@@ -108,6 +108,11 @@ class PromptPrefixes:
         check_salt(salt)
         with self._let_through():
             token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
+            if self._admission.ranges(prompt, token_ids):
+                raise RequestError(
+                    "a prefix with bidirectional ranges is not kept; give the tokens before the first range",
+                    code="bad_ranges",
+                )
         alignment = self._manager.plan.alignment
         kept = tuple(token_ids[: len(token_ids) // alignment * alignment])
         if not kept and not inputs:

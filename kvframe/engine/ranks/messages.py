@@ -62,6 +62,7 @@ class StepMessage:
         new_inputs: By sequence and row, the inputs that the step computes.
         entries: For each stack of block tables, what changed.
         num_prompt_tokens: As in ``StepBatch``.
+        range_ends: As in ``StepBatch``.
     """
 
     rows: IntArray
@@ -74,6 +75,7 @@ class StepMessage:
     new_inputs: Mapping[str, Mapping[int, ModelInput]]
     entries: Sequence[Entries]
     num_prompt_tokens: IntArray | None = None
+    range_ends: IntArray | None = None
 
     @classmethod
     def of(
@@ -105,6 +107,7 @@ class StepMessage:
             new_inputs={name: dict(each) for name, each in new_inputs.items()},
             entries=entries.take(batch),
             num_prompt_tokens=batch.num_prompt_tokens,
+            range_ends=batch.range_ends,
         )
 
     def batch(self) -> StepBatch:
@@ -116,4 +119,5 @@ class StepMessage:
             generating_indices=self.generating_indices,
             inputs=self.inputs,
             num_prompt_tokens=self.num_prompt_tokens,
+            range_ends=self.range_ends,
         )

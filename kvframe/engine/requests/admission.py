@@ -9,11 +9,12 @@ import attrs
 import numpy as np
 
 from kvframe.cache.keys import content_key
+from kvframe.cache.ranged_tokens import MOST_RANGE, MOST_TOKEN_ID, before_range
 from kvframe.config.options import EngineOptions
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import LoadedModel, ModelInput
-from kvframe.contract.specs import ENCODER
+from kvframe.contract.specs import ENCODER, TokenRange
 from kvframe.engine.requests.params import SamplingParams, bad_params
 from kvframe.engine.requests.progress import NO_INPUTS
 from kvframe.engine.requests.prompt import AnyPrompt, Prompt
@@ -41,6 +42,7 @@ class Admission:
         secret: bytes,
         options: EngineOptions,
         max_prompt_len: int | None = None,
+        without_ranges: str | None = None,
     ) -> None:
         """Keep the limits.
 
@@ -51,6 +53,7 @@ class Admission:
             secret: 32 bytes, for the keys of inputs.
             options: For the most samples and characters of stop strings.
             max_prompt_len: The most tokens of a prompt, if a prompt must be computed in one step; otherwise None.
+            without_ranges: A layer that does not honour bidirectional ranges of prompts, in words; None for none.
 
         Raises:
             ModelError: The tokenizer raises when it decodes an empty list of tokens.
@@ -67,6 +70,7 @@ class Admission:
         self._max_model_len = max_model_len
         self._secret = secret
         self._max_prompt_len = max_prompt_len
+        self._without_ranges = without_ranges
 
     def admit(self, prompt: AnyPrompt, params: SamplingParams) -> tuple[list[int], Mapping[str, ModelInput]]:
         """Return a request's first tokens and its inputs beside them.
@@ -96,7 +100,45 @@ class Admission:
             own = _tokens_of("the model's start_token_ids", lambda: start_token_ids(text))
         return self.token_ids(own, params, {each: value.num_tokens for each, value in inputs.items()}), inputs
 
-    def boundaries(self, prompt: AnyPrompt, num_tokens: int) -> tuple[int, ...]:
+    def ranges(self, prompt: AnyPrompt, token_ids: Sequence[int]) -> tuple[TokenRange, ...]:
+        """Return a prompt's ranges of tokens that see each other in both directions, without those of one token.
+
+        Raises:
+            RequestError: They are no ranges of these tokens (``bad_ranges``), one of them exceeds a step
+                (``exceeds_step``), or a layer's backend does not honour them (``mask_ranges``).
+        """
+        if not isinstance(prompt, Prompt) or not _has_items(prompt.bidirectional):
+            return ()
+        given, num_tokens = _ranges_of(prompt.bidirectional, len(token_ids)), len(token_ids)
+        if given is None:
+            raise RequestError(
+                f"a prompt's bidirectional ranges are pairs (start, stop) within its {num_tokens} tokens, sorted and "
+                f"disjoint, not {shown(prompt.bidirectional)}",
+                code="bad_ranges",
+            )
+        if max(token_ids[start] for start, _ in given) > MOST_TOKEN_ID or max(token_ids) >= 1 << 31:
+            raise RequestError(
+                f"a bidirectional range begins with a token id of at most {MOST_TOKEN_ID}, in a prompt of ids below "
+                f"{1 << 31}; give other ids",
+                code="bad_ranges",
+            )
+        most = min(self.plan.max_num_batched_tokens, MOST_RANGE)
+        longest = max(given, key=lambda part: part[1] - part[0])
+        if longest[1] - longest[0] > most:
+            raise RequestError(
+                f"the bidirectional range {longest} has {longest[1] - longest[0]} tokens, and may have {most}: it is "
+                f"computed in one step; raise max_num_batched_tokens in the stack's [engine], up to {MOST_RANGE}",
+                code="exceeds_step",
+            )
+        if self._without_ranges is not None:
+            raise RequestError(
+                f"{self._without_ranges}, does not honour bidirectional ranges of prompts; give the layer a backend "
+                "with the mask 'ranges', such as torch_reference, by a rule of the stack",
+                code="mask_ranges",
+            )
+        return tuple(part for part in given if part[1] - part[0] > 1)
+
+    def boundaries(self, prompt: AnyPrompt, num_tokens: int, ranges: Sequence[TokenRange] = ()) -> tuple[int, ...]:
         """Return where steps of a prompt of so many tokens have to end: the last whole blocks before its boundaries.
 
         Raises:
@@ -115,7 +157,7 @@ class Admission:
                 code="bad_boundaries",
             )
         ends = {each - each % self.plan.alignment for each in given} if self.plan.groups else set()
-        return tuple(sorted(ends - {0, num_tokens}))
+        return tuple(sorted({before_range(ranges, end) for end in ends} - {0, num_tokens}))
 
     def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
         given = _unicode(value) if isinstance(value, str) else value
@@ -237,6 +279,23 @@ def _whole_numbers(prompt: Any) -> list[int]:
     if given is None or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
         raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
     return [int(token) for token in given]
+
+
+def _has_items(given: Any) -> bool:
+    """Return whether ranges are given, right or wrong."""
+    return not (isinstance(given, Sized) and _num_items(given) == 0)
+
+
+def _ranges_of(given: Any, num_tokens: int) -> list[TokenRange] | None:
+    """Return ranges of so many tokens; None if they are none, or are not sorted and disjoint."""
+    try:
+        parts = [tuple(_whole_numbers(part)) for part in given]
+    except Exception:  # a foreign sequence may raise anything
+        return None
+    found = [(part[0], part[1]) for part in parts if len(part) == 2]
+    ends = [0, *(end for part in found for end in part), num_tokens]
+    is_right = len(found) == len(parts) and ends == sorted(ends) and all(start < stop for start, stop in found)
+    return found if is_right else None
 
 
 def _num_items(prompt: Any) -> int:

@@ -7,7 +7,9 @@ from typing import Any
 
 import attrs
 
+from kvframe.cache.ranged_tokens import before_range
 from kvframe.contract.errors import shown
+from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.params import SamplingParams, bad_params
 from kvframe.engine.requests.request import Request
 from kvframe.engine.requests.text import TextStream
@@ -60,6 +62,7 @@ def make_samples(
     make_text_stream: Callable[[], TextStream | None],
     *,
     forks: bool,
+    ranges: tuple[TokenRange, ...] = (),
     **shared: Any,
 ) -> list[Request]:
     """Return the samples of one prompt as requests.
@@ -70,15 +73,24 @@ def make_samples(
         params: The parameters of the prompt; sample ``i`` has the seed ``seed + i``.
         make_text_stream: Returns what turns the tokens of one sample into text; None if there is no tokenizer.
         forks: Whether the other samples fork from the first one, so that the prompt is computed once.
+        ranges: Ranges of the prompt whose tokens see each other in both directions.
         shared: Further arguments of ``Request.create``, equal for all samples.
     """
     requests = [
         Request.create(
-            each_id, token_ids, each, text_stream=make_text_stream(), asked_id=ids[0], sample=sample, **shared
+            each_id,
+            token_ids,
+            each,
+            text_stream=make_text_stream(),
+            asked_id=ids[0],
+            sample=sample,
+            ranges=ranges,
+            **shared,
         )
         for sample, (each_id, each) in enumerate(zip(ids, _params_of_each(params), strict=True))
     ]
-    if len(requests) > 1 and forks:
+    # If the last token is in a range, no step ends before it.
+    if len(requests) > 1 and forks and before_range(ranges, len(token_ids) - 1) == len(token_ids) - 1:
         # Each sample computes the prompt's last token itself, because it samples from the logits of that token.
         requests[0].pause_at = len(token_ids) - 1
         for request in requests[1:]:

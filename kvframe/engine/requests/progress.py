@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
@@ -13,7 +13,9 @@ import attrs
 
 from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.cache.input_index import InputSequence
+from kvframe.cache.ranged_tokens import RangedTokens, before_range
 from kvframe.contract.model import ModelInput
+from kvframe.contract.specs import TokenRange
 
 FinishReason = Literal["stop", "length", "computed", "aborted", "refused", "error"]
 """Why a request ended: a stop token or string; a limit; its prompt is computed, and nothing is generated; its owner
@@ -59,6 +61,8 @@ class RequestProgress:
         cached: What was found of its prompt, or taken from another sample, when it was first admitted; None before.
         pause_at: Computed tokens at which a step ends, so that other requests can fork from there; 0 for none.
         boundaries: Computed tokens at which steps end too, ascending, so that each type of state keeps one there.
+        ranges: Ranges of its prompt whose tokens see each other in both directions; each is computed in one step.
+        cache_tokens: Its tokens as the cache compares them.
         forks_from: The request with the same tokens from which it forks at ``pause_at``, to save computing them; None
             for none, and after the first try.
         finish_reason: Why it ended; None until then.
@@ -87,9 +91,17 @@ class RequestProgress:
     cached: FoundPrefix | None = None
     pause_at: int = 0
     boundaries: tuple[int, ...] = ()
+    ranges: tuple[TokenRange, ...] = ()
+    cache_tokens: Sequence[int] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: self._marked, takes_self=True)
+    )
     forks_from: RequestProgress | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    @property
+    def _marked(self) -> Sequence[int]:
+        return RangedTokens(self.token_ids, self.ranges) if self.ranges else self.token_ids
 
     @property
     def num_final_tokens(self) -> int:
@@ -113,6 +125,14 @@ class RequestProgress:
             place = bisect_right(self.boundaries, num_computed)
             stop = self.boundaries[place] if place < len(self.boundaries) else stop
         return min(stop, self.pause_at) if num_computed < self.pause_at else stop
+
+    def end_of_step(self, num_computed: int, budget: int) -> int:
+        """Return up to which token a step computes it that begins after ``num_computed`` and has ``budget`` tokens.
+
+        This is ``num_computed`` if the step cannot compute its next range as a whole.
+        """
+        end = min(self.stop_after(num_computed), num_computed + budget)
+        return before_range(self.ranges, end) if self.ranges else end
 
     @property
     def num_new_input_tokens(self) -> int:

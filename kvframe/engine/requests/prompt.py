@@ -24,11 +24,14 @@ class Prompt:
         boundaries: Numbers of the prompt's first tokens that other prompts begin with too, such as a system prompt's
             length. Layers that keep states at few places keep one at the last whole blocks before each of them, so that
             the next request finds it.
+        bidirectional: Ranges ``(start, stop)`` of the prompt whose tokens see each other in both directions, such as
+            the tokens of an image, whatever the layers' masks; sorted and disjoint. Each is computed in one step.
     """
 
     encoder: Any = None
     decoder: str | Sequence[int] | None = None
     boundaries: Sequence[int] = ()
+    bidirectional: Sequence[tuple[int, int]] = ()
 
 
 AnyPrompt = str | Sequence[int] | Prompt

@@ -12,6 +12,7 @@ import attrs
 from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
+from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.params import SamplingParams as SamplingParams
 from kvframe.engine.requests.progress import NO_INPUTS, FinishReason, RequestProgress
 from kvframe.engine.requests.text import TextStream
@@ -114,6 +115,7 @@ class Request(RequestProgress):
         asked_id: str | None = None,
         sample: int = 0,
         boundaries: tuple[int, ...] = (),
+        ranges: tuple[TokenRange, ...] = (),
     ) -> Request:
         """Return a request that has not started.
 
@@ -129,6 +131,7 @@ class Request(RequestProgress):
             asked_id: The id that its owner uses; ``request_id`` unless given.
             sample: The index of the sample.
             boundaries: Tokens of the prompt at which steps end, ascending.
+            ranges: Ranges of the prompt whose tokens see each other in both directions, checked.
         """
         return cls(
             request_id=request_id,
@@ -143,6 +146,7 @@ class Request(RequestProgress):
             inputs=inputs,
             cache_salt=cache_salt,
             boundaries=boundaries,
+            ranges=ranges,
         )
 
     def __attrs_post_init__(self) -> None:

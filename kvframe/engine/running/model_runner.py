@@ -19,6 +19,7 @@ from kvframe.contract.errors import ModelError
 from kvframe.contract.metadata import CommonAttentionMetadata, Extension
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.order import IntArray
+from kvframe.contract.specs import TokenRange
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.requests.progress import NO_INPUTS, RequestT
 from kvframe.engine.requests.request import Request
@@ -50,6 +51,7 @@ class ModelRunner:
             the request that has the row; 0 for none.
         prompt_lens: ``[max_num_seqs], int64, host``: the length of the prompt of the request that has the row; None if
             nothing depends on it.
+        ranges: By row, the ranges of a prompt whose tokens see each other in both directions, until they are computed.
         device: Where the model runs.
         graphs: The graphs that steps are replayed from if possible; None for none.
         compute: Computes a batch: ``compute(batch, logits_indices, new_inputs)``. On rank 0 of several ranks, it first
@@ -94,6 +96,7 @@ class ModelRunner:
             name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
         }
         self.prompt_lens: IntArray | None = np.zeros(max_num_seqs, dtype=np.int64) if layers.prompt_groups else None
+        self.ranges: dict[int, Sequence[TokenRange]] = {}
         self._model = model
         self._layers = layers
         self._tables = tables
@@ -124,7 +127,7 @@ class ModelRunner:
             step: The step; every request has a row, and blocks for its tokens.
         """
         for request in step.admitted:
-            self.set_row(request.row, request.token_ids, request.inputs, request.num_prompt_tokens)
+            self.set_row(request.row, request.token_ids, request.inputs, request.num_prompt_tokens, request.ranges)
         for row, start, drafts in zip(step.rows.tolist(), step.num_known.tolist(), step.drafts, strict=False):
             self.tokens[row, start : start + len(drafts)] = drafts
         return PackedStep.of(step, self._layers.order_for)
@@ -135,8 +138,13 @@ class ModelRunner:
         token_ids: Sequence[int],
         inputs: Mapping[str, ModelInput] = NO_INPUTS,
         num_prompt_tokens: int | None = None,
+        ranges: Sequence[TokenRange] = (),
     ) -> None:
-        """Store the known tokens of the request that has a row, and the lengths of its inputs and of its prompt."""
+        """Store what is known of the request that has a row: its tokens, input and prompt lengths, and ranges."""
+        if ranges:
+            self.ranges[row] = ranges
+        else:
+            self.ranges.pop(row, None)
         self.tokens[row, : len(token_ids)] = token_ids
         if self.prompt_lens is not None:
             self.prompt_lens[row] = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
@@ -169,6 +177,8 @@ class ModelRunner:
             batch = attrs.evolve(batch, inputs=inputs)
         if self.prompt_lens is not None:
             batch = attrs.evolve(batch, num_prompt_tokens=self.prompt_lens[batch.rows])
+        if self.ranges:
+            batch = attrs.evolve(batch, range_ends=self._range_ends(batch))
         logits_indices, num_tokens = batch.generating_indices, len(batch.token_positions[1])
         if self._layers.skipped and len(logits_indices) < num_tokens and not self._may_skip(batch):
             batch = attrs.evolve(batch, generating_indices=np.arange(num_tokens))
@@ -236,6 +246,21 @@ class ModelRunner:
         is_new = np.zeros(len(lens), dtype=np.bool_)
         is_new[list(new_inputs.get(name, ()))] = True
         return InputBatch(lens=lens[rows], is_new=is_new[rows])
+
+    def _range_ends(self, batch: StepBatch) -> IntArray | None:
+        """Return where the range of each packed token ends, ``[num_tokens]``, 0 for none; None if none is in one."""
+        found: IntArray | None = None
+        firsts = np.cumsum(batch.query_lens) - batch.query_lens
+        for index in np.flatnonzero(np.isin(batch.rows, [*self.ranges])).tolist():
+            row, num_computed, query_len = int(batch.rows[index]), batch.num_computed[index], batch.query_lens[index]
+            for start, stop in self.ranges[row]:
+                if num_computed <= start < num_computed + query_len:
+                    found = np.zeros(int(batch.query_lens.sum()), np.int64) if found is None else found
+                    first = firsts[index] - num_computed
+                    found[first + start : first + stop] = stop
+            if self.ranges[row][-1][1] <= num_computed + query_len:
+                del self.ranges[row]
+        return found
 
     def _may_skip(self, batch: StepBatch) -> bool:
         return are_last_tokens(batch) and (self._skip_policy is None or self._skip_policy(batch))

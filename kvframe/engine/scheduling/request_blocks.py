@@ -83,7 +83,7 @@ class RequestBlocks(Generic[RequestT]):
 
     def _fork(self, request: RequestT, other: RequestProgress) -> int:
         """Start a request from the computed tokens of another one that pauses; one step computes the known rest."""
-        self._cache.fork(other.request_id, request.request_id, request.token_ids)
+        self._cache.fork(other.request_id, request.request_id, request.cache_tokens)
         try:
             if not self._extend_first(request, len(request.token_ids)):
                 self.release(request)
@@ -100,8 +100,10 @@ class RequestBlocks(Generic[RequestT]):
 
     def _resume(self, request: RequestT, budget: int, others_run: bool) -> int:
         """Resume a request that was swapped out."""
-        num_scheduled = min(request.next_stop - request.num_computed, budget)
-        num_tokens = request.num_computed + num_scheduled
+        num_tokens = request.end_of_step(request.num_computed, budget)
+        num_scheduled = num_tokens - request.num_computed
+        if not num_scheduled:
+            return 0
         if not self._cache.swap_in(request.request_id, num_tokens, use_prefix=not request.runs_alone):
             # The cached blocks that it hit may be scattered over slabs. New blocks always fit if no other request runs.
             if others_run:
@@ -117,18 +119,22 @@ class RequestBlocks(Generic[RequestT]):
         while True:
             hit = self._cache.start(
                 request.request_id,
-                request.token_ids,
+                request.cache_tokens,
                 salt=request.cache_salt,
                 use_prefix=request.uses_prefix,
                 inputs=request.input_sequences,
                 num_prompt_tokens=request.num_prompt_tokens,
+                ranges=request.ranges,
             )
             if request.inputs:
                 request.new_inputs = self._cache.missing_inputs(request.request_id)
             # A single input is admitted at any length, because it cannot be computed in parts.
             new_tokens = request.num_new_input_tokens
             fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
-            num_scheduled = min(request.stop_after(hit) - hit, budget)
+            num_scheduled = request.end_of_step(hit, budget) - hit
+            if not num_scheduled:  # its next range needs more of a step
+                self.release(request)
+                return 0
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
                 # Without blocks for the rest, it would take blocks from others until it is preempted itself.
                 fits = fits and self._fits_whole(request)
@@ -190,7 +196,7 @@ def is_being_computed(request: RequestT, admitted: Sequence[RequestT], counts: S
             continue
         if any(other.input_sequences[name] == request.input_sequences.get(name) for name in other.new_inputs):
             return True
-        if other.input_sequences != request.input_sequences:
+        if other.input_sequences != request.input_sequences or other.ranges != request.ranges:
             continue
         first = other.num_computed // block_size * block_size
         last = min(other.num_computed + count, most) // block_size * block_size

@@ -8,6 +8,7 @@ from typing import Protocol
 from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.cache.input_index import InputSequence
 from kvframe.contract.order import IntArray
+from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.progress import NO_SEQUENCES
 
 
@@ -23,6 +24,7 @@ class RequestCache(Protocol):
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
         num_prompt_tokens: int | None = None,
+        ranges: Sequence[TokenRange] = (),
     ) -> int:
         """Add a request; return the number of tokens that a cached prefix covers, fewer than ``token_ids``."""
 

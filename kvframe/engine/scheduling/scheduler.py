@@ -83,6 +83,7 @@ class Scheduler(Generic[RequestT]):
         )
         self._drafting = drafting
         self._pausing: list[RequestT] = []
+        self._ranged: list[RequestT] = []
         self.failed: list[RequestT] = []
 
     @property
@@ -133,7 +134,8 @@ class Scheduler(Generic[RequestT]):
         admitted: list[RequestT] = []
         counts: list[int] = []
         # A request that was just preempted would be preempted again. But if none runs, one has to start.
-        if self.waiting and budget and (preempted == self.stats.preemptions or not self.running):
+        may_admit = self.waiting and budget and len(continuing) == len(self.running)
+        if may_admit and (preempted == self.stats.preemptions or not self.running):
             try:
                 budget = self._admit_waiting(budget, admitted, counts)
             except BaseException:
@@ -325,6 +327,8 @@ class Scheduler(Generic[RequestT]):
         if int(counts.sum()) > budget:
             counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
             counts = counts[counts > 0]
+        if self._ranged:
+            counts = self._without_parts(counts)
         try:
             if self._cache.extend_rows(rows[: len(counts)], num_computed[: len(counts)] + counts):
                 return counts
@@ -336,11 +340,29 @@ class Scheduler(Generic[RequestT]):
         granted: list[int] = []
         while len(granted) < len(self.running) and budget:
             request = self.running[len(granted)]
-            count = min(request.next_stop - request.num_computed, budget)
+            count = request.end_of_step(request.num_computed, budget) - request.num_computed
+            if not count:
+                break
             if self._extend_or_preempt(request, request.num_computed + count):
                 granted.append(count)
                 budget -= count
         return np.array(granted, dtype=np.int64)
+
+    def _without_parts(self, counts: IntArray) -> IntArray:
+        """Return how many tokens running requests compute, if no range of a prompt is divided.
+
+        A request whose next range exceeds what requests before it leave of the step waits, and with it those after it:
+        so it need not wait for them.
+        """
+        self._ranged = [each for each in self._ranged if each.row >= 0 and each.num_computed < each.ranges[-1][1]]
+        for request in self._ranged:
+            index = self.running.index(request)
+            if index < len(counts):
+                end = request.end_of_step(request.num_computed, int(counts[index]))
+                counts[index] = end - request.num_computed
+                if end == request.num_computed:
+                    counts = counts[:index]
+        return counts
 
     def _extend_or_preempt(self, request: RequestT, num_tokens: int) -> bool:
         """Allocate blocks for a running request's first tokens; return False if it was preempted itself, or ended."""
@@ -419,6 +441,8 @@ class Scheduler(Generic[RequestT]):
                 break
             if request.num_computed < request.last_pause:
                 self._pausing.append(request)
+            if request.ranges and request.num_computed < request.ranges[-1][1]:
+                self._ranged.append(request)
             self.waiting.popleft()
             self.running.append(request)
             admitted.append(request)

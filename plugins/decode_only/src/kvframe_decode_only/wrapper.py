@@ -14,6 +14,7 @@ from kvframe.contract import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
     NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
     SEQ_STARTS,
     VIRTUAL_REQUESTS,
     CommonAttentionMetadata,
@@ -49,6 +50,7 @@ class DecodeOnly(MetadataWrapper):
         NUM_ACCEPTED_TOKENS: FieldUse.CARRY,
         ENCODER_SEQ_LENS: FieldUse.CARRY,
         NUM_PROMPT_TOKENS: FieldUse.CARRY,
+        RANGE_ENDS: FieldUse.SLICE,
     }
     effects: ClassVar[frozenset[str]] = frozenset({DROPS_TOKENS})
     not_after: ClassVar[frozenset[str]] = frozenset({DROPS_TOKENS, VIRTUAL_REQUESTS})
