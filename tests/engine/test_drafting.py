@@ -257,6 +257,28 @@ def test_what_is_no_draft_is_left_out(answer: Any, expected: list[list[int]]) ->
     assert expected == drafting._propose([request("a")], [2])
 
 
+def test_a_draft_model_continues_requests_when_their_drafts_have_blocks() -> None:
+    continued: list[Any] = []
+
+    def continue_requests(requests: Sequence[Request], *numbers: Any) -> list[list[int]]:
+        continued.append([[each.request_id for each in requests], *(list(each) for each in numbers)])
+        return [[each.token_ids[-1] + 1] for each in requests]
+
+    found = {}
+    for num_blocks in (2, 1):  # four tokens are known, as many as a block has
+        proposer = Counting(max_drafts=4)
+        scheduled, _ = scheduler(proposer, num_blocks)
+        scheduled.use_draft_model(continue_requests)
+        scheduled.add(request("a"))
+        run_step(scheduled)
+        step = scheduled.schedule()
+        assert step is not None
+        found[num_blocks] = (list(step.continued), [[*each.continuation] for asked in proposer.asked for each in asked])
+    # The row, the known tokens, and how many tokens are wanted.
+    assert [[["a"], [0], [4], [4]]] == continued
+    assert {2: ([[5]], [[5]]), 1: ([], [])} == found
+
+
 def test_an_aborted_request_is_forgotten() -> None:
     proposer = Counting()
     scheduled, _ = scheduler(proposer)
