@@ -27,8 +27,19 @@ from tests.covering import cover_values
 from tests.models import encoder_decoder
 from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel
 
-OTHERS = ("llama", "gemma3_text", "llama4_text", "mamba", "mamba2", "jamba", "lfm2", "deepseek_v3", "qwen3_next")
-FAMILIES = ("gemma3n_text", "falcon_h1", *(pytest.param(each, marks=pytest.mark.whole) for each in OTHERS))
+OTHERS = (
+    "llama",
+    "gemma3_text",
+    "gemma3n_text",
+    "llama4_text",
+    "mamba",
+    "mamba2",
+    "jamba",
+    "lfm2",
+    "deepseek_v3",
+    "qwen3_next",
+)
+FAMILIES = ("falcon_h1", *(pytest.param(each, marks=pytest.mark.whole) for each in OTHERS))
 OF_EXPERTS = ("deepseek_v3", "jamba", "qwen3_next")
 """Families whose experts torch multiplies in float32 at most."""
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "seed": 5}
@@ -169,7 +180,6 @@ PAIRS = [
     ("llama", "llama"),
     ("gemma3_text", "llama"),
     ("falcon_h1", "llama"),
-    ("llama", "mistral"),
     ("llama", "mamba2"),
 ]
 
@@ -243,7 +253,7 @@ def test_other_settings_change_nothing(models: Models, family: str, setting: str
 @pytest.mark.parametrize(("family", "preemption"), cover_values(["llama", "lfm2"], ["recompute", "swap"]))
 def test_its_state_is_right_after_preemption(models: Models, family: str, preemption: str) -> None:
     model = models(family)
-    memory = model.tight_memory(100, drafts=by(model.path))
+    memory = model.tight_memory(81, drafts=by(model.path))
     options = {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "audit": True}
     stats = check_twin(model, greedy(model), **options)
     assert stats.preemptions > 0
@@ -280,7 +290,8 @@ def test_both_models_run_in_graphs(models: Models, family: str) -> None:
     model = models(family, "float32")
     wanted = expected(model, greedy(model), SOME)
     with model.engine(drafts=by(model.path), graphs=(4, 8)) as engine:
-        assert shown(wanted) == shown(engine.generate(SOME, greedy(model)))
+        for _ in range(2):
+            assert shown(wanted) == shown(engine.generate(SOME, greedy(model)))
         draft = engine._runner.draft  # type: ignore[attr-defined]
         assert engine._runner.graphs.num_replays > 0  # type: ignore[attr-defined]
         assert draft.runner.graphs.num_replays > 0
