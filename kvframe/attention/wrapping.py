@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter, is_
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -49,14 +50,18 @@ def apply_wrapper(
                 + ("it rejects it" if code == "rejected_field" else "it does not know this field"),
                 code=code,
             )
+    unknown = [name for name, each in metadata.extensions.items() if each.optional and name not in wrapper.extensions]
+    if unknown:
+        known = {name: each for name, each in metadata.extensions.items() if name not in unknown}
+        metadata = attrs.evolve(metadata, extensions=MappingProxyType(known))
     for name in metadata.extensions:
         use = wrapper.extensions.get(name)
         if use is None or use is FieldUse.REJECT:
-            known = ", ".join(sorted(name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT))
+            taken = ", ".join(sorted(name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT))
             raise WrapperError(
                 f"wrapper {wrapper.name!r} "
                 + ("does not know" if use is None else "rejects")
-                + f" the extension {name!r}; it takes {known or 'none'}",
+                + f" the extension {name!r}; it takes {taken or 'none'}",
                 code="unknown_extension" if use is None else "rejected_extension",
             )
     try:

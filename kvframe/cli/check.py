@@ -156,6 +156,7 @@ def _import(name: str, known: set[str]) -> Any:
 def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence[Any]) -> dict[str, Any]:
     """Return what was found about one part, as plain values."""
     from kvframe.contract.errors import KVFrameError
+    from kvframe.loading.deprecated import warnings_of
     from kvframe.testing.checks import run_checks
 
     found: dict[str, Any] = {"kind": entry.kind, "name": entry.name, "owner": entry.owner}
@@ -172,7 +173,7 @@ def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence
         return {**found, "verdict": "not checked", "reason": str(error)}
     with progress(f"{KINDS[entry.kind].label} {entry.name}", len(checks.checks)) as show:
         report = run_checks(checks, show)
-    return {**found, **_to_dict(asked, entry, report)}
+    return {**found, **_to_dict(asked, entry, report), "deprecations": warnings_of(entry.plugin)}
 
 
 def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
@@ -246,6 +247,8 @@ def _print(part: Mapping[str, Any]) -> None:
             is_wrong = row["verdict"] == "wrong"
             click.echo(click.style(line, fg="red", bold=True) if is_wrong else line)
     click.echo()
+    for sentence in part["deprecations"]:
+        _say(f"Deprecated: {sentence}\n")
     if part["failure"]:
         _say(f"The first failure: {part['failure']['sentence']}")
         click.echo(f"Run it again: {part['failure']['command']}\n")

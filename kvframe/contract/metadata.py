@@ -32,11 +32,14 @@ class Extension:
         values: ``[num_reqs, …]``, ``[num_tokens, …]`` or any shape, by ``axis``; device.
         axis: What its first dimension stands for.
         values_cpu: The same on the host, if it is known there; otherwise None.
+        optional: Whether a step is computed rightly without it. It is left out for a wrapper that does not know it,
+            which otherwise refuses the step. An extension that a later version of the contract adds to steps is.
     """
 
     values: torch.Tensor
     axis: Axis
     values_cpu: torch.Tensor | None = None
+    optional: bool = False
 
 
 DEVICE_FIELDS = frozenset({"query_start_loc", "seq_lens", "block_table", "slot_mapping", "generating_indices"})
@@ -88,7 +91,7 @@ def change_extensions(
         axis, values_cpu = extension.axis, extension.values_cpu
         if axis in change:
             values_cpu = None if values_cpu is None else change_cpu[axis](values_cpu)
-            extension = Extension(change[axis](extension.values), axis, values_cpu)
+            extension = attrs.evolve(extension, values=change[axis](extension.values), values_cpu=values_cpu)
         changed[name] = extension
     return changed
 

@@ -107,7 +107,8 @@ class MetadataWrapper(ABC):
     """What it does with each field of ``CommonAttentionMetadata`` except ``extensions``, made by ``field_uses``. A
     field that is not listed (one of a later version of the contract) must have its default, or the step is refused."""
     extensions: ClassVar[Mapping[str, FieldUse]] = MappingProxyType({})
-    """What it does with each extension. A step with an extension that is not listed is refused."""
+    """What it does with each extension. One that is not listed is left out if it is optional; otherwise the step is
+    refused."""
     effects: ClassVar[frozenset[str]] = frozenset()
     """Its effects on a batch, which other wrappers of a chain may name: ``DROPS_TOKENS``, ``VIRTUAL_REQUESTS``,
     ``CHANGES_MASK``, or names of its own."""
@@ -262,7 +263,8 @@ class MetadataWrapper(ABC):
                 values_cpu, index_cpu = extension.values_cpu, index_cpu_of[extension.axis]
                 if values_cpu is not None:
                     values_cpu = None if index_cpu is None else values_cpu.index_select(0, index_cpu)
-                passed[name] = Extension(extension.values.index_select(0, index), extension.axis, values_cpu)
+                values = extension.values.index_select(0, index)
+                passed[name] = Extension(values, extension.axis, values_cpu, extension.optional)
             elif use in (FieldUse.CARRY, FieldUse.SLICE):
                 passed[name] = extension
         return passed

@@ -16,6 +16,7 @@ import attrs
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.loading.declarations import find_misdeclared
+from kvframe.loading.deprecated import uses_of_class, warn_of
 from kvframe.loading.targets import find_problem
 
 BUILTIN_OWNER = "kvframe"
@@ -197,6 +198,7 @@ class Claim:
             raise self._error(str(error)) from error.__cause__
         if unfit:
             raise self._error(f"{safe_repr(self.target)} {unfit}")
+        warn_of(self.plugin, uses_of_class(loaded))
         return loaded
 
     def problem(self) -> str:

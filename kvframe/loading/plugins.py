@@ -21,6 +21,7 @@ from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.checks import OWNERS, TABLES, TEXTS
 from kvframe.loading.claims import Claim
+from kvframe.loading.deprecated import uses_of_hooks, uses_of_register, warn_of
 from kvframe.loading.discovery import FoundPlugin, find_plugins, is_called
 from kvframe.loading.packages import provider_of, to_install
 from kvframe.loading.registry import Registry
@@ -278,6 +279,7 @@ def _attach(found: FoundPlugin, manifest: Any) -> pluggy.PluginManager:
         raise _SetAside("broken", f"{', '.join(sorted(unmarked))} lacks @hookimpl and would never be called")
     if not callers:
         raise _SetAside("broken", f"{found.module} implements no hook; hooks: {', '.join(_HOOKS)}")
+    warn_of(found.id, uses_of_hooks(callers))
     return manager
 
 
@@ -358,4 +360,5 @@ class _Registering:
                 f"plugin {self.found.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
                 "returned; nothing was registered"
             )
+        warn_of(self.found.id, uses_of_register(needs=needs, install=install, needs_versions=needs_versions))
         self.claims.append(Claim(self.kind, name, target, *owner, needs, install, needs_versions))

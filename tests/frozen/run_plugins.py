@@ -1,7 +1,8 @@
 """Runs the plugins of a frozen version, in a process of its own: loads them, checks them by the kit, serves a model.
 
 ``python -m tests.frozen.run_plugins`` uses this kvframe; with ``--newer``, one that stands for the next minor version:
-with another hook, another argument of the hooks that register names, and another field of the batch metadata.
+with another hook, another argument of the hooks that register names, another field and another extension of the batch
+metadata. It deprecates a hook and an argument that the plugins use.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import json
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ def become_newer() -> None:
     """Make this process's kvframe one of the next minor version. Called before anything else of it is imported."""
     import attrs
 
-    from kvframe.contract import hookspecs, metadata
+    from kvframe.contract import deprecations, hookspecs, metadata
 
     major, minor = hookspecs.API_VERSION.split(".")
     hookspecs.API_VERSION = f"{major}.{int(minor) + 1}"
@@ -52,6 +54,11 @@ def become_newer() -> None:
         later_field: int = 0
 
     vars(metadata)["CommonAttentionMetadata"] = Later
+    add_extension()
+    vars(deprecations)["DEPRECATED"] = {
+        name: deprecations.Deprecation(since=hookspecs.API_VERSION, instead="write something else")
+        for name in ("kvframe_register_proposers", "AttentionBackend.forward(sinks)")
+    }
 
     from kvframe.loading import plugins
 
@@ -62,6 +69,36 @@ def become_newer() -> None:
         return call(manager, hook, **arguments, **({"later": "later"} if "register" in arguments else {}))
 
     vars(plugins)["_call"] = call_with_one_more
+
+
+def add_extension() -> None:
+    """Give every step an extension that no plugin knows."""
+    import attrs
+    import torch
+
+    from kvframe.attention import batch_metadata, wrapping
+    from kvframe.contract.metadata import Axis, Extension
+
+    values = torch.zeros(1)
+
+    @attrs.frozen(kw_only=True, eq=False, slots=False)
+    class LaterBatch(batch_metadata.StepBatch):
+        extensions: Any = attrs.field(factory=lambda: {"later": Extension(values, Axis.STEP, values, optional=True)})
+
+    vars(batch_metadata)["StepBatch"] = LaterBatch
+    apply = wrapping.apply_wrapper
+
+    @functools.wraps(apply)
+    def noting(wrapper: Any, metadata: Any, *arguments: Any) -> Any:
+        made = apply(wrapper, metadata, *arguments)
+        EXTENSIONS.add(("later" in metadata.extensions, "later" in made.extensions))
+        return made
+
+    vars(wrapping)["apply_wrapper"] = noting
+
+
+EXTENSIONS: set[tuple[bool, bool]] = set()
+"""Whether a wrapper was applied to a step with the extension, and whether its result has it."""
 
 
 def check_parts(*, newer: bool) -> dict[str, list[str]]:
@@ -136,7 +173,11 @@ def main() -> None:
     newer = "--newer" in sys.argv
     if newer:
         become_newer()
-    failures = check_parts(newer=newer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("ignore", "plugin kvframe.* uses", DeprecationWarning)
+        warnings.filterwarnings("always", "plugin kvframe-frozen", DeprecationWarning)
+        failures = check_parts(newer=newer)
+        model = serve_a_model()
     from kvframe.contract import hookspecs
     from kvframe.loading.plugins import _HOOKS
     from kvframe.testing.case import Request
@@ -145,7 +186,9 @@ def main() -> None:
     found = {
         "api": hookspecs.API_VERSION,
         "failures": failures,
-        "model": serve_a_model(),
+        "model": model,
+        "deprecated": sorted(str(each.message) for each in caught),
+        "extensions": sorted(EXTENSIONS),
         "last_hook": _HOOKS[-1],
         "last_field": [*type(make_metadata([Request(3, 1)], 4)).__annotations__][-1],
     }

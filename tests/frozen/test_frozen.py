@@ -48,6 +48,7 @@ def test_the_plugins_of_a_version_pass_the_kit_and_serve_a_model(version: str) -
     assert found["model"]["equal"]
     assert [] == found["model"]["failures"]
     assert found["model"]["drafts"] > 0
+    assert [] == found["deprecated"]
 
 
 def test_a_newer_minor_runs_the_plugins_of_an_older_one() -> None:
@@ -55,6 +56,13 @@ def test_a_newer_minor_runs_the_plugins_of_an_older_one() -> None:
     found = run(VERSIONS[0], "--newer")
     assert f"{major}.{int(minor) + 1}" == found["api"]
     assert ("kvframe_register_later_parts", "later_field") == (found["last_hook"], found["last_field"])
+    # A wrapper that does not know the extension is applied to the step without it.
+    assert [True, False] in found["extensions"]
+    assert [
+        f"plugin kvframe-frozen:frozen uses {name}, which version {found['api']} of kvframe's contract deprecates: "
+        "write something else instead"
+        for name in ("AttentionBackend.forward(sinks)", "kvframe_register_proposers")
+    ] == found["deprecated"]
     assert {()} == {tuple(failures) for failures in found["failures"].values()}
     assert found["model"]["equal"]
 

@@ -16,7 +16,7 @@ from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.staging import HOST
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import ModelError
-from kvframe.contract.metadata import CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TokenRange
@@ -230,7 +230,7 @@ class ModelRunner:
         device = HOST
         if batch.extensions:
             extensions = {
-                name: Extension(extension.values_cpu, extension.axis, extension.values_cpu)
+                name: attrs.evolve(extension, values=extension.values_cpu)
                 for name, extension in batch.extensions.items()
                 if extension.values_cpu is not None
             }
