@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,7 +17,7 @@ from kvframe.engine.assembly import Assembly, plain_layers
 from kvframe.engine.dense_check import check_densely
 from kvframe.engine.self_check import run_packed
 from kvframe.loading.claims import BUILTIN_OWNER, Claim
-from kvframe.loading.registry import Registry
+from kvframe.loading.registry import Catalogue, Registry
 from kvframe.planning.retyping import retyped_layers
 from kvframe.selection.chains import bind_chain, divides_keys
 from kvframe.selection.choice import Candidate, Choice
@@ -46,7 +48,8 @@ def check_model(assembly: Assembly, layers: Sequence[LayerSpec], registry: Regis
         explained = _explain(error, assembly, plain, registry)
         if explained is None:
             raise
-        raise explained from error
+        # The message says it all; a traceback would show the first error, which names no part, before it.
+        raise explained from None
 
 
 def compare(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
@@ -78,16 +81,16 @@ def _explain(
         return ModelError(f"{name} passes its self-check only if it is not compiled: leave compile out of the stack")
     reference, uncovered = _on_reference(chosen, layers, claim, device, keep_wrappers=True)
     if trials.pass_with(reference):
-        return _wrong_backend(name, claim, chosen[trials.first_wrong(reference, chosen)])
+        return _wrong_backend(name, claim, chosen[trials.first_wrong(reference, chosen)], registry)
     plain, _ = _on_reference(chosen, layers, claim, device, keep_wrappers=False)
     if plain != reference and trials.pass_with(plain):
-        return _wrong_wrapper(name, claim, chosen[trials.first_wrong(plain, reference)])
+        return _wrong_wrapper(name, claim, chosen[trials.first_wrong(plain, reference)], registry)
     if not uncovered:
         return None
     choice, reason = uncovered[0]
     return ModelError(
         f"{error}. The fault may also be that of backend {choice.backend!r}, of layer {choice.layer!r}: it could not "
-        f"be compared with {claim.id!r}, which {reason}. {_how_to_check(choice)}"
+        f"be compared with {claim.id!r}, which {reason}; check it: {_to_check(registry.backends, choice.backend)}"
     )
 
 
@@ -181,28 +184,32 @@ def _on_reference(
     return tuple(found), uncovered
 
 
-def _wrong_backend(name: str, claim: Claim, choice: Choice) -> BackendError:
+def _wrong_backend(name: str, claim: Claim, choice: Choice, registry: Registry) -> BackendError:
     return BackendError(
         f"backend {choice.backend!r} computes layer {choice.layer!r} wrongly: {name} fails its self-check with it, and "
-        f"passes with {claim.id!r} in its place; give such layers another backend. {_how_to_check(choice)}",
+        f"passes with {claim.id!r} in its place; give such layers another backend, or check it: "
+        f"{_to_check(registry.backends, choice.backend)}",
         code="wrong_output",
     )
 
 
-def _wrong_wrapper(name: str, claim: Claim, choice: Choice) -> WrapperError:
+def _wrong_wrapper(name: str, claim: Claim, choice: Choice, registry: Registry) -> WrapperError:
     names = ", ".join(repr(wrapper.name) for wrapper in choice.wrappers)
+    commands = ", ".join(_to_check(registry.wrappers, wrapper.name) for wrapper in choice.wrappers)
     return WrapperError(
         f"the wrappers [{names}] change what layer {choice.layer!r} computes: on {claim.id!r} too, {name} fails its "
-        "self-check with them, and passes without them; check them with kvframe.testing.wrappers.check_wrapper, or "
-        "leave them out",
+        f"self-check with them, and passes without them; leave them out, or check them: {commands}",
         code="wrong_output",
     )
 
 
-def _how_to_check(choice: Choice) -> str:
-    name = choice.backend_class.__qualname__
-    return (
-        f'The conformance kit says more: python -c "from {choice.backend_class.__module__} import {name}; '
-        "from kvframe.testing.conformance import check_backend; from kvframe.testing.grid import make_cases; "
-        f'[check_backend({name}, case) for case in make_cases({name}.capabilities)]"'
-    )
+def _to_check(catalogue: Catalogue, name: str) -> str:
+    """Return the command that runs the kit on what is registered under a name; for a script, what to write."""
+    claim = catalogue.get(name)
+    what = claim.name if len(catalogue.claims(claim.name)) == 1 else claim.id
+    if claim.plugin == f"{claim.owner}:{claim.owner}":  # it was passed as a module
+        file = getattr(sys.modules.get(claim.owner), "__file__", None)
+        if file is None:
+            return f"test {what!r} by a class of kvframe.testing.suites"
+        what = file
+    return f"`{shlex.join(['kvframe', 'check', what, '--kind', claim.kind])}`"

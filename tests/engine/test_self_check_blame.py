@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,18 +11,20 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
+from click.testing import CliRunner
 from kvframe_mla.backend import MLABackend
 
 from kvframe import Engine, Stack
 from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.cli import main
 from kvframe.contract.backend import KVCache
 from kvframe.contract.errors import BackendError, ModelError, WrapperError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+from kvframe.engine.diagnosis import _to_check
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import make_layer_specs
-from kvframe.testing.laws import ConformanceError
 from tests.attention.attending import plugin
 from tests.models.serving import TinyModel
 
@@ -134,19 +137,43 @@ def test_a_wrong_backend_is_named_with_the_layer_and_the_kit(model: TinyModel, b
     ]
     with pytest.raises(BackendError) as refused:
         engine_of(model, {"layers": "*", "backend": backend})
-    error, name = str(refused.value), BACKENDS[backend].__name__
+    error = str(refused.value)
     assert f"{backend}' computes layer '{layer}' wrongly: " in error
     assert "its masks do not show" not in error
     assert "wrong_output" == refused.value.code
-    assert f"from tests.engine.test_self_check_blame import {name}; " in error
+    assert error.endswith(f"check it: test '{backend}' by a class of kvframe.testing.suites")
+    assert refused.value.__suppress_context__
 
 
-def test_the_lines_that_the_error_gives_run_the_kit(model: TinyModel) -> None:
+MODULE = """
+from kvframe.contract import hookimpl
+from tests.engine.test_self_check_blame import WrongHeads
+
+@hookimpl
+def kvframe_register_backends(register):
+    register("heads_of_a_file", WrongHeads)
+"""
+
+
+def test_the_command_that_the_error_gives_runs_the_kit(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong_plugin.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = importlib.import_module("wrong_plugin")
+    model = attrs.evolve(model, registry=load_plugins(plugins=[mine]).registry)
     with pytest.raises(BackendError) as refused:
-        engine_of(model, {"layers": "*", "backend": "wrong_heads"})
-    lines = str(refused.value).split('python -c "')[1].rstrip('"')
-    with pytest.raises(ConformanceError, match="WrongHeads"):
-        exec(lines, {})
+        engine_of(model, {"layers": "*", "backend": "heads_of_a_file"})
+    *_, command = str(refused.value).strip("`").split("check it: `")
+    assert f"kvframe check {tmp_path / 'wrong_plugin.py'} --kind backend" == command
+    result = CliRunner().invoke(main, [*command.split()[1:], "--only", "full-block=16-decode"])
+    assert (1, True) == (result.exit_code, "heads_of_a_file" in result.stdout), result.output
+
+
+def test_what_is_packaged_is_checked_by_its_name() -> None:
+    registry = load_plugins().registry
+    assert "`kvframe check torch --kind backend`" == _to_check(registry.backends, "kvframe-torch:torch")
+    assert "`kvframe check chunked_local --kind wrapper`" == _to_check(registry.wrappers, "chunked_local")
 
 
 def test_a_wrong_backend_of_some_layers_is_found_among_right_ones(model: TinyModel) -> None:
@@ -202,7 +229,7 @@ def test_a_backend_that_the_reference_cannot_stand_for_is_named_beside_the_model
     assert "it attends in a way that its masks do not show" in own
     assert others.startswith(
         f"backend 'mine:wrong_latents', of layer '{LAYERS[0]}': it could not be compared with 'kvframe:torch_reference'"
-        ", which reads the state tensors k, v, not latent. The conformance kit says more: python -c"
+        ", which reads the state tensors k, v, not latent; check it: test 'wrong_latents' by a class"
     )
 
 
