@@ -7,6 +7,7 @@ import itertools
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import signal
 import socket
@@ -387,6 +388,14 @@ def test_the_tables_of_keys_are_those_of_the_options() -> None:
     page = read("docs/stack_file.md")
     assert module.with_tables(page) == page, "run python docs/stack_tables.py"
     assert "| `max_num_seqs` | `64` | The most requests that run at once. |" in page
+
+
+def test_the_drawings_are_those_of_todays_specs_and_slabs() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "drawings.py"))["draw_all"]()
+    assert {path.name for path in (ROOT / "docs").glob("*.svg")} == {*drawn}
+    for name, picture in drawn.items():
+        assert read(f"docs/{name}") == picture, "run python docs/drawings.py"
+        assert f"]({name})" in read("docs/design.md")
 
 
 def test_the_list_of_pages_is_complete_and_numbered() -> None:
