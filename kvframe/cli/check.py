@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +199,11 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
         if asked.model is None:
             raise PluginError("a model adapter is checked with a small model that it reads: give --model PATH")
         return adapter_checks(part, asked.model, name=entry.name, plugins=modules)
-    of_kind = {"wrapper": wrapper_checks, "eviction": policy_checks, "proposer": proposer_checks}
+    of_kind: Mapping[str, Callable[..., Checks]] = {
+        "wrapper": wrapper_checks,
+        "eviction": policy_checks,
+        "proposer": proposer_checks,
+    }
     return of_kind[entry.kind](part, options, name=entry.name)
 
 

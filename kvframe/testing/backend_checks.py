@@ -54,6 +54,7 @@ def backend_checks(
     *,
     name: str = "",
     device: str = "cpu",
+    runs_on: str | None = None,
     whole: bool = False,
     chains: Sequence[WrapperChain] = (),
     formats: Sequence[KVFormat] | None = None,
@@ -69,6 +70,7 @@ def backend_checks(
         backend_class: The backend.
         name: Its registered name; that of the class unless given.
         device: The device of the backend.
+        runs_on: Where it runs in the checks; ``device`` unless given. ``"cpu"`` for a stand-in for a GPU's library.
         whole: Whether every case and run is checked, or a sample in which every feature occurs.
         chains: Wrapper chains after which it is checked too.
         formats: As for ``make_cases``.
@@ -87,11 +89,11 @@ def backend_checks(
     runs = tuple(run for run in runs if run_kinds is None or run.kind in run_kinds)
     if not cases or not runs:
         raise ConformanceError(f"backend {name or backend_class.__name__!r}: no case or no run is left to check")
-    few = sample(cases, together)
-    checks = [_case_check(backend_class, case, device) for case in (cases if whole else few)]
-    checks += [_case_check(backend_class, case, device, LARGE) for case in (cases if whole else sample(few, ()))]
-    checks += [_host_check(backend_class, case, device, host, writes_out) for case, host in in_other_hosts(cases)]
-    checks += [_run_check(backend_class, run, device) for run in (runs if whole else sample_runs(runs, run_traits))]
+    few, place = sample(cases, together), runs_on or device
+    checks = [_case_check(backend_class, case, place) for case in (cases if whole else few)]
+    checks += [_case_check(backend_class, case, place, LARGE) for case in (cases if whole else sample(few, ()))]
+    checks += [_host_check(backend_class, case, place, host, writes_out) for case, host in in_other_hosts(cases)]
+    checks += [_run_check(backend_class, run, place) for run in (runs if whole else sample_runs(runs, run_traits))]
     refused = dict(_refused(backend_class, device, form, formats))
     return Checks(
         part=f"backend {name or backend_class.__name__!r}", checks=tuple(checks), refused=refused, order=_ORDER

@@ -59,9 +59,16 @@ class KitTests:
             f"{type(self).__name__} does not say what it tests; derive it from BackendTests, SpecTests or the like"
         )
 
+    def why_not(self) -> str | None:
+        """Return why nothing can be checked on this machine, so that the tests are skipped; None if it can."""
+        return None
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make a test of each check; called by pytest for each method of the class."""
         if "kit_check" not in metafunc.fixturenames:
+            return
+        if reason := self.why_not():
+            metafunc.parametrize("kit_check", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["all"])
             return
         chosen = self.make_checks(whole=False).checks
         tests = [pytest.param(check, id=check.name) for check in chosen]
@@ -87,12 +94,20 @@ def _found(part: Any, catalogue: str) -> tuple[str, Any]:
     return part, found.load(part)
 
 
+def chains_of(*names: Sequence[str]) -> tuple[WrapperChain, ...]:
+    """Return chains of wrappers without options, each given by the registered names of its wrappers."""
+    wrappers = load_plugins().registry.wrappers
+    return tuple(tuple(wrappers.load(name)() for name in chain) for chain in names)
+
+
 class BackendTests(KitTests):
     """Tests of a backend.
 
     Attributes:
         backend: The registered name, or the class.
-        device: Where it runs.
+        device: Its device. If it is unusable there, the tests are skipped.
+        runs_on: Where it runs in the tests; ``device`` unless given. ``"cpu"`` for a stand-in for a GPU's library.
+        always_whole: Whether usual runs compute all checks too.
         chains: Wrapper chains after which it is tested too.
         together: As for ``backend_checks``, like the attributes after it.
         run_traits: Traits of runs whose values occur.
@@ -103,6 +118,8 @@ class BackendTests(KitTests):
 
     backend: ClassVar[str | type[AttentionBackend]]
     device: ClassVar[str] = "cpu"
+    runs_on: ClassVar[str | None] = None
+    always_whole: ClassVar[bool] = False
     chains: ClassVar[Sequence[WrapperChain]] = ()
     together: ClassVar[Collection[tuple[str, str]]] = TOGETHER
     run_traits: ClassVar[Collection[str]] = TRAITS
@@ -114,6 +131,17 @@ class BackendTests(KitTests):
         """Return whether a case is tested; a backend that takes long for some cases overrides it."""
         return True
 
+    def why_not(self) -> str | None:
+        """Return why the backend cannot run on its device: a library or a device is missing."""
+        if self.runs_on is not None:
+            return None
+        if isinstance(self.backend, str):
+            claim = load_plugins().registry.backends.get(self.backend)
+            if lacking := [*claim.missing(), *claim.outdated()]:
+                return f"backend {self.backend!r} needs {'; '.join(lacking)}"
+        reason: str | None = _found(self.backend, "backend")[1].unusable_reason()
+        return reason
+
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the cases, those of other hosts, and the runs."""
         name, backend_class = _found(self.backend, "backend")
@@ -121,7 +149,8 @@ class BackendTests(KitTests):
             backend_class,
             name=name,
             device=self.device,
-            whole=whole,
+            runs_on=self.runs_on,
+            whole=whole or self.always_whole,
             chains=self.chains,
             formats=self.formats,
             keeps=self.keeps,

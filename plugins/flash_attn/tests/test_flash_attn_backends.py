@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -14,29 +15,21 @@ import torch
 from kvframe_kernels.flash_reference import paged_attention
 
 from kvframe import load_plugins
-from kvframe.contract import AttentionBackend, PluginError
+from kvframe.contract import AttentionBackend
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.framework import WrapperChain
 from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.hosts import in_other_hosts
+from kvframe.testing.hosts import OtherHost
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.runs import make_runs, sample_runs
-from kvframe.testing.sample import sample
-from kvframe.testing.serving import check_run
+from kvframe.testing.sample import TOGETHER
 from kvframe.testing.staging import check_staging
+from kvframe.testing.suites import BackendTests, chains_of
 
 HEAD_SIZES = (8, 40, 256)
 FORMATS = ("plain", "int8_token_head")
 """Formats of the cases: a backend handles copies of pages in the same way for every format."""
 CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
-AFTER_WRAPPERS = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal", "block_size")]
-"""Traits whose pairs all occur in the sample of cases after wrappers."""
-RUN_TRAITS = ("kind", "feature", "head_size", "num_kv_heads", "dtype")
-"""Traits that occur in the runs; the cases have the formats. With pages of 256 tokens, a run takes seconds."""
-RUN_KINDS = ("decodes", "decodes-padded", "mixed")
-"""Kinds of steps in the runs; of prompts, which take as long as all others, the cases have shorter ones."""
 CLASSES = {"flash_attn": "backend:FlashAttnBackend", "flash_attn_3": "backend_3:FlashAttn3Backend"}
 LIBRARIES = {"flash_attn": "flash_attn", "flash_attn_3": "flash_attn_interface"}
 
@@ -230,9 +223,9 @@ def load(name: str) -> type[AttentionBackend]:
     return found
 
 
-@pytest.fixture
-def stand_ins() -> Iterator[dict[str, Any]]:
-    """Stand-ins for the libraries, made again for each backend of a test."""
+@contextmanager
+def installed() -> Iterator[dict[str, Any]]:
+    """Install stand-ins for the libraries, and yield them; the backends are imported anew."""
     found: dict[str, Any] = {"flash_attn": FlashAttn2(), "flash_attn_3": FlashAttn3()}
     before = dict(sys.modules)
     for name, stand_in in found.items():
@@ -249,90 +242,80 @@ def stand_ins() -> Iterator[dict[str, Any]]:
     sys.modules.update({name: before[name] for name in before if name.startswith(("flash_attn", "kvframe_flash_"))})
 
 
-def cases(backend_class: type[AttentionBackend], chains: tuple[WrapperChain, ...] = ()) -> list[Case]:
-    made = make_cases(backend_class.capabilities, "cuda", chains=chains)
-    found = [case for case in made if case.spec.kv_format.name in FORMATS]
-    return [case for case in found if "head_size=" not in case.name or case.query.head_size in HEAD_SIZES]
+@pytest.fixture
+def stand_ins() -> Iterator[dict[str, Any]]:
+    with installed() as found:
+        yield found
 
 
-def chains() -> tuple[WrapperChain, ...]:
-    wrappers = load_plugins().registry.wrappers
-    return tuple(tuple(wrappers.load(name)() for name in chain) for chain in CHAINS)
+def is_kept(case: Case) -> bool:
+    """Return whether a case is computed: not in every format and head size."""
+    return case.spec.kv_format.name in FORMATS and ("head_size=" not in case.name or case.query.head_size in HEAD_SIZES)
 
 
-@pytest.mark.parametrize(("name", "at_least"), [("flash_attn", 150), ("flash_attn_3", 250)])
-def test_it_computes_the_grid(name: str, at_least: int, stand_ins: dict[str, Any]) -> None:
-    backend_class = load(name)
-    found = cases(backend_class)
-    assert at_least < len(found)
-    for case in sample(found):
-        check_backend(backend_class, case)
+class OnAStandIn(BackendTests):
+    """Tests of a backend on a stand-in for its library."""
+
+    device = "cuda"
+    runs_on = "cpu"
+    chains = chains_of(*CHAINS)
+    together = (*TOGETHER, *(("wrappers", name) for name in ("batch", "is_padded", "visible", "causal")))
+    # With pages of 256 tokens, a run takes seconds: the cases have the formats, and shorter prompts.
+    run_traits = ("kind", "feature", "head_size", "num_kv_heads", "dtype")
+    run_kinds = ("decodes", "decodes-padded", "mixed")
+
+    def keeps(self, case: Case) -> bool:
+        return is_kept(case)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_it_serves_another_host(name: str, stand_ins: dict[str, Any]) -> None:
-    backend_class = load(name)
-    copies, outputs = 0, 0
-    for case, host in in_other_hosts(cases(backend_class)):
-        check_backend(backend_class, case, host=host)
-        copies, outputs = copies + host.num_copies, outputs + host.num_outputs
-        if case.query.has_sinks:
-            assert (0, True) == (host.num_copies, host.num_outputs > 0)
-    # The libraries' public functions take no memory for the output: only what is computed after them is written there.
-    assert 0 < copies < outputs
+with installed():
+
+    class TestFlashAttn(OnAStandIn):
+        backend = load("flash_attn")
+
+    class TestFlashAttn3(OnAStandIn):
+        backend = load("flash_attn_3")
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_it_serves_two_layers_and_steps_at_real_sizes(name: str, stand_ins: dict[str, Any]) -> None:
-    backend_class = load(name)
-    runs = [run for run in make_runs(backend_class.capabilities, "cuda") if run.kind in RUN_KINDS]
-    for run in sample_runs(runs, RUN_TRAITS):
-        check_run(backend_class, run)
+class OnAGpu(BackendTests):
+    """Tests of a backend on the library itself."""
+
+    device = "cuda"
+    always_whole = True
+    chains = OnAStandIn.chains
+
+    def keeps(self, case: Case) -> bool:
+        return is_kept(case)
 
 
-@pytest.mark.parametrize(("name", "at_least"), [("flash_attn", 50), ("flash_attn_3", 100)])
-def test_it_computes_the_grid_after_wrappers(name: str, at_least: int, stand_ins: dict[str, Any]) -> None:
-    backend_class = load(name)
-    found = [case for case in cases(backend_class, chains()) if case.wrappers]
-    assert at_least < len(found)
-    for case in sample(found, AFTER_WRAPPERS):
-        check_backend(backend_class, case)
+@pytest.mark.gpu
+class TestFlashAttnOnAGpu(OnAGpu):
+    backend = "flash_attn"
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("name", CLASSES)
-def test_it_computes_the_whole_grid_alone_and_after_wrappers(name: str, stand_ins: dict[str, Any]) -> None:
-    backend_class = load(name)
-    for case in cases(backend_class, chains()):
-        check_backend(backend_class, case)
+@pytest.mark.gpu
+class TestFlashAttn3OnAGpu(OnAGpu):
+    backend = "flash_attn_3"
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("name", CLASSES)
-def test_it_serves_more_runs(name: str, stand_ins: dict[str, Any]) -> None:
-    backend_class = load(name)
-    for run in sample_runs(make_runs(backend_class.capabilities, "cuda")):
-        check_run(backend_class, run)
+def cases(backend_class: type[AttentionBackend]) -> list[Case]:
+    return [case for case in make_cases(backend_class.capabilities, "cuda") if is_kept(case)]
+
+
+@pytest.mark.parametrize(("case", "is_written"), [("full-block=256-mixed", False), ("full-learned_sinks-mixed", True)])
+def test_only_what_is_computed_after_the_library_is_written_where_the_host_wants_it(
+    case: str, is_written: bool, stand_ins: dict[str, Any]
+) -> None:
+    # The libraries' public functions take no memory for the output.
+    backend_class, host = load("flash_attn"), OtherHost("by_page")
+    check_backend(backend_class, next(each for each in cases(backend_class) if each.name == case), host=host)
+    assert (0 if is_written else host.num_outputs) == host.num_copies
+    assert host.num_outputs > 0
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(name: str, stand_ins: dict[str, Any]) -> None:
     check_staging(load(name))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_library_computes_the_grid_on_a_gpu(name: str) -> None:
-    try:
-        backend_class = load_plugins().registry.backends.load(name)
-    except PluginError as error:
-        pytest.skip(str(error))
-    if reason := backend_class.unusable_reason():
-        pytest.skip(reason)
-    for case in cases(backend_class, chains()):
-        check_backend(backend_class, case, "cuda")
-    for run in make_runs(backend_class.capabilities, "cuda"):
-        check_run(backend_class, run, "cuda")
 
 
 # --- bugs that the grid finds -----------------------------------------------------------------------------------------

@@ -11,29 +11,19 @@ from kvframe_kernels.flash_reference import paged_attention
 from kvframe_torch import varlen
 from kvframe_torch.varlen import TorchVarlenBackend
 
-from kvframe import load_plugins
-from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
-from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.runs import make_runs, sample_runs
-from kvframe.testing.sample import sample
-from kvframe.testing.serving import check_run
+from kvframe.testing.sample import TOGETHER
 from kvframe.testing.staging import check_staging
+from kvframe.testing.suites import BackendTests, chains_of
 
 CAPABILITIES = TorchVarlenBackend.capabilities
 HEAD_SIZES = (8, 40, 256)
 FORMATS = ("plain", "int8_token_head")
 """Formats of the cases: a backend handles copies of pages in the same way for every format."""
-BEHIND = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal")]
-"""Traits whose pairs occur in the sample of cases after wrappers."""
-RUN_TRAITS = ("kind", "feature", "head_size", "num_kv_heads", "dtype")
-"""Traits that occur in the runs; the cases have the formats. With pages of 256 tokens, a run takes seconds."""
-RUN_KINDS = ("decodes", "decodes-padded", "mixed")
-"""Kinds of steps in the runs; of prompts, which take as long as all others, the cases have shorter ones."""
 
 
 class AuxRequest(NamedTuple):
@@ -113,66 +103,43 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return found
 
 
-def cases(chains: tuple[tuple[MetadataWrapper, ...], ...] = ()) -> list[Case]:
-    found = [case for case in make_cases(CAPABILITIES, "cuda", chains=chains) if case.spec.kv_format.name in FORMATS]
-    return [case for case in found if "head_size=" not in case.name or case.query.head_size in HEAD_SIZES]
+def is_kept(case: Case) -> bool:
+    """Return whether a case is computed: not in every format and head size."""
+    return case.spec.kv_format.name in FORMATS and ("head_size=" not in case.name or case.query.head_size in HEAD_SIZES)
 
 
-def chains() -> tuple[tuple[MetadataWrapper, ...], ...]:
-    wrappers = load_plugins().registry.wrappers
-    names = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
-    return tuple(tuple(wrappers.load(name)() for name in chain) for chain in names)
+@pytest.mark.usefixtures("stand_in")
+class TestTorchVarlen(BackendTests):
+    backend = "torch_varlen"
+    device = "cuda"
+    runs_on = "cpu"
+    chains = chains_of(("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
+    together = (*TOGETHER, *(("wrappers", name) for name in ("batch", "is_padded", "visible", "causal")))
+    # With pages of 256 tokens, a run takes seconds: the cases have the formats, and shorter prompts.
+    run_traits = ("kind", "feature", "head_size", "num_kv_heads", "dtype")
+    run_kinds = ("decodes", "decodes-padded", "mixed")
+
+    def keeps(self, case: Case) -> bool:
+        return is_kept(case)
 
 
-def test_it_computes_the_grid(stand_in: StandIn) -> None:
-    found = cases()
-    assert 150 < len(found)
-    for case in sample(found):
-        check_backend(TorchVarlenBackend, case)
+@pytest.mark.gpu
+class TestTorchVarlenOnAGpu(BackendTests):
+    backend = "torch_varlen"
+    device = "cuda"
+    always_whole = True
+    chains = TestTorchVarlen.chains
+
+    def keeps(self, case: Case) -> bool:
+        return is_kept(case)
 
 
-def test_it_serves_another_host(stand_in: StandIn) -> None:
-    for case, host in in_other_hosts(cases(chains())):
-        check_backend(TorchVarlenBackend, case, host=host)
-
-
-def test_it_serves_two_layers_and_steps_at_real_sizes(stand_in: StandIn) -> None:
-    runs = [run for run in make_runs(CAPABILITIES, "cuda") if run.kind in RUN_KINDS]
-    for run in sample_runs(runs, RUN_TRAITS):
-        check_run(TorchVarlenBackend, run)
-
-
-def test_it_computes_the_grid_behind_wrappers(stand_in: StandIn) -> None:
-    found = [case for case in cases(chains()) if case.wrappers]
-    assert 30 < len(found)
-    for case in sample(found, BEHIND):
-        check_backend(TorchVarlenBackend, case)
-
-
-@pytest.mark.whole
-def test_it_computes_the_whole_grid_alone_and_behind_wrappers(stand_in: StandIn) -> None:
-    for case in cases(chains()):
-        check_backend(TorchVarlenBackend, case)
-
-
-@pytest.mark.whole
-def test_it_serves_more_runs(stand_in: StandIn) -> None:
-    for run in sample_runs(make_runs(CAPABILITIES, "cuda")):
-        check_run(TorchVarlenBackend, run)
+def cases() -> list[Case]:
+    return [case for case in make_cases(CAPABILITIES, "cuda") if is_kept(case)]
 
 
 def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(stand_in: StandIn) -> None:
     check_staging(TorchVarlenBackend)
-
-
-@pytest.mark.gpu
-def test_torchs_function_computes_the_grid_on_a_gpu() -> None:
-    if reason := TorchVarlenBackend.unusable_reason():
-        pytest.skip(reason)
-    for case in cases(chains()):
-        check_backend(TorchVarlenBackend, case, "cuda")
-    for run in make_runs(CAPABILITIES, "cuda"):
-        check_run(TorchVarlenBackend, run, "cuda")
 
 
 class _OneTokenShort(TorchVarlenBackend):
