@@ -14,7 +14,6 @@ from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import (
     ENCODER_SEQ_LENS,
-    NUM_ACCEPTED_TOKENS,
     SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
@@ -41,7 +40,7 @@ class Nothing(MetadataWrapper):
     name: ClassVar[str] = "nothing"
     fields: ClassVar[Mapping[str, FieldUse]] = CARRIED
     extensions: ClassVar[Mapping[str, FieldUse]] = {
-        NUM_ACCEPTED_TOKENS: FieldUse.CARRY,
+        "notes": FieldUse.CARRY,
         ENCODER_SEQ_LENS: FieldUse.RESET,
         "labels": FieldUse.SLICE,
     }
@@ -162,8 +161,8 @@ MISTAKES = {
         r"it adds the extensions \['more'\] and does not declare them",
     ),
     "another extension than it declares to carry": (
-        doing(one_extension(NUM_ACCEPTED_TOKENS)),
-        "declares to carry the extension 'num_accepted_tokens' and returns another",
+        doing(one_extension("notes")),
+        "declares to carry the extension 'notes' and returns another",
     ),
     "an extension that it declares to reset": (
         doing(lambda metadata: {"extensions": metadata.extensions}),

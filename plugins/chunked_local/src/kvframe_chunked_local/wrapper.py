@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 
 from kvframe.contract import (
     ENCODER_SEQ_LENS,
-    NUM_ACCEPTED_TOKENS,
     NUM_PROMPT_TOKENS,
     SEQ_STARTS,
     VIRTUAL_REQUESTS,
@@ -57,10 +56,9 @@ class ChunkedLocal(MetadataWrapper):
         slice=("block_table",),
         reject=("causal", "exact_lens"),
     )
-    # These describe the original request, so each of its virtual requests gets the same value. No layer with chunks
-    # depends on the length of a prompt.
+    # The length of the encoder's sequence is that of the original request, so each of its virtual requests gets it. No
+    # layer with chunks depends on the length of a prompt.
     extensions: ClassVar[Mapping[str, FieldUse]] = {
-        NUM_ACCEPTED_TOKENS: FieldUse.SLICE,
         ENCODER_SEQ_LENS: FieldUse.SLICE,
         NUM_PROMPT_TOKENS: FieldUse.RESET,
         SEQ_STARTS: FieldUse.REJECT,

@@ -11,7 +11,6 @@ import torch
 
 from kvframe.contract import (
     ENCODER_SEQ_LENS,
-    NUM_ACCEPTED_TOKENS,
     CommonAttentionMetadata,
     FieldUse,
     MetadataWrapper,
@@ -46,7 +45,6 @@ class FrozenWrapper(MetadataWrapper):
         "static_shapes": FieldUse.REJECT,
     }
     extensions: ClassVar[Mapping[str, FieldUse]] = {
-        NUM_ACCEPTED_TOKENS: FieldUse.SLICE,
         ENCODER_SEQ_LENS: FieldUse.SLICE,
     }
 
