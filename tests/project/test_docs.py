@@ -35,6 +35,7 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.testing import grid
 from kvframe.testing import runs as kit_runs
 from kvframe.testing.sample import sample
+from tests.programs import PYTEST, commands_in_forks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -204,19 +205,24 @@ def test_commands_run_and_print_the_shown_output(
 
 
 @pytest.fixture
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Make an environment that has all that is installed here, in which pip may install more."""
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Make an environment that has all that is installed here, in which pip may install more.
+
+    What the shell waits for is a fork of a process that has imported torch.
+    """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "installed_here.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    for name in ("kvframe", "pip", "pytest"):
-        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{folder}/bin/python" -m {name} "$@"\n')
+    for name, module in (("pip", "pip"), ("served", "kvframe")):
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{folder}/bin/python3" -m {module} "$@"\n')
         (folder / "bin" / name).chmod(0o755)
     # What pip would get from an index is here already.
     pip = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, **pip, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    commands = {"kvframe": ("-m", "kvframe"), "pytest": PYTEST, "python": ()}
+    with commands_in_forks(folder / "bin", commands, site):
+        yield {**os.environ, **pip, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def steps(document: str) -> Iterator[Block | tuple[str, str]]:
@@ -252,7 +258,7 @@ def test_a_tutorial_runs_from_an_empty_folder_as_written(
                 started[0].terminate()
                 assert started.pop(0).wait(30) in (0, -signal.SIGTERM)
             elif command.endswith(" &"):
-                run = f"exec {command.removesuffix(' &')}"
+                run = f"exec {command.removesuffix(' &').replace('kvframe', 'served', 1)}"
                 started.append(subprocess.Popen(["bash", "-c", run], cwd=tmp_path, env=environment, text=True))
             else:
                 done = subprocess.run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-from tests.programs import run_program
+from tests.programs import PYTEST, run_program
 
 TESTS = """
     from kvframe.testing.suites import (
@@ -21,21 +21,12 @@ TESTS = """
 
 """
 
-SETTINGS = """
-[pytest]
-addopts = --strict-markers
-filterwarnings =
-    error
-    ignore:Module already imported:pytest.PytestAssertRewriteWarning
-"""
-"""The process has imported plugins of pytest before it began."""
-
 
 def run(folder: Path, source: str, *arguments: str) -> tuple[int, str]:
     """Run pytest on test classes, in a folder without any settings; return the exit code and the output."""
-    (folder / "pytest.ini").write_text(SETTINGS)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n")
     (folder / "test_mine.py").write_text(dedent(TESTS) + dedent(source))
-    done = run_program("-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments, cwd=folder)
+    done = run_program(*PYTEST, "-p", "no:cacheprovider", "-q", *arguments, cwd=folder)
     return done.returncode, done.stdout
 
 
