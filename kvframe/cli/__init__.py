@@ -28,6 +28,7 @@ _COMMANDS: Mapping[str, str] = {
     "plan": "kvframe.cli.plan:plan",
     "explain": "kvframe.cli.explain:explain",
     "trace": "kvframe.cli.trace:trace",
+    "top": "kvframe.cli.top:top",
     "tune": "kvframe.cli.tune:tune",
     "plugins": "kvframe.cli.plugins:plugins",
     "check": "kvframe.cli.check:check",

@@ -103,17 +103,18 @@ class ChatChoice(Choice):
     def __init__(self, asking: Asking, index: int) -> None:
         """As for the base class."""
         super().__init__(asking, index)
-        self._parser = self._raw = None
+        self._parser: Any = None
+        self._raw: Any = None
         self._num_calls = 0
 
     def start(self) -> list[dict[str, Any]]:
         """As for the base class."""
         asking = self._asking
-        self._parser: Any = build_response_parser(asking.tokenizer, asking.model, asking.token_ids, tools=asking.tools)
+        self._parser = build_response_parser(asking.tokenizer, asking.model, asking.token_ids, tools=asking.tools)
         chunks = [self._chunk({"role": "assistant", "content": ""})]
         if self._parser is not None:
             # A parser reads the special tokens, which the engine's text leaves out.
-            self._raw: Any = DecodeStream([], skip_special_tokens=False)
+            self._raw = DecodeStream([], skip_special_tokens=False)
             chunks += map(self._chunk, self._deltas(self._parser.initial_events))
         return chunks
 
