@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvframe.cli.hub import find_model
+from kvframe.cli.interrupts import ctrl_c_raises
 from kvframe.cli.options import (
     TEXT_TYPE,
     block_size_option,
@@ -150,7 +148,7 @@ class Conversation:
         try:
             stream = self._engine.stream(self._encode(asked), self._params)
             try:
-                with _ctrl_c_raises():
+                with ctrl_c_raises():
                     output = print_stream(self._engine, stream, parts.append)
                 error = output.error
             except KeyboardInterrupt:
@@ -201,16 +199,3 @@ def _lines() -> Iterator[str]:
             click.echo("kvframe: a line that is not UTF-8 text was left out", err=True)
     if _is_a_dialogue():
         click.echo(err=True)
-
-
-@contextmanager
-def _ctrl_c_raises() -> Iterator[None]:
-    """Let Ctrl-C raise ``KeyboardInterrupt`` in the body, without ending the command."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -17,6 +17,7 @@ import click
 from kvframe.cli import prefixes
 from kvframe.cli.completion import complete_registered
 from kvframe.cli.hub import find_model
+from kvframe.cli.interrupts import ctrl_c_is_noted
 from kvframe.cli.options import (
     REFUSED_EXIT_CODE,
     TEXT_TYPE,
@@ -113,8 +114,9 @@ def generate(
     """Generate text with MODEL, a model's folder or the id of a repository (Qwen/Qwen3-0.6B).
 
     Prompts come from one of --prompt, --prompts and --prompt-token-ids. On a terminal, the text of a single prompt is
-    shown as it comes; Ctrl-C ends it there. A prompt that cannot be served is refused alone: the others finish, and
-    the exit code is 1.
+    shown as it comes. Ctrl-C ends the generation, and what was generated is printed; several prompts end after the
+    running step, or at once at the second Ctrl-C. A prompt that cannot be served is refused alone: the others finish,
+    and the exit code is 1.
     """
     if prompt_logprobs and not as_json:
         raise click.UsageError("--prompt-logprobs reports in JSON only; add --json")
@@ -161,11 +163,16 @@ def generate(
                 if file is not None:
                     prefixes.show(name.partition("_")[0], file, of_files[name])
         started = time.perf_counter()
+        interrupted = False
         try:
             if streams:
                 outputs = [_stream(engine, prompts[0], params, salts[0])]
             else:
-                outputs = engine.generate(prompts, params, cache_salt=salts, on_progress=show)
+                with ctrl_c_is_noted() as ctrl_c:
+                    outputs = engine.generate(
+                        prompts, params, cache_salt=salts, on_progress=lambda done: show(done) or not ctrl_c.is_set()
+                    )
+                interrupted = ctrl_c.is_set()
         finally:
             stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
             if streams:
@@ -176,6 +183,8 @@ def generate(
         print_json({"outputs": list(map(_to_dict, prompts, outputs)), "stats": stats, **files}, indent=None)
     elif not streams:
         _print(prompts, outputs, stats)
+    if interrupted:
+        raise KeyboardInterrupt
     if any(output.error is not None for output in outputs):
         click.get_current_context().exit(REFUSED_EXIT_CODE)
 

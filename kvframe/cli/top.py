@@ -295,7 +295,9 @@ def read_metrics(text: str, seconds: float) -> Snapshot:
             of_groups.setdefault(name, {})[labels["group"], labels.get("kind", "")] = value
         elif not labels:
             found[name] = value
+    counted: dict[str, Any]
     try:
+        counted = {name: int(found[f"kvframe_{name}_total"]) for name in _COUNTERS}
         held = of_groups["kvframe_blocks_held"]
         return Snapshot(
             seconds=seconds,
@@ -316,7 +318,7 @@ def read_metrics(text: str, seconds: float) -> Snapshot:
                 )
                 for key in sorted(held, key=lambda key: int(key[0]))
             ),
-            **{name: int(found[f"kvframe_{name}_total"]) for name in _COUNTERS},
+            **counted,
         )
     except (LookupError, ValueError) as error:
         raise UnreachableError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvframe.cli.hub import find_model
+from kvframe.cli.interrupts import ctrl_c_is_noted
 from kvframe.cli.options import drafts_option, memory_option, read_stack, stack_option
 from kvframe.cli.pages import write_page
 from kvframe.cli.prompts import prompt_options, read_given_prompts
@@ -47,7 +48,8 @@ def trace(
     """Run prompts through MODEL, a model's folder or the id of a repository, and write a page with the run's timeline.
 
     It shows for each request when it waited, computed its prompt, generated and was preempted, what was found of its
-    prompt, and the blocks that each cache group holds.
+    prompt, and the blocks that each cache group holds. Ctrl-C ends the run after its step; the page shows it until
+    there.
     """
     given = read_given_prompts(texts, prompts_file, token_ids_file)
     model = find_model(model, weights=True)
@@ -60,7 +62,12 @@ def trace(
         made = Engine.from_pretrained(model, stack=stack)
     with made as engine, progress("generating", len(given)) as show:
         recorded = engine.start_trace()
-        engine.generate(given, SamplingParams(max_new_tokens=max_new_tokens), on_progress=show)
+        with ctrl_c_is_noted() as ctrl_c:
+            engine.generate(
+                given,
+                SamplingParams(max_new_tokens=max_new_tokens),
+                on_progress=lambda done: show(done) or not ctrl_c.is_set(),
+            )
         page = page_of_trace(engine, recorded)
     write_page(html, "trace.html", page)
     events = [event.what for event in recorded.events]
@@ -73,6 +80,8 @@ def trace(
             ("page", str(html)),
         ],
     )
+    if ctrl_c.is_set():
+        raise KeyboardInterrupt
 
 
 def page_of_trace(engine: Engine, recorded: StepTrace[Any]) -> dict[str, Any]:

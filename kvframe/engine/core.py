@@ -435,7 +435,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self,
         num_requests: int,
         add: Callable[[int], Sequence[RequestT]],
-        on_progress: Callable[[int], None] | None,
+        on_progress: Callable[[int], object] | None,
     ) -> list[Sequence[RequestT] | KVFrameError]:
         """Serve a batch of requests to their ends.
 
@@ -443,7 +443,8 @@ class EngineCore(ABC, Generic[RequestT]):
             num_requests: The number of requests.
             add: Adds the request at an index of the batch and returns all its samples. It raises ``RequestError`` for a
                 refused request, or ``ModelError`` if the model cannot serve it.
-            on_progress: Called after each step with the number of finished requests, refused ones included.
+            on_progress: Called after each step with the number of finished requests, refused ones included. If it
+                returns False, unfinished requests end as aborted.
 
         Returns:
             For each index, the samples of its request, or the error that refused it.
@@ -471,7 +472,9 @@ class EngineCore(ABC, Generic[RequestT]):
                 pending = [samples for samples in pending if any(each.finish_reason is None for each in samples)]
                 if on_progress is not None:
                     with self._turns.let_through():
-                        on_progress(num_requests - len(pending))
+                        goes_on = on_progress(num_requests - len(pending))
+                    if goes_on is False:
+                        break
         finally:
             for samples in added.values():
                 self._forget(samples)

@@ -135,7 +135,7 @@ class Engine(EngineCore[Request]):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | Sequence[str] = "",
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], object] | None = None,
     ) -> list[RequestOutput]:
         """Serve a batch of requests to their ends.
 
@@ -144,7 +144,8 @@ class Engine(EngineCore[Request]):
             params: One for all prompts, or one for each.
             cache_salt: As for ``add_request``: one for all prompts, or one for each.
             on_progress: Called after each step with the number of finished prompts, refused ones included. It may call
-                ``stats``, and no verb of the engine; an exception that it raises ends the batch.
+                ``stats``, and no verb of the engine; an exception that it raises ends the batch. If it returns False,
+                the batch ends: the outputs of unfinished prompts hold what was generated (``finish_reason="aborted"``).
 
         Returns:
             One output for each prompt, in order; a refused one has ``finish_reason="refused"`` and an ``error``. If the

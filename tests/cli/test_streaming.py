@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
+import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -20,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvframe.cli import main
 from kvframe.engine.engine import Engine
+from kvframe.engine.running.model_runner import TokenRunner
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +138,48 @@ def test_ctrl_c_ends_the_line_and_keeps_what_was_generated(when: int, folder: Pa
     assert done.out.endswith("\n")
     assert in_a_pipe(*arguments).startswith(done.out[:-1])
     assert (when == 0) == (done.out == "abc\n\n")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_prints_what_was_generated_of_several_prompts(as_json: bool, folder: Path, tmp_path: Path) -> None:
+    arguments = ["generate", str(folder / "text"), "--prompt", "abc", "--prompt", "abd", "--prompt", "", "--ignore-eos"]
+    arguments += ["--memory", "1MiB", "--max-new-tokens", "40", *(["--json"] if as_json else [])]
+    whole = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)["outputs"]
+    advance, steps = Engine._advance, itertools.count()
+
+    def noted(engine: Engine) -> None:
+        if next(steps) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        advance(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_advance", noted)
+        result = CliRunner().invoke(main, arguments)
+    assert (130, True) == (result.exit_code, result.stderr.endswith("kvframe: interrupted\n"))
+    assert 7 == next(steps)
+    if not as_json:
+        first, second, refused = result.stdout.strip().split("\n\n")
+        assert (True, True) == (first.startswith("abc\n"), second.startswith("abd\n"))
+        assert "refused: the prompt is empty; give at least one token" == refused.strip()
+        assert len(first) > len("abc\n")
+        return
+    outputs = json.loads(result.stdout)["outputs"]
+    assert ["aborted", "aborted", "refused"] == [each["finish_reason"] for each in outputs]
+    for part, all_of_it in zip(outputs[:2], whole[:2], strict=True):
+        assert all_of_it["token_ids"][:7] == part["token_ids"]
+        assert all_of_it["text"].startswith(part["text"])
+
+
+def test_a_second_ctrl_c_ends_several_prompts_at_once(folder: Path) -> None:
+    def twice(runner: TokenRunner, step: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one ends the step")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenRunner, "run", twice)
+        result = CliRunner().invoke(main, ["generate", str(folder / "text"), "--prompt", "a", "--prompt", "b"])
+    assert (130, "") == (result.exit_code, result.stdout)
 
 
 def test_ctrl_c_on_a_terminal_stops_a_generation_that_is_shown(folder: Path) -> None:
