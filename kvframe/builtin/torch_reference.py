@@ -39,7 +39,7 @@ def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool
         position: The position of the query.
         seq_len: Tokens of its request after the step.
         causal: Whether the batch is causal; if not, a query sees every token of its request.
-        seq_start: Tokens before this one are hidden, whatever the mask.
+        seq_start: Tokens before this one are hidden, with any mask.
     """
     if not causal or (spec.mask is not None and not spec.mask.causal):
         return list(range(seq_start, seq_len))

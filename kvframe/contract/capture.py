@@ -11,8 +11,8 @@ class GraphCapture(IntEnum):
     A chain supports what all of its parts support. A part is called for capture and for replay alike, with
     ``CommonAttentionMetadata.static_shapes`` set. It must then make tensors whose shapes follow from the shapes of its
     input and from ``max_query_len`` alone, and the numbers in its input must not decide which tensors it makes or
-    passes on. A layer's ``forward`` runs only at capture. So whatever is not a tensor on the device must be equal in
-    every step, and ``forward`` must not read copies on the host.
+    passes on. A layer's ``forward`` runs only at capture. Therefore all values that are not tensors on the device must
+    be equal in every step, and ``forward`` must not read copies on the host.
     """
 
     NEVER = 0

@@ -1,4 +1,4 @@
-"""Calls a plugin's code at set-up, and turns whatever it raises into one ``PluginError``.
+"""Calls a plugin's code at set-up, and turns every exception of it into one ``PluginError``.
 
 The error says what was called and why it failed. It replaces every exception, also ``SystemExit``, ``CancelledError``,
 ``GeneratorExit`` and a plugin's own ``BaseException``. Only ``KeyboardInterrupt`` passes, because it comes from the

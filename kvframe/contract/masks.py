@@ -28,7 +28,7 @@ class AttentionMask:
     Attributes:
         causal: Whether a query sees only its own and earlier positions, or every token of its request.
         window: How many tokens a query sees, its own included; None for all. Only for a causal mask.
-        num_sink_tokens: Tokens at the start that every later query sees, whatever the window.
+        num_sink_tokens: Tokens at the start that every later query sees, with any window.
         chunk: Tokens per chunk; a query sees its own chunk only: at ``n`` it sees ``[n - n % chunk, n]``. None for no
             chunks. Only for a causal mask without a window.
         keeps_prompt: Whether every query sees all earlier tokens of the request's prompt, whatever the window. Only for

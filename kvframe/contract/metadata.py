@@ -49,7 +49,7 @@ NO_EXTENSIONS: Mapping[str, Extension] = MappingProxyType({})
 
 SEQ_STARTS = "seq_starts"
 """Extension ``[num_reqs], int32``, with a copy on the host: the request's queries do not see tokens before this one,
-whatever the mask. It is at most the position of the request's first new token; if the keys are of another sequence, at
+with any mask. It is at most the position of the request's first new token; if the keys are of another sequence, at
 most the length of that sequence. Only backends that declare this extension are given it."""
 
 NUM_PROMPT_TOKENS = "num_prompt_tokens"

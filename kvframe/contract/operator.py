@@ -62,7 +62,7 @@ class OpaqueFunction:
     """Calls a function of tensors as an operator, while a model is compiled and when it runs.
 
     The function may write to memory that the compiler does not know, such as the pages of a state. The compiler removes
-    an operator whose results nobody uses, so use them.
+    an operator whose results are unused, so use them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A bound on the rounding error of attention, computed from the numbers of the case.
 
-The bound is a property of the case. It needs no run in low precision, so it is the same on every machine, in whatever
-order that machine's kernels add.
+The bound is a property of the case. It needs no run in low precision, so it is the same on every machine, and for every
+order in which a machine's kernels add.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from kvframe.contract.errors import FileError
 FORMAT, VERSION = "kvframe.prefixes", 2
 MAX_HEADER_BYTES = 1 << 20
 MAX_LIST_BYTES = 4 << 20
-"""The longest list of prefixes: a reader reads no more at once, whatever a file says about its size."""
+"""The longest list of prefixes: a reader reads no more at once, even if a file says that the list is longer."""
 LENGTH_BYTES = 8
 """The number of bytes before the header; they hold its length."""
 _ALIGNMENT = 64

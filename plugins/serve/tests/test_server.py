@@ -298,7 +298,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("completions", {"prompt": "a", "temperature": "warm"}, 400, "temperature must be 0"),
     ("completions", {"prompt": "a", "stop": [3]}, 400, "stop must hold non-empty strings"),
     ("completions", {"prompt": "a", "stream": "yes"}, 400, "stream must be true or false"),
-    ("completions", {"prompt": "a", "cache_salt": 5}, 400, "cache_salt must be a text"),
+    ("completions", {"prompt": "a", "cache_salt": 5}, 400, "cache_salt must be a string"),
     ("completions", {"prompt": "a", "beam_width": 5}, 400, "the field 'beam_width' is unknown"),
     ("completions", [1, 2], 400, "must be a JSON object"),
     ("chat/completions", {"messages": []}, 400, "messages must be a list"),

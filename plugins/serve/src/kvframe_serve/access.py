@@ -1,4 +1,4 @@
-"""What happens to a request before the application sees it: keys, salts, limits, and clients that go away."""
+"""Check each request before the application gets it: keys, salts and limits; cancel it if its client disconnects."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no key."""
 
 _DROPPED = 16
-"""A body that is too large is read to its end only if it has at most this many times the bytes of the largest body."""
+"""A body that is too large is read to its end only if it has at most so many times the bytes of the largest one."""
 
 
 @attrs.define
 class Caller:
-    """Who sent the running request.
+    """The sender of the running request.
 
     Attributes:
-        salt: The cache salt that the caller's key and header make.
-        on_end: What to call when the request was answered, or when its client went away.
+        salt: The cache salt from the caller's key and header.
+        on_end: Functions that are called when the request was answered or its client disconnected.
     """
 
     salt: str = ""
@@ -42,10 +42,10 @@ class Caller:
             named: The salt in the request's body, or None.
 
         Raises:
-            RequestError: It is not a text (``bad_salt``).
+            RequestError: The salt is not a string (``bad_salt``).
         """
         if named is not None and not isinstance(named, str):
-            raise RequestError(f"cache_salt must be a text, not {shown(named)}", code="bad_salt")
+            raise RequestError(f"cache_salt must be a string, not {shown(named)}", code="bad_salt")
         return f"{self.salt}/{named}" if named else self.salt
 
 
@@ -61,17 +61,17 @@ def error_body(message: str, kind: str, code: str) -> dict[str, Any]:
 class Access:
     """ASGI middleware around the application.
 
-    It refuses wrong keys (401), bodies that are too large (413) and requests beyond the most at once (429). If a client
-    goes away, it cancels the application's work for it.
+    It refuses wrong keys (401), bodies that are too large (413) and requests beyond the limit (429). If a client
+    disconnects, it cancels the application's work for this client.
     """
 
     def __init__(self, app: Any, *, keys: Collection[str] = (), max_requests: int, max_body_bytes: int) -> None:
-        """Take the application.
+        """Wrap the application.
 
         Args:
             app: The application.
-            keys: The keys that callers must have; none to serve everybody.
-            max_requests: The most requests that are served at once.
+            keys: The keys that are accepted; without keys, every caller is served.
+            max_requests: The most requests at once.
             max_body_bytes: The most bytes of a request's body.
         """
         self._app = app
@@ -105,14 +105,14 @@ class Access:
         try:
             await self._run(scope, body, receive, send)
         finally:
-            # A stream that waits for its client is not told that the client is gone, so this does not rely on it.
+            # A stream that waits for its client gets no notice of the disconnection, so the request is ended here.
             for end in caller.on_end:
                 end()
             self.num_running -= 1
             CALLER.reset(token)
 
     def _knows(self, key: bytes) -> bool:
-        """Return whether a key is one of the keys, in a time that does not say which."""
+        """Return whether a key is accepted. The comparison takes the same time for each key."""
         found = False
         for each in self._keys:
             found |= hmac.compare_digest(key, each)
@@ -121,7 +121,7 @@ class Access:
     async def _read_body(self, headers: dict[bytes, bytes], receive: Any) -> bytes | None:
         """Return the whole body; None if it is too large.
 
-        The rest of such a body is read and dropped, up to a limit, so that its sender can read the answer.
+        Up to a limit, the rest of such a body is read and dropped, so that its sender can read the answer.
         """
         length = headers.get(b"content-length", b"")
         most, body, num_read, more = self._max_body_bytes, bytearray(), 0, True
@@ -135,7 +135,7 @@ class Access:
         return bytes(body) if not more and num_read <= most else None
 
     async def _run(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
-        """Run the application, until it is done or its client is gone."""
+        """Run the application until it has answered or its client has disconnected."""
         pending = [{"type": "http.request", "body": body, "more_body": False}]
         gone = asyncio.Event()
 

@@ -13,14 +13,14 @@ import click
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.option("--stack", "stack_file", type=click.Path(path_type=Path), metavar="FILE", help="The stack file (TOML).")
-@click.option("--served-name", metavar="NAME", help="The name that clients give; default: the folder's.")
+@click.option("--served-name", metavar="NAME", help="The name that clients use; default: the folder's.")
 @click.option(
     "--api-key",
     "keys",
     multiple=True,
     envvar="KVFRAME_API_KEYS",
     metavar="KEY",
-    help="A key that callers must send; repeat for several. Without keys, everybody is served.",
+    help="A key that is accepted; repeat for several. Without keys, every caller is served.",
 )
 def serve(
     model: Path,

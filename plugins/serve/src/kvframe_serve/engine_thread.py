@@ -1,4 +1,4 @@
-"""The thread that owns an engine: requests go in from an event loop, and outputs come back to it."""
+"""Run an engine in a thread of its own, which takes requests from an event loop and sends outputs back to it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class _Receiver:
 
 
 class EngineThread:
-    """Runs all steps and verbs of an engine in one thread.
+    """Calls all methods of an engine in one thread.
 
-    Invariant: only this thread calls the engine, except for ``stats``. Only this thread uses ``_receivers``.
+    Invariant: only this thread calls the engine, except for ``stats``, and only this thread uses ``_receivers``.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class EngineThread:
 
         Args:
             token_ids: The prompt.
-            params: How to sample and when to stop.
-            receive: Gets its outputs, in the event loop.
+            params: The sampling parameters.
+            receive: Is called on the event loop with each output.
             cache_salt: As for ``Engine.add_request``.
 
         Raises:
@@ -83,7 +83,7 @@ class EngineThread:
 
         def job() -> None:
             if not added.set_running_or_notify_cancel():
-                return  # the client went away before its turn
+                return  # The client disconnected before its request was added.
             try:
                 request_id = self._engine.add_request(token_ids, params, cache_salt=cache_salt)
             except Exception as error:
@@ -96,12 +96,12 @@ class EngineThread:
         try:
             return await asyncio.wrap_future(added)
         except asyncio.CancelledError:
-            if not added.cancel() and added.exception() is None:  # it is in the engine already
+            if not added.cancel() and added.exception() is None:  # The engine has the request already.
                 self.abort(added.result())
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request whose client went away; its outputs are delivered no more."""
+        """Abort a request whose client disconnected; its outputs are no longer delivered."""
 
         def job() -> None:
             if self._receivers.pop(request_id, None) is not None:
@@ -110,7 +110,7 @@ class EngineThread:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End all requests and close the engine; safe to call twice."""
+        """End all requests and close the engine. It may be called twice."""
         self._is_closing = True
         self._jobs.put(None)
         self._thread.join()
@@ -127,7 +127,7 @@ class EngineThread:
             self._deliver([_ended_by_close(request_id) for request_id in unended])
 
     def _take_jobs(self) -> bool:
-        """Do what was asked for, and wait for it if there is nothing to compute; return False at the end."""
+        """Run the queued jobs; wait for one if no request is unfinished. Return False if the thread is to end."""
         wait = not self._engine.has_unfinished
         while True:
             try:
@@ -167,7 +167,7 @@ class EngineThread:
             for receive, output in ready:
                 receive(output)
 
-        with contextlib.suppress(RuntimeError):  # the event loop is closed, and no client is left
+        with contextlib.suppress(RuntimeError):  # The event loop is closed; there are no clients.
             self._loop.call_soon_threadsafe(deliver)
 
 

@@ -31,14 +31,14 @@ from kvframe_serve.engine_thread import EngineThread
 from kvframe_serve.logprobs import TokenTexts
 
 SERVED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
-"""The paths of transformers' application that are served; its others load, unload or need other models."""
+"""The served paths of transformers' application; its other paths load, unload or need other models."""
 
 _BAD_MESSAGES = (TemplateError, AttributeError, LookupError, TypeError, ValueError)
 """What reading messages raises if they are wrong: a chat template is a program of the model's."""
 
 
 class RequestFailedError(Exception):
-    """A request ended with an error that is not its client's."""
+    """A request ended with an error that its client did not cause."""
 
 
 class UnknownModelError(Exception):
@@ -50,11 +50,11 @@ class ServedModel:
     """The one model of the server, in the place of transformers' managers of models and generations.
 
     Attributes:
-        name: The name that clients give.
-        tokenizer: Its tokenizer.
-        config: Its config.
-        created: Seconds since 1970 at the start.
-        defaults: Sampling parameters where a request says nothing.
+        name: The name that clients use.
+        tokenizer: The model's tokenizer.
+        config: The model's config.
+        created: The time of the start, in seconds since 1970.
+        defaults: The sampling parameters that a request does not name.
         most_tokens: The most tokens that a request may generate.
         thread: The engine's thread; None until the server runs.
     """

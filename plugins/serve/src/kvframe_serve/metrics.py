@@ -1,4 +1,4 @@
-"""Prometheus metrics of an engine."""
+"""Report an engine's counters as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EngineMetrics(Collector):
         self._steps.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
+        """Yield the present metrics."""
         stats = self._engine.stats()
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"kvframe_{name}", text, value=getattr(stats, name))

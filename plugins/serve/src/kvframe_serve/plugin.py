@@ -1,4 +1,4 @@
-"""The manifest: the limits that the server takes from the stack file."""
+"""The manifest: it reads the server's limits from ``[plugin.serve]`` of the stack file."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from kvframe.contract import StackError, hookimpl
 
 DEFAULTS: Mapping[str, int] = {"max_requests": 256, "max_new_tokens": 4096, "max_body_bytes": 4 << 20}
-"""The limits: requests served at once, generated tokens of a request, bytes of its body."""
+"""The default limits: requests at once, generated tokens of a request, bytes of its body."""
 
-_ASKED: dict[str, Any] = {}
+_SETTINGS: dict[str, Any] = {}
 """The settings of the stack that was loaded last."""
 
 
 @hookimpl
 def kvframe_configure(settings: Mapping[str, Any]) -> None:
-    """Take the limits from ``[plugin.serve]``.
+    """Read the limits from ``[plugin.serve]``.
 
     Raises:
         StackError: There is another key, or a limit is not a positive whole number.
     """
-    _ASKED.clear()
-    _ASKED.update(settings)
+    _SETTINGS.clear()
+    _SETTINGS.update(settings)
     limits()
 
 
@@ -33,9 +33,9 @@ def limits() -> Mapping[str, int]:
         StackError: As for ``kvframe_configure``. An engine runs without a plugin whose settings are wrong; this server
             cannot.
     """
-    for name, value in _ASKED.items():
+    for name, value in _SETTINGS.items():
         if name not in DEFAULTS or isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise StackError(
                 f"[plugin.serve] takes {', '.join(DEFAULTS)}, each a whole number of at least 1, not {name} = {value!r}"
             )
-    return {**DEFAULTS, **_ASKED}
+    return {**DEFAULTS, **_SETTINGS}

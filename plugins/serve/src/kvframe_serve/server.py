@@ -1,4 +1,4 @@
-"""The server: an engine, its thread, and the application around them."""
+"""Put an engine, its thread and the HTTP application together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvframe_serve.metrics import EngineMetrics
 from kvframe_serve.plugin import limits
 
 _DEFAULT_TOKENS = 1024
-"""The generated tokens of a request that names no limit."""
+"""The most generated tokens of a request that names no limit."""
 
 
 class Server:
@@ -33,7 +33,7 @@ class Server:
 
     Attributes:
         app: The ASGI application.
-        served: The model, as clients see it.
+        served: The model as clients see it.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Server:
 
         Args:
             path: A model's folder, with a tokenizer.
-            stack: What to use; the defaults unless given. Its ``[plugin.serve]`` limits requests.
-            name: The name that clients give; the folder's unless given.
-            keys: The keys that callers must have; none to serve everybody.
+            stack: The stack; the default stack unless given. Its ``[plugin.serve]`` limits requests.
+            name: The name that clients use; the folder's name unless given.
+            keys: The keys that are accepted; without keys, every caller is served.
 
         Raises:
             KVFrameError: The stack, the model or the memory is wrong, or the model has no tokenizer.
@@ -72,7 +72,7 @@ class Server:
         self.app: Any = self._access
 
     async def run(self, host: str, port: int, *, log_level: str = "info") -> None:
-        """Serve until the process is told to end; running streams get a few seconds to end."""
+        """Serve until the process is told to end; running streams then have five seconds to end."""
         config = uvicorn.Config(
             self.app, host=host, port=port, log_level=log_level, access_log=False, timeout_graceful_shutdown=5
         )
@@ -87,7 +87,7 @@ class Server:
         self.served.thread = EngineThread(self._engine, loop, self._metrics.note_step)
 
     def close(self) -> None:
-        """End all requests, and close the engine. Safe to call twice."""
+        """End all requests and close the engine. It may be called twice."""
         self.served.shutdown()
         self._engine.close()
 
@@ -108,7 +108,7 @@ def _read_model(path: Path, name: str, most_tokens: int) -> ServedModel:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Answer every error as OpenAI's interface does, in one sentence."""
+    """Answer every error in OpenAI's format, with one sentence."""
 
     def answer(status: int, error: str, code: str) -> JSONResponse:
         kind = "server_error" if status >= 500 else "invalid_request_error"

@@ -85,7 +85,7 @@ class TorchVarlenBackend(AttentionBackend):
         if not torch.cuda.is_available():
             return "needs a CUDA device; torch sees none"
         if (found := torch.cuda.get_device_capability()) < MIN_COMPUTE_CAPABILITY:
-            return f"needs compute capability 8.0 or more; the device has {found[0]}.{found[1]}"
+            return f"needs compute capability 8.0 or more, and the device has {found[0]}.{found[1]}"
         return None
 
     def make_builder(self) -> VarlenMetadataBuilder:

@@ -146,7 +146,7 @@ class MixerCall:
 
 @attrs.frozen
 class CallForm:
-    """The form of a mixer's calls and results, whatever the values and the number of tokens.
+    """The form of a mixer's calls and results, without the values and the number of tokens.
 
     Attributes:
         args: The positional arguments of a call; those that are tensors are not read.

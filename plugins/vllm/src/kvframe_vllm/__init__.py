@@ -1,7 +1,7 @@
-"""kvframe's attention types, wrappers and backends inside vLLM v1, as the stack file in ``KVFRAME_STACK`` chooses.
+"""Run kvframe's attention types, wrappers and backends inside vLLM v1, as the stack file in ``KVFRAME_STACK`` says.
 
-vLLM logs a plugin that cannot be imported and runs without it. Therefore this module imports nothing: whatever can fail
-fails in ``register``, which ends vLLM's start.
+If a plugin cannot be imported, vLLM logs it and runs without it. Therefore this module imports nothing, and errors are
+raised in ``register``, where they end vLLM's start.
 """
 
 

@@ -1,4 +1,4 @@
-"""Which adapter serves the installed vLLM, with which stack."""
+"""Choose the adapter for the installed vLLM and install it with a stack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _attached: list[str] = []
 
 
 def attach(path: str) -> None:
-    """Let vLLM's attention layers run on what a stack file chooses.
+    """Let vLLM's attention layers run on the backends of a stack file.
 
     Raises:
         KVFrameError: The stack is wrong, there is no adapter for this vLLM, or another stack is attached.
@@ -31,7 +31,7 @@ def attach(path: str) -> None:
             "that version, or unset KVFRAME_STACK to run without kvframe"
         )
     if missing := missing_names():
-        raise KVFrameError(f"vLLM {vllm.__version__} lacks what kvframe-vllm uses of it: {', '.join(missing)}")
+        raise KVFrameError(f"vLLM {vllm.__version__} lacks names that kvframe-vllm uses: {', '.join(missing)}")
     stack = Stack.from_file(path)
     registry = load_plugins(stack.plugins).registry
     stack.check(registry)

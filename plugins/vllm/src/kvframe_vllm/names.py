@@ -1,4 +1,4 @@
-"""Every name of vLLM that this package uses: what an upgrade of vLLM may break."""
+"""List every name of vLLM that this package uses, because an upgrade of vLLM may break each of them."""
 
 from __future__ import annotations
 

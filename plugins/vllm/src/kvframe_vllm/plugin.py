@@ -1,4 +1,4 @@
-"""The manifest: the settings that kvframe's side of vLLM takes from the stack file."""
+"""The manifest: it reads ``[plugin.vllm]`` of the stack file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from kvframe.contract import StackError, hookimpl
 
 SETTINGS: dict[str, Mapping[str, str]] = {}
-"""``kinds``: the kinds of layers that are to have another than vLLM gives them, by pattern; the first match counts."""
+"""``kinds``: by pattern of layer names, the kind that replaces vLLM's; the first match counts."""
 
 
 @hookimpl
 def kvframe_configure(settings: Mapping[str, Any]) -> None:
-    """Take ``kinds`` from ``[plugin.vllm]``.
+    """Read ``kinds`` from ``[plugin.vllm]``.
 
     Raises:
-        StackError: There is another key, or ``kinds`` is no table of names.
+        StackError: There is another key, or ``kinds`` is not a table of names.
     """
     kinds = settings.get("kinds", {})
     is_table = isinstance(kinds, Mapping) and all(isinstance(kind, str) for kind in kinds.values())

@@ -1,4 +1,4 @@
-"""vLLM's backends, implementations and builder over ``kvframe.HostedLayers``."""
+"""Implement vLLM's interfaces of a backend, of one layer's attention and of a builder by ``kvframe.HostedLayers``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from kvframe import HostedLayers, HostedModel, HostedStep
 from kvframe.contract import BackendError, CommonAttentionMetadata, KVCache
 
-LOGGER = logging.getLogger("vllm.kvframe")  # vLLM shows what its own loggers say
+LOGGER = logging.getLogger("vllm.kvframe")  # vLLM shows the messages of its own loggers only
 PARAMETERS = tuple(signature(AttentionImpl.__init__).parameters)[4:]
-"""What vLLM makes an implementation with, after the sizes and the scale."""
+"""The arguments with which vLLM makes an implementation, after the sizes and the scale."""
 LENGTHS = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "max_query_len", "max_seq_len")
 SAME = (*LENGTHS, "num_reqs", "num_actual_tokens", "causal")
-"""What vLLM's batch and the contract's name alike."""
+"""The fields that have the same name in vLLM's batch and in the contract."""
 
 
 class HostedBackend(AttentionBackend):
-    """What vLLM sees for layers with keys and values. Which backend of kvframe computes them, the stack decides."""
+    """The backend that vLLM selects for layers with keys and values. The stack chooses kvframe's backend behind it."""
 
     supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
     supports_sink = supports_sliding_window = classmethod(lambda cls: True)
 
-    get_name = staticmethod(lambda: "CUSTOM")  # vLLM's enum has this member for backends of others
+    get_name = staticmethod(lambda: "CUSTOM")  # the member of vLLM's enum for foreign backends
     get_impl_cls = staticmethod(lambda: HostedImpl)
     get_builder_cls = staticmethod(lambda: HostedBuilder)
 
 
 class HostedLatentBackend(HostedBackend):
-    """What vLLM sees for layers with latents (MLA)."""
+    """The backend that vLLM selects for layers with latents (MLA)."""
 
     is_mla = classmethod(lambda cls: True)
     get_impl_cls = staticmethod(lambda: HostedLatentImpl)
@@ -41,14 +41,14 @@ class HostedLatentBackend(HostedBackend):
 
 @attrs.frozen(eq=False)
 class HostedMetadata:
-    """What a builder gives to its layers in a step.
+    """A step's metadata that a builder gives to its layers.
 
     Attributes:
         hosted: The layers' backends.
-        step: What they read in this step.
-        num_actual_tokens: Tokens that the layers compute, without padding.
-        logits_indices_padded: For skipped layers, the rows of the batch that vLLM's model computes; None for all.
-        num_logits_indices: How many these are without padding; None likewise.
+        step: The metadata of these backends.
+        num_actual_tokens: The number of tokens that the layers compute, without padding.
+        logits_indices_padded: For skipped layers, the rows of the batch that vLLM's model computes; None for all rows.
+        num_logits_indices: The number of these rows without padding; None for all rows.
     """
 
     hosted: HostedLayers
@@ -56,22 +56,23 @@ class HostedMetadata:
     num_actual_tokens: int
     logits_indices_padded: torch.Tensor | None
     num_logits_indices: int | None
-    # By these, vLLM's layers with latents hand all tokens over at once.
+    # With these values, vLLM's layers with latents pass all tokens in one call.
     num_prefills, num_decodes, num_decode_tokens = 1, 0, 0
 
 
 class HostedImpl(AttentionImpl):
-    """One layer: it passes vLLM's tensors on, and copies none of them.
+    """One layer. It passes vLLM's tensors on without a copy.
 
-    In a step it gets ``query: [num_tokens, num_heads, head_size]``, ``key: [num_tokens, num_kv_heads, head_size]``,
+    In a step, it gets ``query: [num_tokens, num_heads, head_size]``, ``key: [num_tokens, num_kv_heads, head_size]``,
     ``value: [num_tokens, num_kv_heads, head_size_v]`` and ``output: [num_tokens, num_heads, head_size_v]``, device, all
-    with padding; no key and no value if it has none of its own; no metadata while vLLM measures memory.
+    with padding. The key and the value are None if the layer has none of its own. The metadata is None while vLLM
+    measures memory.
 
     Attributes:
-        stored: The state tensors in its pages.
-        known: What vLLM makes it with and its layer says as well; all else is ``unknown``, and not served.
-        name: The layer's name; set once the model is loaded.
-        model: The model's layers as the contract sees them; set likewise.
+        stored: The names of the state tensors in the layer's pages.
+        known: The arguments that kvframe reads from the layer itself; all others are ``unknown`` and not served.
+        name: The layer's name; set when the model is loaded.
+        model: The model's layers as the contract describes them; set when the model is loaded.
     """
 
     stored: ClassVar[frozenset[str]] = frozenset({"k", "v"})
@@ -80,7 +81,7 @@ class HostedImpl(AttentionImpl):
     model: HostedModel
 
     def __init__(self, num_heads: int, head_size: int, scale: float, *given: Any, **named: Any) -> None:
-        """Keep what only the layer's backend is told. vLLM gives the rest by position, or by name."""
+        """Keep the arguments that the layer itself does not have. vLLM passes them by position or by name."""
         made = {**dict(zip(PARAMETERS, given, strict=False)), **named}
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.logits_soft_cap, self.sinks = made.pop("logits_soft_cap", None) or None, made.pop("sinks", None)
@@ -97,15 +98,15 @@ class HostedImpl(AttentionImpl):
         output: torch.Tensor,
         **scales: None,
     ) -> torch.Tensor:
-        """Store a step's keys and values, and compute its attention into ``output``, which is not quantized."""
+        """Store a step's keys and values, and write its attention to ``output``, which is not quantized."""
         if attn_metadata is None:
             return output.zero_()
         hosted, step, num = attn_metadata.hosted, attn_metadata.step, attn_metadata.num_actual_tokens
         rows = attn_metadata.logits_indices_padded
         if rows is not None and len(rows) != len(query):
             raise BackendError(
-                f"layer {self.name!r} was to get the {len(rows)} tokens that generate, and got {len(query)}: its model "
-                "skips none; unset kv_sharing_fast_prefill in vLLM, and prefill_skipping in the stack"
+                f"layer {self.name!r} needs the {len(rows)} generating tokens only, but its model passes {len(query)} "
+                "tokens and skips none; unset kv_sharing_fast_prefill in vLLM, and prefill_skipping in the stack"
             )
         pages = self.pages(kv_cache)
         if key is not None:
@@ -120,9 +121,9 @@ class HostedImpl(AttentionImpl):
 
 
 class HostedLatentImpl(HostedImpl):
-    """One layer with latents: it passes these on, and neither vLLM nor this class makes keys and values of them.
+    """One layer with latents. It passes them on; neither vLLM nor this class expands them to keys and values.
 
-    In a step it gets ``q: [num_tokens, num_heads, head_size]``, the rotated part last, ``kv_c_normed: [num_tokens,
+    In a step, it gets ``q: [num_tokens, num_heads, head_size]``, the rotated part last, ``kv_c_normed: [num_tokens,
     latent_size]``, ``k_pe: [num_tokens, 1, rope_size]`` and ``output: [num_tokens, num_heads * head_size_v]``, device.
     """
 
@@ -130,7 +131,7 @@ class HostedLatentImpl(HostedImpl):
     known = frozenset(signature(MLAAttentionImpl.__init__).parameters) - {"alibi_slopes", "sliding_window", "indexer"}
 
     def do_kv_cache_update(self, *given: Any) -> None:
-        """Store nothing yet: vLLM hands the same latents to ``forward_mha``, with the step."""
+        """Do nothing: vLLM passes the same latents to ``forward_mha``, which stores them."""
 
     def forward_mha(
         self,
@@ -143,7 +144,7 @@ class HostedLatentImpl(HostedImpl):
         output: torch.Tensor,
         **scales: None,
     ) -> None:
-        """Store a step's latents, and compute its attention into ``output``. No scale is used: nothing is quantized."""
+        """Store a step's latents, and write its attention to ``output``. Nothing is quantized, so no scale is used."""
         by_head = output.unflatten(-1, (self.num_heads, -1))
         self.forward(None, q, kv_c_normed.unsqueeze(1), k_pe, kv_cache, attn_metadata, by_head)
 
@@ -153,10 +154,10 @@ class HostedLatentImpl(HostedImpl):
 
 
 class HostedBuilder(AttentionMetadataBuilder):
-    """Makes a step's metadata for the layers of one of vLLM's groups, whatever their specs, queries and backends."""
+    """Makes a step's metadata for the layers of a group of vLLM, which may differ in specs, queries and backends."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Keep the builders that vLLM derives, for chunks and skipped layers, from changing the batch: wrappers do."""
+        """Give this ``build`` to the builders that vLLM derives for chunks and skipped layers: wrappers change batches."""
         super().__init_subclass__(**options)
         cls.build = HostedBuilder.build  # type: ignore[method-assign]
 
@@ -181,7 +182,7 @@ class HostedBuilder(AttentionMetadataBuilder):
         LOGGER.info("kvframe serves %d layers in blocks of %d tokens by %s", *served)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> HostedMetadata:
-        """Make a step's metadata of vLLM's batch. The other arguments are not used.
+        """Make a step's metadata from vLLM's batch. The other arguments are not used.
 
         Raises:
             BackendError: A backend cannot take the step.

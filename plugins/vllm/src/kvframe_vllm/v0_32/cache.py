@@ -1,4 +1,4 @@
-"""Any cache spec of kvframe in vLLM's cache: what vLLM keeps and finds follows from the spec's live blocks."""
+"""Put any cache spec of kvframe into vLLM's cache: the spec's live blocks say which blocks vLLM keeps and finds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvframe.contract import BackendError, KVCacheSpec
 
 @dataclass(frozen=True, kw_only=True)
 class HostedSpec(AttentionSpec):
-    """A spec of kvframe in pages of vLLM's. Its live range decides what vLLM keeps.
+    """A spec of kvframe in vLLM's pages. Its live range decides which blocks vLLM keeps.
 
     Attributes:
-        inner: kvframe's spec. It follows every change of the block size.
+        inner: kvframe's spec, with the same block size.
         max_model_len: The most tokens of a request.
-        max_in_flight_tokens: The most tokens of a request that are scheduled and not computed yet.
+        max_in_flight_tokens: The most tokens of a request that are scheduled but not computed yet.
     """
 
     inner: KVCacheSpec
@@ -41,23 +41,23 @@ class HostedSpec(AttentionSpec):
         return cls(**sizes, inner=inner, max_model_len=max_model_len, max_in_flight_tokens=in_flight)
 
     def __post_init__(self) -> None:
-        """Let the inner spec follow: vLLM changes the block size of the outer one only."""
+        """Give the inner spec the outer one's block size, because vLLM changes the outer one only."""
         super().__post_init__()
         if self.inner.block_size != self.block_size:
             object.__setattr__(self, "inner", attrs.evolve(self.inner, block_size=self.block_size))
 
     @cached_property
     def live_blocks(self) -> LiveBlocks:
-        """When each block of a request dies."""
+        """The position at which each block of a request is no longer live."""
         return LiveBlocks(self.inner, self.max_model_len)
 
     @property
     def peak_blocks(self) -> int:
-        """The most blocks that a request holds at once, by which vLLM admits requests."""
+        """The most blocks that a request holds at once; vLLM admits requests by this number."""
         return self.inner.peak_blocks(self.max_model_len, self.max_in_flight_tokens)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Return the most bytes that a request needs of one layer, by limits that vLLM may try out."""
+        """Return the most bytes that a request needs in one layer, under the limits of ``vllm_config``."""
         return int(HostedSpec.over(self, self.inner, vllm_config).peak_blocks * self.page_size_bytes)
 
     def is_uniform_with_collection(self, kv_cache_specs: Mapping[str, Any]) -> bool:
@@ -67,13 +67,13 @@ class HostedSpec(AttentionSpec):
 
 
 class LiveBlockManager(SingleTypeKVCacheManager):
-    """Keeps of each request the blocks that its spec says are live.
+    """Keeps the live blocks of each request and frees the others.
 
-    A request's full blocks are live or the null block at the position ``_seen``, where it was last looked at.
+    Invariant: at the position ``_seen``, each full block of a request is live or replaced by the null block.
     """
 
     def __init__(self, kv_cache_spec: Any, **options: Any) -> None:
-        """Admit requests by the most blocks that they ever hold."""
+        """Make a manager that admits requests by the most blocks that they hold at once."""
         super().__init__(kv_cache_spec, max_admission_blocks_per_request=kv_cache_spec.peak_blocks, **options)
         self._seen: dict[str, int] = {}
 
@@ -91,8 +91,8 @@ class LiveBlockManager(SingleTypeKVCacheManager):
     ) -> tuple[tuple[list[Any], ...], int]:
         """Return the cached blocks of the longest prefix whose live blocks are all cached, and its length.
 
-        Only the live ones are in it: a row of blocks for each group, with the null block where a block is dead. Context
-        parallelism, to which ``sizes`` belong, is refused by vLLM for this backend.
+        The blocks are one row for each group; the null block stands for blocks that are not live. ``sizes`` belong to
+        context parallelism, which vLLM refuses for this backend.
         """
         if drop_eagle_block:
             raise BackendError(
@@ -110,16 +110,16 @@ class LiveBlockManager(SingleTypeKVCacheManager):
         return rows, len(blocks) * block_size
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return how many tokens at a request's start are not live."""
+        """Return the number of tokens at a request's start that are not live."""
         ranges = self.kv_cache_spec.inner.live_ranges(num_computed_tokens)
         return ranges[0][0] if ranges else num_computed_tokens
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free a request's blocks that are no longer live at the position after the tokens that are computed."""
+        """Free a request's blocks that are no longer live after ``processed_computed_tokens`` tokens."""
         blocks = self.req_to_blocks.get(request_id)
-        if not blocks:  # it gets its first blocks after this
+        if not blocks:  # vLLM calls this before it allocates the first blocks.
             return
         died = self.kv_cache_spec.live_blocks.died(self._seen.get(request_id, 0), processed_computed_tokens)
         self._seen[request_id] = processed_computed_tokens
@@ -129,6 +129,6 @@ class LiveBlockManager(SingleTypeKVCacheManager):
             blocks[block] = self._null_block
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
-        """Forget a request, and return its blocks."""
+        """Remove a request and return its blocks."""
         self._seen.pop(request_id, None)
         return list(super().pop_blocks_for_free(request_id))

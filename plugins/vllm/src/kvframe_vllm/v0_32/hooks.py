@@ -1,4 +1,4 @@
-"""Where vLLM is changed: the backend that it selects, the specs that its workers report, the manager of these specs."""
+"""Change vLLM: the backend that it selects, the specs that its workers report, and the manager of these specs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvframe_vllm.v0_32.layers import describe_layers
 
 
 def install(stack: Stack, registry: Registry) -> None:
-    """Let vLLM select kvframe's backend, and manage the cache by kvframe's specs, as an operator chose."""
+    """Let vLLM select kvframe's backend and manage its cache by kvframe's specs, as the stack says."""
     report = Worker.get_kv_cache_spec
 
     def get_kv_cache_spec(worker: Any) -> dict[str, Any]:
@@ -26,13 +26,13 @@ def install(stack: Stack, registry: Registry) -> None:
 
     Worker.get_kv_cache_spec = get_kv_cache_spec
     type(current_platform).get_attn_backend_cls = classmethod(_select)
-    # An empty registry fills itself at its first question. A spec that is registered before stops it from that.
+    # The registry fills itself at its first call, but only if it is empty: so this call comes before the registration.
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
     KVCacheSpecRegistry.register(HostedSpec, LiveBlockManager)
 
 
 def _select(cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-    """Answer for every attention layer, whatever backend vLLM would take, by what vLLM asks of backends."""
+    """Select kvframe's backend for every attention layer, after vLLM's own validation of a backend."""
     backend = HostedLatentBackend if attn_selector_config.use_mla else HostedBackend
     reasons = backend.validate_configuration(**attn_selector_config._asdict(), device_capability=None)
     if reasons:

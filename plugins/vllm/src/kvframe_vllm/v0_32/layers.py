@@ -1,4 +1,4 @@
-"""From vLLM's attention layers to the model that ``kvframe.HostedModel`` serves."""
+"""Describe vLLM's attention layers as the model that ``kvframe.HostedModel`` serves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ OWN = {"latent_size": "mla", "window": "sliding_window", "chunk": "chunked_local
 
 
 def describe_layers(config: Any, reported: Mapping[str, Any], stack: Stack, registry: Registry) -> HostedModel:
-    """Return a loaded model's layers as the contract sees them, and give them to each layer.
+    """Return a loaded model's layers as the contract describes them, and set them on each layer.
 
-    vLLM's configuration has the layers in it. ``reported`` is vLLM's spec of each layer that keeps a cache.
+    Args:
+        config: vLLM's configuration, which contains the layers.
+        reported: vLLM's spec of each layer that keeps a cache.
+        stack: The stack.
+        registry: The registered names.
 
     Raises:
         KVFrameError: A layer would run on another backend than kvframe's (``foreign_backend``), or is not served.
@@ -49,14 +53,14 @@ def describe_layers(config: Any, reported: Mapping[str, Any], stack: Stack, regi
 
 
 def _check(name: str, module: Any) -> None:
-    """Raise if a layer is not kvframe's, or is made with something that kvframe does not serve."""
+    """Raise if a layer runs on another backend, or has a property that kvframe does not serve."""
     backend, impl = module.get_attn_backend(), getattr(module, "impl", None)
-    # vLLM derives backends for layers that differ from others. Of these, kvframe knows those for chunks.
+    # vLLM derives backends for some layers. kvframe serves only the derived backend for chunks.
     has_chunks = hasattr(module, "attention_chunk_size")
     is_ours = issubclass(backend, HostedBackend) if has_chunks else backend in (HostedBackend, HostedLatentBackend)
     if not is_ours or not isinstance(impl, HostedImpl):
         raise BackendError(
-            f"layer {name!r} would run on vLLM's own {backend.__name__}, and with KVFRAME_STACK kvframe serves every "
+            f"layer {name!r} would run on vLLM's own {backend.__name__}, but with KVFRAME_STACK kvframe serves every "
             "layer; unset it to run this model without kvframe",
             "foreign_backend",
         )

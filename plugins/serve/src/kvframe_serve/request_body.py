@@ -1,4 +1,4 @@
-"""What a client's request asks for: sampling parameters, and a refusal of everything that is not served."""
+"""Read the body of a request: its sampling parameters. Fields that are not served are refused."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _DEFAULTS: Mapping[str, Collection[Any]] = {
     "stream_options": ({"include_usage": True}, {"include_usage": False}),
     "store": (False,),
 }
-"""Fields that are accepted with the values that change nothing, and refused with others."""
+"""Fields that are accepted only with values that change nothing."""
 
 
 _TEMPLATE_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
     "load_audio_from_video"
 }
-"""Arguments of the tokenizer's method, which a client may not set."""
+"""Arguments of the tokenizer's method that a client may not set."""
 
 
 def check_body(body: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Refuse a body with fields that are unknown, or that ask for what is not served.
+    """Refuse a body with unknown fields, or with values that are not served.
 
     Args:
         body: The client's JSON object.
-        is_chat: Whether it is of a chat completion.
+        is_chat: Whether the body is that of a chat completion.
 
     Raises:
         RequestError: There is such a field (``bad_params``), or no messages or prompt (``empty_prompt``).
@@ -86,7 +86,7 @@ def _is_text(value: Any) -> bool:
 
 def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
-        raise RequestError(f"messages must be a list with a message at least, not {shown(messages)}", "empty_prompt")
+        raise RequestError(f"messages must be a list of at least one message, not {shown(messages)}", "empty_prompt")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message is an object with a role and a content, not {shown(message)}", "bad_params")
@@ -125,7 +125,7 @@ def read_params(
 
     Args:
         body: A body that ``check_body`` accepted.
-        defaults: The parameters where the body says nothing.
+        defaults: The parameters that the body does not name.
         most_tokens: The most tokens that a request may generate.
         is_chat: Whether it is of a chat completion.
 
