@@ -134,7 +134,9 @@ def test_skipped_layers_compute_the_rows_that_vllm_names_and_write_nothing() -> 
     torch.testing.assert_close(found, dense(**given)[rows])
     assert torch.equal(before.nan_to_num(), pages.nan_to_num())
     assert (2, [8, 14]) == (metadata.num_logits_indices, metadata.logits_indices_padded.tolist())
-    with pytest.raises(BackendError, match="needs the 2 generating tokens only, but its model passes 15 tokens and skips none"):
+    with pytest.raises(
+        BackendError, match="needs the 2 generating tokens only, but its model passes 15 tokens and skips none"
+    ):
         skipped["sharing"].forward(None, given["query"], None, None, pages, metadata, output)
 
 

@@ -1,4 +1,4 @@
-"""Decodes the tokens of a byte-level tokenizer as they come: each token is a few bytes, independent of its neighbours."""
+"""Decodes the tokens of a byte-level tokenizer as they come: each token is a few bytes that no other token changes."""
 
 from __future__ import annotations
 
