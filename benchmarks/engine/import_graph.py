@@ -1,4 +1,4 @@
-"""Count the core: files and lines of each package, and how its packages import each other.
+"""Count the files and lines of the core's packages, and list how they import each other.
 
 docs/a_step.md lists the files in which one decode step runs code.
 """
@@ -27,12 +27,12 @@ def module_files() -> dict[str, Path]:
 
 
 def unit_of(module: str) -> str:
-    """Return the package that a module lies in; a module beside the packages is a unit of its own."""
+    """Return the package of a module; a module outside of all packages counts as one."""
     return module.split(".")[0]
 
 
 def imports_of(path: Path, modules: Iterable[str]) -> set[str]:
-    """Return the modules of the core that a file imports anywhere, for type checking too."""
+    """Return the modules of the core that a file imports, those for type checking included."""
     known, found = set(modules), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and unit_of(node.module) == "kvframe":
@@ -58,7 +58,7 @@ def levels_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def closure_of(start: str, imports: Mapping[str, set[str]]) -> set[str]:
-    """Return all modules of the core that importing a package's modules can load."""
+    """Return all modules of the core that a package imports, directly or through others."""
     waiting, found = [module for module in imports if unit_of(module) == start], set()
     while waiting:
         module = waiting.pop()

@@ -1,4 +1,4 @@
-"""Measure where the time of an engine's steps goes. The README of benchmarks says how."""
+"""Measure the parts of an engine's steps. See benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Steps(Workload):
     """Requests that all run at once.
 
     Attributes:
-        backend: Of all layers.
+        backend: The backend of all layers.
         is_compiled: Whether the model around its attention is compiled.
     """
 
@@ -52,9 +52,9 @@ WORKLOADS = (
 
 
 class Clock:
-    """Adds up the seconds of each part of a step, what is called inside of it left out.
+    """Adds up the seconds of each part of a step, without those of the parts that it calls.
 
-    Invariant: ``seconds`` of all parts together are those of the step.
+    Invariant: the ``seconds`` of all parts add up to those of the step.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Clock:
         self._inner = [0.0]
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, with its time counted as the part's."""
+        """Return a function that calls this one and adds its time to the part."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             start = time.perf_counter()
@@ -107,7 +107,7 @@ def profiled(engine: Engine) -> Iterator[Clock]:
 
 
 def measure(workload: Steps, num_steps: int) -> dict[str, Any]:
-    """Serve the workload, and return the seconds of each part of each step, by kind of step."""
+    """Serve the workload; return the seconds of each part of each step, by kind of step."""
     path, num_requests = models.path_of(workload.model), workload.num_prompts
     of_engine = {"max_num_seqs": num_requests, "self_check": False, "compile": workload.is_compiled}
     stack = Stack.from_mapping(
@@ -120,7 +120,7 @@ def measure(workload: Steps, num_steps: int) -> dict[str, Any]:
     steps: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
     params = SamplingParams(max_new_tokens=num_steps + WARM_STEPS + 1, ignore_eos=True)
     with Engine.from_pretrained(path, stack=stack) as engine:
-        # A batch of few tokens sets everything up, and compiles what is compiled.
+        # A small batch does the work of first calls: allocations and compilation.
         engine.generate([[3] * 20] * 2, SamplingParams(max_new_tokens=3, ignore_eos=True))
         for prompt in workload.prompts(0, engine.model.description.vocab_size or 0):
             engine.add_request(prompt, params)
@@ -146,7 +146,7 @@ def measure(workload: Steps, num_steps: int) -> dict[str, Any]:
 
 
 def _in_columns(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return each part's seconds of all steps, the steps' tokens, and the host's share of a step (the median)."""
+    """Return each part's seconds of all steps, the steps' tokens, and the median of the host's share of a step."""
     columns: dict[str, Any] = {part: [step[part] for step in steps] for part in (*PARTS, "tokens")}
     shares = [sum(step[part] for part in HOST_PARTS) / sum(step[part] for part in PARTS) for step in steps]
     columns["host_share"] = statistics.median(shares)
@@ -186,12 +186,12 @@ def _steps(steps: Mapping[str, Any]) -> str:
     return table(("", "decode, ms", "share", "prompts, ms", "share"), [*rows, whole, host])
 
 
-@benchmark("step_profile", write_report)
+@benchmark("step_profile", write_report, cases="workloads")
 @options.repeats(16, flag="--steps")
 @options.threads(1)
 @options.choose("--workload", "workloads", WORKLOADS)
 def main(steps: int, threads: int, workloads: Sequence[Steps]) -> dict[str, Any]:
-    """Measure the workloads and write one JSON file and one page of results."""
+    """Measure the workloads; write one JSON file and one page."""
     found: dict[str, Any] = {}
     with progress("measuring", len(workloads)) as advance:
         for workload in workloads:

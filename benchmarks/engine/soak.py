@@ -1,7 +1,7 @@
-"""Serve an hour of traffic, compressed, while things break at random, and compare every token.
+"""Serve an hour of simulated traffic while faults strike at random, and compare every token.
 
-The clock is simulated: a step takes as long as it has tokens, and if nothing is to be done the next request comes at
-once. Everything else is real. The README of benchmarks says what is compared.
+Only the clock is simulated: a step's time grows with its tokens, and an idle engine gets its next request at once. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tests.engine.injected_faults import KINDS, Faults, InjectedError
 
 STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003
 FAULTS = 1 / 40
-"""Steps before which something is broken, of all steps."""
+"""The share of steps before which a fault is armed."""
 MOST_AFTER = {"memory": 60, "swap": 0}
-"""How often the place of a fault may be reached before it strikes; 3 times unless said."""
+"""How often the place of a fault may be reached before it strikes; 3 for other faults."""
 MOST_STEPS_ARMED = 100
-"""A fault whose place is not reached by then, such as a copy to host memory, gives way to another."""
+"""If a fault's place, such as a copy to host memory, is not reached by then, another fault is armed."""
 STEPS_PER_AUDIT = 50
 NUM_PROMPTS, NUM_PROMPTS_IN_SHORT = 40, 12
 MINUTES_IN_SHORT = 5.0
@@ -49,14 +49,14 @@ class Soak:
     """One engine under traffic.
 
     Attributes:
-        counts: What happened, by ``COUNTS``.
-        ends: How requests ended.
-        raised: What steps and operations raised.
-        wrong: What should not have happened, in words, by ``WRONG``.
+        counts: The counts by ``COUNTS``.
+        ends: The number of requests by the reason of their end.
+        raised: The number of exceptions of steps and operations by their class.
+        wrong: Descriptions of mistakes by ``WRONG``.
     """
 
     def __init__(self, served: Served, seed: int) -> None:
-        """Make the engine, and let it break."""
+        """Make the engine and its faults."""
         self.counts: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.raised: Counter[str] = Counter()
@@ -66,9 +66,9 @@ class Soak:
         self._mirror = Mirror()
         source = random.Random(f"{served.scenario.name}-operator-{seed}")
         self._operator = Operator(
-            self.engine, self.faults, served.asked, source, self.counts, self.wrong["differences"]
+            self.engine, self.faults, served.prompts, source, self.counts, self.wrong["differences"]
         )
-        # A wrong size is the operator's; other kinds need a copy, or a wrapper, to break.
+        # The operator injects wrong sizes; other faults need swapping or a wrapper.
         left_out = {"resize"}
         left_out |= set() if "preemption" in served.scenario.cache else {"swap"}
         left_out |= set() if served.scenario.wrappers else {"shape"}
@@ -76,7 +76,7 @@ class Soak:
         self._source = random.Random(f"{served.scenario.name}-faults-{seed}")
         self._second = 0.0
         self._armed_until = 0
-        self._there: dict[tuple[str, int], Arrival] = {}
+        self._running: dict[tuple[str, int], Arrival] = {}
         self._patience: dict[str, int] = {}
         self._last_errors: set[str] = set()
 
@@ -85,7 +85,7 @@ class Soak:
 
         Args:
             arrivals: The requests, in order.
-            advance: Called with the number of requests that came.
+            advance: Called with the number of requests that have arrived.
         """
         coming = list(reversed(arrivals))
         while coming or self.engine.has_unfinished:
@@ -104,17 +104,17 @@ class Soak:
 
     def _take(self, arrival: Arrival) -> None:
         params = SamplingParams(max_new_tokens=arrival.num_tokens, n=arrival.num_samples)
-        name = self.engine.add_request(arrival.asked.prompt, params, cache_salt=arrival.salt)
+        name = self.engine.add_request(arrival.prompt.prompt, params, cache_salt=arrival.salt)
         for sample in range(arrival.num_samples):
-            self._there[name, sample] = arrival
+            self._running[name, sample] = arrival
         if arrival.patience is not None:
             self._patience[name] = self.counts["steps"] + arrival.patience
         self.counts["requests"] += arrival.num_samples
-        self.counts["prompt_tokens"] += arrival.num_samples * arrival.asked.num_tokens
-        self.counts["most_at_once"] = max(self.counts["most_at_once"], len(self._there))
+        self.counts["prompt_tokens"] += arrival.num_samples * arrival.prompt.num_tokens
+        self.counts["most_at_once"] = max(self.counts["most_at_once"], len(self._running))
 
     def _disturb(self) -> None:
-        """Abort requests whose owners have no more patience, arm a fault, and let the operator act, at random."""
+        """Abort requests whose owners give up; arm a fault and let the operator act, both at random."""
         for name in [name for name, step in self._patience.items() if step <= self.counts["steps"]]:
             del self._patience[name]
             self.engine.abort(name)
@@ -129,11 +129,11 @@ class Soak:
             self._attempt(act)
 
     def _attempt(self, act: Callable[[], _Made]) -> _Made | None:
-        """Do something, and note what it raises for one of the faults; None if it did."""
+        """Call a function; if a fault makes it raise, count this and return None."""
         try:
             return act()
         except (Exception, KeyboardInterrupt) as error:
-            cause = error.__cause__ if isinstance(error, BackendError) else error  # it says which backend failed
+            cause = error.__cause__ if isinstance(error, BackendError) else error  # It names the backend that failed.
             self.raised[type(cause).__name__] += 1
             if not isinstance(cause, InjectedError | torch.OutOfMemoryError | WrapperError | KeyboardInterrupt):
                 raise
@@ -149,13 +149,13 @@ class Soak:
         self._second += STEP_SECONDS + TOKEN_SECONDS * (self.engine.stats().computed_tokens - before)
 
     def _end(self, output: RequestOutput) -> None:
-        arrival = self._there.pop((output.request_id, output.sample))
-        if not any((output.request_id, sample) in self._there for sample in range(arrival.num_samples)):
+        arrival = self._running.pop((output.request_id, output.sample))
+        if not any((output.request_id, sample) in self._running for sample in range(arrival.num_samples)):
             self._patience.pop(output.request_id, None)
         self.ends[str(output.finish_reason)] += 1
-        wanted = arrival.asked.expected[: arrival.num_tokens]
+        wanted = arrival.prompt.expected[: arrival.num_tokens]
         if output.finish_reason != "length":
-            # A request that was aborted, or failed, has the right tokens as far as it went.
+            # A request that was aborted or has failed must have the right tokens up to its end.
             wanted = wanted[: len(output.token_ids)]
         self.counts["compared_tokens"] += len(wanted)
         if wanted != output.token_ids:
@@ -164,14 +164,14 @@ class Soak:
             self._judge(output)
 
     def _judge(self, output: RequestOutput) -> None:
-        """See whether a request failed for a reason."""
+        """Check that a request failed because of a fault."""
         error = str(output.error)
         if "is not numbers" in error:
             self.ends["not numbers"] += 1
             if self.ends["not numbers"] > self.faults.struck["logits"] + self.faults.struck["state"]:
                 self.wrong["differences"].append(f"{output.request_id}: more than one failed of a NaN: {error}")
         elif error not in self._last_errors:
-            self.wrong["differences"].append(f"{output.request_id} failed for no reason: {error}")
+            self.wrong["differences"].append(f"{output.request_id} failed without a reason: {error}")
 
     def _audit(self) -> None:
         self.counts["audits"] += 1
@@ -188,7 +188,7 @@ class Soak:
             self.wrong["mirror_differences"].append(f"step {self.counts['steps']}: events out of order: {error!r}")
 
     def _compare_mirror(self) -> None:
-        """Compare what the listener knows with what a late listener is told."""
+        """Compare the blocks that the listener knows with those that a new listener is told."""
         engine: Any = self.engine
         num_interrupts = self.faults.struck["told"]
         self._attempt(engine._cache_events.deliver)
@@ -203,12 +203,12 @@ class Soak:
             self._attempt(self.faults.listen)
 
     def _look_for_leaks(self) -> None:
-        """Check that no page is held without an owner, and that everything is free without the cached prefixes."""
+        """Check that no page is held without an owner, and that all memory is free after the prefix cache is reset."""
         self._audit()
         manager: Any = self.engine._manager
         self.engine.reset_prefix_cache()
         for what, found, expected in (
-            ("requests without an end", len(self._there), 0),
+            ("requests without an end", len(self._running), 0),
             ("pages held", manager.num_held_pages, 0),
             ("bytes held in host memory", manager.stats.host_bytes_held, 0),
             ("rows free", manager.num_free_rows, self.engine.stack.engine.max_num_seqs),
@@ -222,10 +222,10 @@ class Soak:
 def soak(
     scenario: Scenario, minutes: float, seed: int, num_prompts: int, advance: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Return what a scenario's record holds."""
+    """Run a scenario; return its record."""
     with tempfile.TemporaryDirectory() as folder:
         served = Served.of(scenario, Path(folder), num_prompts)
-    arrivals = draw_arrivals(scenario, served.asked, 60 * minutes, seed)
+    arrivals = draw_arrivals(scenario, served.prompts, 60 * minutes, seed)
     started = time.perf_counter()
     running = Soak(served, seed)
     with running.engine as engine:
@@ -254,16 +254,18 @@ def has_failed(record: Mapping[str, Any]) -> bool:
     return any(each[what] for each in record["scenarios"].values() for what in WRONG)
 
 
-@benchmark("soak", write_report, fails=has_failed)
-@click.option("--minutes", type=click.FloatRange(min=0.1), default=60, show_default=True, help="Of simulated traffic.")
+@benchmark("soak", write_report, cases="scenarios", fails=has_failed)
+@click.option(
+    "--minutes", type=click.FloatRange(min=0.1), default=60, show_default=True, help="Minutes of simulated traffic."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @options.choose("--scenario", "scenarios", SCENARIOS)
 def main(minutes: float, seed: int, scenarios: Sequence[Scenario]) -> dict[str, Any]:
-    """Serve every scenario's traffic and write one JSON file and one page; fail if anything differs or leaks."""
+    """Serve every scenario's traffic; write one JSON file and one page; fail if anything differs or leaks."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs have none.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs of a shell have no handler.
     models.silence_transformers()
-    logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # a listener that raises is said each time
+    logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # It reports every failure of a listener.
     found: dict[str, Any] = {}
     num_prompts = NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT
     for scenario in scenarios:

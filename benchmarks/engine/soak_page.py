@@ -1,4 +1,4 @@
-"""What a soak counts, and its page."""
+"""Count what happens in a soak, and write its page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.harness.pages import heading, page, table
 from tests.engine.injected_faults import KINDS
 
 WRONG = ("differences", "mirror_differences", "leaks")
-"""What must not happen; the record says each case in words."""
+"""The mistakes that must not happen; the record describes each one in words."""
 
 COUNTS = {
     "requests": "requests, each sample counted",
@@ -23,18 +23,18 @@ COUNTS = {
     "failed_swaps": "copies that failed",
     "retries": "requests computed again without a prefix that gave NaN",
     "hit_tokens": "prompt tokens found in the cache",
-    "evictions": "cached pages given up",
+    "evictions": "cached pages evicted",
     "resets": "resets of the prefix cache",
-    "resizes": "caches made larger, or tight again",
-    "resizes_refused": "sizes refused, for what is pinned or for want of memory",
-    "pins_asked": "prefixes to be pinned",
-    "pins": "of these, for which there was room",
+    "resizes": "caches made larger, or small again",
+    "resizes_refused": "sizes refused, because of pins or too little memory",
+    "pins_asked": "prefixes to pin",
+    "pins": "of these, prefixes that fitted",
     "audits": "audits",
-    "mirrors": "mirrors made of cache events compared with the cache",
+    "mirrors": "mirrors of cache events compared with the cache",
 }
-"""What is counted, in words."""
+"""The counts, in words."""
 
-ENDS = {"length": "served", "aborted": "given up by their owners", "error": "failed"}
+ENDS = {"length": "served", "aborted": "aborted by their owners", "error": "failed"}
 
 
 def write_report(record: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a soak serves: small models over caches of several kinds, so tight that requests push each other out."""
+"""Make the models and prompts of a soak. Caches are so small that requests preempt each other."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from tests.engine.injected_faults import Careless, careless_plugin
 
 VOCABULARY = 128
 START = 3
-"""The token that the decoder behind an encoder starts with."""
+"""The first token of a decoder that has an encoder."""
 MARGIN = 1e-3
-"""Where the two largest logits are nearer to each other, rounding may choose: what comes then is not asked for."""
+"""If the two largest logits are nearer to each other, rounding may choose the token; requests end before it."""
 
 
 @attrs.frozen(kw_only=True)
 class Scenario:
-    """A model and a tight cache.
+    """A model and a small cache.
 
     Attributes:
-        name: For ``--scenario`` and the record.
-        family: The tiny model's, by transformers' ``model_type``.
-        what: What is special, for people.
+        name: The name for ``--scenario`` and the record.
+        family: The tiny model's ``model_type`` in transformers.
+        what: Its special properties, in words.
         longest: The most tokens of a request.
         longest_output: The most tokens of an output.
-        longest_input: The most tokens that its encoder reads; 0 for none.
-        cache: What the stack says of the cache, without its memory, which is just enough for the longest request.
-        engine: What it says of the engine.
+        longest_input: The most tokens that the encoder reads; 0 without an encoder.
+        cache: The stack's ``[cache]`` without its memory, which is just enough for the longest request.
+        engine: The stack's ``[engine]``.
         wrappers: The wrappers of every layer.
-        per_second: Requests that come in a second, outside of bursts.
+        per_second: Requests in a second, outside of bursts.
     """
 
     name: str
@@ -93,8 +93,8 @@ SCENARIOS = (
 
 
 @attrs.frozen
-class Asked:
-    """A prompt, and the tokens that ``transformers.generate()`` gives after it, as far as no two are nearly alike."""
+class CheckedPrompt:
+    """A prompt, and its tokens by ``transformers.generate()`` up to the first one that rounding may change."""
 
     prompt: Any
     num_tokens: int
@@ -108,24 +108,24 @@ class Served:
     Attributes:
         scenario: The scenario.
         loaded: The model.
-        registry: What its engine is made of.
-        asked: The prompts that requests are drawn from: of one token, of the most, and of all lengths between.
+        registry: The registered names for its engine.
+        prompts: The prompts of requests: one of a single token, one of the most tokens, and others between.
     """
 
     scenario: Scenario
     loaded: LoadedModel
     registry: Registry
-    asked: tuple[Asked, ...]
+    prompts: tuple[CheckedPrompt, ...]
 
     @classmethod
     def of(cls, scenario: Scenario, folder: Path, num_prompts: int) -> Served:
-        """Make the model in a folder, and let transformers generate after every prompt."""
+        """Make the model in a folder, and let transformers generate the expected tokens of every prompt."""
         path = folder / scenario.name
         save_tiny(path, scenario.family)
         registry = load_plugins(plugins=[careless_plugin()]).registry
         loaded = find_adapter(path, registry).load(path, device="cpu", dtype="float32")
-        asked = [_expected(loaded, prompt, scenario) for prompt in _prompts(scenario, num_prompts)]
-        return cls(scenario, loaded, registry, tuple(each for each in asked if each.expected))
+        checked = [_expected(loaded, prompt, scenario) for prompt in _prompts(scenario, num_prompts)]
+        return cls(scenario, loaded, registry, tuple(each for each in checked if each.expected))
 
     def engine(self) -> Engine:
         """Return an engine whose memory is just enough for the longest request."""
@@ -149,7 +149,7 @@ class Served:
                 )
             except PlanError:
                 continue
-            # A cache that was made larger and tight again has no pages after its last slab.
+            # A cache that was made larger and small again has no pages after its last slab.
             tight = attrs.evolve(plan, num_rest_pages=0)
             if tight.fits(self.scenario.longest, dict.fromkeys(lens, self.scenario.longest_input)):
                 return num_bytes
@@ -157,7 +157,7 @@ class Served:
 
 
 def _prompts(scenario: Scenario, count: int) -> list[Any]:
-    """Return prompts, most of which share their beginning, or what the encoder reads, with others."""
+    """Return prompts. Most of them share their beginning, or the encoder's input, with others."""
     source = random.Random(f"{scenario.name}-prompts")
 
     def draw(num_tokens: int) -> list[int]:
@@ -171,7 +171,7 @@ def _prompts(scenario: Scenario, count: int) -> list[Any]:
         if number < 2:
             tokens = draw((1, most)[number])
         else:
-            # Mostly short ones: many start, all of them grow, and one has to be preempted.
+            # Most are short: many requests start, all of them grow, and one has to be preempted.
             beginning = source.choice(beginnings)
             room = most - len(beginning) if source.random() < 0.3 else scenario.longest // 6
             tokens = beginning + draw(source.randint(1, max(1, min(room, most - len(beginning)))))
@@ -183,7 +183,7 @@ def _prompts(scenario: Scenario, count: int) -> list[Any]:
     return prompts
 
 
-def _expected(loaded: LoadedModel, prompt: Any, scenario: Scenario) -> Asked:
+def _expected(loaded: LoadedModel, prompt: Any, scenario: Scenario) -> CheckedPrompt:
     model: Any = loaded
     tokens: Any = prompt.decoder if isinstance(prompt, Prompt) else prompt
     num_new = min(scenario.longest_output, scenario.longest - len(tokens))
@@ -197,4 +197,4 @@ def _expected(loaded: LoadedModel, prompt: Any, scenario: Scenario) -> Asked:
     best = torch.stack([logits[0].topk(2).values for logits in made.logits])
     is_sure = best[:, 0] - best[:, 1] > MARGIN
     num_sure = len(is_sure) if bool(is_sure.all()) else int((~is_sure).nonzero()[0])
-    return Asked(prompt, len(tokens), tuple(made.sequences[0, -num_new:].tolist()[:num_sure]))
+    return CheckedPrompt(prompt, len(tokens), tuple(made.sequences[0, -num_new:].tolist()[:num_sure]))

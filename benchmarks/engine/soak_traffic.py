@@ -1,4 +1,4 @@
-"""What comes to a soak at random, on a simulated clock: requests in bursts, and what an operator does meanwhile."""
+"""Draw the random traffic of a soak on a simulated clock: requests in bursts, and the actions of an operator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from benchmarks.engine.soak_scenarios import Asked, Scenario
+from benchmarks.engine.soak_scenarios import CheckedPrompt, Scenario
 from kvframe import Engine
 from kvframe.cache.pins import Pin
 from kvframe.contract.errors import PlanError, RequestError
@@ -18,34 +18,34 @@ SALTS = ("", "", "", "anna", "ben")
 SECONDS_BETWEEN_BURSTS = 180
 BURST_SECONDS = 8
 BURST = 40
-"""How many times as many requests come in a burst."""
+"""The rate of requests in a burst, as a multiple of the usual rate."""
 ABORTED = 0.1
 SAMPLES = (1, 1, 1, 1, 1, 1, 1, 1, 2, 3)
 
 
 @attrs.frozen(kw_only=True)
 class Arrival:
-    """A request on its way.
+    """A request that is still to come.
 
     Attributes:
-        second: When it comes.
-        asked: What it asks for.
-        num_tokens: How many tokens.
-        salt: Whom it shares with.
-        num_samples: How many samples; they are greedy, so all are the same.
-        patience: Steps after which its owner gives up; None to wait for its end.
+        second: The time of its arrival.
+        prompt: The prompt, with its expected tokens.
+        num_tokens: The number of tokens to generate.
+        salt: Its cache salt.
+        num_samples: The number of samples. They are greedy, so all are equal.
+        patience: The number of steps after which its owner aborts it; None if it is never aborted.
     """
 
     second: float
-    asked: Asked
+    prompt: CheckedPrompt
     num_tokens: int
     salt: str
     num_samples: int
     patience: int | None
 
 
-def draw_arrivals(scenario: Scenario, asked: Sequence[Asked], seconds: float, seed: int) -> list[Arrival]:
-    """Return the requests of so many seconds, in the order in which they come."""
+def draw_arrivals(scenario: Scenario, prompts: Sequence[CheckedPrompt], seconds: float, seed: int) -> list[Arrival]:
+    """Return the requests of so many seconds in the order of their arrival."""
     source = random.Random(f"{scenario.name}-{seed}")
     arrivals: list[Arrival] = []
     second = 0.0
@@ -55,13 +55,13 @@ def draw_arrivals(scenario: Scenario, asked: Sequence[Asked], seconds: float, se
         if second >= seconds:
             return arrivals
         kind = source.random()
-        # The shortest and the longest that there are, beside all others.
-        which = asked[0] if kind < 0.1 else asked[1] if kind < 0.15 else source.choice(asked)
+        # The shortest and the longest prompt come more often than the others.
+        which = prompts[0] if kind < 0.1 else prompts[1] if kind < 0.15 else source.choice(prompts)
         most = len(which.expected)
         arrivals.append(
             Arrival(
                 second=second,
-                asked=which,
+                prompt=which,
                 num_tokens=1 if kind < 0.05 else most if source.random() < 0.6 else source.randint(1, most),
                 salt=source.choice(SALTS),
                 num_samples=source.choice(SAMPLES),
@@ -73,31 +73,31 @@ def draw_arrivals(scenario: Scenario, asked: Sequence[Asked], seconds: float, se
 # --- the operator
 
 RESETS = 1 / 500
-"""Steps before which the prefix cache is reset."""
+"""The share of steps before which the prefix cache is reset."""
 GROWTHS, SHRINKS, PINS = 1 / 150, 1 / 40, 1 / 10
-"""Steps before which a tight cache grows, and before which a larger one is made tight, or a prefix is pinned in it."""
+"""The shares of steps before which a small cache grows, a larger one becomes small, and a prefix is pinned in it."""
 NO_MEMORY = 0.2
-"""Of the sizes that are asked for, those for which there is no memory."""
+"""The share of resizes for which no memory is left."""
 UNPINNED = 0.7
-"""Of the times that a cache is to be made tight, those at which what is pinned is let go of before."""
+"""The share of shrinks before which all prefixes are unpinned."""
 
 
 @attrs.define
 class Operator:
-    """An operator of an engine.
+    """Resets and resizes the cache of an engine at random, and pins prefixes.
 
     Attributes:
         engine: The engine.
-        faults: What breaks it.
-        asked: The prompts whose prefixes may be pinned.
-        source: Chance.
-        counts: Where each operation is counted.
-        mistakes: What should not have happened, in words.
+        faults: The injected faults.
+        prompts: The prompts whose prefixes may be pinned.
+        source: The source of random numbers.
+        counts: The counts of all actions.
+        mistakes: Descriptions of what should not have happened.
     """
 
     engine: Engine
     faults: Faults
-    asked: Sequence[Asked]
+    prompts: Sequence[CheckedPrompt]
     source: random.Random
     counts: Counter[str]
     mistakes: list[str]
@@ -105,7 +105,7 @@ class Operator:
     _tight: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.engine.plan.num_slabs, True))
 
     def chosen(self) -> list[Callable[[], None]]:
-        """Return what is to be done before a step; what breaks meanwhile raises, as a step does."""
+        """Return the actions before a step. Like a step, an action raises if a fault strikes."""
         is_tight = self.engine.plan.num_slabs == self._tight
         chances = [(self._reset, RESETS)]
         chances += [(self._grow, GROWTHS)] if is_tight else [(self._shrink, SHRINKS), (self._pin, PINS)]
@@ -117,7 +117,7 @@ class Operator:
         self.engine.reset_prefix_cache()
 
     def _grow(self) -> None:
-        # Beside what is pinned there has to be room for the longest request with the longest input, which is not tight.
+        # Beside the pins, the longest request with the longest input must fit, which needs more than a small cache.
         plan = self.engine.plan
         self._resize(self._tight + self.source.randint(1, plan.num_slabs_for(plan.peak_blocks(plan.max_model_len))))
 
@@ -147,8 +147,8 @@ class Operator:
         self.counts["pins_asked"] += 1
         try:
             self._pins.append(
-                self.engine.pin_prefix(self.source.choice(self.asked).prompt, cache_salt=self.source.choice(SALTS))
+                self.engine.pin_prefix(self.source.choice(self.prompts).prompt, cache_salt=self.source.choice(SALTS))
             )
             self.counts["pins"] += 1
         except RequestError:
-            pass  # It has no whole block, failed as others do, or leaves no room for the longest request.
+            pass  # The prefix has no whole block, a fault struck, or the longest request would no longer fit.

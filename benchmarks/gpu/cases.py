@@ -1,6 +1,6 @@
-"""What is measured on a GPU, and the least time that each case can take: bytes over bandwidth, operations over rate.
+"""The cases that are measured on a GPU, and the least time of each: bytes over bandwidth, or operations over rate.
 
-Each input is read once and each output written once; of keys and values, those that some query sees.
+Each input is read once and each output written once; of keys and values, those that at least one query sees.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Requests = tuple[tuple[int, int], ...]
 
 @attrs.frozen(kw_only=True)
 class Ceilings:
-    """What the device can do at most.
+    """The limits of a device.
 
     Attributes:
-        bytes_per_second: Of a large copy on the device, bytes read and bytes written together.
-        flops_per_second: Of a large product of bfloat16 matrices.
+        bytes_per_second: The rate of a large copy on the device, bytes read and bytes written together.
+        flops_per_second: The rate of a large product of bfloat16 matrices.
     """
 
     bytes_per_second: float
@@ -34,17 +34,17 @@ class Ceilings:
 
 
 ISSUED = Ceilings(bytes_per_second=4.3e12, flops_per_second=790e12)
-"""An H200's, for which the floors in the table are given until a device's own are measured."""
+"""An H200's limits. The table shows floors for them until a device's own limits are measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(Shape):
-    """One layer's attention in one step; its kind is the table that it stands in.
+    """One layer's attention in one step. Its kind is the heading of its table.
 
     Attributes:
-        chunk: Tokens of a chunk that queries stay within, by the wrapper ``chunked_local``; None for no chunks.
-        skips: Whether only generating tokens are computed, by the wrapper ``decode_only``, of a shared cache.
-        format: The registered name of how keys and values are stored.
+        chunk: The tokens of a chunk, for the wrapper ``chunked_local``; None for no chunks.
+        skips: Whether only generating tokens are computed, by the wrapper ``decode_only`` over a shared cache.
+        format: The registered name of the format of keys and values.
     """
 
     chunk: int | None = None
@@ -53,11 +53,11 @@ class Case(Shape):
 
     @property
     def key(self) -> str:
-        """Its name in the record."""
+        """The name in the record."""
         return f"{self.kind}: {self.name}"
 
     def positions(self, computed: int, new: int) -> torch.Tensor:
-        """Return the positions of a request's queries that are computed."""
+        """Return the positions of a request's computed queries."""
         return super().positions(computed, new)[-1 if self.skips else 0 :]
 
     def num_seen(self, positions: torch.Tensor) -> torch.Tensor:
@@ -69,17 +69,17 @@ class Case(Shape):
         return self.read_bytes if self.format == "plain" else self.read_bytes // BFLOAT16_BYTES
 
     def num_bytes(self) -> int:
-        """Return the bytes that have to be moved."""
+        """Return the least bytes that are moved."""
         return self.kv_bytes() + 2 * self.num_queries * self.num_heads * self.head_size * BFLOAT16_BYTES
 
     def floor(self, ceilings: Ceilings) -> float:
-        """Return the least seconds that it can take."""
+        """Return the least seconds under these limits."""
         return max(self.num_bytes() / ceilings.bytes_per_second, self.num_flops / ceilings.flops_per_second)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentCase(Case):
-    """Decodes over latents, in absorbed attention; sizes as in DeepSeek-V3.
+    """Decodes over latents by absorbed attention, with the sizes of DeepSeek-V3.
 
     Attributes:
         latent_size: Elements of a latent.
@@ -111,7 +111,7 @@ class LatentCase(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateCase(Case):
-    """One token's step of Mamba-2's states in float32, sizes as in its model of 2.7 billion parameters.
+    """One token's step of Mamba-2's states in float32, with the sizes of its model of 2.7 billion parameters.
 
     Attributes:
         state_size: Elements of the state of each element of a head.
@@ -122,16 +122,16 @@ class StateCase(Case):
     state_size: int = 128
 
     def kv_bytes(self) -> int:
-        """Return the bytes of the states, each read and written."""
+        """Return the bytes of the states, which are read and written."""
         return 2 * len(self.requests) * self.num_heads * self.head_size * self.state_size * FLOAT32_BYTES
 
     def num_bytes(self) -> int:
-        """Return these bytes: the others are few."""
+        """Return the bytes of the states; those of other inputs are few."""
         return self.kv_bytes()
 
     @property
     def num_flops(self) -> int:
-        """None on the matrix units: five for each element of a state."""
+        """Return 0: matrix units do nothing, and five operations for each element take no time."""
         return 0
 
 
@@ -146,7 +146,7 @@ def prompt(length: int) -> Requests:
 
 
 def cases() -> Iterator[Case]:
-    """Yield every case, the ones that floors are known of first."""
+    """Yield every case; the most telling ones come first."""
     yield Case(name="16 x 2k", kind="decode", requests=decodes(16, 2 * KILO))
     yield Case(name="64 x 8k", kind="decode", requests=decodes(64, 8 * KILO))
     yield Case(name="1 x 32k", kind="decode", requests=decodes(1, 32 * KILO))
@@ -177,4 +177,4 @@ TINY = (
     Case(name="last token", kind="tiny", requests=prompt(70), skips=True, **SMALL),
     LatentCase(name="latents", kind="tiny", requests=decodes(3, 40), num_heads=4, latent_size=32, rope_size=8),
 )
-"""For trying the script, on any device."""
+"""Small cases that try the script on any device."""

@@ -1,6 +1,6 @@
-"""Steps of an engine at a batch of 128: how long one takes, how long the device works in it, and how long it idles.
+"""Measure steps of an engine with a batch of 128: the time of a step, and the time in which the device works.
 
-What the host does while the device works costs nothing: the host's time is that in which the device has nothing to do.
+The host's work costs nothing while the device works, so the host's time is the time in which the device is idle.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvframe import Engine, Stack
 from kvframe.engine.requests.request import SamplingParams
 
 NUM_STEPS = 24
-"""That are timed, and as many again under the profiler."""
+"""The number of timed steps; the profiler sees as many further steps."""
 
 WARM_STEPS = 3
 GRAPHS = ("off", "decode")
-"""Without graphs, and with one of the steps in which every request decodes."""
+"""Without graphs, and with a graph of the steps in which every request decodes."""
 
 WORKLOAD = Workload(
     name="128 decodes at 1,024, 8 layers", model="bench-llama-8b", num_prompts=128, shortest=1024, memory="8GiB"
@@ -36,26 +36,26 @@ TINY_WORKLOAD = Workload(
 
 
 Found = dict[str, Any]
-"""``seconds`` of a step, the median, ``busy_seconds`` in which the device works in one, the mean, and ``backends`` that
-served the layers; both times are None if they could not be measured, and ``reason`` says why."""
+"""The median ``seconds`` of a step, the mean ``busy_seconds`` in which the device works in a step, and the layers'
+``backends``. If the times could not be measured, both are None and ``reason`` says why."""
 
 
 def found(
     seconds: float | None = None, busy: float | None = None, backends: Sequence[str] = (), why: str = ""
 ) -> Found:
-    """Return what came of an engine's steps."""
+    """Return the figures of an engine's steps."""
     return {"seconds": seconds, "busy_seconds": busy, "backends": list(backends), "reason": why}
 
 
 def measure_steps(workload: Workload, device: torch.device, backend: str = "auto") -> dict[str, Found]:
-    """Return what steps take without graphs and with one, by the names in ``GRAPHS``."""
+    """Return the figures of steps without graphs and with one, by the names in ``GRAPHS``."""
 
     def measured(path: Path, graphs: str) -> Found:
         try:
             if not any(path.iterdir()):
                 save_model(workload, path, device)
             return _measure(workload, path, device, graphs, backend)
-        except Exception as problem:  # what a library raises must not end the run; transformers may be missing
+        except Exception as problem:  # An error of a library must not end the run; transformers may be missing.
             return found(why=in_a_sentence(problem))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -63,12 +63,12 @@ def measure_steps(workload: Workload, device: torch.device, backend: str = "auto
 
 
 def dtype_on(device: torch.device) -> str:
-    """Return what engines compute in."""
+    """Return the dtype of engines."""
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
 def save_model(workload: Workload, path: Path, device: torch.device) -> None:
-    """Save a random model, drawn where it will run."""
+    """Draw a random model on the device and save it."""
     from benchmarks.harness.models import save_random
 
     before = torch.get_default_dtype()
@@ -84,7 +84,7 @@ def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, 
     with decoding(workload, path, device, graphs, backend) as engine:
         for _ in range(WARM_STEPS):
             engine.step()
-        # A step ends when the host has the tokens.
+        # A step ends when the host has its tokens.
         seconds = statistics.median(timed(engine.step)[0] for _ in range(NUM_STEPS))
         busy = busy_seconds(engine, device)
         runner: Any = engine
@@ -97,7 +97,7 @@ def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, 
 
 @contextmanager
 def decoding(workload: Workload, path: Path, device: torch.device, graphs: str, backend: str) -> Iterator[Engine]:
-    """Yield an engine all of whose requests decode from now on, for as many steps as are measured."""
+    """Yield an engine whose requests all decode, for as many steps as are measured."""
     count, length = workload.num_prompts, workload.shortest
     options: dict[str, Any] = {
         "device": str(device),
@@ -111,7 +111,7 @@ def decoding(workload: Workload, path: Path, device: torch.device, graphs: str, 
     cache = {"memory": workload.memory, "prefix_caching": False}
     rules = [{"layers": "*", "backend": backend}]
     stack = Stack.from_mapping({"cache": cache, "engine": options, "rules": rules})
-    # More than can be asked for while prompts are computed.
+    # More tokens than are generated while prompts are computed.
     params = SamplingParams(max_new_tokens=length + 2 * NUM_STEPS - 1, ignore_eos=True)
     with Engine.from_pretrained(path, stack=stack) as engine:
         for prompt in workload.prompts(0, engine.model.description.vocab_size or 0):
@@ -125,7 +125,7 @@ def decoding(workload: Workload, path: Path, device: torch.device, graphs: str, 
 
 
 def busy_seconds(engine: Engine, device: torch.device) -> float:
-    """Return how long the device works in a step, the mean over some; on a CPU, which is the device, all of it."""
+    """Return the mean time in which the device works in a step; on a CPU, this is the whole step."""
 
     def run() -> None:
         for _ in range(NUM_STEPS):
@@ -140,7 +140,7 @@ def busy_seconds(engine: Engine, device: torch.device) -> float:
 
 
 def intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
-    """Return when the profiler saw the device at work: start and end in microseconds."""
+    """Return the intervals in which the profiler saw the device at work: start and end in microseconds."""
     return [
         (event.time_range.start, event.time_range.end)
         for event in events
@@ -149,7 +149,7 @@ def intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 
 def covered(times: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds that intervals of microseconds cover together, what several cover counted once."""
+    """Return the seconds that intervals of microseconds cover together; overlaps count once."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(times):
         total += max(0.0, stop - max(start, end))

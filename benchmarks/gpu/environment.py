@@ -2,8 +2,7 @@
 
     python -m benchmarks.gpu.environment FOLDER
 
-It writes what the import system has to know of each distribution into the folder, and prints the folders of the
-sources, side by side as in PYTHONPATH.
+It writes the metadata of each distribution into the folder, and prints the source folders as a value of PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def distributions() -> list[tuple[Path, dict[str, Any]]]:
-    """Return each distribution's folder of sources and what its pyproject.toml says of the project."""
+    """Return, for each distribution, its source folder and the table ``project`` of its pyproject.toml."""
     folders = [ROOT, ROOT / "kernels", *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
     found = []
     for folder in folders:
@@ -29,7 +28,7 @@ def distributions() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def write_metadata(project: dict[str, Any], folder: Path) -> None:
-    """Write a distribution's name, version and entry points to where they are looked for."""
+    """Write a distribution's name, version and entry points as the import system expects them."""
     name = project["name"].replace("-", "_")
     target = folder / f"{name}-{project['version']}.dist-info"
     target.mkdir(parents=True, exist_ok=True)
@@ -43,14 +42,14 @@ def write_metadata(project: dict[str, Any], folder: Path) -> None:
 
 
 def missing_packages(folder: Path) -> list[str]:
-    """Return what the core needs and neither Python nor the folder holds."""
+    """Return the packages that the core needs and that are neither installed nor in the folder."""
     sys.path.insert(0, str(folder))
     needed = [re.split(r"[<>=!~\[ ]", each)[0] for each in distributions()[0][1]["dependencies"]]
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 def main(folder: Path) -> int:
-    """Write the metadata of all distributions; return 1 if the core could not be imported."""
+    """Write the metadata of all distributions; return 1 if a package that the core needs is missing."""
     for _, project in distributions():
         write_metadata(project, folder)
     if missing := missing_packages(folder):

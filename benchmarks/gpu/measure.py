@@ -1,4 +1,4 @@
-"""Measuring one case on one device: every backend that serves it, and what torch and plain kernels take beside it."""
+"""Measure one case on one device: every backend that serves it, and torch's own attention beside them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvframe.loading.registry import Registry
 from kvframe.selection.chains import bind_chain
 
 MAX_FREE = 0.8
-"""Share of the device's free memory that a case may take."""
+"""The most memory of a case, as a share of the device's free memory."""
 
 MAX_BACKEND_SECONDS = 60.0
-"""What one backend may take of a run, compiling included, so that one which compiles for each case leaves time."""
+"""The most seconds of a backend in a run, compilation included, so that others get their turn."""
 
 HOST_REQUESTS = 256
 HOST_CALLS = 30
@@ -33,7 +33,7 @@ def measure_case(
     device: torch.device,
     spent: dict[str, float],
 ) -> dict[str, Measured]:
-    """Return what each system does on a case; adds the seconds that each backend took to ``spent``."""
+    """Return each system's figures for a case, and add the seconds of each backend to ``spent``."""
     if isinstance(case, StateCase):
         return measure_states(case, device)
     found: dict[str, Measured | None] = {}
@@ -49,7 +49,7 @@ def measure_case(
 
 
 def why_refused(case: Case, backend_class: type[AttentionBackend], registry: Registry, device: str) -> str:
-    """Return the codes with which a backend refuses a case's layer; empty if it serves it itself, without copies."""
+    """Return the codes with which a backend refuses a case's layer; empty if it serves the layer without copies."""
     capabilities = backend_class.capabilities
     dtype = "bfloat16" if "bfloat16" in capabilities.dtypes else "float32"
     layer = make_layer(case, align_up(BLOCK_SIZE, capabilities.block_size_multiple), registry, dtype)
@@ -67,7 +67,7 @@ def is_too_large(num_bytes: int, device: torch.device) -> bool:
 def measure(
     case: Case, backend_class: type[AttentionBackend], registry: Registry, device: torch.device
 ) -> Measured | None:
-    """Return what a backend does on a case; None if it does not serve it."""
+    """Return a backend's figures for a case; None if it does not serve the case."""
     if why_refused(case, backend_class, registry, device.type):
         return None
     if is_too_large(needed_bytes(case), device):
@@ -78,12 +78,12 @@ def measure(
         if not error <= ERROR:
             return Measured(error=error, reason="wrong")
         return time_calls([step.run for step in steps], device, error)
-    except Exception as problem:  # what a library raises must not end the run
+    except Exception as problem:  # An error of a library must not end the run.
         return Measured(reason=in_a_sentence(problem))
 
 
 def measure_states(case: StateCase, device: torch.device) -> dict[str, Measured]:
-    """Return what the kernel that updates Mamba-2's states does, and plain torch."""
+    """Return the figures of the kernel that updates Mamba-2's states, and of plain torch."""
     try:
         from kvframe_kernels.triton.states import selective_state_update, selective_state_update_reference
     except ImportError as problem:
@@ -108,7 +108,7 @@ def measure_states(case: StateCase, device: torch.device) -> dict[str, Measured]
 
 
 def measure_dense(case: Case, device: torch.device) -> Measured | None:
-    """Return what torch's attention does on the same step without pages: keys and values side by side."""
+    """Return the figures of torch's attention on contiguous keys and values; None if it cannot compute the case."""
     is_plain = case.format == "plain" and case.window is None and case.chunk is None and not case.skips
     if type(case) is not Case or not is_plain or len(set(case.requests)) != 1:
         return None
@@ -124,14 +124,14 @@ def measure_dense(case: Case, device: torch.device) -> Measured | None:
     calls = [partial(attend, query, draw(*shape), draw(*shape)) for _ in range(rotation(case))]
     try:
         return time_calls(calls, device)
-    except Exception as problem:  # likewise
+    except Exception as problem:  # as above
         return Measured(reason=in_a_sentence(problem))
 
 
 def measure_host(
     backends: dict[str, type[AttentionBackend]], registry: Registry, device: torch.device
 ) -> dict[str, list[float]]:
-    """Return how long each backend's metadata of a step of 256 decodes takes to build on the host, in seconds."""
+    """Return the seconds in which the host builds each backend's metadata of 256 decodes."""
     lengths = torch.randint(101, 2001, (HOST_REQUESTS,), generator=torch.Generator().manual_seed(5)).tolist()
     requests = tuple(request for length in lengths for request in decodes(1, length))
     case = Case(name="host", kind="host", requests=requests, num_heads=8, num_kv_heads=2, head_size=64)
@@ -143,6 +143,6 @@ def measure_host(
             step = next(PagedLayer(case, backend_class, registry, device).steps())
             step.build()
             found[name] = seconds_each(step.build, HOST_CALLS, device)
-        except Exception as problem:  # likewise
+        except Exception as problem:  # as above
             print(f"{name}: {problem}", file=sys.stderr)
     return found

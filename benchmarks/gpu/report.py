@@ -1,4 +1,4 @@
-"""The page of what was measured on a GPU: each case beside the least time that it can take."""
+"""Write the page of figures on a GPU: each case beside the least time that it can take."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ TITLE, NOT_YET = "Attention on a GPU", "not measured yet"
 EXPLANATION = (
     "A cell is the time of one layer's attention in microseconds on the device and, in brackets, the share of it that "
     "the floor takes: bytes over the bandwidth of a copy, operations over the rate of a matrix product, whichever is "
-    "more. Behind it, where there are others, is its rate over that of the fastest of them: x 0.75 is three quarters "
-    "of the best other's. The fastest is bold. [gpu/notes.md](../gpu/notes.md) says what was expected of each change "
-    "and what came of it."
+    "more. If there are other systems, its rate over that of the fastest other one follows: x 0.75 is three quarters "
+    "of that rate. The fastest is bold. [gpu/notes.md](../gpu/notes.md) says what was expected of each change and what "
+    "it achieved."
 )
 
 STEPS = (
-    "A step ends when the host has its tokens. The device works while kernels or copies run on it; the rest of the "
-    "step is the host's time that nothing hides. The layers are a fourth of those of Llama 3 with 8 billion "
+    "A step ends when the host has its tokens. The device works while kernels or copies run on it; in the rest of the "
+    "step, it waits for the host. The layers are a fourth of those of Llama 3 with 8 billion "
     "parameters, in bfloat16."
 )
 
 
 def write_report(record: Mapping[str, Any], wanted: Sequence[Case]) -> str:
-    """Return the page as Markdown; cases that are not in the record are rows too.
+    """Return the page as Markdown. Cases that are not in the record have rows too.
 
     Args:
-        record: What was measured; empty if nothing was.
+        record: The record; empty if nothing was measured.
         wanted: All cases, in the order of the page.
     """
     parts = [_heading(record), EXPLANATION]

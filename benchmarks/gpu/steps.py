@@ -1,4 +1,4 @@
-"""Steps that are timed: a layer's cache with random keys and values, its metadata, and calls over different pages."""
+"""Make the timed steps: a layer with random keys and values, its metadata, and calls over different pages."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from kvframe.testing.state import GridSpec, form_of
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 256 << 20
-"""Keys and values that calls read by turns: several times what the L2 cache of a GPU holds."""
+"""The bytes of keys and values that calls read by turns: several times the L2 cache of a GPU."""
 
 MAX_ROTATION = 128
 FILLED_TOKENS = 1 << 16
-"""Tokens that are written at a time."""
+"""The number of tokens that are written at a time."""
 
 CHECKED_ROWS = 32
-"""Rows of a step that are held against the reference."""
+"""The number of rows of a step that are compared with the reference."""
 
 ERROR = 0.02
-"""The most that a bfloat16 output may differ from the reference, by norms: operands are rounded to 8 bits."""
+"""The largest error of a bfloat16 output, by norms; its operands are rounded to 8 bits."""
 
 
 def make_layer(case: Case, block_size: int, registry: Registry, dtype: str = "bfloat16") -> LayerSpec:
-    """Return a case's layer, as a model has it."""
+    """Return the layer of a case."""
     spec: KVCacheSpec
     pages: dict[str, Any] = {"block_size": block_size, "dtype": dtype}
     size = case.head_size
@@ -65,18 +65,18 @@ def make_layer(case: Case, block_size: int, registry: Registry, dtype: str = "bf
 
 
 def make_chain(case: Case) -> list[MetadataWrapper]:
-    """Return the wrappers of a case's layer."""
+    """Return the wrappers of the layer of a case."""
     return [*([DecodeOnly()] if case.skips else []), *([ChunkedLocal()] if case.chunk is not None else [])]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Step:
-    """One step over pages of its own, ready to be called again and again.
+    """One step over pages of its own, which can be called any number of times.
 
     Attributes:
         run: Computes the layer's attention; returns ``[num_rows, num_heads, head_size_v], device``.
-        build: Builds the metadata that it reads, on the host; returns it.
-        check: Returns how far an output is from the reference, by norms.
+        build: Builds the metadata on the host and returns it.
+        check: Returns the error of an output, by norms.
     """
 
     run: Callable[[], torch.Tensor]
@@ -85,7 +85,7 @@ class Step:
 
 
 def rotation(case: Case) -> int:
-    """Return over how many sets of pages the calls take turns."""
+    """Return the number of sets of pages over which calls take turns."""
     return max(1, min(MAX_ROTATION, -(-ROTATED_BYTES // case.kv_bytes())))
 
 
@@ -98,7 +98,7 @@ class PagedLayer:
     """A case's layer on one backend, with random keys, values and queries.
 
     Attributes:
-        views: The state tensors by name, each ``[num_pages, …], device``; page 0 is unowned.
+        views: The state tensors by name, each ``[num_pages, …], device``; page 0 is the null page.
         query: ``[num_tokens, num_heads, head_size], device``.
     """
 
@@ -110,8 +110,8 @@ class PagedLayer:
         Args:
             case: The case.
             backend_class: The backend; its capabilities cover the layer.
-            registry: Where formats are found.
-            device: Where it runs.
+            registry: Finds formats.
+            device: The device.
         """
         self._case, self._device, self._form = case, device, form_of(backend_class)
         dtype_name = "bfloat16" if "bfloat16" in backend_class.capabilities.dtypes else "float32"
@@ -137,7 +137,7 @@ class PagedLayer:
         return torch.randn(*shape, generator=self._generator, device=self._device).to(self._dtype)
 
     def _fill(self) -> None:
-        """Let the backend write random keys and values to all pages but the first, as the layer's format says."""
+        """Let the backend write random keys and values to all pages but the first."""
         size, spec, self._generator = self._block_size, self._layer.spec, torch.Generator(self._device).manual_seed(1)
         assert spec is not None
         end = (self._num_pages + 1) * size
@@ -147,7 +147,7 @@ class PagedLayer:
             self._backend.write_kv(key, value, self.views, Slots(slots, size))
 
     def steps(self) -> Iterator[Step]:
-        """Yield as many steps as the calls take turns over, each on pages of its own."""
+        """Yield the steps over which calls take turns; each has pages of its own."""
         host, turns = self._host, rotation(self._case)
         order = torch.randperm(self._num_pages, generator=torch.Generator().manual_seed(2)).to(torch.int32) + 1
         for ids in order.split(self._num_pages // turns):
@@ -155,7 +155,7 @@ class PagedLayer:
             yield self._step(attrs.evolve(host, block_table=table.to(torch.int32)))
 
     def _step(self, metadata: CommonAttentionMetadata) -> Step:
-        """Return a step of metadata that lies on the host, where chains and orders are worked out, as in an engine."""
+        """Return a step for metadata on the host, which is wrapped and ordered there, as in an engine."""
         builder, staging = self._backend.make_builder(), Staging(self._device)
         wrapped, back = apply_chain(self._chain, metadata), None
         rows = metadata.generating_indices_cpu if self._case.skips else torch.arange(len(self.query))
@@ -180,7 +180,7 @@ class PagedLayer:
         return Step(run=run, build=build, check=check)
 
     def _error(self, metadata: CommonAttentionMetadata, rows: torch.Tensor, output: torch.Tensor) -> float:
-        """Return the norm of the difference to attention in float32 over the norm of that, of some rows of the step."""
+        """Return the error of some rows: the norm of the difference to float32 attention over that attention's norm."""
         case, query_side = self._case, self._layer.query
         assert query_side is not None
         places = torch.linspace(0, len(rows) - 1, min(CHECKED_ROWS, len(rows))).round().long().unique().tolist()
@@ -199,7 +199,7 @@ class PagedLayer:
         return float((torch.stack(found) - reference).norm() / reference.norm())
 
     def _dense(self, table: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of the tokens ``[start, stop)``, ``[num_tokens, num_heads, size], float32``."""
+        """Return the keys and values of the tokens ``[start, stop)``, ``[num_tokens, num_heads, size], float32``."""
         case, size, spec = self._case, self._block_size, self._layer.spec
         assert spec is not None
         ids = table[start // size : -(-stop // size)].long()
@@ -218,7 +218,7 @@ class PagedLayer:
 
 
 def build_on_device(builder: AttentionMetadataBuilder, metadata: CommonAttentionMetadata, staging: Staging) -> Any:
-    """Return what a builder makes of metadata that lies on the host, where the layers read it."""
+    """Build metadata from a batch on the host, and copy it to the device."""
     if builder.on_host is None:
         metadata = staging.to_device(metadata)
     (built,) = builder.build_together([(builder, metadata)])

@@ -1,7 +1,7 @@
-"""Measure attention on a GPU: every backend that runs there, beside what the device can do at most.
+"""Measure attention on a GPU: every backend that runs there, beside the limits of the device.
 
-``benchmarks/gpu.sh`` calls it, after the tests. The README of benchmarks says how. Without a GPU it writes the page of
-what is recorded, with the rows that were not measured yet.
+``benchmarks/gpu.sh`` calls it after the tests; see benchmarks/README.md. Without a GPU it only writes the page of the
+record, with rows for what was not measured yet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvframe.loading.plugins import load_plugins
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return what the figures depend on besides the code."""
+    """Return the machine, its versions and its GPU."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         **describe_machine(torch.get_num_threads(), "triton"),
@@ -42,7 +42,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 @click.command(help=__doc__)
-@click.option("--budget", type=float, default=270.0, show_default=True, help="Seconds after which no case is begun.")
+@click.option("--budget", type=float, default=270.0, show_default=True, help="Seconds after which no case is started.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "none", help="Where to measure.")
 @click.option("--tiny", is_flag=True, help="Small cases, to try the script.")
 @click.option("--backend", "names", multiple=True, help="Measure this backend alone; may be given several times.")
@@ -63,7 +63,7 @@ def main(budget: float, device: str, tiny: bool, names: tuple[str, ...], results
 
 
 def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with what an earlier one has besides, of other backends too, if they can be joined."""
+    """Add the cases and backends of an earlier record to a record, if both can be joined."""
     if not before or not can_join(before, record):
         return record
     cases = dict(before["cases"])
@@ -77,9 +77,9 @@ def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
 def run(
     device: torch.device, wanted: Sequence[Case], names: Sequence[str], end: float, workload: Workload
 ) -> Iterator[dict[str, Any]]:
-    """Yield the record of a run on a device after each case, so that what was measured is kept whatever comes.
+    """Yield the record after each case, so that an interrupted run keeps its figures.
 
-    If backends are asked for by name, the steps of an engine are left out.
+    If backends are named, the steps of an engine are left out.
     """
     torch.set_grad_enabled(False)
     registry = load_plugins().registry

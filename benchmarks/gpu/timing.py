@@ -1,4 +1,4 @@
-"""Time on a device: what it can do at most, and what a call takes."""
+"""Measure a device's limits, and the time of calls on it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ COPIED_BYTES = 4 << 30
 MATRIX_SIZE = 8192
 REPEATS = 7
 TIMED_SECONDS = 0.02
-"""At least so long is timed at once: events tell half a microsecond."""
+"""The least time that is measured at once, because events have a resolution of half a microsecond."""
 
 
 def in_a_sentence(problem: Exception) -> str:
-    """Return what a library raised, in a few words: it must not end the run."""
+    """Return an error of a library in a few words."""
     lines = str(problem).splitlines()
     return f"{type(problem).__name__}: {lines[0][:120] if lines else ''}"
 
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """What came of one system on one case.
+    """The figures of one system for one case.
 
     Attributes:
-        seconds: Of one call on the device; None if it was not timed.
-        error: How far the output is from the reference, by norms.
-        how: ``"graph"`` if calls were replayed from a graph, ``"events"`` if the host launched each of them, whose time
-            then counts, or ``"clock"`` on a CPU.
-        reason: Why it was not timed; empty if it was.
+        seconds: The time of one call on the device; None if it was not timed.
+        error: The error of the output, by norms.
+        how: ``"graph"`` if calls were replayed from a graph; ``"events"`` if the host launched each call, so that
+            launches count; ``"clock"`` on a CPU.
+        reason: The reason why it was not timed; empty if it was.
     """
 
     seconds: float | None = None
@@ -44,7 +44,7 @@ class Measured:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Return what the device does with a large copy and a large product, each the median of seven."""
+    """Return the rates of a large copy and of a large product, each the median of seven."""
     on_gpu = device.type == "cuda"
     num_bytes, size = (COPIED_BYTES, MATRIX_SIZE) if on_gpu else (4 << 20, 256)
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
@@ -59,12 +59,12 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 def time_calls(
     calls: Sequence[Callable[[], torch.Tensor]], device: torch.device, error: float | None = None
 ) -> Measured:
-    """Return how long one of several calls takes that are made by turns, each over memory of its own.
+    """Return the time of one of several calls that are made by turns.
 
     Args:
-        calls: The calls. They are captured as one graph and replayed if that can be done.
-        device: Where they run.
-        error: How far their outputs are from the reference.
+        calls: The calls, each over memory of its own. They are captured as one graph and replayed if this is possible.
+        device: The device.
+        error: The error of their outputs.
     """
     for call in calls:
         call()
@@ -72,14 +72,14 @@ def time_calls(
         return Measured(seconds=_median(calls, device), error=error, how="clock")
     try:
         graph = _capture(calls)
-    except Exception:  # whatever a library does that a graph does not take
+    except Exception:  # A library did something that a graph cannot capture.
         torch.cuda.synchronize(device)
         return Measured(seconds=_median(calls, device), error=error, how="events")
     return Measured(seconds=_median([graph.replay], device) / len(calls), error=error, how="graph")
 
 
 def seconds_each(call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-    """Return how long a call occupies the host, each time with an idle device."""
+    """Return the host's time of each of several calls, with an idle device."""
     found = []
     for _ in range(repeats):
         if device.type == "cuda":
@@ -105,7 +105,7 @@ def _capture(calls: Sequence[Callable[[], torch.Tensor]]) -> torch.cuda.CUDAGrap
 
 
 def _median(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Return the median over repeats of the seconds that one call takes, all of them made by turns."""
+    """Return the median time of one call over repeats; the calls are made by turns."""
     rounds = max(1, int(TIMED_SECONDS / max(1e-6, _once(calls, 1, device) * len(calls))))
     return statistics.median(_once(calls, rounds, device) for _ in range(REPEATS))
 

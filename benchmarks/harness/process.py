@@ -100,6 +100,7 @@ def start_engines(
     peer: Path,
     *,
     threads: int = 1,
+    files: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, EngineProcess]]:
     """Start a process for each engine, vLLM's in its own environment; the processes end with the block.
@@ -109,6 +110,7 @@ def start_engines(
             begins with ``vllm``, in any case, is vLLM's; if vLLM is not installed, such an engine is left out.
         peer: The folder in which ``make peer`` installed vLLM.
         threads: The number of OpenMP's threads in each process.
+        files: Descriptors of files that the processes inherit.
         variables: Environment variables beside those of this process.
 
     Raises:
@@ -123,7 +125,7 @@ def start_engines(
             python, variables = (vllm, without_paths) if _is_vllm(name) else (Path(sys.executable), environment)
             if python is not None:
                 command: list[str | Path] = [python, "-m", "benchmarks.harness.process", *arguments]
-                process = EngineProcess(name, command, env=variables)
+                process = EngineProcess(name, command, env=variables, pass_fds=files)
                 engines[name] = stack.enter_context(process)
         for process in engines.values():
             process.wait()
