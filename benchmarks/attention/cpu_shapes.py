@@ -121,8 +121,8 @@ def _dense(shape: Shape, key: torch.Tensor, value: torch.Tensor, query: torch.Te
     for (computed, new), *tensors in zip(shape.requests, *parts, strict=True):
         position, token = shape.positions(computed, new)[:, None], torch.arange(computed + new)
         seen = (token <= position) & (token > position - shape.num_seen(position))
-        heads_first = (each.float().transpose(0, 1)[None] for each in tensors)
-        result = scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True)
+        queries, keys, values = (each.float().transpose(0, 1)[None] for each in tensors)
+        result = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
         outputs.append(result[0].transpose(0, 1))
     return torch.cat(outputs)
 
