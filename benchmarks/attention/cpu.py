@@ -18,7 +18,7 @@ from benchmarks.attention.cpu_kvframe import KVFrame
 from benchmarks.attention.cpu_shapes import map_pool, pool_bytes, standard_shapes, tiny_shapes
 from benchmarks.attention.shapes import Shape
 from benchmarks.harness import options
-from benchmarks.harness.backends import usable_backends
+from benchmarks.harness.layers import usable_backends
 from benchmarks.harness.pages import Column, case_page, figures, named_versions, spread
 from benchmarks.harness.process import EngineProcess, find_vllm, start_engines, timed
 from benchmarks.harness.record import benchmark, by_turns, in_columns, measure_each, ratios

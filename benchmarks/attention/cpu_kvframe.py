@@ -12,7 +12,7 @@ from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from benchmarks.attention.cpu_shapes import Inputs, Refused, Step, answer_turns, block_table, slots
 from benchmarks.attention.shapes import Shape
-from benchmarks.harness.paged import make_backend, page_views
+from benchmarks.harness.layers import make_backend, page_views
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.slots import Slots

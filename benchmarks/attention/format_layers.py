@@ -6,8 +6,8 @@ import attrs
 import numpy as np
 import torch
 
+from benchmarks.harness.layers import page_views
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.paged import page_views
 from kvframe import FullAttentionSpec, Stack, group_layers
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import AttentionLayers

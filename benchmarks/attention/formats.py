@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from benchmarks.attention.format_layers import Decode, Stored, memory_of
 from benchmarks.engine.workloads import SEED
 from benchmarks.harness import models, options
-from benchmarks.harness.backends import usable_backends
+from benchmarks.harness.layers import usable_backends
 from benchmarks.harness.pages import Column, figures, heading, medians, page, spread, table
 from benchmarks.harness.process import timed
 from benchmarks.harness.record import benchmark, by_turns, counted

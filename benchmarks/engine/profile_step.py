@@ -13,8 +13,8 @@ import attrs
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
 from benchmarks.harness.pages import heading, page, spread, table
-from benchmarks.harness.record import benchmark, progress
-from kvframe import Engine, Stack
+from benchmarks.harness.record import benchmark, measure_each
+from kvframe import Engine
 from kvframe.attention.layer import AttentionLayer
 from kvframe.engine.requests.request import SamplingParams
 from kvframe.engine.running import model_runner
@@ -110,13 +110,7 @@ def measure(workload: Steps, num_steps: int) -> dict[str, Any]:
     """Serve the workload; return the seconds of each part of each step, by kind of step."""
     path, num_requests = models.path_of(workload.model), workload.num_prompts
     of_engine = {"max_num_seqs": num_requests, "self_check": False, "compile": workload.is_compiled}
-    stack = Stack.from_mapping(
-        {
-            "cache": {"memory": workload.memory, "prefix_caching": False},
-            "engine": of_engine,
-            "rules": [{"layers": "*", "backend": workload.backend}],
-        }
-    )
+    stack = workload.stack(workload.backend, **of_engine)
     steps: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
     params = SamplingParams(max_new_tokens=num_steps + WARM_STEPS + 1, ignore_eos=True)
     with Engine.from_pretrained(path, stack=stack) as engine:
@@ -192,11 +186,13 @@ def _steps(steps: Mapping[str, Any]) -> str:
 @options.choose("--workload", "workloads", WORKLOADS)
 def main(steps: int, threads: int, workloads: Sequence[Steps]) -> dict[str, Any]:
     """Measure the workloads; write one JSON file and one page."""
-    found: dict[str, Any] = {}
-    with progress("measuring", len(workloads)) as advance:
-        for workload in workloads:
-            found[workload.name] = measure(workload, steps)
-            advance(1)
+
+    def one(workload: Steps, advance: Callable[[int], object]) -> dict[str, Any]:
+        found = measure(workload, steps)
+        advance(1)
+        return found
+
+    found = measure_each(workloads, 1, one)
     return {"repeats": steps, "workloads": found}
 
 

@@ -16,7 +16,7 @@ from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
 from benchmarks.harness.pages import Column, case_page, figures, page
 from benchmarks.harness.record import benchmark, by_turns, measure_each, ratios
-from kvframe import Engine, SamplingParams, Stack
+from kvframe import Engine, SamplingParams
 
 WRAPPER = "decode_only"
 MAX_NUM_BATCHED_TOKENS = 2048
@@ -63,12 +63,8 @@ class System:
 
     def __init__(self, workload: Workload, *, skipping: bool) -> None:
         """Load a workload's model, with prefill skipping or without."""
-        engine = {
-            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-            **({"prefill_skipping": WRAPPER} if skipping else {}),
-        }
-        cache = {"memory": workload.memory, "prefix_caching": False}
-        stack = Stack.from_mapping({"cache": cache, "engine": engine})
+        of_engine = {"prefill_skipping": WRAPPER} if skipping else {}
+        stack = workload.stack(max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, **of_engine)
         path, plugins = models.path_of(workload.model), models.plugins_of(workload.model)
         self.engine = Engine.from_pretrained(path, stack=stack, plugins=plugins)
         model: Any = self.engine.model

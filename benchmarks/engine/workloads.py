@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import attrs
+
+from kvframe import Stack
 
 SEED = 11
 
@@ -39,3 +42,8 @@ class Workload:
         prefix = [source.randrange(3, vocab_size) for _ in range(self.prefix)]
         lengths = [source.randint(self.shortest, self.longest) for _ in range(self.num_prompts)]
         return [prefix + [source.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
+
+    def stack(self, backend: str = "auto", **engine: Any) -> Stack:
+        """Return the stack of an engine without prefix caching; ``engine`` are options of ``[engine]``."""
+        cache = {"memory": self.memory, "prefix_caching": False}
+        return Stack.from_mapping({"cache": cache, "engine": engine, "rules": [{"layers": "*", "backend": backend}]})

@@ -17,7 +17,7 @@ import torch
 from benchmarks.engine.workloads import Workload
 from benchmarks.gpu.timing import in_a_sentence
 from benchmarks.harness.process import timed
-from kvframe import Engine, Stack
+from kvframe import Engine
 from kvframe.engine.requests.request import SamplingParams
 
 NUM_STEPS = 24
@@ -108,12 +108,9 @@ def decoding(workload: Workload, path: Path, device: torch.device, graphs: str, 
         "self_check": False,
         "graphs": "off" if graphs == "off" else [count],
     }
-    cache = {"memory": workload.memory, "prefix_caching": False}
-    rules = [{"layers": "*", "backend": backend}]
-    stack = Stack.from_mapping({"cache": cache, "engine": options, "rules": rules})
     # More tokens than are generated while prompts are computed.
     params = SamplingParams(max_new_tokens=length + 2 * NUM_STEPS - 1, ignore_eos=True)
-    with Engine.from_pretrained(path, stack=stack) as engine:
+    with Engine.from_pretrained(path, stack=workload.stack(backend, **options)) as engine:
         for prompt in workload.prompts(0, engine.model.description.vocab_size or 0):
             engine.add_request(prompt, params)
         computed = -1

@@ -12,7 +12,7 @@ from kvframe_decode_only.wrapper import DecodeOnly
 from kvframe_mla.spec import MLASpec
 
 from benchmarks.gpu.cases import Case, LatentCase
-from benchmarks.harness.paged import make_backend, page_views
+from benchmarks.harness.layers import make_backend, page_views
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import Staging
 from kvframe.attention.wrapping import apply_chain

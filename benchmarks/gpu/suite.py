@@ -23,7 +23,7 @@ from benchmarks.gpu.engine import TINY_WORKLOAD, WORKLOAD, measure_steps
 from benchmarks.gpu.measure import measure_case, measure_host
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.timing import measure_ceilings
-from benchmarks.harness.backends import usable_backends
+from benchmarks.harness.layers import usable_backends
 from benchmarks.harness.machine import RESULTS, describe_machine
 from benchmarks.harness.record import can_join, write
 from kvframe.loading.plugins import load_plugins
