@@ -80,11 +80,13 @@ def can_join(before: Record, record: Record) -> bool:
 
 
 def join(before: Record, record: dict[str, Any], entry: str) -> dict[str, Any]:
-    """Add the cases of an earlier record to a record, if both can be joined.
+    """Add the cases of an earlier record to a record, if both can be joined and have the same other entries.
 
     ``machine.command`` then names both commands, and ``repeats`` lists both numbers of rounds if they differ.
     """
-    if not can_join(before, record) or set(record[entry]) >= set(before[entry]):
+    others = {*record} - {"machine", "repeats", "versions", entry}
+    is_same = can_join(before, record) and all(before.get(name) == record[name] for name in others)
+    if not is_same or set(record[entry]) >= set(before[entry]):
         return record
     commands = dict.fromkeys((*before["machine"]["command"].split("; "), record["machine"]["command"]))
     joined = {

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.engine import beside_vllm
 from benchmarks.engine.stepping import ModelClock, SteppedEngine
+from benchmarks.harness.pages import medians
 from benchmarks.harness.record import join
 from tests.benchmarks.calling import ROOT, call, page_of, record_of
 
@@ -96,3 +97,23 @@ def test_calls_of_the_same_commit_join_one_record() -> None:
     assert "first; second" == joined["machine"]["command"]
     record["machine"]["commit"] = "other"
     assert record == join(before, record, "workloads")
+
+
+def made(case: str, repeats: Any, versions: dict[str, str], minutes: int = 60) -> dict[str, Any]:
+    machine = {"commit": "abc", "command": f"measure {case}", "date": "1"}
+    return {"machine": machine, "repeats": repeats, "versions": versions, "minutes": minutes, "cases": {case: 1}}
+
+
+def test_a_joined_record_lists_the_rounds_and_the_versions_of_all_calls() -> None:
+    first, second, third = made("one", 3, {"a": "1"}), made("two", 7, {"b": "2"}), made("three", 5, {"a": "1"})
+    joined = join(join(first, second, "cases"), third, "cases")
+    assert ["one", "two", "three"] == list(joined["cases"])
+    assert [3, 5, 7] == joined["repeats"]
+    assert {"a": "1", "b": "2"} == joined["versions"]
+    assert ", median of 3 to 7 alternating repeats (lowest to highest in brackets)." == medians(joined)
+    assert 3 == join(first, made("two", 3, {}), "cases")["repeats"]
+
+
+@pytest.mark.parametrize("other", [made("two", 3, {"a": "2"}), made("two", 3, {"a": "1"}, minutes=1)])
+def test_calls_with_other_versions_or_options_are_not_joined(other: dict[str, Any]) -> None:
+    assert other == join(made("one", 3, {"a": "1"}), other, "cases")
