@@ -66,7 +66,8 @@ class RangedTokens(Sequence[int]):
         places = range(len(self))[index]
         if isinstance(places, int):
             return self[places : places + 1][0]
-        found = array("I", self._token_ids[index])
+        assert isinstance(index, slice)
+        found = self._token_ids[index]
         for place, marked in zip(self._places, self._marked, strict=True):
             if place in places:
                 found[places.index(place)] = marked

@@ -96,7 +96,7 @@ class DraftRunner:
             order = self._order
             going_on = going_on if order is None else going_on[order]
             logits = self.runner.forward(batch)
-            token_ids = sample(logits, [requests[index] for index in going_on], [place] * len(going_on))
+            token_ids = sample(logits, [requests[index] for index in going_on.tolist()], [place] * len(going_on))
             is_sound = np.array(token_ids) != FAILED
             for index, token_id in zip(going_on.tolist(), token_ids, strict=True):
                 if token_id != FAILED:

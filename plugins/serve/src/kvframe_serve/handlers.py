@@ -25,10 +25,10 @@ from transformers.cli.serving.utils import BaseHandler, Modality
 from kvframe import RequestOutput, SamplingParams
 from kvframe.contract import RequestError, shown
 from kvframe_serve.access import CALLER, error_body
-from kvframe_serve.asked import SALT_FIELD, check_body, read_params, wants_usage
 from kvframe_serve.choices import Asking, ChatChoice, Choice, TextChoice
 from kvframe_serve.engine_thread import EngineThread
 from kvframe_serve.logprobs import TokenTexts
+from kvframe_serve.request_body import SALT_FIELD, check_body, read_params, wants_usage
 
 SERVED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 """The served paths of transformers' application; its other paths load, unload or need other models."""

@@ -20,7 +20,7 @@ _log = logging.getLogger("kvframe")
 
 def for_any_size() -> AbstractContextManager[None]:
     """Let what torch compiles inside the block serve a size of 1 too, for which it compiles once more otherwise."""
-    patched: AbstractContextManager[None] = fx_config.patch(backed_size_oblivious=True)
+    patched: AbstractContextManager[None] = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     return patched
 
 

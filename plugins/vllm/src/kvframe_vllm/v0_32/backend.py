@@ -157,7 +157,7 @@ class HostedBuilder(AttentionMetadataBuilder):
     """Makes a step's metadata for the layers of a group of vLLM, which may differ in specs, queries and backends."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give this ``build`` to the builders that vLLM derives for chunks and skipped layers; wrappers do their work."""
+        """Give this ``build`` to the builders that vLLM derives for chunks and skipped layers."""
         super().__init_subclass__(**options)
         cls.build = HostedBuilder.build  # type: ignore[method-assign]
 
