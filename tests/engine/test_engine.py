@@ -139,6 +139,14 @@ def test_a_request_that_has_nothing_new_is_not_reported_again() -> None:
         assert ["a"] == [output.request_id for output in engine.step()]
 
 
+def test_an_output_stays_as_it_was_when_its_request_goes_on() -> None:
+    with ScriptedModel(SCRIPT).engine() as engine:
+        engine.add_request("the", SamplingParams(max_new_tokens=4))
+        outputs = [output for _ in range(4) for output in engine.step()]
+        assert [b" ", b" q", b" qu", b" qui"] == [bytes(output.token_ids) for output in outputs]
+        assert [b" ", b"q", b"u", b"i"] == [bytes(output.new_token_ids) for output in outputs]
+
+
 def test_an_aborted_request_ends_at_once_and_the_others_go_on() -> None:
     with ScriptedModel(SCRIPT).engine() as engine:
         for name in ("a", "b"):

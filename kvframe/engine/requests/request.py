@@ -18,7 +18,8 @@ from kvframe.engine.requests.progress import NO_INPUTS, FinishReason, RequestPro
 from kvframe.engine.requests.text import TextStream
 
 
-@attrs.define  # not frozen: one is made for each request in each step, and a frozen one takes four times as long
+# Not frozen: one is made for each request in each step, and a frozen one takes four times as long.
+@attrs.define(eq=False)
 class RequestOutput:
     """What a request has produced, and which part of it is new since the last report; no later step changes it.
 
@@ -26,7 +27,6 @@ class RequestOutput:
         request_id: The request.
         sample: The index of the sample, from 0, if the params ask for several; each has its own outputs.
         prompt_token_ids: Its prompt.
-        token_ids: Every token generated so far, an end token included.
         new_token_ids: The tokens since the last report.
         text: The text of ``token_ids``, cut before a stop string; empty if the model has no tokenizer.
         new_text: The text since the last report. It never ends within a character or within a possible stop string, so
@@ -46,7 +46,6 @@ class RequestOutput:
     request_id: str
     sample: int = 0
     prompt_token_ids: tuple[int, ...] = ()
-    token_ids: tuple[int, ...] = ()
     new_token_ids: tuple[int, ...] = ()
     text: str = ""
     new_text: str = ""
@@ -56,6 +55,14 @@ class RequestOutput:
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     prompt_logprobs: tuple[float | None, ...] | None = None
     cached: FoundPrefix | None = None
+    # The request's own tokens, which only grow, and how many there were.
+    _known_token_ids: Sequence[int] = attrs.field(default=(), repr=False)
+    _num_known: int = attrs.field(default=0, repr=False)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Every token generated so far, an end token included."""
+        return tuple(self._known_token_ids[len(self.prompt_token_ids) : self._num_known])
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -75,7 +82,6 @@ class Request(RequestProgress):
         logprobs: The log-probability of each generated token, if the params ask for it.
         top_logprobs: For each generated token, the log-probabilities of the most likely tokens, likewise.
         prompt_token_ids: The prompt for the outputs, copied once for all of them.
-        generated: The generated tokens as Python numbers, for the outputs.
         wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
         known_logprobs: The prompt's log-probabilities so far; empty unless the params ask for them.
         prompt_logprobs: The same for the outputs, once all are known.
@@ -91,7 +97,6 @@ class Request(RequestProgress):
     random: random.Random = attrs.field(init=False)
     uniforms: deque[float] = attrs.field(init=False, factory=deque)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
-    generated: list[int] = attrs.field(init=False, factory=list)
     logprobs: list[float] = attrs.field(init=False, factory=list)
     top_logprobs: list[dict[int, float]] = attrs.field(init=False, factory=list)
     known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
@@ -199,7 +204,6 @@ class Request(RequestProgress):
     def take(self, outcome: int) -> None:
         """Take the next generated token; set ``finish_reason`` if it is the last."""
         self.token_ids.append(outcome)
-        self.generated.append(outcome)
         if outcome in self.end_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_tokens:
@@ -225,14 +229,14 @@ class Request(RequestProgress):
     def report(self) -> RequestOutput:
         """Return what it has produced, with the text read so far, and mark it as reported."""
         text = "" if self.text_stream is None else self.text_stream.text
-        generated = tuple(self.generated)
-        # By position: eleven named arguments take longer than the rest of this method.
+        num_known = len(self.token_ids)
+        num_generated = num_known - self.num_prompt_tokens
+        # By position: that many named arguments take longer than the rest of this method.
         output = RequestOutput(
             self.asked_id,
             self.sample,
             self.prompt_token_ids,
-            generated,
-            generated[self.num_reported :],
+            tuple(self.token_ids[self.num_prompt_tokens + self.num_reported :]),
             text,
             text[self.num_reported_chars :],
             self.finish_reason,
@@ -241,11 +245,13 @@ class Request(RequestProgress):
             None,
             self.prompt_logprobs,
             self.cached,
+            self.token_ids,
+            num_known,
         )
         if self.params.logprobs:
-            output.logprobs = tuple(self.logprobs[: len(generated)])
-            output.top_logprobs = tuple(self.top_logprobs[: len(generated)]) if self.params.top_logprobs else None
-        self.num_reported, self.num_reported_chars = len(generated), len(text)
+            output.logprobs = tuple(self.logprobs[:num_generated])
+            output.top_logprobs = tuple(self.top_logprobs[:num_generated]) if self.params.top_logprobs else None
+        self.num_reported, self.num_reported_chars = num_generated, len(text)
         return output
 
     def take_back(self, output: RequestOutput) -> None:
