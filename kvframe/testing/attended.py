@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import attrs
 
-from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import (
+    NO_EXTENSIONS,
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
+    SEQ_STARTS,
+    CommonAttentionMetadata,
+)
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import CHANGES_MASK, DROPS_TOKENS, FieldUse, MetadataWrapper
 
@@ -61,6 +67,7 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
     hidden = [0] * metadata.num_reqs
     if SEQ_STARTS in metadata.extensions:
         hidden = metadata.extensions[SEQ_STARTS].values.tolist()
+    ends = metadata.extensions[RANGE_ENDS].values.tolist() if RANGE_ENDS in metadata.extensions else None
     specs = [spec] * metadata.num_reqs
     if spec.depends_on_prompt:
         specs = [spec.for_prompt(length) for length in metadata.extensions[NUM_PROMPT_TOKENS].values.tolist()]
@@ -74,6 +81,8 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
             if causal and spec.is_sparse:
                 assert spec.mask_function is not None
                 tokens = [token for token in tokens if spec.mask_function(position, token)]
+            if ends is not None and causal:
+                tokens += range(position + 1, ends[len(found)])
             found.append({_slot(blocks, token, metadata.block_size) for token in tokens})
     return found
 

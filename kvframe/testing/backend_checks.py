@@ -33,6 +33,7 @@ _FEATURES: Mapping[str, Mapping[str, Any]] = {
     "windows": {"window": 5},
     "sink tokens": {"window": 5, "num_sink_tokens": 3},
     "chunks": {"chunk": 6},
+    "kept prompts": {"window": 5, "keeps_prompt": True},
     "bidirectional": {"causal": False},
     "mask functions": {"stride": 6, "has_function": True},
     "live ranges alone": {"stride": 6},
@@ -46,6 +47,7 @@ _FEATURES: Mapping[str, Mapping[str, Any]] = {
 _VALUE_SIZES, _NOT_CAUSAL, _HIDDEN, _LSE = (
     *("values of another size", "batches that are not causal", "hidden first tokens", "log-sum-exp"),
 )
+_RANGES = "bidirectional ranges"
 _ORDER = (*_FEATURES, _VALUE_SIZES, _LSE, *MAIN_DTYPES, "prompts", "decodes", "mixed batches", "padding")
 
 
@@ -156,6 +158,8 @@ def _of_mask(spec: KVCacheSpec) -> Iterator[str]:
         yield "full attention" if mask.window is None else "windows"
         if mask.num_sink_tokens:
             yield "sink tokens"
+        if mask.keeps_prompt:
+            yield "kept prompts"
 
 
 def _of_layer(case: Case, with_lse: bool) -> Iterator[str]:
@@ -187,6 +191,7 @@ def _of_batch(case: Case) -> Iterator[str]:
     used = {
         _NOT_CAUSAL: not case.causal,
         _HIDDEN: any(request.num_hidden for request in case.requests),
+        _RANGES: any(request.ranges for request in case.requests),
         "padding": case.num_padding > 0,
     }
     yield from (feature for feature, is_used in used.items() if is_used)
@@ -216,6 +221,8 @@ def _refused(
         yield _NOT_CAUSAL, (capabilities.not_causal.code,)
     if SEQ_STARTS not in capabilities.extensions:
         yield _HIDDEN, (f"extension_{SEQ_STARTS}",)
+    if "ranges" not in capabilities.masks:
+        yield _RANGES, ("mask_ranges",)
     if not capabilities.returns_lse:
         yield _LSE, ("lse",)
 

@@ -91,6 +91,18 @@ HIDDEN_CROSS_STARTS: Mapping[str, tuple[Request, ...]] = {
 }
 """Likewise for keys of another sequence: its first tokens are hidden, or all of them."""
 
+RANGES: Mapping[str, tuple[Request, ...]] = {
+    "ranges": (
+        Request(41, 1),
+        Request(0, 19, ranges=((0, 7), (7, 9), (12, 19))),
+        Request(23, 7, ranges=((24, 29),)),
+        Request(16, 18, ranges=((16, 34),)),
+        Request(2, 5),
+    ),
+    "long_ranges": (Request(0, 150, ranges=((3, 140),)), Request(5, 140, ranges=((8, 60), (90, 145)))),
+}
+"""Batches with ranges of prompts that see each other in both directions, for backends that honour them."""
+
 PARTLY_GENERATING: Mapping[str, tuple[Request, ...]] = {
     "draft_tokens": (Request(41, 4, 4), Request(0, 5, 1), Request(16, 2, 2), Request(9, 1), Request(0, 6, 6)),
     "unfinished": (Request(41, 1), Request(0, 19, 0), Request(23, 7, 0), Request(16, 18)),

@@ -26,6 +26,7 @@ class Request:
             None if they attend to their own. Either all requests of a step have it, or none.
         num_prompt: Tokens of its prompt, for types whose live range depends on that. If it has more tokens, the others
             were generated; if it has fewer, its prompt is not computed to its end.
+        ranges: Ranges of its new tokens that see each other in both directions (``RANGE_ENDS``).
     """
 
     num_computed: int
@@ -34,6 +35,7 @@ class Request:
     num_hidden: int = 0
     num_keys: int | None = None
     num_prompt: int = 20
+    ranges: tuple[tuple[int, int], ...] = ()
 
     @property
     def seq_len(self) -> int:

@@ -196,6 +196,9 @@ def dense_arguments(
         visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
         if causal:
             visible = visible_tokens(spec.for_prompt(request.num_prompt), request.num_computed, request.seq_len)
+            for start, stop in request.ranges:
+                for position in range(start, stop):
+                    visible[position - request.num_computed, position:stop] = True
         visible[:, : request.num_hidden] = False
         bias = None
         if case.query.relative_bias is not None:

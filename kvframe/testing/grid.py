@@ -28,6 +28,7 @@ from kvframe.testing.batches import (
     HIDDEN_CROSS_STARTS,
     HIDDEN_STARTS,
     PARTLY_GENERATING,
+    RANGES,
     backend_batches,
     cross_batches,
 )
@@ -100,12 +101,15 @@ def make_cases(
             if SEQ_STARTS in capabilities.extensions:
                 batches |= HIDDEN_STARTS
                 cross |= HIDDEN_CROSS_STARTS
+            if "ranges" in capabilities.masks and not _has_bidirectional_mask(layer):
+                batches |= RANGES
             cases = [*_cases(name, layer, batches)]
             found += cases
             if _has_bidirectional_mask(layer) and not _has_relative_bias(layer):
                 found += _cases(name, layer, cross)
             if name.startswith("full-block") and capabilities.not_causal is None:
-                found += _not_causal([*cases, *_cases(name, layer, cross)])
+                causal = [case for case in cases if not any(request.ranges for request in case.requests)]
+                found += _not_causal([*causal, *_cases(name, layer, cross)])
     for kv_format in stored:
         found += _format_cases(kv_format, capabilities, device, form)
     for chain in chains:

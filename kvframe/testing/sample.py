@@ -143,6 +143,7 @@ def _kind(requests: Sequence[Request]) -> Hashable:
         requests[0].num_keys is not None,
         frozenset(_part(request) for request in requests),
         any(request.num_hidden for request in requests),
+        any(request.ranges for request in requests),
         min(request.seq_len for request in requests) == 0,
     )
 

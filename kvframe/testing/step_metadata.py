@@ -32,6 +32,7 @@ def make_step_metadata(
         query_lens=np.array([request.num_new for request in case.requests]),
         generating_indices=np.concatenate(generating),
         extensions=extensions,
+        range_ends=_range_ends(case),
         num_prompt_tokens=np.array([request.num_prompt for request in case.requests]),
     )
     (metadata,) = build_metadata(batch, manager.tables, device, (0,) if case.spec.depends_on_prompt else ())
@@ -49,6 +50,17 @@ def make_step_metadata(
         max_query_len=metadata.max_query_len + (metadata.max_query_len > 1),
         max_seq_len=metadata.max_seq_len + metadata.block_size,
     )
+
+
+def _range_ends(case: Case) -> npt.NDArray[np.int64] | None:
+    """Return where the range of each new token ends, 0 for none; None if no request has ranges."""
+    if not any(request.ranges for request in case.requests):
+        return None
+    ends = [np.zeros(request.num_new, np.int64) for request in case.requests]
+    for of_request, request in zip(ends, case.requests, strict=True):
+        for start, stop in request.ranges:
+            of_request[start - request.num_computed : stop - request.num_computed] = stop
+    return np.concatenate(ends)
 
 
 def _over_other_keys(

@@ -77,7 +77,7 @@ def check(model: Any, cases: Sequence[tuple[Sequence[int], Ranges]], outputs: Se
             torch.testing.assert_close(found, own, rtol=0, atol=2e-4)
 
 
-def make_engine(path: Path, *, backend: str = "torch_reference", **tables: Any) -> Engine:
+def make_engine(path: Path, *, backend: str = "torch", **tables: Any) -> Engine:
     stack = {
         "cache": {"memory": "4MiB", "block_size": 4, **tables.get("cache", {})},
         "engine": {"max_model_len": 96, "max_num_batched_tokens": 16, **tables.get("engine", {})},
@@ -91,7 +91,7 @@ def generate(engine: Engine, cases: Sequence[tuple[Sequence[int], Ranges]], **pa
     return engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True, logprobs=True, **params))
 
 
-@pytest.mark.parametrize("backend", ["torch_reference"])
+@pytest.mark.parametrize("backend", ["torch_reference", "torch"])
 def test_everything_is_the_models_own(model: tuple[Path, Any], backend: str) -> None:
     path, own = model
     with make_engine(path, backend=backend) as engine:

@@ -12,7 +12,7 @@ import torch
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS, SEQ_STARTS
+from kvframe.contract.metadata import NUM_PROMPT_TOKENS, RANGE_ENDS, SEQ_STARTS
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec
 from kvframe_torch.attend import Part, attend, attend_by_scores, folded, score_dtype
@@ -51,8 +51,8 @@ class TorchBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "prompt"}),
-        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "prompt", "ranges"}),
+        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,
@@ -149,13 +149,17 @@ class TorchBackend(AttentionBackend):
         for chunk in metadata.chunks:
             pages = metadata.pages[chunk.first_page : chunk.first_page + chunk.num_pages]
             keys, values = (self._gather(kv_cache, name, pages, None, 1).to(dtype) for name in "kv")
-            is_prompt = metadata.causal and not by_scores and self._masks.is_prompt(chunk)
-            for tile in self._masks.tiles(chunk, metadata.causal, is_prompt):
-                bias = self._masks.mask(tile, dtype) if metadata.causal and not is_prompt else None
+            ends = metadata.range_ends_cpu
+            is_prompt = metadata.causal and not by_scores and ends is None and self._masks.is_prompt(chunk)
+            for tile in self._masks.tiles(chunk, metadata.causal, is_prompt, ends):
+                rows = slice(chunk.first_row + tile.first, chunk.first_row + tile.stop)
+                bias = None
+                if metadata.causal and not is_prompt:
+                    of_rows = None if metadata.range_ends is None else metadata.range_ends[rows]
+                    bias = self._masks.mask(tile, dtype, of_rows)
                 if layer.query.relative_bias is not None:
                     columns = bias_columns(tile.distances(query.device), layer.query.relative_bias.max_distance)
                     bias = self._learned_bias(layer, columns.unsqueeze(0), keys.shape[1], dtype, bias)
-                rows = slice(chunk.first_row + tile.first, chunk.first_row + tile.stop)
                 key, value = tile.cut(keys, chunk), tile.cut(values, chunk)
                 yield Part(rows, query[rows].unsqueeze(0), key, value, bias, is_prompt)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import NUM_PROMPT_TOKENS, RANGE_ENDS, SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec
 from kvframe_torch.spans import NO_WINDOW, Rules, Spans, row_stride, sums_between
@@ -90,6 +90,9 @@ class TorchMetadata:
             first query; None without a learned bias.
         bias_columns: ``[num_gathered], int64, device``: for batches, the columns of the table that
             ``bias_by_distance`` returns. None before ``finish``, and without a learned bias.
+        range_ends_cpu: For each packed token, where the range of its prompt ends whose later tokens it sees, or 0; None
+            if no prompt of the step has ranges.
+        range_ends: The same, ``[num_tokens], int64, device``.
         places_cpu: ``[num_pages], int32, host``: the places of ``pages`` in the flattened block table.
         table_stride: The block table's ``row_stride``.
     """
@@ -107,6 +110,8 @@ class TorchMetadata:
     bias_columns: torch.Tensor | None
     places_cpu: torch.Tensor
     table_stride: int
+    range_ends_cpu: tuple[int, ...] | None = None
+    range_ends: torch.Tensor | None = None
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder):
@@ -220,7 +225,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
                 batches.append(Batch(num_rows, num_requests, num_pages, width, num_hidden, hidden_of_batch))
                 num_rows, num_hidden = num_rows + num_requests, num_hidden + hidden_of_batch
             num_pages += num_requests * width
-        stride = row_stride(common.block_table)
+        stride, range_ends = row_stride(common.block_table), _range_ends(common)
         return TorchMetadata(
             causal=common.causal and self._rules.causal,
             block_size=common.block_size,
@@ -235,6 +240,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             bias_columns=None,
             places_cpu=places,
             table_stride=stride,
+            range_ends_cpu=None if range_ends is None else tuple(range_ends.tolist()),
+            range_ends=range_ends,
         )
 
     def finish(self, built: Any) -> TorchMetadata:
@@ -259,8 +266,16 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
 
 def _host_values(metadata: CommonAttentionMetadata) -> tuple[Any, ...]:
     """Return the values that, with a group's rules, decide the places of its pages in the block table."""
-    extensions = (metadata.extensions.get(name) for name in (SEQ_STARTS, NUM_PROMPT_TOKENS))
+    extensions = (metadata.extensions.get(name) for name in (SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS))
     return metadata.query_start_loc_cpu, metadata.seq_lens_cpu, *extensions
+
+
+def _range_ends(metadata: CommonAttentionMetadata) -> torch.Tensor | None:
+    if RANGE_ENDS not in metadata.extensions:
+        return None
+    values_cpu = metadata.extensions[RANGE_ENDS].values_cpu
+    assert values_cpu is not None
+    return values_cpu.long()
 
 
 def _block_ids(places: torch.Tensor, table: torch.Tensor, stride: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ class Tile(NamedTuple):
         position: The first query's position in the request; meaningless if the keys are of another sequence.
         runs: For each run, the position of its first token, and the position after its last token.
         num_sinks: The number of sink tokens at the start, which the window does not hide.
+        has_ranges: Whether a query sees later tokens, up to the end of a range.
     """
 
     first: int
@@ -38,6 +39,7 @@ class Tile(NamedTuple):
     position: int
     runs: tuple[tuple[int, int], ...]
     num_sinks: int
+    has_ranges: bool = False
 
     def cut(self, gathered: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Return the keys or values of the tile's runs from those gathered for the chunk, ``[1, num_kv_heads, …]``."""
@@ -81,13 +83,16 @@ class ChunkMasks:
         """Return whether torch's own causal attention computes a causal chunk at once; it must be a whole prompt."""
         return self._least_prompt <= chunk.num_queries == chunk.stop <= self._window
 
-    def tiles(self, chunk: Chunk, causal: bool, at_once: bool) -> Iterator[Tile]:
+    def tiles(
+        self, chunk: Chunk, causal: bool, at_once: bool, range_ends: tuple[int, ...] | None = None
+    ) -> Iterator[Tile]:
         """Yield the tiles of a chunk.
 
         Args:
             chunk: The chunk.
             causal: Whether queries see only their own and earlier positions.
             at_once: Whether the whole chunk is one tile.
+            range_ends: For each packed token, where the range ends whose later tokens it sees; None for no ranges.
         """
         size = chunk.num_queries if at_once else self._max_queries
         for first in range(0, chunk.num_queries, size):
@@ -95,19 +100,31 @@ class ChunkMasks:
             position, begin, end = chunk.position + first, chunk.start, chunk.stop
             if causal:
                 begin, end = max(position + 1 - self._window, begin), chunk.position + stop
+            last_end = 0
+            if causal and range_ends is not None:
+                last_end = max(range_ends[chunk.first_row + first : chunk.first_row + stop])
+                end = max(end, last_end)
             num_sinks = max(0, min(chunk.sink_stop, end) - chunk.start)
             runs: tuple[tuple[int, int], ...] = ((begin, end),)
             if num_sinks:
                 is_one_run = begin <= chunk.sink_stop
                 runs = ((chunk.start, end),) if is_one_run else ((chunk.start, chunk.sink_stop), (begin, end))
-            yield Tile(first, stop, position, runs, num_sinks)
+            yield Tile(first, stop, position, runs, num_sinks, last_end > 0)
 
-    def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, tile: Tile, dtype: torch.dtype, range_ends: torch.Tensor | None = None) -> torch.Tensor:
         """Return the mask of a causal tile, which is added to its scores: ``[num_queries * group_size, num_keys]``.
 
         Its rows are the query heads of a KV head, query after query. Without sink tokens, a value depends only on the
         distance between token and query, so the mask is a part of one matrix that is kept for later chunks.
+
+        Args:
+            tile: The tile.
+            dtype: The type of the scores.
+            range_ends: ``[num_queries], int64, device``: where the range of each query ends; None for no ranges.
         """
+        if range_ends is not None and tile.has_ranges:
+            queries = torch.arange(tile.position, tile.position + len(range_ends), device=self._device)
+            return self._values(tile.distances(self._device), tile.num_sinks, dtype, range_ends - queries)
         if tile.num_sinks:
             return self._values(tile.distances(self._device), tile.num_sinks, dtype)
         num_rows = (tile.stop - tile.first) * self._group_size
@@ -121,9 +138,13 @@ class ChunkMasks:
         # Other devices need rows that begin at multiples of 16 bytes.
         return mask if self._device.type == "cpu" else mask.contiguous()
 
-    def _values(self, distances: torch.Tensor, num_sinks: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the mask for distances: the position of each token minus that of each query."""
+    def _values(
+        self, distances: torch.Tensor, num_sinks: int, dtype: torch.dtype, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the mask for distances: the position of each token, and of each end of a range, minus the query's."""
         hidden = distances > 0
+        if ends is not None:
+            hidden &= distances >= ends[:, None]
         hidden[:, num_sinks:] |= distances[:, num_sinks:] <= -self._window
         values = torch.zeros_like(distances, dtype=dtype).masked_fill_(hidden, -math.inf)
         return values.repeat_interleave(self._group_size, dim=0)
