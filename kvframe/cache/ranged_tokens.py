@@ -63,11 +63,10 @@ class RangedTokens(Sequence[int]):
     def __getitem__(self, index: slice) -> array[int]: ...
 
     def __getitem__(self, index: int | slice) -> int | array[int]:
-        places = range(len(self))[index]
-        if isinstance(places, int):
-            return self[places : places + 1][0]
-        assert isinstance(index, slice)
-        found = self._token_ids[index]
+        if not isinstance(index, slice):
+            place = range(len(self))[index]
+            return self[place : place + 1][0]
+        places, found = range(len(self))[index], self._token_ids[index]
         for place, marked in zip(self._places, self._marked, strict=True):
             if place in places:
                 found[places.index(place)] = marked

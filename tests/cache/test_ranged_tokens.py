@@ -1,0 +1,55 @@
+"""Tokens of prompts with ranges, as the cache compares them, and what of them may be published."""
+
+from __future__ import annotations
+
+from array import array
+
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.ranged_tokens import RangedTokens, before_range, whole_ranges
+from tests.cache.plans import full, make_plan, masked
+
+TOKENS = [*range(10, 34)]
+
+
+def test_a_range_is_divided_only_between_its_tokens() -> None:
+    assert [3, 4, 4, 4, 7, 7, 9, 10] == [before_range([(4, 7), (7, 9)], stop) for stop in (3, 4, 5, 6, 7, 8, 9, 10)]
+    # With blocks of 4, what ends within the second range ends within the first too.
+    assert [0, 4, 4, 12] == [whole_ranges([(4, 7), (7, 9)], stop, 4) for stop in (3, 7, 11, 12)]
+    assert 0 == whole_ranges([(2, 7), (7, 9)], 11, 4)
+
+
+def test_the_first_token_of_a_range_says_its_length() -> None:
+    tokens = array("I", [1, 2, 3, 4, 5])
+    ranged = RangedTokens(tokens, [(1, 3), (3, 5)])
+    first, second = 1 << 31 | 2 << 19 | 2, 1 << 31 | 2 << 19 | 4
+    assert [1, first, 3, second, 5] == [*ranged]
+    assert (5, [first, 3], first, 5) == (len(ranged), [*ranged[1:3]], ranged[1], ranged[-1])
+    tokens.append(6)
+    assert [second, 5, 6] == [*ranged[3:]]
+
+
+def start(manager: KVCacheManager, name: str, tokens: list[int], ranges: list[tuple[int, int]]) -> int:
+    ranged = RangedTokens(array("I", tokens), ranges)
+    hit = manager.start(name, ranged, ranges=ranges)
+    assert manager.extend(name, len(tokens))
+    manager.commit(name, ranged, len(tokens))
+    manager.free(name)
+    return hit
+
+
+def manager_of(*specs: object) -> KVCacheManager:
+    return KVCacheManager(make_plan(*specs, num_slabs=24), max_num_seqs=4, audited=True)  # type: ignore[arg-type]
+
+
+def test_a_hit_ends_at_no_place_within_a_range() -> None:
+    for specs in ((full(),), (full(), masked(window=40))):
+        manager = manager_of(*specs)
+        assert 0 == start(manager, "a", TOKENS, [(6, 15)])
+        assert 20 == start(manager, "b", TOKENS, [(6, 15)])
+        assert 4 == start(manager, "c", TOKENS, [(6, 14)])
+        assert 4 == start(manager, "d", TOKENS, [])
+        assert 16 == start(manager, "e", [*TOKENS[:17], 1, 2, 3], [(6, 15)])
+        # Of two ranges that begin alike, blocks of the first one stand for no part of the second.
+        other = [*TOKENS[:13], 1, *TOKENS[14:]]
+        assert [4, 4] == [start(manager, name, other, [(6, 15)]) for name in "fg"]
+        assert 4 == start(manager, "h", TOKENS[:15], [(6, 15)])
