@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.programs import run_program
+from tests.programs import python_in_forks, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -15,7 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def call(module: str, *options: str, timeout: int = 280) -> subprocess.CompletedProcess[str]:
     """Run ``python -m benchmarks.…`` from the root."""
-    return run_program("-m", f"benchmarks.{module}", *options, timeout=timeout)
+    return run_program("-m", f"benchmarks.{module}", *options, timeout=timeout, executable=python_in_forks())
 
 
 def measured(folder: Path, module: str, *options: str, timeout: int = 280) -> Path:

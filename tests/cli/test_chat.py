@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import select
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.cli import main
 from kvframe.contract.model import LoadedModel
+from tests.programs import start_program
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
@@ -207,25 +207,25 @@ def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(folder: Path, monkey
 def test_ctrl_c_while_typing_and_the_end_of_input_end_the_chat(folder: Path) -> None:
     for key, code in ((b"\x03", 130), (b"\x04", 0)):
         ours, theirs = pty.openpty()
-        command = [sys.executable, "-c", _ON_TERMINAL, "chat", str(folder / "chat"), "--max-new-tokens", "3"]
+        command = ["-c", _ON_TERMINAL, "chat", str(folder / "chat"), "--max-new-tokens", "3"]
         environment = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
-        ) as process:
-            os.close(theirs)
-            shown = _read_until(ours, "\n> ")
-            os.write(ours, b"hello\n")
-            shown += _read_until(ours, "were cached\r\n> ")
-            os.write(ours, key)
-            shown += _read_until(ours, None)
+        process = start_program(command, dict.fromkeys(range(3), theirs), environment=environment)
+        os.close(theirs)
+        shown = _read_until(ours, "\n> ")
+        os.write(ours, b"hello\n")
+        shown += _read_until(ours, "were cached\r\n> ")
+        os.write(ours, key)
+        shown += _read_until(ours, None)
+        process.join(60)
         os.close(ours)
-        assert code == process.returncode, shown
+        assert code == process.exitcode, shown
         assert (code == 130) == shown.endswith("kvframe: interrupted\r\n")
 
 
 # A terminal sends Ctrl-C to the processes that it controls.
 _ON_TERMINAL = """
-import fcntl, termios
+import fcntl, os, termios
+os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from kvframe.__main__ import run
 run()

@@ -19,6 +19,7 @@ from huggingface_hub import errors
 from kvframe_transformers.testing import save_tiny
 
 from kvframe.cli import hub, main
+from tests.programs import run_program
 
 REPOSITORY = "acme/tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -59,11 +60,19 @@ def cached(cache: Path, checkpoint: Path, *names: str) -> Path:
     return folder
 
 
+READ_THE_ENVIRONMENT = """
+import importlib, huggingface_hub.constants
+importlib.reload(huggingface_hub.constants)
+from kvframe.__main__ import run
+run()
+"""
+"""The process has imported the library before its environment said where the cache is."""
+
+
 def run_offline(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own, with a cache and without a connection."""
     environment = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kvframe", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_program("-c", READ_THE_ENVIRONMENT, *arguments, cwd=Path.cwd(), environment=environment)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from kvframe_transformers.testing import save_tiny
 
 from kvframe.cli import main
 from kvframe.cli.new_plugin import TEMPLATES, render
+from tests.programs import IMPORTED, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("backend", "spec", "wrapper", "format", "eviction", "proposer", "adapter")
@@ -140,8 +141,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def install(folder: Path, site: Path) -> dict[str, str]:
-    """Install a distribution by pip into a folder of its own, and return the environment in which it is found."""
+def install(folder: Path, site: Path) -> None:
+    """Install a distribution by pip into a folder of its own."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run(
         [*command, "--disable-pip-version-check", "--target", str(site), str(folder)],
@@ -150,33 +151,29 @@ def install(folder: Path, site: Path) -> dict[str, str]:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @pytest.fixture(params=KINDS)
-def installed(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, dict[str, str]]:
-    kind, folder = request.param, tmp_path / "kvframe-mine"
+def installed(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path]:
+    """The kind, the distribution's folder, and where it is installed."""
+    kind, folder, site = request.param, tmp_path / "kvframe-mine", tmp_path / "site"
     result = bake("mine", "--kind", kind, "--directory", folder)
     assert 0 == result.exit_code, result.output
-    return kind, folder, install(folder, tmp_path / "site")
-
-
-def run(folder: Path, environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    install(folder, site)
+    return kind, folder, site
 
 
 def test_each_kind_installs_passes_its_own_tests_and_runs_a_model(
-    installed: tuple[str, Path, dict[str, str]], model: Path
+    installed: tuple[str, Path, Path], model: Path
 ) -> None:
-    kind, folder, environment = installed
-    done = run(folder, environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error")
+    kind, folder, site = installed
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", *IMPORTED)
+    done = run_program(*command, cwd=folder, packages=site)
     assert 0 == done.returncode, done.stdout + done.stderr
     assert " passed" in done.stdout
     if kind not in STACKS:
         return  # its own tests run a model: the adapter's own
-    done = run(folder, environment, "-c", RUN_A_MODEL, str(model), json.dumps(STACKS[kind]))
+    done = run_program("-c", RUN_A_MODEL, str(model), json.dumps(STACKS[kind]), cwd=folder, packages=site)
     assert 0 == done.returncode, done.stdout + done.stderr
     found = json.loads(done.stdout)
     backends, formats, num_drafts = found["used"]

@@ -8,8 +8,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from kvframe.cli import main
 from kvframe.engine.engine import Engine
 from kvframe.engine.running.model_runner import TokenRunner
+from tests.programs import start_program
 
 
 @pytest.fixture(scope="module")
@@ -187,29 +186,26 @@ def test_ctrl_c_on_a_terminal_stops_a_generation_that_is_shown(folder: Path) -> 
     slow = "import time, kvframe.engine.engine as e; a = e.Engine._advance; "
     slow += "e.Engine._advance = lambda self: (time.sleep(0.05), a(self)); from kvframe.__main__ import run; run()"
     arguments = ["generate", str(folder / "ids"), "--prompt-token-ids", "-", "--max-new-tokens", "400", "--ignore-eos"]
-    with subprocess.Popen(
-        [sys.executable, "-c", slow, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=theirs,
-        stderr=theirs,
-        env=os.environ | {"NO_COLOR": "1"},
-        start_new_session=True,
-    ) as process:
-        os.close(theirs)
-        assert process.stdin is not None
-        process.stdin.write(b"[[1, 2, 3]]")
-        process.stdin.close()
-        shown = b""
-        while len(shown.split()) < 3 + 3:
+    given, prompts = os.pipe()
+    environment = os.environ | {"NO_COLOR": "1"}
+    process = start_program(["-c", slow, *arguments], {0: given, 1: theirs, 2: theirs}, environment=environment)
+    os.close(given)
+    os.close(theirs)
+    os.write(prompts, b"[[1, 2, 3]]")
+    os.close(prompts)
+    shown = b""
+    while len(shown.split()) < 3 + 3:
+        shown += os.read(ours, 4096)
+    assert process.is_alive()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    try:
+        while True:
             shown += os.read(ours, 4096)
-        assert process.poll() is None
-        process.send_signal(2)
-        try:
-            while True:
-                shown += os.read(ours, 4096)
-        except OSError:  # Linux: the other side is closed
-            pass
+    except OSError:  # Linux: the other side is closed
+        pass
+    process.join(60)
     os.close(ours)
-    assert 130 == process.returncode
+    assert 130 == process.exitcode
     assert shown.endswith(b"kvframe: interrupted\r\n")
     assert b" tokens in " in shown

@@ -7,8 +7,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from click.testing import CliRunner
 from kvframe.cli import main, render
 from kvframe.loading.plugins import load_plugins
 from tests.loading.fake_distributions import FakeSite, registers
+from tests.programs import start_program
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = sorted((ROOT / "examples" / "layers").iterdir())
@@ -35,19 +34,18 @@ def run_on_terminal(columns: int, *arguments: object) -> str:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    command = [sys.executable, "-m", "kvframe", *map(str, arguments)]
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm"}
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += os.read(ours, 4096)
-            except OSError:  # Linux: the other side is closed
-                break
+    files = dict.fromkeys(range(3), theirs)
+    process = start_program(["-m", "kvframe", *map(str, arguments)], files, environment=environment | {"TERM": "xterm"})
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 4096)
+        except OSError:  # Linux: the other side is closed
+            break
+    process.join()
     os.close(ours)
-    assert process.returncode == 0, shown.decode()
+    assert process.exitcode == 0, shown.decode()
     return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).replace("\r\n", "\n")
 
 

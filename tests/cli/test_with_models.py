@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import DeepseekV3Config, PreTrainedTokenizerFast
 
 from kvframe.cli import main
+from tests.programs import start_program
 
 TEXT = "the cat sat on the mat and the dog sat on the cat"
 
@@ -314,12 +315,13 @@ def run_on_terminal(*arguments: str) -> str:
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "CI")}
     environment |= {"TERM": "xterm-256color", "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kvframe", *arguments]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-        os.close(theirs)
-        written = b"".join(iter(lambda: read_terminal(ours), b""))
+    files = dict.fromkeys(range(3), theirs)
+    process = start_program(["-m", "kvframe", *arguments], files, cwd=Path.cwd(), environment=environment)
+    os.close(theirs)
+    written = b"".join(iter(lambda: read_terminal(ours), b""))
+    process.join()
     os.close(ours)
-    assert 0 == process.returncode, written.decode()
+    assert 0 == process.exitcode, written.decode()
     return written.decode()
 
 

@@ -15,21 +15,38 @@ import pytest
 
 from kvframe.contract.hookspecs import API_VERSION
 from tests.frozen.snapshot import take, taken_away
+from tests.programs import run_program
 
 FROZEN = Path(__file__).parent
 ROOT = FROZEN.parents[1]
 VERSIONS = sorted(path.name for path in FROZEN.iterdir() if (path / "contract.json").is_file())
 
 
-def run(version: str, *arguments: str) -> dict[str, Any]:
+RUN = """
+import warnings
+warnings.simplefilter("error")
+from tests.frozen.run_plugins import main
+main()
+"""
+
+
+def run(version: str) -> dict[str, Any]:
     """Run the plugins of a version in a process that finds their distribution beside the installed ones."""
+    return found_by(run_program("-c", RUN, packages=FROZEN / version))
+
+
+def run_in_a_newer_kvframe(version: str) -> dict[str, Any]:
+    """Likewise, in a process that changes the contract before anything else imports it."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(FROZEN / version), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-W", "error", "-m", "tests.frozen.run_plugins", *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "error", "-m", "tests.frozen.run_plugins", "--newer"]
+    return found_by(subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False))
+
+
+def found_by(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -53,7 +70,7 @@ def test_the_plugins_of_a_version_pass_the_kit_and_serve_a_model(version: str) -
 
 def test_a_newer_minor_runs_the_plugins_of_an_older_one() -> None:
     major, minor = API_VERSION.split(".")
-    found = run(VERSIONS[0], "--newer")
+    found = run_in_a_newer_kvframe(VERSIONS[0])
     assert f"{major}.{int(minor) + 1}" == found["api"]
     assert ("kvframe_register_later_parts", "later_field") == (found["last_hook"], found["last_field"])
     # A wrapper that does not know the extension is applied to the step without it.

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -416,5 +417,6 @@ def _fork(rank: int, size: int, port: int, run: Callable[[Path], Result], folder
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     asked = sys.argv[2:] or list(RUNS)
     print(json.dumps({name: run_ranks(RUNS[name], Path(sys.argv[1])) for name in asked}))

@@ -17,6 +17,7 @@ from kvframe_transformers.testing import save_tiny
 
 from tests.models import on_ranks
 from tests.models.serving import PROMPTS, TinyModel
+from tests.programs import run_program
 
 FAMILIES = ("llama", "gemma3_text", "mixtral", "bert", "eurobert", "deepseek_v2")
 
@@ -39,8 +40,7 @@ def pairs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str
     out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pairs.json"
     with FileLock(out.with_suffix(".lock")):
         if not out.exists():
-            program = [sys.executable, "-W", "ignore", "-m", "tests.models.on_ranks", str(folder)]
-            done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
+            done = run_program("-m", "tests.models.on_ranks", str(folder))
             assert 0 == done.returncode, done.stderr
             out.write_text(done.stdout)
     found: Mapping[str, Any] = json.loads(out.read_text())

@@ -35,7 +35,7 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.testing import grid
 from kvframe.testing import runs as kit_runs
 from kvframe.testing.sample import sample
-from tests.programs import PYTEST, commands_in_forks
+from tests.programs import IMPORTED, commands_in_forks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -220,7 +220,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     # What pip would get from an index is here already.
     pip = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    commands = {"kvframe": ("-m", "kvframe"), "pytest": PYTEST, "python": ()}
+    commands = {"kvframe": ("-m", "kvframe"), "pytest": ("-m", "pytest", *IMPORTED), "python": ()}
     with commands_in_forks(folder / "bin", commands, site):
         yield {**os.environ, **pip, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 

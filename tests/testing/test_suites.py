@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-from tests.programs import PYTEST, run_program
+from tests.programs import IMPORTED, run_program
 
 TESTS = """
     from kvframe.testing.suites import (
@@ -26,7 +26,7 @@ def run(folder: Path, source: str, *arguments: str) -> tuple[int, str]:
     """Run pytest on test classes, in a folder without any settings; return the exit code and the output."""
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n")
     (folder / "test_mine.py").write_text(dedent(TESTS) + dedent(source))
-    done = run_program(*PYTEST, "-p", "no:cacheprovider", "-q", *arguments, cwd=folder)
+    done = run_program("-m", "pytest", "-p", "no:cacheprovider", "-q", *IMPORTED, *arguments, cwd=folder)
     return done.returncode, done.stdout
 
 
