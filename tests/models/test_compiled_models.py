@@ -17,7 +17,17 @@ from tests.engine.scripted_model import ScriptedModel
 from tests.models import encoder_decoder
 from tests.models.serving import PROMPTS, TinyModel, served
 
-WITH_STATES = ("mamba", "mamba2", "jamba", "falcon_h1", "qwen3_next", "lfm2", "kimi_linear")
+WHOLE = pytest.mark.whole
+"""Marks a family that usual runs compile in another test, or whose layers are those of others."""
+WITH_STATES = (
+    "mamba",
+    "mamba2",
+    "jamba",
+    pytest.param("falcon_h1", marks=WHOLE),
+    pytest.param("qwen3_next", marks=WHOLE),
+    "lfm2",
+    "kimi_linear",
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +46,9 @@ def compiled(engine: Engine, backend: Any) -> Engine:
     ("family", "options", "num_graphs"),
     [
         ("llama", {}, 1),
-        ("gemma3_text", {}, 1),
-        ("llama4_text", {}, 2),  # its experts broadcast over tokens, which a single token changes
+        pytest.param("gemma3_text", {}, 1, marks=WHOLE),
+        # Its experts broadcast over tokens, which a single token changes.
+        pytest.param("llama4_text", {}, 2, marks=WHOLE),
         ("gemma3n_text", {"prefill_skipping": "decode_only"}, 1),
     ],
 )
@@ -109,7 +120,7 @@ def test_a_model_with_states_gives_the_same_tokens_from_one_graph(
         assert expected == served(engine)
 
 
-@pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
+@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=WHOLE), pytest.param("whisper", marks=WHOLE)])
 def test_a_decoder_with_an_encoder_gives_the_same_tokens_from_few_graphs(
     models: Callable[[str], TinyModel], family: str
 ) -> None:
@@ -139,6 +150,7 @@ def test_a_compiled_model_computes_drafts_in_replayed_steps(models: Callable[[st
         expected = [each.token_ids for each in engine.generate(prompts, params)]
     with compiled(models(family).engine(**options, graphs=[8], graph_query_lens=[1, 5]), "eager") as engine:
         assert expected == [each.token_ids for each in engine.generate(prompts, params)]
+        assert 0 == engine.model.compiled.num_graph_breaks  # type: ignore[attr-defined]
         runner: Any = engine._runner
         assert runner.graphs.num_replays > 0
         assert set() == runner.graphs._reasons

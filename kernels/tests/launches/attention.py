@@ -18,6 +18,33 @@ STORED = {
 }
 ENDS = slice(0, None, 3)
 """The shape for decodes and the one for prompts."""
+TOGETHER: dict[str, dict[str, Any]] = {
+    "float16-page=128-window-soft_cap-sinks-fp8_token_head-head_size=64": {
+        "dtype": torch.float16,
+        "block_size": 128,
+        "window": 1024,
+        "num_sink_tokens": 4,
+        "soft_cap": 30.0,
+        "has_sinks": True,
+        "format": "fp8_token_head",
+        "head_size": 64,
+        "shapes": slice(-1, None),
+    },
+    "chunk-bias-int8_token_head": {
+        "chunk": 8192,
+        "max_distance": 128,
+        "format": "int8_token_head",
+        "shapes": slice(0, 1),
+    },
+    "bidirectional-multi_query-int4_token_head": {
+        "causal": False,
+        "group": 71,
+        "format": "int4_token_head",
+        "shapes": slice(2, 3),
+    },
+}
+"""Launches with many of the features, so that usual runs compile few."""
+
 NUM_PAGES, NUM_TOKENS, NUM_KV_HEADS = 1024, 4096, 8
 
 
@@ -43,6 +70,8 @@ def launches() -> dict[str, Launch]:
     add("soft_cap-sinks", soft_cap=30.0, has_sinks=True, shapes=ENDS)
     add("bias", max_distance=128, shapes=ENDS)
     add("multi_query", group=71, shapes=slice(2, None))
+    for name, options in TOGETHER.items():
+        (found[name],) = _launches(**options).values()
     return found
 
 
