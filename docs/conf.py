@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvframe import API_VERSION
 
 project = "kvframe"
@@ -31,3 +33,17 @@ add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_default_options = {"show-inheritance": True}
 napoleon_numpy_docstring = False
+
+
+def _keep_colons(app: Any, what: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
+    """Begin an attribute's docstring with an empty comment.
+
+    Napoleon takes what is before a colon in the first line for a type.
+    """
+    if what in ("attribute", "data"):
+        lines[:0] = ["..", ""]
+
+
+def setup(app: Any) -> None:
+    """Connect it before napoleon."""
+    app.connect("autodoc-process-docstring", _keep_colons, priority=100)
