@@ -1,17 +1,12 @@
-"""The torch backend and the reference on all that they declare, and the conformance kit on wrong backends."""
+"""The reference backend on all that it declares, and the conformance kit on wrong backends."""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from kvframe_torch import backend as backend_module
-from kvframe_torch import builder as builder_module
-from kvframe_torch import tiles as tiles_module
-from kvframe_torch.backend import TorchBackend
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend, KVCache
@@ -31,12 +26,8 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layers
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, visible_tokens
-from kvframe.testing.runs import Run, make_runs, sample_runs
-from kvframe.testing.sample import sample
-from kvframe.testing.serving import check_run
 from kvframe.testing.state import GridSpec
-
-BACKENDS = (TorchBackend, TorchReferenceBackend)
+from kvframe.testing.suites import BackendTests
 
 
 def case_of(backend: type[AttentionBackend], name: str) -> Case:
@@ -49,86 +40,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"),
-    [
-        pytest.param(backend, case, id=f"{backend.__name__}-{case.name}")
-        for backend in BACKENDS
-        for case in sample(make_cases(backend.capabilities))
-    ],
-)
-def test_a_backend_computes_what_it_declares(backend: type[AttentionBackend], case: Case) -> None:
-    check_backend(backend, case)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend_computes_the_whole_grid(backend: type[AttentionBackend]) -> None:
-    for case in make_cases(backend.capabilities):
-        check_backend(backend, case)
-
-
-@pytest.mark.parametrize(
-    ("backend", "run"),
-    [
-        pytest.param(backend, run, id=f"{backend.__name__}-{run.name}")
-        for backend in BACKENDS
-        for run in sample_runs(make_runs(backend.capabilities))
-    ],
-)
-def test_a_backend_serves_two_layers_and_steps_at_real_sizes(backend: type[AttentionBackend], run: Run) -> None:
-    check_run(backend, run)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("backend", "run"),
-    [
-        pytest.param(backend, run, id=f"{backend.__name__}-{run.name}")
-        for backend in BACKENDS
-        for run in make_runs(backend.capabilities)
-    ],
-)
-def test_a_backend_serves_every_run(backend: type[AttentionBackend], run: Run) -> None:
-    check_run(backend, run)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["full-everything-mixed", "window=5-block=16-decode", "full-block=17-extend"])
-def test_finite_values_where_nothing_is_live_change_nothing(backend: type[AttentionBackend], name: str) -> None:
-    check_backend(backend, case_of(backend, name), poison=1e4)
-
-
-@pytest.mark.parametrize(
-    ("module", "limit"),
-    [
-        (builder_module, "MAX_BATCH_KEYS"),
-        (builder_module, "MAX_BATCH_BYTES"),
-        (builder_module, "FREE_PADDING_ELEMENTS"),
-        (tiles_module, "MAX_ROWS"),
-        (tiles_module, "MAX_BIAS_ROWS"),
-        (tiles_module, "LEAST_PROMPT"),
-        (backend_module, "MAX_SCRATCH_ELEMENTS"),
-    ],
-)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "full-block=16-uneven",
-        "full-everything-extend",
-        "full-block=17-decode",
-        "window=5-block=1-mixed",
-        "full-relative_bias-soft_cap-learned_sinks-decode",
-        "full-bfloat16-soft_cap-learned_sinks-decode",
-        "full-short_values-decode",
-        "bidirectional-block=17-cross_decode-padded",
-    ],
-)
-def test_the_practical_backends_limits_bound_memory_and_change_no_result(
-    module: ModuleType, limit: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, limit, 3)
-    check_backend(TorchBackend, case_of(TorchBackend, name))
+class TestReference(BackendTests):
+    backend = "torch_reference"
 
 
 # --- declarations and refusals ----------------------------------------------------------------------------------------
@@ -137,23 +50,6 @@ def test_the_practical_backends_limits_bound_memory_and_change_no_result(
 def test_the_reference_serves_every_layer_of_the_grid() -> None:
     capabilities = TorchReferenceBackend.capabilities
     assert [] == [refusal for _, layer in make_layers(capabilities) for refusal in capabilities.refusals(layer, "cpu")]
-
-
-def test_the_practical_backend_leaves_out_chunks_and_what_no_mask_says() -> None:
-    layers = make_layers(TorchBackend.capabilities)
-    refused = {name: TorchBackend.capabilities.refusals(layer, "cpu") for name, layer in layers}
-    codes = {
-        name.rpartition("-block")[0].rpartition("=")[0]: {refusal.code for refusal in each}
-        for name, each in refused.items()
-        if each
-    }
-    assert {
-        "chunk": {"mask_chunk"},
-        "stride": {"mask_live_range"},
-        "function-stride": {"mask_function"},
-        "window=4-dilation": {"mask_sparse"},
-        "window=3-dilation": {"mask_sparse"},
-    } == codes
 
 
 NARROW = Capabilities(

@@ -7,6 +7,7 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -18,25 +19,20 @@ import torch
 from kvframe_kernels.flash_reference import paged_attention
 
 from kvframe import load_plugins
-from kvframe.contract import AttentionBackend, LayerSpec, PluginError
+from kvframe.contract import AttentionBackend, LayerSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.framework import WrapperChain
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
-from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.runs import make_runs, sample_runs
-from kvframe.testing.sample import sample
-from kvframe.testing.serving import check_run
+from kvframe.testing.sample import TOGETHER
 from kvframe.testing.staging import check_staging
+from kvframe.testing.suites import BackendTests, chains_of
 
 FORMATS = ("plain", "fp8_tensor", "int8_token_head")
 """Formats of the cases: a backend handles copies of pages in the same way for every format."""
-CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
-AFTER_WRAPPERS = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal", "block_size")]
-"""Traits whose pairs all occur in the sample of cases after wrappers."""
+CHAINS = chains_of(("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
 
 
 # --- a stand-in for FlashInfer 0.6.9 ----------------------------------------------------------------------------------
@@ -216,24 +212,31 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 OWN_MODULES = ("backend", "builder")
 
 
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
-    """The stand-in, installed under the library's name."""
+@contextmanager
+def installed(folder: Path) -> Iterator[ModuleType]:
+    """Install the stand-in under the library's name, and yield it; the backend is imported anew."""
     modules = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.cpp_ext")}
-    for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
-        monkeypatch.setattr(wrapper, "made", [])
-        setattr(modules["flashinfer"], wrapper.__name__, wrapper)
-    env = ModuleType("flashinfer.jit.env")
-    vars(env)["FLASHINFER_AOT_DIR"] = tmp_path / "aot"
-    vars(modules["flashinfer.jit"])["env"] = env
-    vars(modules["flashinfer.jit.cpp_ext"])["get_cuda_path"] = lambda: str(tmp_path)
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in OWN_MODULES:
-        monkeypatch.delitem(sys.modules, f"kvframe_flashinfer.{name}", raising=False)
-    yield modules["flashinfer"]
-    for name in OWN_MODULES:
-        sys.modules.pop(f"kvframe_flashinfer.{name}", None)
+    with pytest.MonkeyPatch.context() as patch:
+        for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
+            patch.setattr(wrapper, "made", [])
+            setattr(modules["flashinfer"], wrapper.__name__, wrapper)
+        env = ModuleType("flashinfer.jit.env")
+        vars(env)["FLASHINFER_AOT_DIR"] = folder / "aot"
+        vars(modules["flashinfer.jit"])["env"] = env
+        vars(modules["flashinfer.jit.cpp_ext"])["get_cuda_path"] = lambda: str(folder)
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        for name in OWN_MODULES:
+            patch.delitem(sys.modules, f"kvframe_flashinfer.{name}", raising=False)
+        yield modules["flashinfer"]
+        for name in OWN_MODULES:
+            sys.modules.pop(f"kvframe_flashinfer.{name}", None)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Iterator[ModuleType]:
+    with installed(tmp_path) as found:
+        yield found
 
 
 def load() -> type[AttentionBackend]:
@@ -244,66 +247,37 @@ def load() -> type[AttentionBackend]:
 # --- the grid ---------------------------------------------------------------------------------------------------------
 
 
-def chains() -> tuple[WrapperChain, ...]:
-    wrappers = load_plugins().registry.wrappers
-    return tuple(tuple(wrappers.load(name)() for name in chain) for chain in CHAINS)
+with installed(Path()):
 
+    @pytest.mark.usefixtures("library")
+    class TestFlashInfer(BackendTests):
+        backend = load()
+        device = "cuda"
+        runs_on = "cpu"
+        chains = CHAINS
+        together = (*TOGETHER, *(("wrappers", name) for name in ("batch", "is_padded", "visible", "causal")))
+        writes_out = True
 
-def cases(backend_class: type[AttentionBackend], *, wrapped: bool = False) -> list[Case]:
-    made = make_cases(backend_class.capabilities, "cuda", chains=chains() if wrapped else ())
-    return [case for case in made if case.spec.kv_format.name in FORMATS and (case.wrappers or not wrapped)]
-
-
-def test_it_computes_the_grid(library: ModuleType) -> None:
-    backend_class = load()
-    found = cases(backend_class)
-    assert 300 < len(found)
-    for case in sample(found):
-        check_backend(backend_class, case)
-
-
-def test_it_serves_another_host(library: ModuleType) -> None:
-    backend_class = load()
-    for case, host in in_other_hosts(cases(backend_class)):
-        check_backend(backend_class, case, host=host)
-        assert (0, True) == (host.num_copies, host.num_outputs > 0)
-
-
-def test_it_serves_two_layers_and_steps_at_real_sizes(library: ModuleType) -> None:
-    backend_class = load()
-    for run in sample_runs(make_runs(backend_class.capabilities, "cuda")):
-        check_run(backend_class, run)
-
-
-def test_it_computes_the_grid_after_wrappers(library: ModuleType) -> None:
-    backend_class = load()
-    found = cases(backend_class, wrapped=True)
-    assert 100 < len(found)
-    for case in sample(found, AFTER_WRAPPERS):
-        check_backend(backend_class, case)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "after wrappers"])
-def test_it_computes_the_whole_grid(wrapped: bool, library: ModuleType) -> None:
-    backend_class = load()
-    for case in cases(backend_class, wrapped=wrapped):
-        check_backend(backend_class, case)
+        def keeps(self, case: Case) -> bool:
+            return case.spec.kv_format.name in FORMATS
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "after wrappers"])
-def test_the_library_computes_the_grid_on_a_gpu(wrapped: bool) -> None:
-    try:
-        backend_class = load_plugins().registry.backends.load("flashinfer")
-    except PluginError as error:
-        pytest.skip(str(error))
-    if reason := backend_class.unusable_reason():
-        pytest.skip(reason)
-    # Each size, dtype and feature needs another compiled kernel; those of one head size and dtype are enough here.
-    for case in cases(backend_class, wrapped=wrapped):
-        if case.query.head_size == 64 and case.query_dtype == torch.bfloat16:
-            check_backend(backend_class, case, "cuda")
+class TestFlashInferOnAGpu(BackendTests):
+    backend = "flashinfer"
+    device = "cuda"
+    always_whole = True
+    chains = CHAINS
+    writes_out = True
+
+    def keeps(self, case: Case) -> bool:
+        # Each size, dtype and feature needs another compiled kernel; those of one head size and dtype are enough here.
+        is_compiled = case.query.head_size == 64 and case.query_dtype == torch.bfloat16
+        return is_compiled and case.spec.kv_format.name in FORMATS
+
+
+def cases(backend_class: type[AttentionBackend]) -> list[Case]:
+    return [case for case in make_cases(backend_class.capabilities, "cuda") if case.spec.kv_format.name in FORMATS]
 
 
 @pytest.mark.parametrize("missing", ["the cut", "the declaration"])

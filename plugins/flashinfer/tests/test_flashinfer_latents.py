@@ -6,6 +6,7 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -13,19 +14,15 @@ import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
 
-from kvframe import load_plugins
-from kvframe.contract import AttentionBackend, BackendError, LayerSpec, PluginError
+from kvframe.contract import AttentionBackend, BackendError, LayerSpec
 from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
-from kvframe.testing.hosts import in_other_hosts
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.runs import make_runs, sample_runs
-from kvframe.testing.sample import TOGETHER, sample
-from kvframe.testing.serving import check_run
+from kvframe.testing.sample import TOGETHER
 from kvframe.testing.staging import check_staging
 from kvframe.testing.state import form_of
+from kvframe.testing.suites import BackendTests, chains_of
 
 
 class BatchMLAPagedAttentionWrapper:
@@ -102,55 +99,56 @@ class BatchMLAPagedAttentionWrapper:
         return (out, (normaliser / math.log(2)).T.contiguous()) if return_lse else out
 
 
-@pytest.fixture
-def backend_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[AttentionBackend]]:
-    """The backend, with the stand-in installed under the library's name."""
+@contextmanager
+def installed() -> Iterator[type[AttentionBackend]]:
+    """Install the stand-in under the library's name, and yield the backend, imported anew."""
     names = ("flashinfer", "flashinfer.mla", "flashinfer.jit", "flashinfer.jit.cpp_ext", "flashinfer.jit.env")
     modules = {name: ModuleType(name) for name in names}
     vars(modules["flashinfer.mla"])["BatchMLAPagedAttentionWrapper"] = BatchMLAPagedAttentionWrapper
     vars(modules["flashinfer.jit"])["env"] = modules["flashinfer.jit.env"]
     vars(modules["flashinfer.jit.cpp_ext"])["get_cuda_path"] = str
-    monkeypatch.setattr(BatchMLAPagedAttentionWrapper, "made", [])
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
     own = [f"kvframe_flashinfer.{name}" for name in ("backend", "builder", "latents", "latents_builder")]
-    for name in own:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("kvframe_flashinfer.latents").FlashInferMLABackend
-    for name in own:
-        sys.modules.pop(name, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchMLAPagedAttentionWrapper, "made", [])
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        for name in own:
+            patch.delitem(sys.modules, name, raising=False)
+        yield importlib.import_module("kvframe_flashinfer.latents").FlashInferMLABackend
+        for name in own:
+            sys.modules.pop(name, None)
 
 
-def cases(backend_class: type[AttentionBackend]) -> tuple[Case, ...]:
-    wrappers = load_plugins().registry.wrappers
-    chains = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
-    made = [tuple(wrappers.load(name)() for name in chain) for chain in chains]
-    return make_cases(backend_class.capabilities, "cuda", made, form_of(backend_class))
+@pytest.fixture
+def backend_class() -> Iterator[type[AttentionBackend]]:
+    with installed() as found:
+        yield found
 
 
-def test_it_computes_the_grid(backend_class: type[AttentionBackend]) -> None:
-    found = cases(backend_class)
-    assert 80 < len(found)
-    assert {(512, 64)} == {(case.spec.latent_size, case.spec.rope_size) for case in found}  # type: ignore[attr-defined]
-    for case in sample(found, [*TOGETHER, ("wrappers", "batch"), ("wrappers", "causal"), ("wrappers", "is_padded")]):
-        check_backend(backend_class, case)
+with installed() as made:
+
+    @pytest.mark.usefixtures("backend_class")
+    class TestFlashInferMLA(BackendTests):
+        backend = made
+        device = "cuda"
+        runs_on = "cpu"
+        chains = chains_of(("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
+        together = (*TOGETHER, ("wrappers", "batch"), ("wrappers", "causal"), ("wrappers", "is_padded"))
+        run_traits = ("head_size",)
+        writes_out = True
 
 
-@pytest.mark.whole
-def test_it_computes_the_whole_grid(backend_class: type[AttentionBackend]) -> None:
-    for case in cases(backend_class):
-        check_backend(backend_class, case)
+@pytest.mark.gpu
+class TestFlashInferMLAOnAGpu(BackendTests):
+    backend = "flashinfer_mla"
+    device = "cuda"
+    always_whole = True
+    chains = TestFlashInferMLA.chains
+    run_traits = ("head_size",)
+    writes_out = True
 
-
-def test_it_serves_another_host(backend_class: type[AttentionBackend]) -> None:
-    for case, host in in_other_hosts(cases(backend_class)):
-        check_backend(backend_class, case, host=host)
-        assert (0, True) == (host.num_copies, host.num_outputs > 0)
-
-
-def test_it_serves_two_layers_and_steps_at_real_sizes(backend_class: type[AttentionBackend]) -> None:
-    for run in sample_runs(make_runs(backend_class.capabilities, "cuda", form_of(backend_class)), ["head_size"]):
-        check_run(backend_class, run)
+    def keeps(self, case: Case) -> bool:
+        return case.query_dtype == torch.bfloat16
 
 
 def test_but_for_its_plan_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(
@@ -160,18 +158,9 @@ def test_but_for_its_plan_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(
     assert {"meta"} == {wrapper.ids.device.type for wrapper in BatchMLAPagedAttentionWrapper.made}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
-def test_the_library_computes_the_grid_on_a_gpu(poison: float) -> None:
-    try:
-        backend_class = load_plugins().registry.backends.load("flashinfer_mla")
-    except PluginError as error:
-        pytest.skip(str(error))
-    if reason := backend_class.unusable_reason():
-        pytest.skip(reason)
-    for case in cases(backend_class):
-        if case.query_dtype == torch.bfloat16:
-            check_backend(backend_class, case, "cuda", poison=poison)
+def test_the_grid_has_the_sizes_that_the_library_takes(backend_class: type[AttentionBackend]) -> None:
+    made = make_cases(backend_class.capabilities, "cuda", form=form_of(backend_class))
+    assert {(512, 64)} == {(case.spec.latent_size, case.spec.rope_size) for case in made}  # type: ignore[attr-defined]
 
 
 def layer(backend_class: type[AttentionBackend], **options: Any) -> LayerSpec:

@@ -1,0 +1,77 @@
+"""The torch backend on all that it declares; its limits bound memory and change no result."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from kvframe_torch import backend as backend_module
+from kvframe_torch import builder as builder_module
+from kvframe_torch import tiles as tiles_module
+from kvframe_torch.backend import TorchBackend
+
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_cases, make_layers
+from kvframe.testing.suites import BackendTests
+
+CASES = {case.name: case for case in make_cases(TorchBackend.capabilities)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class TestTorch(BackendTests):
+    backend = "torch"
+    writes_out = True
+
+
+@pytest.mark.parametrize(
+    ("module", "limit"),
+    [
+        (builder_module, "MAX_BATCH_KEYS"),
+        (builder_module, "MAX_BATCH_BYTES"),
+        (builder_module, "FREE_PADDING_ELEMENTS"),
+        (tiles_module, "MAX_ROWS"),
+        (tiles_module, "MAX_BIAS_ROWS"),
+        (tiles_module, "LEAST_PROMPT"),
+        (backend_module, "MAX_SCRATCH_ELEMENTS"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full-block=16-uneven",
+        "full-everything-extend",
+        "full-block=17-decode",
+        "window=5-block=1-mixed",
+        "full-relative_bias-soft_cap-learned_sinks-decode",
+        "full-bfloat16-soft_cap-learned_sinks-decode",
+        "full-short_values-decode",
+        "bidirectional-block=17-cross_decode-padded",
+    ],
+)
+def test_its_limits_bound_memory_and_change_no_result(
+    module: ModuleType, limit: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, limit, 3)
+    check_backend(TorchBackend, CASES[name])
+
+
+def test_it_leaves_out_chunks_and_what_no_mask_says() -> None:
+    layers = make_layers(TorchBackend.capabilities)
+    refused = {name: TorchBackend.capabilities.refusals(layer, "cpu") for name, layer in layers}
+    codes = {
+        name.rpartition("-block")[0].rpartition("=")[0]: {refusal.code for refusal in each}
+        for name, each in refused.items()
+        if each
+    }
+    assert {
+        "chunk": {"mask_chunk"},
+        "stride": {"mask_live_range"},
+        "function-stride": {"mask_function"},
+        "window=4-dilation": {"mask_sparse"},
+        "window=3-dilation": {"mask_sparse"},
+    } == codes
