@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import pytest
 import torch
 from kvframe_kernels.triton.launch import Launch
@@ -14,19 +15,20 @@ from triton import knobs
 from kvframe import load_plugins
 from kvframe.contract import GraphCapture, LayerSpec
 from kvframe.testing.case import Case, Request
+from kvframe.testing.checks import Checks
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.framework import Staging, pad_metadata
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
-from kvframe.testing.hosts import LAYOUTS, OtherHost, in_other_hosts
+from kvframe.testing.hosts import LAYOUTS
 from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.runs import Run, make_runs, sample_runs
-from kvframe.testing.sample import parts, sample
-from kvframe.testing.serving import check_run
+from kvframe.testing.runs import make_runs, sample_runs
+from kvframe.testing.sample import sample
 from kvframe.testing.staging import check_staging
 from kvframe.testing.step import run_step
+from kvframe.testing.suites import BackendTests
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
 TOGETHER = (
@@ -47,13 +49,22 @@ BESIDES = ("int4_token_head-full-head_size=40-decode", "bidirectional-bfloat16-c
 FEW = (*sample(CASES, TOGETHER), *(case for case in CASES if case.name in BESIDES))
 """Cases with every trait of the grid and every variant of the kernels; an interpreted case takes about a second."""
 
-RUNS = make_runs(TritonBackend.capabilities, "cuda")
 FEW_RUNS = sample_runs(
-    [run for run in RUNS if "num_kv_heads=8" not in run.name and run.feature == "full"], ["head_size", "num_kv_heads"]
+    [
+        run
+        for run in make_runs(TritonBackend.capabilities, "cuda")
+        if "num_kv_heads=8" not in run.name and run.feature == "full"
+    ],
+    ["head_size", "num_kv_heads"],
 )
 """A run takes seconds for each of its KV heads."""
 
-NUM_PARTS = 24
+USUAL = (
+    *(case.name for case in FEW),
+    *(f"{case.name}-large_values" for case in FEW[::12]),
+    *(f"run-{run.name}" for run in FEW_RUNS),
+)
+"""The checks of usual runs, by name."""
 
 interpreted = pytest.mark.skipif(
     not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run"
@@ -66,57 +77,31 @@ def _one_thread() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
-    check_backend(TritonBackend, case)
+class TestTriton(BackendTests):
+    backend = "triton"
+    device = "cuda"
+    runs_on = "cpu"
+    writes_out = True
 
-
-@interpreted
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_serves_another_host_under_the_interpreter(layout: str) -> None:
-    names = {
-        "apart": "full-block=16-uneven",
-        "head_major": "window=5-block=16-decode",
-        "by_page": "full-everything-mixed",
-        "interleaved": "full-bfloat16-extend",
-        "head_major_interleaved": "bidirectional-block=16-mixed-padded",
-    }
-    (case,) = (case for case in CASES if case.name == names[layout])
-    host = OtherHost(layout)
-    check_backend(TritonBackend, case, host=host)
-    assert (0, True) == (host.num_copies, host.num_outputs > 0)
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return all checks, or those of usual runs: another host has one case in each of its layouts."""
+        checks = super().make_checks(whole=True)
+        if whole:
+            return checks
+        hosts = {
+            check.name.rpartition("=")[2]: check.name for check in reversed(checks.checks) if "-host=" in check.name
+        }
+        chosen = tuple(check for check in checks.checks if check.name in (*USUAL, *hosts.values()))
+        assert len(chosen) == len(USUAL) + len(LAYOUTS)
+        return attrs.evolve(checks, checks=chosen)
 
 
 @pytest.mark.gpu
-def test_it_serves_another_host_on_a_gpu() -> None:
-    for case, host in in_other_hosts(CASES):
-        check_backend(TritonBackend, case, "cuda", host=host)
-
-
-@interpreted
-@pytest.mark.parametrize("run", FEW_RUNS, ids=lambda run: run.name)
-def test_it_serves_two_layers_and_steps_at_real_sizes_under_the_interpreter(run: Run) -> None:
-    check_run(TritonBackend, run)
-
-
-@interpreted
-@pytest.mark.whole
-@pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
-def test_it_serves_more_runs_under_the_interpreter(run: Run) -> None:
-    check_run(TritonBackend, run)
-
-
-@interpreted
-@pytest.mark.whole
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_computes_the_whole_grid_under_the_interpreter(case: Case) -> None:
-    check_backend(TritonBackend, case)
-
-
-@interpreted
-def test_finite_values_where_nothing_is_live_change_nothing() -> None:
-    for case in FEW[::12]:
-        check_backend(TritonBackend, case, poison=1e4)
+class TestTritonOnAGpu(BackendTests):
+    backend = "triton"
+    device = "cuda"
+    always_whole = True
+    writes_out = True
 
 
 @pytest.mark.whole
@@ -139,28 +124,6 @@ def test_what_is_always_computed_of_the_grid_has_every_variant_of_the_kernels(mo
 
     monkeypatch.setattr(Launch, "run", note)
     assert variants(CASES) == variants(FEW)
-
-
-# Most of the time goes to compiling the kernels, so processes share it.
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_it_computes_the_grid_on_a_gpu(part: int) -> None:
-    for case in parts(CASES, NUM_PARTS)[part]:
-        check_backend(TritonBackend, case, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_it_serves_every_run_on_a_gpu(part: int) -> None:
-    for run in RUNS[part::NUM_PARTS]:
-        check_run(TritonBackend, run, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", range(NUM_PARTS // 3))
-def test_finite_values_where_nothing_is_live_change_nothing_on_a_gpu(part: int) -> None:
-    for case in parts(FEW, NUM_PARTS // 3)[part]:
-        check_backend(TritonBackend, case, "cuda", poison=1e4)
 
 
 class _WithoutLastPart(TritonBackend):
