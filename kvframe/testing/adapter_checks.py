@@ -23,7 +23,6 @@ from kvframe.testing.laws import ConformanceError
 _NUM_TOKENS = 8
 _FEW = 32
 """Token ids below this are used if a model does not say how many it has."""
-_REFERENCE: Mapping[str, Any] = {"layers": "*", "backend": "torch_reference", "optional": True}
 _WAYS: Mapping[str, Mapping[str, Any]] = {
     "one request at a time": {"engine": {"max_num_seqs": 1}},
     "prompts in parts": {"engine": {"max_num_batched_tokens": 5}},
@@ -54,10 +53,15 @@ def adapter_checks(
         Check(
             name="describes", features=("description",), run=partial(_check_description, adapter_class, path, plugins)
         ),
-        Check(name="serves", features=("the model's own forward",), run=partial(_check_served, path, plugins)),
+        Check(
+            name="serves",
+            features=("the model's own forward",),
+            run=partial(_check_served, adapter_class, path, plugins),
+        ),
     ]
     checks += [
-        Check(name=way.replace(" ", "_"), features=(way,), run=partial(_check_way, path, plugins, way)) for way in _WAYS
+        Check(name=way.replace(" ", "_"), features=(way,), run=partial(_check_way, adapter_class, path, plugins, way))
+        for way in _WAYS
     ]
     return Checks(part=f"model adapter {name or adapter_class.__name__!r}", checks=tuple(checks))
 
@@ -79,23 +83,29 @@ def _check_description(adapter_class: type[ModelAdapter], path: Path, plugins: S
     _require(described == loaded, "the loaded model has another description than describe() returns")
 
 
-def _check_served(path: Path, plugins: Sequence[ModuleType]) -> None:
-    _serve(path, plugins, {"engine": {"self_check": True}})
+def _check_served(adapter_class: type[ModelAdapter], path: Path, plugins: Sequence[ModuleType]) -> None:
+    _serve(adapter_class, path, plugins, {"engine": {"self_check": True}})
 
 
-def _check_way(path: Path, plugins: Sequence[ModuleType], way: str) -> None:
-    usual, other = (_serve(path, plugins, options) for options in ({}, _WAYS[way]))
+def _check_way(adapter_class: type[ModelAdapter], path: Path, plugins: Sequence[ModuleType], way: str) -> None:
+    usual, other = (_serve(adapter_class, path, plugins, options) for options in ({}, _WAYS[way]))
     for index, (expected, found) in enumerate(zip(usual, other, strict=True)):
         _require(expected == found, f"with {way}, prompt {index} is continued by {found}, and otherwise by {expected}")
 
 
-def _serve(path: Path, plugins: Sequence[ModuleType], options: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
+def _serve(
+    adapter_class: type[ModelAdapter],
+    path: Path,
+    plugins: Sequence[ModuleType],
+    options: Mapping[str, Mapping[str, Any]],
+) -> list[list[int]]:
     """Return the tokens after some prompts that share a prefix."""
+    attending = {layer.kind for layer in adapter_class().describe(path).layers if layer.query}
     stack = Stack.from_mapping(
         {
             "cache": {"memory": "16MiB", "block_size": 4, **options.get("cache", {})},
             "engine": {"self_check": False, **options.get("engine", {})},
-            "rules": [_REFERENCE],
+            "rules": [{"kind": kind, "backend": "torch_reference", "optional": True} for kind in sorted(attending)],
         }
     )
     try:
