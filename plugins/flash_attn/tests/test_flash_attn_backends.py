@@ -15,9 +15,10 @@ import torch
 from kvframe_kernels.flash_reference import paged_attention
 
 from kvframe import load_plugins
-from kvframe.contract import AttentionBackend
+from kvframe.contract import AttentionBackend, CommonAttentionMetadata
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
+from kvframe.testing.framework import pad_metadata
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.hosts import OtherHost
 from kvframe.testing.laws import ConformanceError
@@ -354,6 +355,18 @@ def test_both_say_that_they_read_dead_tokens_because_they_do(name: str, stand_in
 # --- how the library is called ----------------------------------------------------------------------------------------
 
 
+def call(stand_ins: dict[str, Any], metadata: CommonAttentionMetadata) -> list[tuple[str, int]]:
+    """Return the function that a step calls, and its argument for the most queries."""
+    backend_class = load("flash_attn")
+    layer = make_layer(backend_class.capabilities, block_size=256)
+    backend = backend_class([layer], torch.device("cpu"))
+    pages = torch.zeros(int(metadata.block_table.max()) + 1, 256, 2, 8, dtype=torch.bfloat16)
+    query = torch.zeros(len(metadata.slot_mapping), 4, 8, dtype=torch.bfloat16)
+    backend.forward(layer, query, {"k": pages, "v": pages}, backend.make_builder().build(metadata), None)
+    calls: list[tuple[str, int]] = stand_ins["flash_attn"].calls
+    return calls
+
+
 @pytest.mark.parametrize(
     ("requests", "called"),
     [
@@ -367,14 +380,13 @@ def test_both_say_that_they_read_dead_tokens_because_they_do(name: str, stand_in
 def test_requests_with_as_many_queries_go_to_the_function_that_splits_long_ones(
     requests: list[Request], called: tuple[str, int], stand_ins: dict[str, Any]
 ) -> None:
-    backend_class = load("flash_attn")
-    layer = make_layer(backend_class.capabilities, block_size=256)
-    backend = backend_class([layer], torch.device("cpu"))
-    metadata = make_metadata(requests, 256)
-    pages = torch.zeros(int(metadata.block_table.max()) + 1, 256, 2, 8, dtype=torch.bfloat16)
-    query = torch.zeros(len(metadata.slot_mapping), 4, 8, dtype=torch.bfloat16)
-    backend.forward(layer, query, {"k": pages, "v": pages}, backend.make_builder().build(metadata), None)
-    assert [called] == stand_ins["flash_attn"].calls
+    assert [called] == call(stand_ins, make_metadata(requests, 256))
+
+
+def test_padding_does_not_make_requests_have_as_many_queries(stand_ins: dict[str, Any]) -> None:
+    uneven = make_metadata([Request(300, 1), Request(7, 3), Request(9, 2)], 256)
+    padded = pad_metadata(uneven, num_reqs=3, num_tokens=9, num_generating=6, max_query_len=3)
+    assert [("varlen", 3)] == call(stand_ins, padded)
 
 
 # --- where they run ---------------------------------------------------------------------------------------------------
