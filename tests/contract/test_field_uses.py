@@ -123,3 +123,22 @@ def test_a_value_that_is_given_is_not_sliced(step: CommonAttentionMetadata) -> N
     made = wrapper.evolve(step, block_table=table, extensions={}, **wrapper.given(step))
     assert made.block_table is table
     assert {} == dict(made.extensions)
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_an_unknown_extension_is_left_out_if_it_is_optional(optional: bool, step: CommonAttentionMetadata) -> None:
+    later = Extension(torch.zeros(2), Axis.REQUEST, optional=optional)
+    batch = attrs.evolve(step, extensions={**step.extensions, "later": later})
+    if optional:
+        assert {ENCODER_SEQ_LENS} == {*apply_wrapper(FirstRequest(), batch).extensions}
+        assert {ENCODER_SEQ_LENS, "later"} == {*batch.extensions}
+        return
+    with pytest.raises(WrapperError, match="does not know the extension 'later'") as caught:
+        apply_wrapper(FirstRequest(), batch)
+    assert "unknown_extension" == caught.value.code
+
+
+def test_a_sliced_extension_stays_optional(step: CommonAttentionMetadata) -> None:
+    told = attrs.evolve(step.extensions[ENCODER_SEQ_LENS], optional=True)
+    made = apply_wrapper(FirstRequest(), attrs.evolve(step, extensions={ENCODER_SEQ_LENS: told}))
+    assert made.extensions[ENCODER_SEQ_LENS].optional
