@@ -88,6 +88,17 @@ class PluginError(KVFrameError):
 class StackError(KVFrameError):
     """A stack file (or the options that stand for one) is wrong: file, key, what exists."""
 
+    def __init__(self, message: str, code: str = "bad_stack") -> None:
+        """Keep a stable code beside the sentence.
+
+        Args:
+            message: The sentence for a person.
+            code: The ``snake_case`` code for a program: ``not_captured``, ``nothing_generated`` or
+                ``no_hidden_states`` if the parts of the stack do not go together; otherwise ``bad_stack``.
+        """
+        super().__init__(message)
+        self.code = code
+
 
 class FileError(KVFrameError):
     """A file cannot be read or has the wrong content. The caller puts the file's name before the sentence."""

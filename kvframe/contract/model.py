@@ -215,6 +215,36 @@ class LoadedModel(ABC):
             ``[…, hidden_size]`` of the same rows.
         """
 
+    def can_give_hidden_states(self) -> bool:
+        """Return whether the model has ``forward_with_hidden_states``. The default says no.
+
+        Called at set-up, before ``attach``, and only if the stack's proposer needs hidden states.
+        """
+        return False
+
+    def give_hidden_states(self) -> None:  # noqa: B027
+        """Prepare for ``forward_with_hidden_states``, until ``detach``. The default does nothing.
+
+        Called at set-up, after ``attach`` and before ``compile``, if ``can_give_hidden_states`` returned True.
+        """
+
+    def forward_with_hidden_states(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one packed step as ``forward`` does, and return what the model's head took the logits from as well.
+
+        Called instead of ``forward`` after ``give_hidden_states``.
+
+        Args:
+            input_ids: As for ``forward``.
+            positions: As for ``forward``.
+            logits_indices: As for ``forward``.
+
+        Returns:
+            The logits, and ``[num_logits_rows, hidden_size], device``: the hidden state of each of their rows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no hidden states")
+
     # --- inputs besides tokens: for a model whose description has ``max_input_lens`` ----------------------------------
 
     def prepare_input(self, sequence: str, value: Any) -> ModelInput | None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
+
+if TYPE_CHECKING:
+    import torch
 
 
 @attrs.frozen(eq=False)
@@ -29,6 +32,11 @@ class DraftRequest:
         cache_salt: Requests of different salts must not learn anything of each other's tokens.
         continuation: The tokens with which the proposer's draft model continues it, at most ``max_drafts``; empty if
             the proposer names no draft model, or the host did not run it for this request.
+        hidden_states: ``[num_new, hidden_size], device``, in the model's dtype: a row for each token that the last step
+            gave the request, accepted drafts and the token after them, in order. Row ``i`` is the hidden state that the
+            model's head took the logits of ``token_ids[i - num_new]`` from. None if the proposer does not need hidden
+            states, or if the engine's last step gave this request no token, as after a preemption. Valid during the
+            call.
     """
 
     request_id: str
@@ -37,6 +45,7 @@ class DraftRequest:
     max_drafts: int
     cache_salt: str
     continuation: Sequence[int] = ()
+    hidden_states: torch.Tensor | None = None
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -47,12 +56,17 @@ class Proposer(ABC):
     requests. One engine makes it and calls it, in one thread.
 
     Attributes:
+        needs_hidden_states: Whether requests are given hidden states of the model (``DraftRequest.hidden_states``). A
+            class that sets it is refused (``no_hidden_states``) for a model adapter that gives none, and for a model
+            that is divided over ranks.
         max_drafts: The most draft tokens of a request in a step. Layers with states keep as many states beside a
             request's last one, so that the engine can continue before the first rejected draft.
     """
 
     name: ClassVar[str]
     """The registered name (``"ngram"``)."""
+
+    needs_hidden_states: ClassVar[bool] = False
 
     max_drafts: int = 4
 

@@ -130,10 +130,19 @@ class EngineCore(ABC, Generic[RequestT]):
         self._admission = make_admission(assembly, self._secret)
         self._manager = make_manager(assembly, registry, poison_freed=poison_freed)
         self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
-        self._scheduler: Scheduler[RequestT] = make_scheduler(assembly, self._manager, registry)
+        self._scheduler: Scheduler[RequestT] = make_scheduler(
+            assembly, self._manager, registry, has_ranks=ranks is not None
+        )
         self._trace: StepTrace[RequestT] | None = None
         self._runner = self._make_runner(assembly, skip_policy)
-        attach_models(assembly, layers, registry, self._runner.warm_up, has_ranks=ranks is not None)
+        attach_models(
+            assembly,
+            layers,
+            registry,
+            self._runner.warm_up,
+            has_ranks=ranks is not None,
+            with_hidden_states=self._scheduler.hidden_states is not None,
+        )
         if isinstance(ranks, Leader):
             assert isinstance(self._runner, ModelRunner)
             ranks.lead(

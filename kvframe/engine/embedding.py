@@ -11,7 +11,7 @@ import attrs
 
 from kvframe.config.stack import Stack
 from kvframe.contract.description import Pooling, PoolingMode
-from kvframe.contract.errors import KVFrameError, RequestError
+from kvframe.contract.errors import KVFrameError, RequestError, StackError
 from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly
@@ -78,8 +78,11 @@ class Embedder(EngineCore[EmbeddingRequest]):
             ModelError: The model gives no hidden states, its checkpoint pools them in a way that kvframe does not know,
                 or as for ``Engine``.
             RequestError: ``pooling`` is not a pooling mode (``bad_params``).
+            StackError: The stack asks for drafts, or for graphs of some sizes (``nothing_generated``).
             KVFrameError: As for ``Engine``.
         """
+        if stack is not None:
+            _check_generates_nothing(stack)
         if pooling is not None and pooling not in get_args(PoolingMode):
             raise RequestError(
                 f"pooling must be one of {', '.join(get_args(PoolingMode))}, not {pooling!r}", code="bad_params"
@@ -288,3 +291,16 @@ class Embedder(EngineCore[EmbeddingRequest]):
             finish_reason="refused",
             error=str(error),
         )
+
+
+def _check_generates_nothing(stack: Stack) -> None:
+    """Refuse what only requests that generate can use; ``graphs = "auto"`` means none here."""
+    options = stack.engine
+    asked = [("drafts", options.drafts is not None), ("graphs", not isinstance(options.graphs, str))]
+    for key, is_asked in asked:
+        if is_asked:
+            raise StackError(
+                f"{stack.source}: engine.{key} is for requests that generate tokens, and an embedder generates none; "
+                "leave the key out",
+                code="nothing_generated",
+            )

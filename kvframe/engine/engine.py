@@ -24,7 +24,7 @@ from kvframe.engine.requests.salts import check_salt, salt_of_each
 from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 from kvframe.engine.requests.text import TextStream
 from kvframe.engine.running.draft_runner import DraftRunner
-from kvframe.engine.running.model_runner import ModelRunner, SkipPolicy, TokenRunner
+from kvframe.engine.running.model_runner import ModelRunner, SkipPolicy, TokenRunner, forward_of
 from kvframe.engine.streaming import RequestStream
 from kvframe.engine.turns import verb
 
@@ -290,7 +290,12 @@ class Engine(EngineCore[Request]):
             max_num_seqs=self.stack.engine.max_num_seqs,
             max_model_len=self._max_model_len,
             skip_policy=skip_policy,
-            graphs=self._make_graphs(assembly, self._scheduler.max_drafts),
+            hidden_states=self._scheduler.hidden_states,
+            graphs=self._make_graphs(
+                assembly,
+                self._scheduler.max_drafts,
+                with_hidden_states=self._scheduler.hidden_states is not None,
+            ),
         )
         if assembly.draft is not None:
             runner.draft = self._make_draft_runner(assembly.draft, runner)
@@ -311,11 +316,13 @@ class Engine(EngineCore[Request]):
         )
         return DraftRunner(made, draft.layers)
 
-    def _make_graphs(self, assembly: Assembly, max_drafts: int) -> StepGraphs | None:
+    def _make_graphs(
+        self, assembly: Assembly, max_drafts: int, *, with_hidden_states: bool = False
+    ) -> StepGraphs | None:
         return StepGraphs.of(
             self.stack.engine,
             assembly.layers,
-            assembly.model.forward,
+            forward_of(assembly.model, with_hidden_states=with_hidden_states),
             assembly.device,
             max_model_len=self._max_model_len,
             max_input_lens=assembly.model.description.max_input_lens,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.eviction_choice import make_policy
 from kvframe.config.proposer_choice import make_proposer
+from kvframe.contract.errors import StackError
 from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, assemble_plain, plain_layers
@@ -65,15 +66,30 @@ def make_manager(assembly: Assembly, registry: Registry, *, poison_freed: bool) 
     return manager
 
 
-def make_scheduler(assembly: Assembly, manager: KVCacheManager, registry: Registry) -> Scheduler[RequestT]:
+def make_scheduler(
+    assembly: Assembly, manager: KVCacheManager, registry: Registry, *, has_ranks: bool = False
+) -> Scheduler[RequestT]:
     """Return the scheduler, which gets blocks from the cache manager, and drafts from the stack's proposer if any.
 
     Args:
         assembly: The set-up.
         manager: The cache manager.
         registry: Where the proposer is looked up.
+        has_ranks: Whether other ranks have shares of the layers.
+
+    Raises:
+        StackError: The proposer needs hidden states, and nothing gives it any (``no_hidden_states``).
     """
     options, proposer = assembly.stack.engine, make_proposer(assembly.stack, registry)
+    if proposer is not None and proposer.needs_hidden_states:
+        name = assembly.model.description.name
+        why = f"{name} is divided over ranks" if has_ranks else f"the model adapter of {name} gives none"
+        if has_ranks or not assembly.model.can_give_hidden_states():
+            raise StackError(
+                f"{assembly.stack.source}: engine.drafts: proposer {proposer.name!r} needs hidden states, and {why}; "
+                "choose another proposer",
+                code="no_hidden_states",
+            )
     return Scheduler(
         manager,
         max_num_seqs=options.max_num_seqs,
@@ -92,6 +108,7 @@ def attach_models(
     warm_up: Callable[[], None],
     *,
     has_ranks: bool,
+    with_hidden_states: bool = False,
 ) -> None:
     """Attach the model and its draft model, compile them, compare each with its own forward, and warm up.
 
@@ -101,6 +118,7 @@ def attach_models(
         registry: Where backends and wrappers are looked up.
         warm_up: Does the slow work of a first step.
         has_ranks: Whether other ranks have shares of the layers.
+        with_hidden_states: Whether the model gives hidden states.
 
     Raises:
         ModelError: A model cannot be attached or compiled, or attached it computes something else than unattached.
@@ -108,13 +126,13 @@ def attach_models(
         WrapperError: A wrapper changes what a layer computes.
     """
     own, drafted = split_layers(layers)
-    set_ups = [(assembly, own)]
+    set_ups = [(assembly, own, with_hidden_states)]
     if assembly.draft is not None:
-        set_ups.append((assembly.draft, as_draft_names(drafted)))
+        set_ups.append((assembly.draft, as_draft_names(drafted), False))
     attached: list[LoadedModel] = []
     try:
-        for each, of_it in set_ups:
-            _attach(each, of_it, registry, has_ranks=has_ranks)
+        for each, of_it, gives_them in set_ups:
+            _attach(each, of_it, registry, has_ranks=has_ranks, with_hidden_states=gives_them)
             attached.append(each.model)
         warm_up()
     except BaseException:
@@ -123,14 +141,22 @@ def attach_models(
         raise
 
 
-def _attach(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry, *, has_ranks: bool) -> None:
+def _attach(
+    assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry, *, has_ranks: bool, with_hidden_states: bool
+) -> None:
     """Attach one model, compile it, and compare it with its own forward, as the stack asks."""
     model, options = assembly.model, assembly.stack.engine
     checked = assemble_plain(assembly, layers, registry) if options.self_check else assembly
-    model.attach(checked.layers)
-    try:
+
+    def prepare() -> None:
+        if with_hidden_states:
+            model.give_hidden_states()
         if options.compile:
             model.compile()
+
+    model.attach(checked.layers)
+    try:
+        prepare()
         if options.self_check and not has_ranks:
             check_model(checked, layers, registry)
         elif options.self_check:
@@ -139,6 +165,7 @@ def _attach(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry,
         if checked is not assembly:
             model.detach()
             model.attach(assembly.layers)
+            prepare()
     except BaseException:
         model.detach()
         raise

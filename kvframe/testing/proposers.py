@@ -23,7 +23,11 @@ _VOCABULARY = 8
 """Few tokens, so that the same tokens occur again and again."""
 
 
-def check_proposer(make: Callable[[], Proposer]) -> None:
+HiddenStates = Callable[[int], Any]
+"""Makes ``[num_rows, hidden_size]`` for a number of rows, the same rows for the same number."""
+
+
+def check_proposer(make: Callable[[], Proposer], *, hidden_states: HiddenStates | None = None) -> None:
     """Check a proposer's answers in steps of several requests, which grow by any number of tokens, and end.
 
     * *form*: ``propose`` returns a list for each request, in their order, of at most ``max_drafts`` whole numbers that
@@ -34,12 +38,13 @@ def check_proposer(make: Callable[[], Proposer]) -> None:
 
     Args:
         make: Makes a proposer that knows no request.
+        hidden_states: Makes the hidden states of requests that have grown; None for none.
 
     Raises:
         ConformanceError: A law does not hold; the error is about the first one.
     """
-    own = _steps(make(), others=False)
-    beside = _steps(make(), others=True)
+    own = _steps(make(), hidden_states, others=False)
+    beside = _steps(make(), hidden_states, others=True)
     for step, (alone, together) in enumerate(zip(own, beside, strict=True)):
         if alone != together:
             raise ConformanceError(
@@ -82,31 +87,45 @@ def proposer_checks(
     return Checks(part=part, checks=tuple(checks))
 
 
-def _steps(proposer: Proposer, *, others: bool) -> list[list[list[int]]]:
+def _steps(proposer: Proposer, hidden_states: HiddenStates | None, *, others: bool) -> list[list[list[int]]]:
     """Return the drafts of the requests of one salt, step by step; with others of a second salt beside them or not."""
     chosen, noise = random.Random(0), random.Random(1)
     lengths = {"short": 1, "long": 700, "middle": 40}
     tokens = {name: _draw(chosen, count) for name, count in lengths.items()}
-    hidden = {name: _draw(noise, count) for name, count in lengths.items()} if others else {}
+    beside = {name: _draw(noise, count) for name, count in lengths.items()} if others else {}
+    grown: dict[str, int] = {}
     found = []
+
+    def rows_of(name: str) -> Any:
+        return None if hidden_states is None or not grown.get(name) else hidden_states(grown[name])
+
     for step in range(NUM_STEPS):
         most = 1 + step % proposer.max_drafts
         # A host that runs no draft model gives no tokens of it.
         continues = step % 3 > 0 and _draft_model(proposer) is not None
         asked = [
-            DraftRequest(name, tokens[name], lengths[name], most, "ours", _draw(chosen, most) if continues else ())
+            DraftRequest(
+                name,
+                tokens[name],
+                lengths[name],
+                most,
+                "ours",
+                _draw(chosen, most) if continues else (),
+                rows_of(name),
+            )
             for name in tokens
             if (step + len(name)) % 5  # a request may be missing in a step
         ]
         theirs = [
             DraftRequest(f"other {name}", each, lengths[name], proposer.max_drafts, "theirs")
-            for name, each in hidden.items()
+            for name, each in beside.items()
         ]
         drafts = _propose(proposer, [*theirs, *asked])
         found.append(drafts[len(theirs) :])
-        for each in tokens.values():
-            each.extend(_draw(chosen, chosen.randrange(4)))
-        for each in hidden.values():
+        for name, each in tokens.items():
+            grown[name] = chosen.randrange(4)
+            each.extend(_draw(chosen, grown[name]))
+        for each in beside.values():
             each.extend(_draw(noise, noise.randrange(4)))
         if step == NUM_STEPS // 2:
             _forget(proposer, ["middle", "never asked about"])

@@ -262,12 +262,12 @@ def test_a_step_whose_capture_fails_runs_without_a_graph(
     model = attrs.evolve(model, registry=registry)
     remaining = [2]
 
-    def capture(self: CalledGraph, run: Any) -> torch.Tensor:
+    def capture(self: CalledGraph, run: Any) -> tuple[torch.Tensor, ...]:
         remaining[0] -= 1
-        output: torch.Tensor = run()
+        output = run()
         if remaining[0] == 0:
             raise error
-        self._run, self._output = run, output.clone()
+        self._run, self._output = run, tuple(each.clone() for each in output)
         return self._output
 
     monkeypatch.setattr(CalledGraph, "capture", capture)

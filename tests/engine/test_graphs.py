@@ -137,7 +137,7 @@ def graphs_for(level: GraphCapture, skipped: tuple[str, ...] = (), **sizes: Any)
         "max_num_batched_tokens": 8,
         **sizes,
     }
-    return StepGraphs(Layers(), lambda *_: torch.empty(0), torch.device("cpu"), **given)  # type: ignore[arg-type]
+    return StepGraphs(Layers(), lambda *_: (torch.empty(0),), torch.device("cpu"), **given)  # type: ignore[arg-type]
 
 
 def batch_of(*requests: tuple[int, int], generating: list[int] | None = None) -> StepBatch:
@@ -268,7 +268,7 @@ def test_usual_steps_are_uniform_and_no_larger_than_a_step_may_be() -> None:
 def test_what_there_is_no_memory_to_capture_runs_without_a_graph(
     models: Callable[[str], TinyModel], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def has_none(graph: CalledGraph, run: Any) -> torch.Tensor:
+    def has_none(graph: CalledGraph, run: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = models("llama")

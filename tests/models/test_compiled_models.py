@@ -156,6 +156,20 @@ def test_a_compiled_model_computes_drafts_in_replayed_steps(models: Callable[[st
         assert set() == runner.graphs._reasons
 
 
+def test_a_model_that_was_checked_in_another_format_is_compiled_again(
+    models: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models("llama")
+    compile_model = type(model.loaded).compile
+    monkeypatch.setattr(type(model.loaded), "compile", lambda loaded: compile_model(loaded, "eager"))
+    with model.engine(format="int8_token_head") as engine:
+        expected = served(engine)
+    # The self-check attaches the model to plain pages first.
+    with model.engine(format="int8_token_head", compile=True, self_check=True) as engine:
+        assert expected == served(engine)
+        assert engine.model.compiled.num_graphs > 0  # type: ignore[attr-defined]
+
+
 def test_a_failure_of_the_compiler_is_one_clear_error(models: Callable[[str], TinyModel]) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler was found")

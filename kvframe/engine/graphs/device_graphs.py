@@ -10,7 +10,8 @@ import torch
 
 from kvframe.contract.errors import KVFrameError
 
-Run = Callable[[], torch.Tensor]
+Output = tuple[torch.Tensor, ...]
+Run = Callable[[], Output]
 
 
 class CaptureError(KVFrameError):
@@ -18,17 +19,17 @@ class CaptureError(KVFrameError):
 
 
 class StepGraph(ABC):
-    """One step's work on the device. Its input tensors are those of the capture, and it writes to one output tensor."""
+    """One step's work on the device. Its inputs are the tensors of the capture, and it writes to the same outputs."""
 
     @abstractmethod
-    def capture(self, run: Run) -> torch.Tensor:
+    def capture(self, run: Run) -> Output:
         """Run the step, and record it.
 
         Args:
             run: Computes the step. It is called several times, so it may write to the cache several times.
 
         Returns:
-            The output tensor, to which every replay writes.
+            The output tensors, to which every replay writes.
 
         Raises:
             CaptureError: The step contains an operation that cannot be recorded.
@@ -44,18 +45,19 @@ class CalledGraph(StepGraph):
 
     def __init__(self) -> None:
         self._run: Run | None = None
-        self._output = torch.empty(0)
+        self._output: Output = ()
 
-    def capture(self, run: Run) -> torch.Tensor:
+    def capture(self, run: Run) -> Output:
         """Run the step, and keep the function."""
         self._run = run
-        self._output = run().clone()
+        self._output = tuple(each.clone() for each in run())
         return self._output
 
     def replay(self) -> None:
         """Call the function again."""
         assert self._run is not None
-        self._output.copy_(self._run())
+        for output, each in zip(self._output, self._run(), strict=True):
+            output.copy_(each)
 
 
 class CudaGraph(StepGraph):
@@ -66,7 +68,7 @@ class CudaGraph(StepGraph):
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self, run: Run) -> torch.Tensor:
+    def capture(self, run: Run) -> Output:
         """Run the step on a stream of its own, so that libraries set themselves up, and capture it there."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

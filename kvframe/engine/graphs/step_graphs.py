@@ -27,19 +27,19 @@ from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import IntArray
 from kvframe.contract.state import StateStep
-from kvframe.engine.graphs.device_graphs import CaptureError, StepGraph, graph_factory
+from kvframe.engine.graphs.device_graphs import CaptureError, Output, StepGraph, graph_factory
 from kvframe.engine.graphs.sizes import GraphSizes, SizeChoice, asked_sizes, context_sizes
 
 _log = logging.getLogger("kvframe")
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Output]
 
 
 @attrs.frozen(eq=False)
 class _CapturedGraph:
     step: CapturedStep
     graph: StepGraph
-    output: torch.Tensor
+    output: Output
 
 
 class StepGraphs:
@@ -67,7 +67,8 @@ class StepGraphs:
 
         Args:
             layers: The model's attention layers.
-            forward: The model's forward. It takes token ids, positions and the rows whose logits are wanted.
+            forward: The model's forward. It takes token ids, positions and the rows whose logits are wanted. It returns
+                these logits, and other tensors of the same rows, if any are wanted.
             device: The device of the model.
             num_reqs: The numbers of requests that steps are padded to, ascending.
             query_lens: The numbers of tokens of each request that steps are captured for, ascending.
@@ -130,7 +131,9 @@ class StepGraphs:
             if options.graphs == "auto":
                 _log.warning("steps run without graphs: %s", why)
                 return None
-            raise StackError(f'{source}: engine.graphs names sizes, but {why}; "auto" runs such steps without')
+            raise StackError(
+                f'{source}: engine.graphs names sizes, but {why}; "auto" runs such steps without', code="not_captured"
+            )
         longest = min(options.max_num_batched_tokens, max_model_len, layers.states.max_rounds or max_model_len)
         num_reqs, query_lens = asked_sizes(options, longest, max_drafts)
         if not query_lens:
@@ -204,7 +207,7 @@ class StepGraphs:
         token_ids: IntArray,
         positions: IntArray,
         wanted: IntArray,
-    ) -> torch.Tensor | None:
+    ) -> Output | None:
         """Run a step from its graph, after capturing the graph if there is none yet.
 
         Args:
@@ -217,7 +220,8 @@ class StepGraphs:
             wanted: ``[num_wanted]``: the packed tokens whose logits are wanted.
 
         Returns:
-            Logits of the wanted rows, then of padding; they are overwritten by the next step. None if a state layer
+            What the forward returns: logits of the wanted rows, then of padding; the next step overwrites them. None if
+            a state layer
             has no page for the state between two of a request's tokens, or if the capture raised any exception. In the
             second case, steps of these sizes run without a graph from then on, and each reason is logged once. The
             pages stay correct: the step without a graph writes again what the capture wrote.
@@ -233,7 +237,7 @@ class StepGraphs:
         token_ids: IntArray,
         positions: IntArray,
         wanted: IntArray,
-    ) -> torch.Tensor | None:
+    ) -> Output | None:
         padded = pad_step(
             metadata,
             num_reqs=sizes.num_reqs,

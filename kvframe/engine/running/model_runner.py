@@ -20,7 +20,7 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TokenRange
-from kvframe.engine.graphs.step_graphs import StepGraphs
+from kvframe.engine.graphs.step_graphs import Forward, StepGraphs
 from kvframe.engine.requests.progress import NO_INPUTS, RequestT
 from kvframe.engine.requests.request import Request
 from kvframe.engine.running.next_tokens import accept_drafts, add_logprobs, sample, token_logprobs
@@ -56,6 +56,8 @@ class ModelRunner:
         graphs: The graphs that steps are replayed from if possible; None for none.
         compute: Computes a batch: ``compute(batch, logits_indices, new_inputs)``. On rank 0 of several ranks, it first
             sends the batch to the others.
+        hidden_states: The rows of the last step that its tokens were sampled from, by request; None if no proposer
+            needs them.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ModelRunner:
         skip_policy: SkipPolicy | None = None,
         graphs: StepGraphs | None = None,
         tokens: IntArray | None = None,
+        hidden_states: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """Keep what steps need.
 
@@ -83,6 +86,7 @@ class ModelRunner:
             skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
             graphs: The graphs that steps are replayed from if possible; none unless given.
             tokens: The ``tokens`` of another runner, which it then shares; its own unless given.
+            hidden_states: Where each step leaves the hidden states of the requests that it gives tokens.
 
         Raises:
             PlanError: The machine has no memory for the tokens.
@@ -104,6 +108,9 @@ class ModelRunner:
         self._skip_policy = skip_policy
         self.graphs = graphs
         self.compute: Compute = self._compute
+        self.hidden_states = hidden_states
+        self._forward = forward_of(model, with_hidden_states=hidden_states is not None)
+        self._hidden_rows: torch.Tensor | None = None
 
     @property
     def has_graphs(self) -> bool:
@@ -203,17 +210,25 @@ class ModelRunner:
             if self.graphs is not None and sizes is not None:
                 rows_of_graph = self.graphs.run(sizes, batch, self._tables, metadata, *tensors)
                 if rows_of_graph is not None:
-                    return rows_of_graph[: len(logits_indices)]
+                    return self._split_output([rows[: len(logits_indices)] for rows in rows_of_graph])
             token_ids, positions_there, wanted = self._layers.begin_step(
                 metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in tensors)
             )
-            logits = self._model.forward(token_ids, positions_there, wanted)
+            output = self._forward(token_ids, positions_there, wanted)
             kept_rows = self._layers.kept_rows
-            self._check_logits(logits, len(wanted if kept_rows is None else kept_rows))
+            for rows in output:
+                self._check_logits(rows, len(wanted if kept_rows is None else kept_rows))
             if kept_rows is None:
-                return logits
+                return self._split_output(output)
             # The rows that the layers computed, then padding.
-            return logits[: len(wanted)] if batch.generating_indices is logits_indices else logits[wanted]
+            is_kept = batch.generating_indices is logits_indices
+            return self._split_output([rows[: len(wanted)] if is_kept else rows[wanted] for rows in output])
+
+    def _split_output(self, output: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the logits of a step, and keep the hidden states of the same rows, if there are any."""
+        logits, *others = output
+        self._hidden_rows = others[0] if others else None
+        return logits
 
     def _check_logits(self, logits: Any, num_rows: int) -> None:
         """Refuse another number of rows than was asked for, which would give requests each other's tokens."""
@@ -309,6 +324,8 @@ class TokenRunner(ModelRunner):
 
     def _run(self, step: ScheduledStep[Request]) -> Outcomes:
         packed = self.pack(step)
+        if self.hidden_states is not None:
+            self.hidden_states.clear()
         logits = self.forward(packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS)
         if len(packed.prompt_rows):
             self._add_prompt_logprobs(packed, logits)
@@ -324,6 +341,7 @@ class TokenRunner(ModelRunner):
         if packed.drafts:
             drafts = list(compress(packed.drafts, packed.is_sampled))
             runs = accept_drafts(logits, requests, drafts)
+            self._keep_hidden_states(packed, requests, runs, [1 + len(each) for each in drafts])
             if any(request.params.logprobs for request in requests):
                 add_logprobs(logits, requests, runs, [1 + len(each) for each in drafts])
             for row, stop, proposed, run in zip(rows.tolist(), num_known.tolist(), drafts, runs, strict=True):
@@ -331,10 +349,38 @@ class TokenRunner(ModelRunner):
                 self.tokens[row, start : start + len(run)] = run
             return runs if packed.places is None else [runs[place] for place in packed.places]
         token_ids = sample(logits, requests)
+        self._keep_hidden_states(packed, requests, [[each] for each in token_ids], [1] * len(requests))
         if any(request.params.logprobs for request in requests):
             add_logprobs(logits, requests, [[each] for each in token_ids], [1] * len(requests))
         self.tokens[rows, num_known] = token_ids
         return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
+
+    def _keep_hidden_states(
+        self,
+        packed: PackedStep[Request],
+        requests: Sequence[Request],
+        runs: Sequence[Sequence[int]],
+        num_rows: Sequence[int],
+    ) -> None:
+        """Keep a row for each new token of each request: copies, because the next step overwrites those of a graph.
+
+        Args:
+            packed: The step.
+            requests: The requests that get tokens.
+            runs: Their new tokens, which follow the first of their rows.
+            num_rows: How many sampled rows each has.
+        """
+        if self.hidden_states is None:
+            return
+        assert self._hidden_rows is not None
+        rows, counts = self._hidden_rows, [sum(token >= 0 for token in run) for run in runs]
+        starts = np.cumsum(num_rows) - num_rows
+        wanted = np.concatenate([np.arange(count) + start for start, count in zip(starts, counts, strict=True)])
+        kept = rows.index_select(0, self.to_device(packed.sampled[wanted]))
+        for request, part in zip(requests, kept.split(counts), strict=True):
+            if len(part):
+                self.hidden_states[request.request_id] = part
+        self._hidden_rows = None
 
     def _add_prompt_logprobs(self, packed: PackedStep[Request], logits: torch.Tensor) -> None:
         following = self.tokens[packed.rows[packed.prompt_requests], packed.prompt_positions + 1]
@@ -352,6 +398,13 @@ def new_inputs_of(step: ScheduledStep[RequestT]) -> Mapping[str, Mapping[int, Mo
         for name in request.new_inputs:
             found.setdefault(name, {})[request.row] = request.inputs[name]
     return found
+
+
+def forward_of(model: LoadedModel, *, with_hidden_states: bool) -> Forward:
+    """Return a model's forward, which gives the hidden states of the logits' rows too if they are needed."""
+    if with_hidden_states:
+        return model.forward_with_hidden_states
+    return lambda token_ids, positions, wanted: (model.forward(token_ids, positions, wanted),)
 
 
 def are_last_tokens(batch: StepBatch) -> bool:

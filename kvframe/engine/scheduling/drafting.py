@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 import attrs
 import numpy as np
@@ -20,6 +20,9 @@ from kvframe.contract.proposer import DraftRequest, Proposer
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.step import ScheduledStep
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger("kvframe")
 MAX_PAUSE = 32
@@ -61,6 +64,8 @@ class Drafting(Generic[RequestT]):
     Attributes:
         max_drafts: The most drafts of a request in a step.
         continue_requests: Lets the proposer's draft model continue requests; None if it has none.
+        hidden_states: The rows of the last step that its tokens were sampled from, by request id: the runner fills it.
+            None if the proposer does not need them.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int | None) -> None:
@@ -74,6 +79,7 @@ class Drafting(Generic[RequestT]):
         self.max_drafts, self._vocab_size = proposer.max_drafts, vocab_size
         self._paces: dict[str, Pace] = {}
         self.continue_requests: Continue[RequestT] | None = None
+        self.hidden_states: dict[str, torch.Tensor] | None = {} if proposer.needs_hidden_states else None
 
     def add_drafts(self, step: ScheduledStep[RequestT], budget: int, cache: RequestCache) -> ScheduledStep[RequestT]:
         """Return a step with draft tokens, if the budget and the free blocks allow: no request gives way.
@@ -197,6 +203,7 @@ class Drafting(Generic[RequestT]):
                 max_drafts=most,
                 cache_salt=request.cache_salt,
                 continuation=tuple(continued[index]) if continued else (),
+                hidden_states=None if self.hidden_states is None else self.hidden_states.get(request.request_id),
             )
             for index, (request, most) in enumerate(zip(requests, counts, strict=True))
         ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, cast
+from typing import TYPE_CHECKING, Generic, cast
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from kvframe.engine.scheduling.request_blocks import RequestBlocks, is_being_com
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.stats import SchedulerStats
 from kvframe.engine.scheduling.step import Outcomes, RunningRequests, ScheduledStep
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger("kvframe")
 NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
@@ -95,6 +98,11 @@ class Scheduler(Generic[RequestT]):
     def max_drafts(self) -> int:
         """The most draft tokens of a request in a step; 0 without a proposer."""
         return 0 if self._drafting is None else self._drafting.max_drafts
+
+    @property
+    def hidden_states(self) -> dict[str, torch.Tensor] | None:
+        """Where the runner leaves hidden states by request id; None if no proposer needs them."""
+        return None if self._drafting is None else self._drafting.hidden_states
 
     def use_draft_model(self, continue_requests: Continue[RequestT]) -> None:
         """Let the proposer's draft model continue requests before the proposer is asked for drafts."""

@@ -29,6 +29,7 @@ from kvframe.contract import (
 from kvframe_transformers.byte_level import bytes_of, decode_by_bytes
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody, for_any_size
+from kvframe_transformers.head_input import HeadInput
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.packed import PackedLinears
@@ -87,6 +88,7 @@ class TransformersModel(LoadedModel):
         self._drivers: dict[nn.Module, MixerDriver] = {}
         self._cutter: RowCutter | None = None
         self.compiled: CompiledBody | None = None
+        self._head: HeadInput | None = None
         self.packs_weights = False
 
     def without_head(self) -> LoadedModel:
@@ -203,6 +205,9 @@ class TransformersModel(LoadedModel):
         if self.compiled is not None:
             self.compiled.remove()
         self.compiled = None
+        if self._head is not None:
+            self._head.remove()
+        self._head = None
         if self._cutter is not None:
             self._cutter.remove()
         self._cutter = None
@@ -233,6 +238,41 @@ class TransformersModel(LoadedModel):
             if self._keeps_logits:
                 return self._run(input_ids, positions, logits_to_keep=logits_indices)
             return self._run(input_ids, positions)[logits_indices]
+
+    def can_give_hidden_states(self) -> bool:
+        """Return whether the model has a head, whose input can be noted."""
+        return self.description.generates and self.model.get_output_embeddings() is not None
+
+    def give_hidden_states(self) -> None:
+        """Note the input of the model's head in each step."""
+        self._head = HeadInput(self.model.get_output_embeddings())
+
+    def forward_with_hidden_states(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one packed step, and return the input of the model's head beside the logits.
+
+        Args:
+            input_ids: As for ``forward``.
+            positions: As for ``forward``.
+            logits_indices: As for ``forward``.
+
+        Returns:
+            The logits, and ``[num_logits_rows, hidden_size]`` of the same rows.
+
+        Raises:
+            ModelError: The model does not call its head.
+        """
+        assert self._head is not None
+        logits = self.forward(input_ids, positions, logits_indices)
+        rows = self._head.take()
+        if rows is None:
+            raise ModelError(
+                f"{self.description.name} does not call its output embeddings, so it has no hidden states; choose "
+                "another proposer"
+            )
+        # A model that always computes the logits of all rows gives those that are wanted.
+        return logits, rows if len(rows) == len(logits) else rows[logits_indices]
 
     def self_check(self, run_packed: RunPacked) -> None:
         """Compare a packed run with the model's own plain forward; raise ``ModelError`` if logits differ.

@@ -1,0 +1,198 @@
+"""A proposer that asks for hidden states gets those that the last tokens of each request were taken from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+
+from kvframe import SamplingParams, load_plugins
+from kvframe.contract import DraftRequest, Register, StackError, hookimpl
+from kvframe.engine.parts import make_scheduler
+from tests.attention.attending import plugin
+from tests.attention.capturable import CapturableReference
+from tests.engine.scripted_model import ScriptedModel
+from tests.models import encoder_decoder
+from tests.models.knowing import ANSWERS, Knowing
+from tests.models.serving import PROMPTS, TinyModel, held_pages
+
+WITH_ENCODERS = ("bart", "t5")
+HEAD: list[Any] = []
+"""The head of the served model."""
+ASKED: list[tuple[str, list[int] | None, list[int]]] = []
+"""For each request that was asked about: its id, what the head makes of its hidden states, and all its tokens."""
+
+
+@attrs.define(kw_only=True, eq=False)
+class Checking(Knowing):
+    """Knows some of what requests will generate, and computes the model's head itself."""
+
+    name = "checking"
+    needs_hidden_states: ClassVar[bool] = True
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        for each in requests:
+            states = each.hidden_states
+            with torch.inference_mode():
+                found = None if states is None else HEAD[0](states).argmax(-1).tolist()
+            ASKED.append((each.request_id, found, list(each.token_ids)))
+        return super().propose(requests)
+
+
+def manifest() -> ModuleType:
+    module = ModuleType("checking_plugin")
+
+    @hookimpl
+    def kvframe_register_proposers(register: Register) -> None:
+        register("checking", Checking)
+        register("knowing", Knowing)
+
+    vars(module)["kvframe_register_proposers"] = kvframe_register_proposers
+    return module
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+    mine = plugin("mine", backends={"capturable": CapturableReference})
+    registry = load_plugins(plugins=[mine, manifest()]).registry
+
+    def model(family: str) -> TinyModel:
+        return attrs.evolve(TinyModel.save(folder / family, family), registry=registry).in_dtype("float64")
+
+    return cache(model)
+
+
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+def serve(model: TinyModel, family: str, *, compiled: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Serve prompts with drafts; check that tokens are those without, and return the statistics and the graphs."""
+    prompts: Any = encoder_decoder.prompts(family) if family in WITH_ENCODERS else PROMPTS
+    with model.engine() as engine:
+        expected = engine.generate(prompts, GREEDY)
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected]
+    loaded: Any = model.loaded
+    HEAD[:] = [loaded.model.get_output_embeddings().forward]
+    ASKED.clear()
+    with model.engine(drafts="checking", **options) as engine:
+        if compiled:
+            engine.model.compile("eager")
+            assert 0 == engine.model.compiled.num_graph_breaks  # type: ignore[attr-defined]
+        found = engine.generate(prompts, GREEDY)
+        assert 0 == held_pages(engine)
+        stats, runner = engine.stats(), engine._runner
+    assert [each.token_ids for each in expected] == [each.token_ids for each in found]
+    assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
+    assert not loaded.model.get_output_embeddings()._forward_pre_hooks
+    return stats, runner.graphs  # type: ignore[attr-defined]
+
+
+def check_asked(*, some_are_missing: bool = False) -> None:
+    """Check that the rows are those of the last tokens; after a preemption, there may be none."""
+    assert len(ASKED) > len(PROMPTS)
+    missing = [found for _, found, _ in ASKED if found is None]
+    assert bool(missing) <= some_are_missing
+    rows = [(found, tokens[-len(found) :]) for _, found, tokens in ASKED if found is not None]
+    assert [last for _, last in rows] == [found for found, _ in rows]
+    assert {1, 2} <= {len(found) for found, _ in rows}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"max_num_batched_tokens": 24}),
+        ("gemma3n_text", {"prefill_skipping": "decode_only", "max_num_batched_tokens": 40}),
+        ("falcon_h1", {"max_num_batched_tokens": 24}),
+        ("t5", {}),
+    ],
+)
+def test_the_head_makes_the_last_tokens_of_them(
+    models: Callable[[str], TinyModel], family: str, options: dict[str, Any]
+) -> None:
+    serve(models(family), family, **options)
+    check_asked()
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "bart"])
+def test_a_replayed_step_gives_them(models: Callable[[str], TinyModel], family: str) -> None:
+    kinds = ("full_attention", "cross_attention") if family == "bart" else ("full_attention",)
+    backends = dict.fromkeys(kinds, "capturable")
+    _, graphs = serve(models(family), family, backends=backends, graphs=[4, 8], graph_query_lens=[1])
+    assert graphs.num_replays > 0
+    assert set() == graphs._reasons
+    check_asked()
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("falcon_h1", marks=pytest.mark.whole)])
+def test_a_compiled_model_gives_them(models: Callable[[str], TinyModel], family: str) -> None:
+    backends = {"full_attention": "capturable"}
+    _, graphs = serve(models(family), family, compiled=True, backends=backends, graphs=[8])
+    assert graphs.num_replays > 0
+    check_asked()
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_a_preempted_request_gets_none_or_its_own(models: Callable[[str], TinyModel], preemption: str) -> None:
+    model = models("llama")
+    options: dict[str, Any] = {"preemption": preemption, "swap_memory": "1MiB", "block_size": 4}
+    memory = model.tight_memory(100, drafts="checking", block_size=4)
+    stats, _ = serve(model, "llama", memory=memory, **options)
+    assert stats.preemptions > 0
+    check_asked(some_are_missing=True)
+
+
+def test_log_probabilities_of_a_prompt_shift_no_row(models: Callable[[str], TinyModel]) -> None:
+    model, params = models("llama"), attrs.evolve(GREEDY, prompt_logprobs=True)
+    ANSWERS.clear()
+    ASKED.clear()
+    with model.engine(drafts="checking", max_num_batched_tokens=24) as engine:
+        loaded: Any = model.loaded
+        HEAD[:] = [loaded.model.get_output_embeddings().forward]
+        found = [(each, GREEDY if index % 2 else params) for index, each in enumerate(PROMPTS)]
+        for prompt, each in found:
+            engine.add_request(prompt, each)
+        while engine.has_unfinished:
+            given = {each.request_id for each in engine.step() if each.new_token_ids}
+            # Rows of earlier steps are not kept.
+            assert given == {*engine._runner.hidden_states}  # type: ignore[attr-defined]
+    rows = [(states, tokens[-len(states) :]) for _, states, tokens in ASKED if states is not None]
+    assert [last for _, last in rows] == [states for states, _ in rows]
+    assert len(rows) == len(ASKED) > len(PROMPTS)
+
+
+def test_a_proposer_that_does_not_ask_gets_none(
+    models: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def propose(self: Knowing, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        seen.extend(each.hidden_states for each in requests)
+        return [[] for _ in requests]
+
+    monkeypatch.setattr(Knowing, "propose", propose)
+    with models("llama").engine(drafts="knowing") as engine:
+        engine.generate(PROMPTS, GREEDY)
+        assert None is engine._runner.hidden_states  # type: ignore[attr-defined]
+    assert {None} == {*seen}
+
+
+def test_what_cannot_give_hidden_states_is_refused(
+    models: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models("llama")
+    assert not ScriptedModel().can_give_hidden_states()
+    assembly: Any = attrs.make_class("Assembly", ["stack", "model"])
+    with model.engine(drafts="checking") as engine, pytest.raises(StackError, match="over ranks") as caught:
+        make_scheduler(assembly(engine.stack, engine.model), engine._manager, model.registry, has_ranks=True)
+    assert "no_hidden_states" == caught.value.code
+    monkeypatch.setattr(type(model.loaded), "can_give_hidden_states", lambda self: False)
+    with pytest.raises(StackError, match=r"'checking' needs hidden states, and the model adapter .* none") as caught:
+        model.engine(drafts="checking")
+    assert "no_hidden_states" == caught.value.code
