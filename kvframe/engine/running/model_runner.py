@@ -210,19 +210,19 @@ class ModelRunner:
             if self.graphs is not None and sizes is not None:
                 rows_of_graph = self.graphs.run(sizes, batch, self._tables, metadata, *tensors)
                 if rows_of_graph is not None:
-                    return self._split_output([rows[: len(logits_indices)] for rows in rows_of_graph])
+                    return self._split_output([each[: len(logits_indices)] for each in rows_of_graph])
             token_ids, positions_there, wanted = self._layers.begin_step(
                 metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in tensors)
             )
             output = self._forward(token_ids, positions_there, wanted)
             kept_rows = self._layers.kept_rows
-            for rows in output:
-                self._check_logits(rows, len(wanted if kept_rows is None else kept_rows))
+            for tensor in output:
+                self._check_logits(tensor, len(wanted if kept_rows is None else kept_rows))
             if kept_rows is None:
                 return self._split_output(output)
             # The rows that the layers computed, then padding.
             is_kept = batch.generating_indices is logits_indices
-            return self._split_output([rows[: len(wanted)] if is_kept else rows[wanted] for rows in output])
+            return self._split_output([each[: len(wanted)] if is_kept else each[wanted] for each in output])
 
     def _split_output(self, output: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the logits of a step, and keep the hidden states of the same rows, if there are any."""
