@@ -55,7 +55,7 @@ class HostedModel:
         Raises:
             BackendError: A layer's spec stores something else than the host's pages hold. Or the host leaves out
                 tokens, and the stack names no wrapper for that, or the other way round. Or the stack's proposer has a
-                draft model (``draft_model``), which the host would have to run.
+                draft model (``another_model``), which the host would have to run.
             StackError: A rule matches no layer, or gives a spec an unknown option.
             SpecError: A layer's kind is not registered, or its options do not fit.
         """
@@ -64,7 +64,7 @@ class HostedModel:
             raise BackendError(
                 f"{stack.source}: engine.drafts names {proposer.name!r}, whose draft model the host would have to run; "
                 "leave the key out, and use what the host has for drafts",
-                code="draft_model",
+                code="another_model",
             )
         if is_part:
             stack = attrs.evolve(stack, rules=tuple(attrs.evolve(rule, optional=True) for rule in stack.rules))

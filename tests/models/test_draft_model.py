@@ -74,12 +74,33 @@ class Meddling(DraftModelProposer):
         return tokens
 
 
+ANSWERS: list[list[int]] = []
+"""The tokens of requests, prompt and answer, that ``Informed`` knows."""
+
+
+@attrs.define(kw_only=True, eq=False)
+class Informed(DraftModelProposer):
+    """Proposes the right tokens, whatever the draft model generates."""
+
+    name = "informed"
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        found = []
+        for request in requests:
+            known = list(request.token_ids)
+            CONTINUED.append([*known, *request.continuation])
+            answer = next(each for each in ANSWERS if each[: len(known)] == known)
+            found.append(answer[len(known) :][: request.max_drafts])
+        return found
+
+
 def make_manifest() -> ModuleType:
     manifest = ModuleType("meddling_plugin")
 
     @hookimpl
     def kvframe_register_proposers(register: Register) -> None:
         register("meddling", Meddling)
+        register("informed", Informed)
 
     manifest.kvframe_register_proposers = kvframe_register_proposers  # type: ignore[attr-defined]
     return manifest
@@ -222,6 +243,18 @@ def test_a_model_accepts_all_of_its_own_drafts(models: Models, sampling: str) ->
 def test_its_state_is_right_after_rejections_and_hits(models: Models, family: str) -> None:
     model = models(family)
     check_twin(model, greedy(model))
+
+
+def test_its_state_is_right_after_drafts_that_are_not_its_own(models: Models, tmp_path: Path) -> None:
+    model, params = models("llama"), SamplingParams(max_new_tokens=16)
+    draft = attrs.evolve(TinyModel.save(tmp_path, "llama", seed=7), registry=model.registry).in_dtype("float64")
+    CONTINUED.clear()
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected(model, params, SOME[:2])]
+    _, stats = check_same(model, {**by(tmp_path), "name": "informed"}, params, SOME[:2])
+    assert stats.draft_tokens == stats.accepted_draft_tokens > 0
+    # Alone, the draft model goes on after the same tokens with the same ones.
+    alone = expected(draft, SamplingParams(max_new_tokens=1), [each[:-1] for each in CONTINUED])
+    assert [each[-1:] for each in CONTINUED] == [list(each.token_ids) for each in alone]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
