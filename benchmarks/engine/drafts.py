@@ -1,4 +1,4 @@
-"""Measure draft tokens: kvframe with and without ``ngram``, beside transformers with and without prompt lookup.
+"""Measure draft tokens: kvframe with and without them, beside transformers with and without prompt lookup.
 
 See benchmarks/README.md.
 """
@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from benchmarks.engine.serving import (
+    DRAFTED,
     KVFRAME,
     LOOKUP,
     NGRAM,
@@ -29,7 +30,7 @@ from benchmarks.harness.record import benchmark, measure_each, ratios
 
 LOOKUP_TOKENS = 8
 """The most tokens that ``ngram`` and transformers' prompt lookup propose."""
-PLAIN, WITH_NGRAM = KVFRAME, KVFRAME + NGRAM
+PLAIN, WITH_NGRAM, WITH_DRAFT_MODEL = KVFRAME, KVFRAME + NGRAM, KVFRAME + DRAFTED
 GENERATE, WITH_LOOKUP = "transformers generate()", TRANSFORMERS + LOOKUP
 SYSTEMS = (PLAIN, WITH_NGRAM, GENERATE, WITH_LOOKUP)
 BATCHES = (1, 8, 32)
@@ -54,15 +55,24 @@ class Text(Workload):
     Attributes:
         what: The prompts, in words.
         draw: Draws a prompt.
-        aim: How many times as fast as kvframe without drafts ``ngram`` has to be.
+        aim: How many times as fast as kvframe without drafts the system with drafts has to be.
         temperature: If it is not 0, tokens are sampled. transformers is then left out, because its random numbers
             differ.
+        systems: The systems that are measured; one of them is kvframe with drafts.
+        draft_model: The draft model's name in ``harness/models.py``; empty for none.
     """
 
     what: str
     draw: Callable[[torch.Generator], torch.Tensor] = attrs.field(repr=False, default=draw_random)
     aim: float
     temperature: float = 0.0
+    systems: tuple[str, ...] = SYSTEMS
+    draft_model: str = ""
+
+    @property
+    def drafting(self) -> str:
+        """The system with drafts."""
+        return WITH_DRAFT_MODEL if self.draft_model else WITH_NGRAM
 
     def prompts(self, repeat: int, vocab_size: int) -> list[list[int]]:
         """Return the prompts of one round; rounds have different prompts."""
@@ -71,6 +81,13 @@ class Text(Workload):
 
 
 SIZES: dict[str, Any] = {"memory": "64MiB", "shortest": 64}
+OF_PAIR: dict[str, Any] = {
+    **SIZES,
+    "model": "bench-demo-deep",
+    "num_new_tokens": 40,
+    "draw": draw_copy,
+    "systems": (PLAIN, WITH_DRAFT_MODEL),
+}
 TEXTS = (
     Text(
         name="copy",
@@ -89,6 +106,22 @@ TEXTS = (
         num_new_tokens=48,
         aim=0.97,
         temperature=1.5,
+        systems=(PLAIN, WITH_NGRAM),
+    ),
+    Text(
+        name="deep",
+        what="the copy task; the served model is the demo's with 20 further layers that change nothing, and the draft "
+        "model is the demo's, which is therefore always right: the most that a sixth of the layers can bring",
+        draft_model="demo",
+        aim=1.5,
+        **OF_PAIR,
+    ),
+    Text(
+        name="wrong",
+        what="the same, and the draft model is a random Llama of two layers, which is always wrong",
+        draft_model="bench-llama-512",
+        aim=0.8,
+        **OF_PAIR,
     ),
     Text(name="tiny", model="bench-llama-tiny", **SIZES, what="64 random tokens", num_new_tokens=8, aim=0.0),
 )
@@ -96,13 +129,14 @@ TEXTS = (
 
 def measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int], object]) -> dict[str, Any]:
     """Let all systems take turns on the same prompts, for each number of requests."""
-    if text.temperature:
-        engines = {name: engines[name] for name in (PLAIN, WITH_NGRAM)}
+    engines = {name: engines[name] for name in text.systems}
     return {str(count): _measure(attrs.evolve(text, num_prompts=count), engines, repeats, advance) for count in BATCHES}
 
 
 def _measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int], object]) -> dict[str, Any]:
-    load(engines, setting_of(text, temperature=text.temperature)[0], max_drafts=LOOKUP_TOKENS)
+    setting, _ = setting_of(text, temperature=text.temperature)
+    draft_model = str(models.path_of(text.draft_model)) if text.draft_model else ""
+    load(engines, setting, max_drafts=LOOKUP_TOKENS, draft_model=draft_model)
     served = serve_by_turns(
         f"{text.name}, {text.num_prompts}",
         engines,
@@ -117,9 +151,9 @@ def _measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int]
     return {
         "tokens_per_second": {name: [num_tokens / took for took in times] for name, times in seconds.items()},
         "times_as_fast": {
-            name: ratios(times, seconds[WITH_NGRAM]) for name, times in seconds.items() if name != WITH_NGRAM
+            name: ratios(times, seconds[text.drafting]) for name, times in seconds.items() if name != text.drafting
         },
-        **{name: served[WITH_NGRAM][-1][name] for name in ("draft_tokens", "accepted_draft_tokens")},
+        **{name: served[text.drafting][-1][name] for name in ("draft_tokens", "accepted_draft_tokens")},
     }
 
 
@@ -137,7 +171,7 @@ def write_report(record: Mapping[str, Any]) -> str:
         yield f"Prompts are {text.what}. Aim: {text.aim} times as fast as without drafts."
         rows = {
             batch: {
-                "ngram": measured["tokens_per_second"][WITH_NGRAM],
+                "drafts": measured["tokens_per_second"][text.drafting],
                 **measured["times_as_fast"],
                 "accepted": f"{measured['accepted_draft_tokens'] / max(1, measured['draft_tokens']):.0%} of "
                 f"{measured['draft_tokens']:,}",
@@ -146,12 +180,14 @@ def write_report(record: Mapping[str, Any]) -> str:
         }
         peers = [name for name in SYSTEMS if name in next(iter(rows.values()))]
         columns: dict[str, Column] = {
-            "ngram": ("ngram, tokens/s", "{:,.0f}"),
+            "drafts": (f"{text.drafting}, tokens/s", "{:,.0f}"),
             **{name: (f"times as fast as {name}", "{:.2f}") for name in peers},
         }
         yield figures(rows, {**columns, "accepted": ("drafts accepted", "{}")}, "requests")
 
-    return case_page("Draft tokens: kvframe's ngram and transformers' prompt lookup", record, "texts", section, note)
+    return case_page(
+        "Draft tokens: kvframe's proposers and transformers' prompt lookup", record, "texts", section, note
+    )
 
 
 @benchmark("drafts", write_report, cases="texts")
@@ -161,7 +197,7 @@ def write_report(record: Mapping[str, Any]) -> str:
 def main(repeats: int, threads: int, texts: Sequence[Text]) -> dict[str, Any]:
     """Measure texts that repeat themselves and texts that do not, at several numbers of requests."""
     num_rounds = len(BATCHES) * (repeats + 1)
-    with start_servers(SYSTEMS, threads) as engines:
+    with start_servers([name for text in texts for name in text.systems], threads) as engines:
         found = measure_each(texts, num_rounds, lambda each, advance: measure(each, engines, repeats, advance))
     return {"repeats": repeats, "texts": found}
 

@@ -34,12 +34,15 @@ class KVFrame(SteppedEngine):
         """Load a model."""
         super().__init__()
         silence_transformers()
+        drafts: dict[str, Any] = {"name": "ngram", "max_drafts": setting.max_drafts}
+        if setting.draft_model:
+            drafts |= {"name": "draft_model", "model": setting.draft_model}
         engine = {
             "dtype": setting.dtype,
             "compile": setting.is_compiled,
             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
             "max_num_seqs": setting.max_num_seqs,
-            **({"drafts": {"name": "ngram", "max_drafts": setting.max_drafts}} if setting.max_drafts else {}),
+            **({"drafts": drafts} if setting.max_drafts else {}),
         }
         tables = {
             "cache": {"memory": setting.memory, "prefix_caching": setting.prefix_caching},

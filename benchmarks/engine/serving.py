@@ -20,7 +20,7 @@ from benchmarks.harness.record import by_turns
 from kvframe.loading.checks import parse_bytes
 
 KVFRAME, VLLM, TRANSFORMERS, CONTINUOUS = "kvframe", "vLLM", "transformers", "transformers continuous batching"
-COMPILED, PACKED, NGRAM, LOOKUP = ", compiled", ", packed", ", ngram", ", prompt lookup"
+COMPILED, PACKED, NGRAM, LOOKUP, DRAFTED = ", compiled", ", packed", ", ngram", ", prompt lookup", ", draft model"
 """Suffixes of a system's name; each switches an option of its engine on."""
 
 Engines = Mapping[str, EngineProcess]
@@ -45,13 +45,14 @@ def setting_of(workload: Workload, **options: Any) -> tuple[Setting, dict[str, A
     return Setting(path=str(path), memory=memory, max_num_seqs=workload.num_prompts, **options), config
 
 
-def load(engines: Engines, setting: Setting, max_drafts: int = 0) -> None:
+def load(engines: Engines, setting: Setting, max_drafts: int = 0, draft_model: str = "") -> None:
     """Let each engine load a model instead of its last one, with the options of its name's suffixes."""
     for name, engine in engines.items():
         ways = {
             "is_compiled": COMPILED in name,
             "is_packed": PACKED in name,
-            "max_drafts": max_drafts if name.endswith((NGRAM, LOOKUP)) else 0,
+            "max_drafts": max_drafts if name.endswith((NGRAM, LOOKUP, DRAFTED)) else 0,
+            "draft_model": draft_model if name.endswith(DRAFTED) else "",
         }
         engine.ask({"setting": {**dataclasses.asdict(setting), **ways}})
 

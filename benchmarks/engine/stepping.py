@@ -30,7 +30,9 @@ class Setting:
         dtype: The dtype of weights, keys and values.
         prefix_caching: Whether requests share blocks.
         temperature: The temperature of sampling; 0 for greedy tokens.
-        max_drafts: The most draft tokens of a proposal; 0 for no drafts.
+        max_drafts: The most draft tokens of a proposal, from the text before them unless there is a draft model; 0 for
+            no drafts.
+        draft_model: The draft model's folder; empty for none.
         is_compiled: Whether the engine compiles the model, if it can.
         is_packed: Whether kvframe keeps packed copies of weights; vLLM always packs them.
     """
@@ -43,6 +45,7 @@ class Setting:
     prefix_caching: bool = False
     temperature: float = 0.0
     max_drafts: int = 0
+    draft_model: str = ""
     is_compiled: bool = False
     is_packed: bool = False
 

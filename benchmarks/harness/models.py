@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -129,6 +130,22 @@ def _gemma3n(path: Path, types: str, shared: int, window: int, hidden: int, mlp:
     Gemma3nForCausalLM(config).save_pretrained(path)
 
 
+def _demo_deep(path: Path) -> None:
+    """Save the demo's model with 20 further layers, whose outputs are zero: it computes the same tokens."""
+    small = Gemma3ForCausalLM.from_pretrained(path_of("demo"))
+    settings = small.config.to_dict()
+    settings["layer_types"] = [*settings["layer_types"], *["sliding_attention"] * 20]
+    settings["num_hidden_layers"] = len(settings["layer_types"])
+    deep = Gemma3ForCausalLM(Gemma3TextConfig(**settings))
+    deep.load_state_dict(small.state_dict(), strict=False)
+    for layer in deep.model.layers[small.config.num_hidden_layers :]:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    deep.save_pretrained(path)
+    for file in path_of("demo").glob("tokenizer*"):
+        shutil.copy(file, path)
+
+
 def _yoco(path: Path, **sizes: int) -> None:
     sys.path.insert(0, str(YOCO))
     from yoco_adapter import save_checkpoint
@@ -138,6 +155,8 @@ def _yoco(path: Path, **sizes: int) -> None:
 
 
 RANDOM: Mapping[str, Callable[[Path], None]] = {
+    "bench-demo-deep": _demo_deep,
+    "bench-llama-512": partial(_llama, vocab_size=512, hidden=64, mlp=128, layers=2),
     "bench-llama-tiny": partial(_llama, vocab_size=256, hidden=64, mlp=128, layers=2),
     # Heads of 32, the smallest that vLLM's attention on a CPU takes.
     "bench-llama-small": partial(_llama, vocab_size=256, hidden=128, mlp=256, layers=2, heads=4, kv_heads=2),
