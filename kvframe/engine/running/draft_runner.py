@@ -27,6 +27,8 @@ from kvframe.engine.running.next_tokens import FAILED, sample
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
 
 _log = logging.getLogger("kvframe")
+NONE_WANTED: IntArray = np.zeros(0, dtype=np.int64)
+"""Asks for no row of logits."""
 
 
 class DraftRunner:
@@ -92,10 +94,18 @@ class DraftRunner:
             going_on = going_on[counts[going_on] > place]
             if not len(going_on):
                 break
-            batch = self._batch(rows[going_on], num_known[going_on] - 1 + place, np.ones_like(going_on), wants=True)
-            order = self._order
-            going_on = going_on if order is None else going_on[order]
-            logits = self.runner.forward(batch)
+            num_computed, query_lens = num_known[going_on] - 1 + place, np.ones_like(going_on)
+            order = self._layers.order_for(num_computed, query_lens)
+            if order is not None:
+                going_on, num_computed = going_on[order], num_computed[order]
+            logits = self.runner.forward(
+                StepBatch(
+                    rows=rows[going_on],
+                    num_computed=num_computed,
+                    query_lens=query_lens,
+                    generating_indices=np.arange(len(going_on)),
+                )
+            )
             token_ids = sample(logits, [requests[index] for index in going_on.tolist()], [place] * len(going_on))
             is_sound = np.array(token_ids) != FAILED
             for index, token_id in zip(going_on.tolist(), token_ids, strict=True):
@@ -127,32 +137,21 @@ class DraftRunner:
         places = np.flatnonzero(num_kept > num_done)
         if not len(places):
             return
-        done = num_done[places]
-        batch = self._batch(step.rows[places], step.num_computed[places] + done, num_kept[places] - done, wants=False)
+        num_computed, query_lens = (step.num_computed + num_done)[places], (num_kept - num_done)[places]
+        order = self._layers.order_for(num_computed, query_lens)
+        if order is not None:
+            places, num_computed, query_lens = places[order], num_computed[order], query_lens[order]
         try:
-            self.runner.forward(batch)
+            self.runner.forward(
+                StepBatch(
+                    rows=step.rows[places],
+                    num_computed=num_computed,
+                    query_lens=query_lens,
+                    generating_indices=NONE_WANTED,
+                )
+            )
         except Exception as error:
             self._set_aside(error)
-
-    def _batch(self, rows: IntArray, num_computed: IntArray, query_lens: IntArray, *, wants: bool) -> StepBatch:
-        """Return a batch in the order that the backends ask for, which ``_order`` then holds.
-
-        Args:
-            rows: The rows of its requests.
-            num_computed: The tokens of each that the draft model has computed.
-            query_lens: The tokens of each to compute.
-            wants: Whether the logits of each request's last token are wanted.
-        """
-        self._order = order = self._layers.order_for(num_computed, query_lens)
-        if order is not None:
-            rows, num_computed, query_lens = rows[order], num_computed[order], query_lens[order]
-        wanted = np.cumsum(query_lens) - 1
-        return StepBatch(
-            rows=rows,
-            num_computed=num_computed,
-            query_lens=query_lens,
-            generating_indices=wanted if wants else wanted[:0],
-        )
 
     def _set_aside(self, error: Exception) -> None:
         self.is_set_aside = True

@@ -95,7 +95,7 @@ class ModelRunner:
         if tokens is None:
             with allocating(8 * max_num_seqs * max_model_len, f"for the tokens of {max_num_seqs} requests", advice):
                 tokens = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
-        self.tokens = tokens
+        self.tokens: IntArray = tokens
         self.input_lens: dict[str, IntArray] = {
             name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
         }
