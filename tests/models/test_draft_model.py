@@ -396,14 +396,18 @@ def test_a_draft_model_that_fails_is_set_aside(
         ] == [record.message for record in caplog.records]
 
 
-def test_a_draft_model_whose_logits_are_not_numbers_drafts_nothing(models: Models, tmp_path: Path) -> None:
+def test_a_draft_model_whose_logits_are_not_numbers_continues_nothing(models: Models, tmp_path: Path) -> None:
     model = models("llama")
     saved = save_tiny(tmp_path, "llama", **SMALL)
     with torch.no_grad():
         saved.lm_head.weight.fill_(torch.nan)
     saved.save_pretrained(tmp_path)
-    _, stats = check_same(model, by(tmp_path), greedy(model), PROMPTS[:3])
-    assert 0 == stats.draft_tokens
+    CONTINUED.clear()
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected(model, greedy(model), SOME[:2])]
+    _, stats = check_same(model, {**by(tmp_path), "name": "informed"}, greedy(model), SOME[:2])
+    assert stats.accepted_draft_tokens == stats.draft_tokens > 0
+    # What was continued is what was known, without a token after it.
+    assert [] == [each for each in CONTINUED if min(each) < 0]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -435,15 +439,13 @@ def test_a_wrong_choice_is_refused_in_one_sentence(models: Models, drafts: Any, 
         models("llama").engine(drafts=drafts)
 
 
-def test_the_models_of_a_closed_engine_compute_as_before(models: Models) -> None:
+def test_a_closed_engine_gives_its_draft_model_free(models: Models) -> None:
     model = models("llama")
-    engine = model.engine(drafts=by(model.path))
-    draft: Any = engine._draft
-    engine.generate(PROMPTS[:2], greedy(model))
-    engine.close()
-    again: Any = draft.model(torch.tensor([PROMPTS[2]])).logits
-    served: Any = model.loaded
-    assert torch.equal(served.model(torch.tensor([PROMPTS[2]])).logits, again)
+    with model.engine(drafts=by(model.path)) as engine:
+        draft = engine._draft
+    assert draft is not None
+    with attrs.evolve(model, loaded=draft).engine() as engine:
+        assert 1 == len(engine.generate(PROMPTS[:1], greedy(model)))
 
 
 # --- what is said about it --------------------------------------------------------------------------------------------
