@@ -312,7 +312,8 @@ def test_stops_and_log_probabilities_are_the_same(models: Models) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma3n_text", pytest.param("gemma4_text", marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
 def test_the_served_model_skips_prompt_tokens_and_the_draft_model_does_not(models: Models, family: str) -> None:
     model = models(family)
     check_twin(model, greedy(model), prefill_skipping="decode_only")
@@ -330,11 +331,13 @@ def test_both_models_run_in_graphs(models: Models, family: str) -> None:
         assert draft.runner.graphs.num_replays > 0
 
 
+@pytest.mark.whole
 def test_pages_of_fewer_bits_hold_both_models(models: Models) -> None:
     model = models("llama")
     check_twin(model, greedy(model), format="int8_token_head", plain={"format": "int8_token_head"})
 
 
+@pytest.mark.whole
 def test_a_decoder_drafts_for_a_decoder_with_an_encoder(models: Models, tmp_path: Path) -> None:
     model = models("t5")
     save_tiny(tmp_path, "llama", vocab_size=model.loaded.description.vocab_size, max_position_embeddings=4096)
