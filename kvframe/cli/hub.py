@@ -1,4 +1,7 @@
-"""Finds the folder of a model: a path, or a repository's id on the Hugging Face Hub (``Qwen/Qwen3-0.6B``)."""
+"""Finds the folder of a model: a path, or a repository's id on the Hugging Face Hub (``Qwen/Qwen3-0.6B``).
+
+A branch, tag or commit may follow: ``Qwen/Qwen3-0.6B@main``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from kvframe.config.files import exists
 from kvframe.contract.errors import FileError, ModelError, shorten
 from kvframe.contract.foreign import safe_text
 
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_REPOSITORY = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII
+)
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 """What a plan reads of a repository."""
@@ -26,7 +31,7 @@ def find_model(model: Path, *, weights: bool) -> Path:
     """Return the path of a model, downloading what is missing of a repository into the cache of huggingface_hub.
 
     Args:
-        model: A path, or ``owner/name`` if there is no such file or folder.
+        model: A path; or ``owner/name`` or ``owner/name@revision`` if there is no such file or folder.
         weights: Whether the model will run; otherwise only its config is downloaded.
 
     Raises:
@@ -38,12 +43,13 @@ def find_model(model: Path, *, weights: bool) -> Path:
         raise ModelError(f"{shorten(str(model))} {error}") from error
     if is_there:
         return model
-    if not _REPOSITORY.fullmatch(str(model)):
+    found = _REPOSITORY.fullmatch(str(model))
+    if found is None:
         raise ModelError(f"there is no file or folder {model}")
-    return _download(str(model), weights)
+    return _download(found["id"], found["revision"], weights)
 
 
-def _download(repository: str, weights: bool) -> Path:
+def _download(repository: str, revision: str | None, weights: bool) -> Path:
     """Return the folder of a repository's files in the cache of huggingface_hub."""
     missing = f"there is no file or folder {repository}"
     try:
@@ -60,6 +66,7 @@ def _download(repository: str, weights: bool) -> Path:
         folder = Path(
             huggingface_hub.snapshot_download(
                 repository,
+                revision=revision,
                 allow_patterns=list(RUN_FILES if weights else CONFIG_FILES),
                 ignore_patterns=list(LEFT_OUT),
             )
@@ -73,9 +80,13 @@ def _download(repository: str, weights: bool) -> Path:
         raise ModelError(
             f"{missing}, and no repository of that id on the Hugging Face Hub that you may read"
         ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"the repository {repository} has no branch, tag or commit {revision}") from error
     except errors.LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face Hub cannot be reached"
-        raise ModelError(f"{missing}, {why}, and {_needed(repository, weights, constants.HF_HUB_CACHE)}") from error
+        raise ModelError(
+            f"{missing}, {why}, and {_needed(repository, revision, weights, constants.HF_HUB_CACHE)}"
+        ) from error
     except Exception as error:  # a library's errors of any kind: of the connection, the disk, the id
         reason = safe_text(error).partition("\n")[0]
         raise ModelError(f"{missing}, and its repository cannot be downloaded: {shorten(reason)}") from error
@@ -83,14 +94,14 @@ def _download(repository: str, weights: bool) -> Path:
     if not (folder / "config.json").is_file() or (weights and not any(folder.glob("*.safetensors"))):
         raise ModelError(
             f"the repository {repository} has no {'safetensors and ' if weights else ''}config.json here: "
-            f"{_needed(repository, weights, constants.HF_HUB_CACHE)}"
+            f"{_needed(repository, revision, weights, constants.HF_HUB_CACHE)}"
         )
     return folder
 
 
-def _needed(repository: str, weights: bool, cache: str) -> str:
+def _needed(repository: str, revision: str | None, weights: bool, cache: str) -> str:
     """Return what makes a command work offline."""
-    files = "" if weights else " config.json"
+    files = ("" if weights else " config.json") + ("" if revision is None else f" --revision {revision}")
     return (
         f"the cache {cache} lacks it: `hf download {repository}{files}` with a connection puts there what this command "
         "needs offline"

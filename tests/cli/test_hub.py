@@ -96,6 +96,7 @@ def test_a_plan_downloads_the_config_only(command: str, downloads: list[dict[str
     found = json.loads(run(command, REPOSITORY, "--json").stdout)
     (asked,) = downloads
     assert (REPOSITORY, ["config.json", "generation_config.json"]) == (asked["repository"], asked["allow_patterns"])
+    assert asked["revision"] is None
     assert "tiny-llama" == found["model"]
 
 
@@ -108,6 +109,13 @@ def test_a_run_downloads_weights_and_tokenizer_and_nothing_pickled(downloads: li
     assert ["*/*.safetensors", "consolidated*"] == asked["ignore_patterns"]
 
 
+@pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/3", COMMIT])
+def test_a_revision_may_follow_the_id(revision: str, downloads: list[dict[str, Any]]) -> None:
+    assert 0 == run("plan", f"{REPOSITORY}@{revision}").exit_code
+    (asked,) = downloads
+    assert (REPOSITORY, revision) == (asked["repository"], asked["revision"])
+
+
 def test_a_folder_of_that_name_is_used_and_nothing_is_downloaded(
     here: Path, checkpoint: Path, downloads: list[dict[str, Any]]
 ) -> None:
@@ -117,7 +125,19 @@ def test_a_folder_of_that_name_is_used_and_nothing_is_downloaded(
     assert [] == downloads
 
 
-@pytest.mark.parametrize("name", ["nowhere", "/acme/tiny", "acme/tiny/config.json", "acme/../tiny", "a b/c"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nowhere",
+        "/acme/tiny",
+        "acme/tiny/config.json",
+        "acme/../tiny",
+        "a b/c",
+        "acme/tiny@",
+        "acme/tiny@-x",
+        "acme@main",
+    ],
+)
 def test_what_is_no_id_is_a_path(name: str, downloads: list[dict[str, Any]]) -> None:
     for arguments in (("plan", name), ("generate", name, "--prompt", "a")):
         result = run(*arguments)
@@ -185,6 +205,10 @@ def response(code: int) -> Any:
             lambda: errors.RepositoryNotFoundError("404", response=response(404)),
             "and no repository of that id on the Hugging Face Hub that you may read",
         ),
+        (
+            lambda: errors.RevisionNotFoundError("404", response=response(404)),
+            "the repository acme/tiny-llama has no branch, tag or commit v9\n",
+        ),
         (lambda: OSError(28, "No space left on device"), "cannot be downloaded: OSError: [Errno 28] No space left on"),
     ],
 )
@@ -195,7 +219,7 @@ def test_a_failed_download_is_one_sentence(
         raise error()
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    result = run("plan", REPOSITORY)
+    result = run("plan", f"{REPOSITORY}@v9")
     assert (2, 1) == (result.exit_code, len(result.stderr.splitlines()))
     assert says in result.stderr
 

@@ -252,7 +252,12 @@ BY_STACK = generating("hybrid", "--stack", "stack.toml")
         (config('{"hello": 1}'), generating("model"), "model is no model that a plugin recognises (asked: transfo"),
         (config('{"model_type":\n'), generating("model"), "model/config.json is not valid JSON: Expecting value: line"),
         (config('{"model_type":\n'), ("plan", "model"), "model/config.json is not valid JSON: Expecting value: line"),
-        (config('{"model_type": "none"}'), ("plan", "model"), "the config of model cannot be read: ValueError"),
+        (config('{"model_type": "none"}'), ("plan", "model"), "names the architecture 'none', which transformers"),
+        (
+            config('{"model_type": "vit"}'),
+            ("plan", "model"),
+            "model has the architecture 'vit', for which transformers",
+        ),
         (truncated_weights, generating("model"), "the weights of model cannot be loaded: SafetensorError"),
         (nothing, generating("huge"), "the weights of huge cannot be loaded: OSError"),
         (nothing, generating("huge/config.json"), "huge/config.json is a config without weights"),

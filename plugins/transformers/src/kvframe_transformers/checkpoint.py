@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import constants
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -89,6 +91,11 @@ def read_config(path: Path) -> Any:
     if "model_type" not in content:
         raise ModelError(f"the config of {path} names no model_type, so no architecture can be built from it")
     _check_parts(content, str(path))
+    if not _is_known(content["model_type"]):
+        raise ModelError(
+            f"the config of {path} names the architecture {shown(content['model_type'], 60)}, which transformers "
+            f"{transformers.__version__} does not have; a later version may have it"
+        )
     try:
         with quiet():
             config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
@@ -98,6 +105,10 @@ def read_config(path: Path) -> Any:
             return config
     except Exception as error:  # transformers raises many types for an invalid config
         raise ModelError(f"the config of {path} cannot be read: {one_sentence(error)}") from error
+
+
+def _is_known(model_type: object) -> bool:
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
 
 def _check_parts(content: Any, name: str) -> None:
@@ -122,10 +133,16 @@ def auto_model(config: Any) -> Any:
 
 def build_without_weights(config: Any, name: str) -> PreTrainedModel:
     """Return the model of ``config`` on the meta device; raise ``ModelError`` if it is not a text model."""
+    auto = auto_model(config)
     try:
         with quiet(), torch.device("meta"):
-            model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=False).eval()
+            model: PreTrainedModel = auto.from_config(config, trust_remote_code=False).eval()
     except Exception as error:  # a wrong number in a config may raise any error in a module's __init__
+        if auto is _CausalLM and type(config) not in _CausalLM._model_mapping:
+            raise ModelError(
+                f"{name} has the architecture {config.model_type!r}, for which transformers has no text model: kvframe "
+                "runs models that generate text or embed it"
+            ) from error
         raise ModelError(f"no text model can be built from the config of {name}: {one_sentence(error)}") from error
     return model
 
