@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvframe_transformers.testing import save_tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvframe.config.stack import Stack
 from kvframe.loading.plugins import load_plugins
@@ -73,6 +76,21 @@ def test_a_model_learns_from_the_samples_of_its_engine(run_here: Callable[[str],
     # A random model's reward is 0.5, give or take 0.02; the last one seen was 0.97.
     assert 0.45 < rewards[0] < 0.55
     assert rewards[-1] > 0.8
+
+
+def test_a_client_talks_to_a_server(tmp_path: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={each: index for index, each in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    save_tiny(tmp_path, "llama", vocab_size=len(alphabet))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    stream, *samples = run("talk_to_a_server.py", str(tmp_path)).splitlines()
+    assert stream.startswith("a stream:  ")
+    assert ["sample 0:", "sample 1:", "sample 2:"] == [line[:9] for line in samples[:3]]
+    assert 3 == len({line[10:] for line in samples[:3]})
+    # The likeliest tokens and the generated one, which is the likeliest.
+    assert [2] * 4 == [line.partition("likeliest: ")[2].count(", ") + 1 for line in samples[3:]]
 
 
 def test_texts_are_embedded_as_transformers_does(run_here: Callable[[str], str]) -> None:

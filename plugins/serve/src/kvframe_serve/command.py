@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import click
@@ -14,6 +15,14 @@ import click
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.option("--stack", "stack_file", type=click.Path(path_type=Path), metavar="FILE", help="The stack file (TOML).")
 @click.option("--served-name", metavar="NAME", help="The name that clients use; default: the folder's.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="What running requests get to end after Ctrl-C or SIGTERM.",
+)
 @click.option(
     "--api-key",
     "keys",
@@ -28,6 +37,7 @@ def serve(
     port: int,
     stack_file: Path | None,
     served_name: str | None,
+    grace: float,
     keys: tuple[str, ...],
 ) -> None:
     """Serve MODEL by OpenAI's interface: chat and completions, streamed or not.
@@ -35,6 +45,8 @@ def serve(
     One engine serves all requests in one batch, and caches their prefixes. Callers with different keys share none of
     them; the header X-Cache-Salt divides further. The stack's [plugin.serve] limits requests.
     """
+    place = _bound(host, port)
+
     from kvframe import Stack
     from kvframe_serve.server import Server
 
@@ -45,4 +57,18 @@ def serve(
         keys=keys,
     )
     click.echo(f"serving {server.served.name} on http://{host}:{port}/v1", err=True)
-    asyncio.run(server.run(host, port))
+    asyncio.run(server.run(place, grace=grace))
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, which does not listen yet: a wrong address is said before a model is loaded."""
+    place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind((host, port))
+    except OSError as error:
+        place.close()
+        raise click.ClickException(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port"
+        ) from error
+    return place

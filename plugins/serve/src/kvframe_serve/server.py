@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -71,14 +72,18 @@ class Server:
             raise
         self.app: Any = self._access
 
-    async def run(self, host: str, port: int, *, log_level: str = "info") -> None:
-        """Serve until the process is told to end; running streams then have five seconds to end."""
-        config = uvicorn.Config(
-            self.app, host=host, port=port, log_level=log_level, access_log=False, timeout_graceful_shutdown=5
-        )
+    async def run(self, place: socket.socket, *, grace: float = 5.0, log_level: str = "info") -> None:
+        """Serve until the process is told to end.
+
+        Args:
+            place: A bound socket, which this closes.
+            grace: Seconds that running requests then get to end; the others end with an error.
+            log_level: What uvicorn logs.
+        """
+        config = uvicorn.Config(self.app, log_level=log_level, access_log=False)
         self.start(asyncio.get_running_loop())
         try:
-            await uvicorn.Server(config).serve()
+            await _Ending(config, self.served, grace).serve([place])
         finally:
             self.close()
 
@@ -90,6 +95,28 @@ class Server:
         """End all requests and close the engine. It may be called twice."""
         self.served.shutdown()
         self._engine.close()
+
+
+class _Ending(uvicorn.Server):
+    """uvicorn's server, whose requests end with an error some time after the process was told to end."""
+
+    def __init__(self, config: uvicorn.Config, served: ServedModel, grace: float) -> None:
+        super().__init__(config)
+        self._served = served
+        self._grace = grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close, after the running requests have ended or the time for them is over."""
+
+        async def end_requests() -> None:
+            await asyncio.sleep(self._grace)
+            await asyncio.to_thread(self._served.shutdown)
+
+        ending = asyncio.ensure_future(end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
 
 def _read_model(path: Path, name: str, most_tokens: int) -> ServedModel:
