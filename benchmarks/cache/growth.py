@@ -56,8 +56,8 @@ def _axis(name: str, title: str, words: str, points: Mapping[int, Point]) -> Axi
     return Axis(name, title, words, cases)
 
 
-def _steps(num_requests: int = 8, length: int = 512, num_cached: int = 0, **options: Any) -> Point:
-    sizes = {"length": length, "num_requests": num_requests, "num_cycles": 2, "num_cached": num_cached}
+def _steps(num_requests: int, length: int, **options: Any) -> Point:
+    sizes = {"length": length, "num_requests": num_requests, "num_cycles": 2}
     return decode, sizes, {"num_blocks": 65_537, **options}
 
 
@@ -75,16 +75,10 @@ def standard_axes() -> tuple[Axis, ...]:
     full = "and the pool is full of cached blocks"
     return (
         _axis(
-            "pool",
-            "blocks in the pool",
-            "4 requests of 256 tokens, full attention",
-            {size: _steps(4, 256, num_blocks=size) for size in (256, 1024, 4096, 16_384, 65_536)},
-        ),
-        _axis(
             "requests",
             "requests",
             "512 tokens each, full attention, 65,536 blocks",
-            {size: _steps(size) for size in (1, 4, 16, 64, 256, 1024)},
+            {size: _steps(size, 512) for size in (1, 4, 16, 64, 256, 1024)},
         ),
         _axis(
             "groups",
@@ -94,18 +88,6 @@ def standard_axes() -> tuple[Axis, ...]:
                 size: _steps(16, 1536, windows=hybrid(size - 1, 256), num_blocks=131_073)
                 for size in (1, 2, 4, 8, 16, 32, 64)
             },
-        ),
-        _axis(
-            "length",
-            "tokens of each request",
-            "8 requests, full attention, 65,536 blocks",
-            {size: _steps(length=size) for size in (256, 1024, 4096, 16_384, 65_536)},
-        ),
-        _axis(
-            "cached",
-            "blocks cached before",
-            "8 requests of 512 tokens, full attention, 65,536 blocks",
-            {size: _steps(num_cached=size) for size in (16, 1024, 4096, 16_384, 61_440)},
         ),
         _axis(
             "branches",

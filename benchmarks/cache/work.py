@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 SEED, VOCABULARY = 5, 1 << 17
 CHUNK = 2048
 """Tokens of a step that computes a prompt."""
-FILLING = 16 * BLOCK_SIZE
-"""Tokens of the prompts that fill a cache before the first turn."""
 
 TokenIds = list[int]
 Facts = dict[str, Any]
@@ -118,7 +116,6 @@ def decode(
     length: int,
     num_requests: int,
     num_cycles: int,
-    num_cached: int = 0,
     num_branches: int = 0,
     shared: int = 0,
 ) -> Turns:
@@ -130,13 +127,10 @@ def decode(
         length: Tokens of a prompt; the prompts are up to 15 tokens longer, each by one more than the one before.
         num_requests: Requests that decode.
         num_cycles: Timed runs of 16 steps in a turn.
-        num_cached: Blocks that earlier requests leave in the cache.
         num_branches: Cached prompts with a common beginning.
         shared: Tokens of that beginning.
     """
     client = Client(core, setting)
-    for _ in range(num_cached * BLOCK_SIZE // FILLING):
-        client.serve(client.draw(FILLING))
     beginning = client.draw(shared)
     for _ in range(num_branches):
         client.serve([*beginning, *client.draw(BLOCK_SIZE)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,10 +73,9 @@ def test_each_value_of_a_size_is_measured_in_each_round(record: dict[str, Any]) 
         assert int(value) == point["sides"]["kvframe"]["num_groups"]
 
 
-def set_up(answers: Any, case: Any, **changes: int) -> Any:
-    """Set a case up on kvframe, with other sizes; return the core and the work."""
-    question = core.question(dataclasses.replace(case, sizes={**case.sizes, **changes}), case.sides[1], "set up")
-    answers({**question, "side": "one"})
+def set_up(answers: Any, case: Any) -> Any:
+    """Set a case up on kvframe; return the core and the work."""
+    answers({**core.question(case, case.sides[1], "set up"), "side": "one"})
     return answers.works["one"]
 
 
@@ -109,13 +107,3 @@ def test_the_plot_shows_every_side_and_depends_on_the_record_alone(record: dict[
     drawn = (tmp_path / "first.svg").read_text(encoding="utf-8")
     assert drawn == (tmp_path / "second.svg").read_text(encoding="utf-8")
     assert all(f">{text}</text>" in drawn for text in ("kvframe", "vLLM", "groups"))
-
-
-def test_cached_blocks_are_there_before_the_steps(engines: dict[str, Here]) -> None:
-    case = growth.tiny_axis().cases[1]
-    # Prompts of 16 blocks each leave 240 of 256: then the requests' 2 times 5 blocks fit, and these grow into 16 that
-    # are free; with 256 they evict some.
-    for num_cached, evicts in ((240, False), (256, True)):
-        kvframe, _ = set_up(engines["kvframe"].answers, case, num_cached=num_cached)
-        assert evicts == (kvframe._manager.stats.num_evictions > 0)
-        engines["kvframe"].answers({"do": "check", "side": "one"})
