@@ -66,12 +66,16 @@ def test_a_compiled_model_gives_the_same_tokens_from_one_graph(
     assert not [module for module in engine.model.model.modules() if hasattr(module, "kvframe_attend")]  # type: ignore[attr-defined]
 
 
-def test_the_first_step_finds_its_model_compiled(models: Callable[[str], TinyModel]) -> None:
-    with compiled(models("llama").engine(), "eager") as engine:
+@pytest.mark.parametrize(("family", "num_graphs"), [("llama", 1), ("llama4_text", 2)])
+def test_the_first_steps_find_their_model_compiled(
+    models: Callable[[str], TinyModel], family: str, num_graphs: int
+) -> None:
+    with compiled(models(family).engine(), "eager") as engine:
         body: Any = engine.model.compiled  # type: ignore[attr-defined]
-        assert 1 == body.num_graphs
-        engine.generate([[3] * 20, [4] * 7], SamplingParams(max_new_tokens=3, ignore_eos=True))
-        assert 1 == body.num_graphs
+        assert num_graphs == body.num_graphs
+        engine.generate([[3] * 20, [4] * 7, [5]], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        engine.generate([[3]], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        assert num_graphs == body.num_graphs
 
 
 # torch itself warns where its compiler is first used.

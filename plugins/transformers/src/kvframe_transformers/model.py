@@ -191,11 +191,13 @@ class TransformersModel(LoadedModel):
             # Called as in a step: with other arguments, the first step would compile the model again.
             with for_any_size():
                 self._note_rows(modules, 3, None, num_wanted=2)
+            self.compiled.note_probe()
+            # Some models, and some compilers, need code of its own for a single token.
+            self._note_rows(modules, 1, None, num_wanted=1)
         except Exception as error:  # a compiler may raise anything
             raise ModelError(
                 f"{self.description.name} cannot be compiled here ({one_sentence(error)}); leave compile out"
             ) from error
-        self.compiled.note_probe()
 
     def detach(self) -> None:
         """Remove what an engine needs of the model. Safe to call twice."""
