@@ -38,7 +38,7 @@ def start(manager: KVCacheManager, name: str, tokens: list[int], ranges: list[tu
 
 
 def manager_of(*specs: object) -> KVCacheManager:
-    return KVCacheManager(make_plan(*specs, num_slabs=24), max_num_seqs=4, audited=True)  # type: ignore[arg-type]
+    return KVCacheManager(make_plan(*specs, num_slabs=99), max_num_seqs=4, audited=True)  # type: ignore[arg-type]
 
 
 def test_a_hit_ends_at_no_place_within_a_range() -> None:
