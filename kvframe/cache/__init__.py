@@ -7,7 +7,7 @@ Its files, in the order of the flow; each uses only those before it.
   them (``block_pool``).
 - The inputs of requests beside their tokens: ``input_index``.
 - The blocks of each running request, and what is counted of it: ``block_table``.
-- Finding tokens: ``radix_tree``, ``publisher``.
+- Finding tokens: ranges of them that are found as a whole (``ranged_tokens``), ``radix_tree``, ``publisher``.
 - Data for other processes: ``keys``, ``events``.
 - The audit of all this: ``audit``; hits, in the pool and its indexes as one: ``stats``, ``prefix_lookup``,
   ``found_prefix``, ``pins``.

@@ -85,7 +85,7 @@ def spec_for_prompt(spec: KVCacheSpec, num_prompt_tokens: int) -> KVCacheSpec:
         return spec
     question = f"for_prompt({num_prompt_tokens})"
     made = ask(spec, question, partial(spec.for_prompt, num_prompt_tokens))
-    if not isinstance(made, KVCacheSpec) or made.depends_on_prompt or made.block_size != spec.block_size:
+    if getattr(made, "depends_on_prompt", True) or made.block_size != spec.block_size:
         raise wrong_answer(spec, question, made, "a cache spec of the same block size that depends on no prompt")
     end, size = num_prompt_tokens, spec.block_size
     if (mask := ask(spec, "mask", lambda: spec.mask)) is not None and made.mask != mask.for_prompt(end):
