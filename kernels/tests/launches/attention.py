@@ -28,7 +28,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "has_sinks": True,
         "format": "fp8_token_head",
         "head_size": 64,
-        "shapes": slice(-1, None),
+        "shapes": slice(0, 1),
     },
     "chunk-bias-int8_token_head": {
         "chunk": 8192,
