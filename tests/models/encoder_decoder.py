@@ -84,9 +84,10 @@ def as_batch(family: str, encoder: Any) -> torch.Tensor:
 def generated(model: TinyModel, family: str, prompt: Prompt, num_new_tokens: int) -> tuple[int, ...]:
     """Return the tokens that transformers generates for a prompt; the model must not be attached."""
     loaded: Any = model.loaded
+    batch = as_batch(family, prompt.encoder)
     with torch.inference_mode():
         tokens = loaded.model.generate(
-            as_batch(family, prompt.encoder),
+            batch.to(loaded.model.dtype) if batch.is_floating_point() else batch,
             decoder_input_ids=torch.tensor([decoder_of(prompt)]),
             max_new_tokens=num_new_tokens,
             do_sample=False,

@@ -1,0 +1,344 @@
+"""The matrix of models: kind of model, wrapper chain, format, drafts, graphs and compilation, each cell run.
+
+``python -m tests.models.composition plugins/COMPOSITION_OF_MODELS.md`` runs all cells and writes the matrix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+
+from kvframe import Embedder, Engine, KVFrameError, SamplingParams, load_plugins
+from kvframe.contract.formats import PLAIN
+from kvframe.planning.groups import make_layer_specs
+from tests.attention.attending import plugin
+from tests.attention.capturable import CapturableReference
+from tests.models import encoder_decoder
+from tests.models.serving import TinyModel, held_pages, ids, make_stack
+
+EQUAL, WRONG = "equal", "WRONG"
+BACKEND = "capturable"
+"""The reference in any dtype, restricted to tensors at fixed addresses, so that its steps can be replayed."""
+
+PROMPTS = (ids(2, 9), ids(5, 40), [*ids(3, 9), *ids(3, 9)], ids(3, 20))
+"""Shorter and longer than windows, chunks and blocks. One repeats itself, and shares its beginning with another."""
+PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
+NGRAM = {"name": "ngram", "max_drafts": 3, "min_match": 1, "shared_tokens": 1000}
+"""Single tokens match, so most drafts are wrong. The second time that a prompt is served, most are right."""
+
+
+def skipping(**options: Any) -> dict[str, Any]:
+    """Return options of an engine whose layers that share a cache compute the generating tokens only."""
+    return {"prefill_skipping": "decode_only", **options}
+
+
+def in_chunks(wrapped: bool, retyped: str | None = None) -> dict[str, Any]:
+    """Return options for layers that attend to their own chunk, after the wrapper for it or directly.
+
+    Args:
+        wrapped: Whether the wrapper comes first.
+        retyped: The kind of layers that become such layers; None if the model has some.
+    """
+    changed = {} if retyped is None else {retyped: {"spec": {"kind": "chunked_local", "chunk": 8}}}
+    return {"of_kinds": {**changed, "chunked_local": {"wrappers": ["chunked_local"] if wrapped else []}}}
+
+
+SINKS: Mapping[str, Any] = {
+    "full_attention": {"spec": {"kind": "sliding_window", "window": 8, "num_sink_tokens": 3}},
+    "sliding_window": {},
+}
+
+
+@attrs.frozen(kw_only=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        family: The family of the tiny model.
+        chains: Options of its engine by wrapper chain. Those of ``retyped`` change what the model computes.
+        retyped: Whether the options change types of layers, so that transformers does not compute the same.
+        has_keys: Whether a layer keeps keys and values, which have a format.
+    """
+
+    family: str
+    chains: Mapping[str, Mapping[str, Any]] = MappingProxyType({"": {}})
+    retyped: bool = False
+    has_keys: bool = True
+
+
+KINDS: Mapping[str, Kind] = {
+    "full attention": Kind(family="llama"),
+    "windows": Kind(family="gemma3_text"),
+    "windows and learned sinks": Kind(family="gpt_oss"),
+    "windows and sink tokens": Kind(family="llama", retyped=True, chains={"": {"of_kinds": SINKS}}),
+    "chunks": Kind(family="llama4_text", chains={"": in_chunks(False), "chunked_local": in_chunks(True)}),
+    "latents": Kind(family="minicpm3", has_keys=False),
+    "latents and experts": Kind(family="deepseek_v3", has_keys=False),
+    "Mamba": Kind(family="mamba", has_keys=False),
+    "Mamba-2": Kind(family="mamba2", has_keys=False),
+    "Mamba beside attention": Kind(family="jamba"),
+    "Mamba-2 beside attention": Kind(family="falcon_h1"),
+    "gated delta beside attention": Kind(family="qwen3_next"),
+    "delta attention beside latents": Kind(family="kimi_linear", has_keys=False),
+    "short convolutions beside attention": Kind(family="lfm2"),
+    "shared caches": Kind(family="gemma3n_text", chains={"": {}, "decode_only": skipping()}),
+    "shared caches of chunks": Kind(
+        family="gemma3n_text",
+        retyped=True,
+        chains={
+            "": in_chunks(False, "sliding_window"),
+            "chunked_local": in_chunks(True, "sliding_window"),
+            "decode_only": skipping(**in_chunks(False, "sliding_window")),
+            "decode_only → chunked_local": skipping(**in_chunks(True, "sliding_window")),
+        },
+    ),
+    "encoder and decoder": Kind(family="bart"),
+    "encoder and decoder, relative bias": Kind(family="t5"),
+    "encoder of sound and decoder": Kind(family="whisper"),
+    "encoder alone": Kind(family="bert", has_keys=False),
+}
+"""Every kind of model by name."""
+
+FORMATS = ("plain", "fp8_tensor", "fp8_token_head", "int8_token_head", "int4_token_head")
+WITH_ENCODER = ("bart", "t5", "whisper")
+
+
+@attrs.frozen
+class Cell:
+    """What one engine is asked for.
+
+    Attributes:
+        kind: A name of ``KINDS``.
+        chain: One of its chains.
+        kv_format: The format of keys and values.
+        drafts: Whether n-grams propose drafts.
+        graphs: Whether steps are replayed from graphs.
+        compiled: Whether the model is compiled around its layers.
+    """
+
+    kind: str
+    chain: str
+    kv_format: str
+    drafts: bool = False
+    graphs: bool = False
+    compiled: bool = False
+
+    @property
+    def plain(self) -> Cell:
+        """The cell without drafts, graphs and compilation."""
+        return Cell(self.kind, self.chain, self.kv_format)
+
+
+SWITCHES = ((False, False), (True, False), (False, True), (True, True))
+"""Drafts and graphs."""
+COMPILED = {"plain": (SWITCHES[0], SWITCHES[-1])}
+"""With which formats and switches models are compiled: a compiled model sees none of its layers' pages."""
+
+
+def cells() -> Iterator[Cell]:
+    """Yield every cell, in the order of the matrix."""
+    for kind, each in KINDS.items():
+        for chain, kv_format in itertools.product(each.chains, FORMATS if each.has_keys else FORMATS[:1]):
+            for switches in SWITCHES:
+                yield Cell(kind, chain, kv_format, *switches)
+            for switches in COMPILED.get(kv_format, ()):
+                yield Cell(kind, chain, kv_format, *switches, True)
+
+
+class Models:
+    """Runs cells on tiny models in float64, which are made once each."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder of the models."""
+        self._folder = folder
+        self._registry = load_plugins(plugins=[plugin("mine", backends={BACKEND: CapturableReference})]).registry
+        self.model = cache(self._make)
+        self.expected = cache(self._expect)
+
+    def _make(self, family: str) -> TinyModel:
+        saved = attrs.evolve(TinyModel.save(self._folder / family, family), registry=self._registry)
+        exact = saved.in_dtype("float64")
+        loaded: Any = exact.loaded
+        if hasattr(loaded.model.config, "num_experts_per_tok") or hasattr(loaded.model.config, "num_experts_per_token"):
+            loaded.model.set_experts_implementation("batched_mm")  # others do not take float64, or end a graph
+        return exact
+
+    def judge(self, cell: Cell) -> tuple[str, str]:
+        """Return a cell's verdict (``EQUAL``, ``WRONG`` or the code of a refusal), and the sentence that says why."""
+        try:
+            found, why = self._run(cell)
+            if not why and not _are_same(found, self.expected(cell.plain)):
+                why = f"{found}, not {self.expected(cell.plain)}"
+            return (WRONG, why) if why else (EQUAL, "")
+        except KVFrameError as error:
+            return getattr(error, "code", WRONG), str(error)
+
+    def _expect(self, cell: Cell) -> list[Any]:
+        """Return what a cell without drafts, graphs and compilation gives; by transformers, if it can be."""
+        kind = KINDS[cell.kind]
+        model = self.model(kind.family)
+        loaded: Any = model.loaded
+        if kind.family == "bert":
+            with torch.inference_mode():
+                states = [loaded.model(torch.tensor([prompt])).last_hidden_state[0].mean(0) for prompt in PROMPTS]
+            return [each.tolist() for each in states]
+        if kind.retyped or cell.kv_format != "plain":
+            found, why = self._run(Cell(cell.kind, next(iter(kind.chains)), cell.kv_format), backend="torch_reference")
+            assert not why, why
+            return found
+        if kind.family in WITH_ENCODER:
+            prompts = encoder_decoder.prompts(kind.family)[:4]
+            return [encoder_decoder.generated(model, kind.family, each, PARAMS.max_new_tokens) for each in prompts]
+        return [model.reference(prompt, PARAMS.max_new_tokens) for prompt in PROMPTS]
+
+    def _run(self, cell: Cell, backend: str = BACKEND) -> tuple[list[Any], str]:
+        """Return what a cell's engine gives, and what it did not do that it was asked for."""
+        kind = KINDS[cell.kind]
+        model, options = self.model(kind.family), {**kind.chains[cell.chain]}
+        attending = {each.kind for each in model.loaded.description.layers if each.query}
+        of_kinds = options.pop("of_kinds", {})
+        rules = {
+            name: {"backend": backend, "optional": True, **of_kinds.get(name, {})}
+            for name in sorted({*attending, *of_kinds} - {"mla", "encoder_only"})
+        }
+        options |= {"format": cell.kv_format, "rules": rules, "drafts": NGRAM if cell.drafts else None}
+        if cell.graphs:
+            options |= {"graphs": [4], "graph_query_lens": [1]}
+        if kind.family == "bert":
+            return self._embed(cell, model, options)
+        with model.engine(**options) as engine:
+            if cell.compiled:
+                engine.model.compile("eager")
+            prompts: Any = PROMPTS
+            if kind.family in WITH_ENCODER:
+                prompts = encoder_decoder.prompts(kind.family)[:4]
+            served = [[each.token_ids for each in engine.generate(prompts, PARAMS)] for _ in range(2)]
+            return served[0], _not_done(engine, cell) or ("" if served[0] == served[1] else "tokens, the second time")
+
+    def _embed(self, cell: Cell, model: TinyModel, options: Mapping[str, Any]) -> tuple[list[Any], str]:
+        stack = make_stack(**options)
+        layers = make_layer_specs(model.loaded.description, model.registry, stack, model.dtype)
+        with Embedder(model.loaded, layers, registry=model.registry, stack=stack, poison_freed=True) as embedder:
+            if cell.compiled:
+                embedder.model.compile("eager")
+            found = [each.embedding for each in embedder.embed(PROMPTS)]
+        return found, "drafts or graphs are ignored" if cell.drafts or cell.graphs else ""
+
+
+def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Return whether tokens are the same, and embeddings as near as float32 can tell."""
+    if isinstance(found[0][0], int):
+        return [*found] == [*expected]
+    return all(
+        torch.allclose(torch.tensor(one), torch.tensor(other)) for one, other in zip(found, expected, strict=True)
+    )
+
+
+def _not_done(engine: Engine, cell: Cell) -> str:
+    """Return what an engine did not do; empty if it did all that the cell asks for."""
+    stats, model = engine.stats(), engine.model
+    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+    formats = {spec.kv_format for group in engine.grouping.groups for spec in group.stored}
+    if held_pages(engine):
+        return "pages are held after the last request"
+    if (cell.kv_format != "plain") != bool(formats - {PLAIN}):
+        return f"the cache has the formats {formats}"
+    if cell.drafts and not 0 < stats.accepted_draft_tokens < stats.draft_tokens:
+        return f"{stats.accepted_draft_tokens} of {stats.draft_tokens} drafts were accepted"
+    if cell.graphs and (graphs._reasons or not graphs.num_replays):
+        return f"{graphs.num_replays} replays; {graphs._reasons}"
+    if cell.compiled and model.compiled.num_graph_breaks:  # type: ignore[attr-defined]
+        return f"the compiled model ends {model.compiled.num_graph_breaks} times"  # type: ignore[attr-defined]
+    return ""
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+INTRODUCTION = """\
+# Which models compose with what
+
+Every kind of model, after every wrapper chain that applies to it, with every format of its keys and values; each with
+and without draft tokens (d), steps that are replayed from graphs (g), and compilation (c). A cell says one of two
+things:
+
+- equal: the generated tokens are those of transformers' own `generate()` in float64. With another format than `plain`,
+  and for a model whose layers were given another type, they are those of the reference backend without drafts, graphs,
+  compilation and wrappers. Drafts were accepted and rejected, steps were replayed, and the compiled model is one graph;
+- a `code`: refused, with a sentence. [Refusals](../docs/refusals.md) explains each code.
+
+Compilation is tried with `plain` pages only, because a compiled model calls its layers as operators and sees none of
+their pages, alone and with drafts and graphs. Other cells with it are a dash.
+
+Latents and states have no format, so a model that keeps nothing else has one row for all formats. Backends differ in
+what they attend to, not in what composes: [which wrappers and backends compose](COMPOSITION.md).
+
+It was made with `python -m tests.models.composition plugins/COMPOSITION_OF_MODELS.md`.
+"""
+_COLUMNS = {
+    "none": (False, False, False),
+    "d": (True, False, False),
+    "g": (False, True, False),
+    "dg": (True, True, False),
+    "c": (False, False, True),
+    "dgc": (True, True, True),
+}
+_HEAD = ["model", "wrappers", "format", *_COLUMNS]
+
+
+def render(verdicts: Mapping[Cell, str]) -> str:
+    """Return the matrix as Markdown: a row for each kind, chain and format, a column for each choice of switches."""
+    rows = [_HEAD]
+    for plain in dict.fromkeys(cell.plain for cell in cells()):
+        labels = plain.kind, plain.chain, plain.kv_format
+        found = [verdicts.get(Cell(*labels, *switches), "-") for switches in _COLUMNS.values()]
+        shown = [verdict if verdict in (EQUAL, WRONG, "-") else f"`{verdict}`" for verdict in found]
+        rows.append([plain.kind, plain.chain or "none", plain.kv_format, *shown])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = (" | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+    return INTRODUCTION + "\n" + "".join(f"| {line} |\n" for line in lines)
+
+
+def read(text: str) -> dict[Cell, str]:
+    """Return the verdicts of a rendered matrix."""
+    found = {}
+    for line in text.splitlines():
+        parts = [part.strip(" `") for part in line.strip("|").split("|")]
+        if line.startswith("| ") and parts != _HEAD and set(parts[0]) != {"-"}:
+            kind, chain, kv_format, *verdicts = parts
+            for switches, verdict in zip(_COLUMNS.values(), verdicts, strict=True):
+                if verdict != "-":
+                    found[Cell(kind, "" if chain == "none" else chain, kv_format, *switches)] = verdict
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every cell, and write the matrix; return 1 if a cell is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.models.composition", description=main.__doc__)
+    parser.add_argument("file", type=Path, help="where the matrix is written, as Markdown")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    verdicts, is_wrong = {}, False
+    with tempfile.TemporaryDirectory() as folder:
+        models = Models(Path(folder))
+        for cell in cells():
+            verdicts[cell], why = models.judge(cell)
+            if verdicts[cell] == WRONG:
+                is_wrong = True
+                print(f"{cell}: {why}", file=sys.stderr)
+    options.file.write_text(render(verdicts), encoding="utf-8")
+    return int(is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Every kind of model with every chain, format, drafts, graphs and compilation: equal, or refused with a code."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Hashable
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from kvframe.testing.sample import cover
+from tests.models.composition import EQUAL, FORMATS, KINDS, WRONG, Cell, Models, cells, read, render
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "plugins" / "COMPOSITION_OF_MODELS.md"
+DOCUMENTED = ROOT / "docs" / "refusals.md"
+COMPILING = 40.0
+"""How much longer a cell takes if its model is compiled."""
+
+
+def pairs_of(cell: Cell) -> set[Hashable]:
+    """Return what the sample must contain of a cell: pairs of what it asks for, and few compilations."""
+    switches = attrs.astuple(cell)[3:]
+    row = f"{cell.kind}, {cell.chain}"
+    pairs: set[Hashable] = {
+        (part, place, on) for part in (row, cell.kv_format) for place, on in enumerate(switches[:2])
+    }
+    pairs |= {(row, *switches[:2]), (cell.compiled, *switches[:2])}
+    return pairs if not cell.compiled else {each for each in pairs if each[0] is True}  # type: ignore[index]
+
+
+def cost_of(cell: Cell) -> float:
+    """Return what a cell costs in the sample; a row's own format costs less, so that rows have different formats."""
+    rows = [*dict.fromkeys((each.kind, each.chain) for each in ALL)]
+    own = FORMATS[rows.index((cell.kind, cell.chain)) % len(FORMATS)]
+    return COMPILING if cell.compiled else 0.9 if cell.kv_format == own else 1.0
+
+
+ALL = [*cells()]
+SAMPLE = {ALL[index] for index in cover([*map(pairs_of, ALL)], [*map(cost_of, ALL)])}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.set_num_threads(1)
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[Cell, str]:
+    return read(FILE.read_text(encoding="utf-8"))
+
+
+def name_of(cell: Cell) -> str:
+    return "-".join(
+        [*attrs.astuple(cell)[:3], *(name for name in ("drafts", "graphs", "compiled") if getattr(cell, name))]
+    )
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(each, id=name_of(each), marks=[] if each in SAMPLE else pytest.mark.whole) for each in ALL]
+)
+def test_a_cell_of_the_file_is_what_the_engine_does(models: Models, verdicts: dict[Cell, str], cell: Cell) -> None:
+    verdict, why = models.judge(cell)
+    assert verdicts[cell] == verdict, why
+
+
+def test_the_file_has_every_cell_and_no_wrong_one(verdicts: dict[Cell, str]) -> None:
+    assert FILE.read_text(encoding="utf-8") == render(verdicts)
+    assert ALL == [*verdicts]
+    assert WRONG not in verdicts.values()
+
+
+def test_only_models_that_generate_nothing_are_refused_anything(verdicts: dict[Cell, str]) -> None:
+    refused = {cell for cell, verdict in verdicts.items() if verdict != EQUAL}
+    assert refused == {cell for cell in ALL if KINDS[cell.kind].family == "bert" and (cell.drafts or cell.graphs)}
+    assert {"nothing_generated"} == {verdicts[cell] for cell in refused}
+
+
+def codes_of_matrices() -> set[str]:
+    text = (ROOT / "plugins" / "COMPOSITION.md").read_text(encoding="utf-8")
+    of_cells = re.findall(r"`([a-z][a-z0-9_]*)`", "\n".join(re.findall(r"^(?:\| .*|- .*)$", text, re.MULTILINE)))
+    names = re.findall(r"^\| layer .*$|^## .*$|^- (?=`)[^:]*", text, re.MULTILINE)
+    parts = set(re.findall(r"`([a-z0-9_]+)`", "\n".join(names)))
+    return {*of_cells, *read(FILE.read_text(encoding="utf-8")).values()} - parts - {EQUAL, "code"}
+
+
+def codes_of_sources() -> set[str]:
+    """Return the codes of what says why a layer, a chain or a backend is refused."""
+    folders = (ROOT / "kvframe", *(ROOT / "plugins").glob("*/src"))
+    text = "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+    plain = re.findall(r"(?:Refusal|refuse)\(\s*\"([a-z_]+)\"", text)
+    wrapped = re.findall(r"WrapperError\((?:(?!\braise\b)[^`])*?code=\"([a-z_]+)\"", text, re.DOTALL)
+    stack = re.findall(r"StackError\((?:(?!\braise\b)[^`])*?code=\"([a-z_]+)\"", text, re.DOTALL)
+    return {*plain, *wrapped, *stack}
+
+
+def test_every_code_is_explained() -> None:
+    rows = re.findall(r"^\| (`[^|]*) \|", DOCUMENTED.read_text(encoding="utf-8"), re.MULTILINE)
+    explained = set(re.findall(r"`([a-z_]+)`", " ".join(rows)))
+    shown, made = codes_of_matrices(), codes_of_sources()
+    assert {"nothing_generated", "keeps_cache", "mask_chunk", "chain_order", "environment"} <= shown
+    assert {"no_chunk", "dtype", "not_captured", "chain_order"} <= made
+    of_masks = {f"mask_{feature}" for feature in ("bidirectional", "window", "sink_tokens", "chunk")}
+    assert set() == (shown | made | of_masks) - explained
+
+
+def test_a_sample_has_every_pair_and_few_compilations() -> None:
+    assert set().union(*map(pairs_of, ALL)) == set().union(*map(pairs_of, SAMPLE))
+    assert 4 >= sum(cell.compiled for cell in SAMPLE)
+    rows = {(cell.kind, cell.chain) for cell in ALL}
+    assert {*itertools.product(rows, (False, True))} == {((cell.kind, cell.chain), cell.drafts) for cell in SAMPLE}
