@@ -84,8 +84,13 @@ def test_names_of_a_plugins_own_are_taken() -> None:
 
 
 def test_every_feature_of_a_mask_and_every_usual_device_is_known() -> None:
-    masks = [AttentionMask(window=2, num_sink_tokens=1), AttentionMask(chunk=2), AttentionMask(causal=False)]
-    assert {*MASK_FEATURES} - {"mask_function", "live_range", "sparse"} == set().union(
+    masks = [
+        AttentionMask(window=2, num_sink_tokens=1),
+        AttentionMask(window=2, keeps_prompt=True),
+        AttentionMask(chunk=2),
+        AttentionMask(causal=False),
+    ]
+    assert {*MASK_FEATURES} - {"ranges", "mask_function", "live_range", "sparse"} == set().union(
         *(mask.features for mask in masks)
     )
     assert {*USUAL_DEVICES} == Capabilities(**{**RIGHT, "devices": USUAL_DEVICES}).devices

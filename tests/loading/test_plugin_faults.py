@@ -396,7 +396,7 @@ INTERFACES = (
             "wrapped_layer": lambda registry: choose(registry, wrappers=["bad"]),
             "added_extensions": lambda registry: choose(registry, wrappers=["bad"]),
         },
-        frozenset({"__call__", "parts", "pass_extensions"}),
+        frozenset({"__call__", "evolve", "parts", "pass_extensions"}),
     ),
     Interface(
         "format",
