@@ -19,14 +19,14 @@ STORED = {
 ENDS = slice(0, None, 3)
 """The shape for decodes and the one for prompts."""
 TOGETHER: dict[str, dict[str, Any]] = {
-    "float16-page=128-window-soft_cap-sinks-fp8_token_head-head_size=64": {
+    "float16-page=128-window-soft_cap-sinks-int4_in_float16-head_size=64": {
         "dtype": torch.float16,
         "block_size": 128,
         "window": 1024,
         "num_sink_tokens": 4,
         "soft_cap": 30.0,
         "has_sinks": True,
-        "format": "fp8_token_head",
+        "format": "int4_token_head",
         "head_size": 64,
         "shapes": slice(0, 1),
     },
