@@ -13,14 +13,15 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def call(module: str, *options: str, timeout: int = 280) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m benchmarks.…`` from the root."""
-    return run_program("-m", f"benchmarks.{module}", *options, timeout=timeout, executable=python_in_forks())
+def call(module: str, *options: str, timeout: int = 280, forks: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m benchmarks.…`` from the root; ``forks`` are its processes unless they get open files from it."""
+    executable = python_in_forks() if forks else None
+    return run_program("-m", f"benchmarks.{module}", *options, timeout=timeout, executable=executable)
 
 
-def measured(folder: Path, module: str, *options: str, timeout: int = 280) -> Path:
+def measured(folder: Path, module: str, *options: str, timeout: int = 280, forks: bool = True) -> Path:
     """Return a folder into which a benchmark wrote its record and its page."""
-    done = call(module, *options, "--results", str(folder), timeout=timeout)
+    done = call(module, *options, "--results", str(folder), timeout=timeout, forks=forks)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -15,7 +15,7 @@ TINY = ("tiny-decode", "tiny-window", "tiny-mixed")
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    return call("attention.cpu", "--rounds", "2", "--threads", "1", *options)
+    return call("attention.cpu", "--rounds", "2", "--threads", "1", *options, forks=False)
 
 
 @pytest.fixture(scope="module")
