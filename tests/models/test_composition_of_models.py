@@ -23,13 +23,11 @@ COMPILING = 40.0
 
 def pairs_of(cell: Cell) -> set[Hashable]:
     """Return what the sample must contain of a cell: pairs of what it asks for, and few compilations."""
-    switches = attrs.astuple(cell)[3:]
+    drafts, graphs = ("drafts", cell.drafts), ("graphs", cell.graphs)
+    if cell.compiled:
+        return {("compiled", drafts, graphs)}
     row = f"{cell.kind}, {cell.chain}"
-    pairs: set[Hashable] = {
-        (part, place, on) for part in (row, cell.kv_format) for place, on in enumerate(switches[:2])
-    }
-    pairs |= {(row, *switches[:2]), (cell.compiled, *switches[:2])}
-    return pairs if not cell.compiled else {each for each in pairs if each[0] is True}  # type: ignore[index]
+    return {(part, switch) for part in (row, cell.kv_format) for switch in (drafts, graphs)} | {(drafts, graphs)}
 
 
 def cost_of(cell: Cell) -> float:
