@@ -89,7 +89,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         num_reqs, num_pages = metadata.block_table.shape
         num_tokens, num_queries = num_pages * metadata.block_size, metadata.max_query_len
         counts, last_row = np.diff(starts), metadata.slot_mapping.shape[0] - 1
-        request = np.where(counts > 0, np.arange(num_reqs), counts.argmax())
+        request: IntArray = np.where(counts > 0, np.arange(num_reqs), np.argmax(counts))
         own = np.minimum(np.arange(num_queries), np.maximum(counts[request] - 1, 0)[:, None])
         rows = np.minimum(starts[request][:, None] + own, last_row)
         last_seen = np.maximum(stop - counts, 0)[request][:, None] + own
