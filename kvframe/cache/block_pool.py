@@ -35,7 +35,7 @@ class BlockPool:
         held_bytes: Bytes of held blocks.
         peak_held_bytes: The most of them at once.
         num_cached: Cached blocks of all groups.
-        num_evictions: Cached blocks that were evicted so far.
+        blocks_evicted: Per group, the cached blocks that were evicted so far.
         on_pages_freed: Called with a group and block ids when the content of blocks ends; or None.
         on_removed: Called with the ids of cached blocks that are evicted; or None.
     """
@@ -77,7 +77,8 @@ class BlockPool:
         self._group = np.zeros(num_places, dtype=np.int64) if len(plan.groups) > 1 else None
         self._stamp = self._num_more_references = 0
         self.blocks_held, self.peak_blocks_held = [0] * len(plan.groups), [0] * len(plan.groups)
-        self.held_bytes = self.peak_held_bytes = self.num_cached = self.num_evictions = 0
+        self.held_bytes = self.peak_held_bytes = self.num_cached = 0
+        self.blocks_evicted = [0] * len(plan.groups)
         self.on_pages_freed: Callable[[int, list[int]], None] | None = None
         self.on_removed: Callable[[AnyBlockIds], None] | None = None
 
@@ -299,7 +300,8 @@ class BlockPool:
         self._state[places] = 0
         self._owner[places] = NO_OWNER
         self.num_cached -= len(block_ids)
-        self.num_evictions += len(block_ids)
+        for group, where in equal_runs(groups):
+            self.blocks_evicted[group] += len(block_ids[where])
         if self.on_removed is not None:
             self.on_removed(block_ids)
         self.free_list.free_cached(block_ids)

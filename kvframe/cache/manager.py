@@ -665,7 +665,7 @@ class KVCacheManager:
             blocks_held=[*pool.blocks_held],
             peak_blocks_held=[*pool.peak_blocks_held],
             peak_bytes_held=pool.peak_held_bytes,
-            num_evictions=pool.num_evictions,
+            blocks_evicted=[*pool.blocks_evicted],
             host_bytes_held=0 if host is None else host.held_bytes,
             peak_host_bytes_held=0 if host is None else host.peak_held_bytes,
         )

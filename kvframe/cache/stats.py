@@ -42,7 +42,7 @@ class KVCacheStats:
         blocks_held: Per group, the pages held now; a page that several requests share counts once.
         peak_blocks_held: Per group, the most pages held at once.
         peak_bytes_held: The most bytes of held pages of all groups at once.
-        num_evictions: Cached pages that were evicted.
+        blocks_evicted: Per group, the cached pages that were evicted.
         host_bytes_held: Bytes of pages of requests that are swapped out now.
         peak_host_bytes_held: The most of them at once.
     """
@@ -53,6 +53,11 @@ class KVCacheStats:
     blocks_held: list[int] = attrs.field(factory=list)
     peak_blocks_held: list[int] = attrs.field(factory=list)
     peak_bytes_held: int = 0
-    num_evictions: int = 0
+    blocks_evicted: list[int] = attrs.field(factory=list)
     host_bytes_held: int = 0
     peak_host_bytes_held: int = 0
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached pages of all groups that were evicted."""
+        return sum(self.blocks_evicted)

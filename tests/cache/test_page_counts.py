@@ -44,7 +44,7 @@ def test_blocks_are_counted_as_held_then_as_cached_or_free(batches: list[list[tu
     assert (held, num_bytes) == (pool.peak_blocks_held, pool.peak_held_bytes)
     for group, count in enumerate(cached):
         pool.evict_first(group, count)
-    assert ([0, 0, 0], 0, sum(cached)) == (pool.count_cached(), pool.num_cached, pool.num_evictions)
+    assert ([0, 0, 0], 0, cached) == (pool.count_cached(), pool.num_cached, pool.blocks_evicted)
 
 
 def test_cached_blocks_that_are_held_again_count_for_the_most_held_blocks() -> None:

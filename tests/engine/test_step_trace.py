@@ -35,7 +35,7 @@ def test_its_steps_add_up_to_the_counters(model: TinyModel) -> None:
     assert stats.computed_tokens == sum(part.num_tokens for part in parts)
     assert stats.generated_tokens == sum(part.generates for part in parts)
     assert stats.cached_prompt_tokens == sum(event.found_tokens for event in trace.events if event.what == "admitted")
-    assert stats.evictions == sum(step.num_evicted for step in trace.steps)
+    assert stats.evictions == sum(stats.blocks_evicted) == sum(step.num_evicted for step in trace.steps)
     assert list(stats.blocks_held) == list(trace.steps[-1].blocks_held)
     assert [step.start <= step.stop for step in trace.steps] == [True] * len(trace.steps)
     assert len(PROMPTS) == len(events(trace, "ended"))

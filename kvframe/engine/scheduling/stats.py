@@ -70,6 +70,7 @@ class EngineStats:
         peak_blocks_held: Per group, the most blocks held at once.
         peak_bytes_held: The most bytes of blocks of all groups held at once.
         evictions: Cached blocks that were evicted.
+        blocks_evicted: Per group, the cached blocks that were evicted.
         peak_host_bytes: The most bytes of host memory that swapped requests took at once.
         cache_bytes: Bytes allocated for the cache.
     """
@@ -94,6 +95,7 @@ class EngineStats:
     peak_blocks_held: tuple[int, ...]
     peak_bytes_held: int
     evictions: int
+    blocks_evicted: tuple[int, ...]
     peak_host_bytes: int
     cache_bytes: int
 
@@ -131,6 +133,7 @@ class EngineStats:
             peak_blocks_held=tuple(cached.peak_blocks_held),
             peak_bytes_held=cached.peak_bytes_held,
             evictions=cached.num_evictions,
+            blocks_evicted=tuple(cached.blocks_evicted),
             peak_host_bytes=cached.peak_host_bytes_held,
             cache_bytes=cache_bytes,
         )

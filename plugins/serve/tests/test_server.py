@@ -465,7 +465,13 @@ def test_metrics_count_what_was_served(serve: Serve) -> None:
     )
     assert "kvframe_step_seconds_count 6.0" in lines
     assert {"kvframe_requests_running 0.0", "kvframe_requests_waiting 0.0"} < set(lines)
-    for name in ("blocks_held", "pool_bytes_held", "lookup_times_limiting_total", "lookup_found_tokens_total"):
+    for name in (
+        "blocks_held",
+        "pool_bytes_held",
+        "blocks_evicted_total",
+        "lookup_times_limiting_total",
+        "lookup_found_tokens_total",
+    ):
         assert f'kvframe_{name}{{group="0",kind="full_attention"}} 0.0' in lines
     for name in ("evictions", "preemptions", "draft_tokens", "accepted_draft_tokens"):
         assert f"kvframe_{name}_total 0.0" in lines
