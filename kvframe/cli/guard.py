@@ -99,7 +99,7 @@ def _sentence_of(error: BaseException) -> str | None:
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = "" if context is None else f"; `{context.command_path} --help` shows what there is"
-        return f"{error.format_message().rstrip('.')}{hint}"
+        return f"{' '.join(error.format_message().split()).rstrip('.')}{hint}"
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
         if isinstance(error.filename, str | bytes):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import PluginError, WrapperError
 from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.metadata import NUM_PROMPT_TOKENS
 from kvframe.contract.specs import LayerSpec
-from kvframe.contract.wrapper import MetadataWrapper
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 
 WrapperChain = tuple[MetadataWrapper, ...]
 
@@ -43,6 +44,14 @@ def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, 
     made = call(f"{whose}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
     if type(made) is not type(wrapper):
         raise PluginError(f"{whose}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(made)}")
+    if layer.spec is not None and layer.spec.depends_on_prompt:
+        use = made.extensions.get(NUM_PROMPT_TOKENS)
+        if use is None or use is FieldUse.REJECT:
+            raise WrapperError(
+                f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: what it sees depends on the length of a "
+                f"request's prompt, and the wrapper does not take the extension {NUM_PROMPT_TOKENS!r}",
+                code="unknown_extension" if use is None else "rejected_extension",
+            )
     added = call(f"{whose}: added_extensions()", made.added_extensions, layer, passes=(WrapperError,))
     if not isinstance(added, frozenset | set) or not all(type(each) is str for each in added):
         raise PluginError(f"{whose}: added_extensions() must return a frozenset of names, not {safe_repr(added)}")

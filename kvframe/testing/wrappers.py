@@ -22,6 +22,8 @@ from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import (
     ENCODER_SEQ_LENS,
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
     SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
@@ -36,7 +38,12 @@ from kvframe.testing.guard import ScalarGuard, guard, unguard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import find_problem, make_metadata
 
-_AXES = {SEQ_STARTS: Axis.REQUEST, ENCODER_SEQ_LENS: Axis.REQUEST}
+_AXES = {
+    SEQ_STARTS: Axis.REQUEST,
+    ENCODER_SEQ_LENS: Axis.REQUEST,
+    NUM_PROMPT_TOKENS: Axis.REQUEST,
+    RANGE_ENDS: Axis.TOKEN,
+}
 _FIELDS = tuple(field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
 _LOOP_SIZES = (8, 256)
 

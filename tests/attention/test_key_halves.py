@@ -37,7 +37,7 @@ def halved_cases(backend: type[AttentionBackend]) -> list[Case]:
         attrs.evolve(case, wrappers=CHAIN)
         for case in make_cases(backend.capabilities)
         if not case.num_padding
-        and not any(request.num_hidden for request in case.requests)
+        and not any(request.num_hidden or request.ranges for request in case.requests)
         and any(request.seq_len for request in case.requests)
         and not chain_refusals(CHAIN, case.layer, backend.capabilities, "cpu")
     ]

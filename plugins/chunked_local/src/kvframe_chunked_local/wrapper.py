@@ -56,11 +56,10 @@ class ChunkedLocal(MetadataWrapper):
         slice=("block_table",),
         reject=("causal", "exact_lens"),
     )
-    # The length of the encoder's sequence is that of the original request, so each of its virtual requests gets it. No
-    # layer with chunks depends on the length of a prompt.
+    # These describe the original request, so each of its virtual requests gets the same value.
     extensions: ClassVar[Mapping[str, FieldUse]] = {
         ENCODER_SEQ_LENS: FieldUse.SLICE,
-        NUM_PROMPT_TOKENS: FieldUse.RESET,
+        NUM_PROMPT_TOKENS: FieldUse.SLICE,
         SEQ_STARTS: FieldUse.REJECT,
     }
     effects: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})
