@@ -19,6 +19,7 @@ from .cache.live_blocks import LiveBlocks as LiveBlocks
 from .cache.manager import KVCacheManager as KVCacheManager
 from .cache.pins import Pin as Pin
 from .cache.stats import KVCacheStats as KVCacheStats
+from .config.hub import find_model as find_model
 from .config.stack import Stack as Stack
 from .contract.errors import KVFrameError as KVFrameError
 from .contract.hookspecs import API_VERSION as API_VERSION

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvframe.cli.hub import find_model
 from kvframe.cli.interrupts import ctrl_c_raises
 from kvframe.cli.options import (
     TEXT_TYPE,
@@ -24,6 +23,7 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.render import log_lines
 from kvframe.cli.streaming import print_stream
+from kvframe.config.hub import find_model
 from kvframe.contract.errors import KVFrameError, ModelError
 from kvframe.contract.foreign import call
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvframe.cli.hub import find_model
 from kvframe.cli.options import (
     REFUSED_EXIT_CODE,
     block_size_option,
@@ -25,6 +24,7 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
 from kvframe.cli.render import print_json, progress
+from kvframe.config.hub import find_model
 
 if TYPE_CHECKING:
     from kvframe.engine.running.pooling import EmbeddingOutput

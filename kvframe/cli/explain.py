@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvframe.cli.hub import find_model
 from kvframe.cli.options import (
     dtype_option,
     html_option,
@@ -20,6 +19,7 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.pages import write_page
 from kvframe.cli.render import compact_names, print_facts, print_json, print_note, print_reasons, print_table
+from kvframe.config.hub import find_model
 from kvframe.contract.eviction import LRU
 from kvframe.contract.formats import PLAIN
 

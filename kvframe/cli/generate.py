@@ -16,7 +16,6 @@ import click
 
 from kvframe.cli import prefixes
 from kvframe.cli.completion import complete_registered
-from kvframe.cli.hub import find_model
 from kvframe.cli.interrupts import ctrl_c_is_noted
 from kvframe.cli.options import (
     REFUSED_EXIT_CODE,
@@ -35,6 +34,7 @@ from kvframe.cli.options import (
 from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import log_lines, print_json, progress
 from kvframe.cli.streaming import is_textless, print_stream
+from kvframe.config.hub import find_model
 from kvframe.contract.errors import RequestError
 
 if TYPE_CHECKING:

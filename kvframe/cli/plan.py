@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvframe.cli.hub import find_model
 from kvframe.cli.live_range import describe_live_range
 from kvframe.cli.options import (
     block_size_option,
@@ -23,6 +22,7 @@ from kvframe.cli.options import (
 from kvframe.cli.pages import write_page
 from kvframe.cli.pages.plan import page_of_plan
 from kvframe.cli.render import compact_names, format_bytes, print_facts, print_json, print_note, print_table
+from kvframe.config.hub import find_model
 from kvframe.contract.formats import PLAIN
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import attrs
 import click
 
 from kvframe.cli.completion import complete_registered
-from kvframe.cli.hub import find_model
 from kvframe.cli.options import REFUSED_EXIT_CODE, block_size_option, memory_option, read_stack, stack_option
 from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import format_bytes, is_drawn_on, line_width, log_lines
+from kvframe.config.hub import find_model
 from kvframe.contract.errors import shown
 from kvframe.contract.foreign import safe_text
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvframe.cli.hub import find_model
 from kvframe.cli.interrupts import ctrl_c_is_noted
 from kvframe.cli.options import drafts_option, memory_option, read_stack, stack_option
 from kvframe.cli.pages import write_page
 from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import log_lines, print_facts, progress
+from kvframe.config.hub import find_model
 
 if TYPE_CHECKING:
     from kvframe.config.options import Use

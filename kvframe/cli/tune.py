@@ -11,9 +11,9 @@ import attrs
 import click
 
 from kvframe.cli.completion import complete_registered
-from kvframe.cli.hub import find_model
 from kvframe.cli.options import device_option, dtype_option, json_option, load_checked_plugins, read_stack, stack_option
 from kvframe.cli.render import compact_names, print_json, print_table
+from kvframe.config.hub import find_model
 from kvframe.contract.errors import FileError, KVFrameError, StackError
 
 if TYPE_CHECKING:

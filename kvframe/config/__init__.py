@@ -1,1 +1,1 @@
-"""The operator's choices: the stack file, its tables and keys, and the values that each key accepts."""
+"""The operator's choices: the model's folder; the stack file, its tables and keys, and the values that keys accept."""

@@ -78,14 +78,29 @@ def test_a_model_learns_from_the_samples_of_its_engine(run_here: Callable[[str],
     assert rewards[-1] > 0.8
 
 
-def test_a_client_talks_to_a_server(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={each: index for index, each in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    save_tiny(tmp_path, "llama", vocab_size=len(alphabet))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
-    stream, *samples = run("talk_to_a_server.py", str(tmp_path)).splitlines()
+    save_tiny(folder, "llama", vocab_size=len(alphabet))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_pages_are_drawn_of_a_plan_a_choice_and_a_run(bytes_model: Path, tmp_path: Path) -> None:
+    lines = run("draw_pages.py", str(bytes_model), str(tmp_path / "pages")).splitlines()
+    pages = [tmp_path / "pages" / name for name in ("plan.html", "explain.html", "trace.html")]
+    assert [str(page) for page in pages] == [line.partition(": ")[0] for line in lines]
+    plan, explained, traced = (page.read_text(encoding="utf-8") for page in pages)
+    assert [True] * 3 == ["slab" in plan, "torch_reference" in explained, '"req-2"' in traced]
+
+
+def test_a_client_talks_to_a_server(bytes_model: Path) -> None:
+    stream, *samples = run("talk_to_a_server.py", str(bytes_model)).splitlines()
     assert stream.startswith("a stream:  ")
     assert ["sample 0:", "sample 1:", "sample 2:"] == [line[:9] for line in samples[:3]]
     assert 3 == len({line[10:] for line in samples[:3]})

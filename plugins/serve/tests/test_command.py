@@ -11,6 +11,12 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import huggingface_hub
+import pytest
+from click.testing import CliRunner
+from kvframe_serve.command import serve
+from kvframe_serve.server import Server
+
 
 def start(checkpoint: Path, port: int, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "kvframe", "serve", str(checkpoint), "--port", str(port), *options]
@@ -52,3 +58,24 @@ def test_a_wrong_address_is_said_before_the_model_is_loaded(tmp_path: Path) -> N
     server = start(tmp_path / "none", 8000, "--host", "203.0.113.1")
     _, said = server.communicate()
     assert (2, True) == (server.returncode, "cannot listen on 203.0.113.1:8000: " in said)
+
+
+def test_a_repository_is_downloaded_and_served_by_its_id(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    served: list[str] = []
+
+    def download(repository: str, *, revision: str | None, **_: object) -> str:
+        asked.extend((repository, revision))
+        return str(checkpoint)
+
+    async def run(self: Server, place: socket.socket, *, grace: float) -> None:
+        served.append(self.served.name)
+        place.close()
+        self.close()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(Server, "run", run)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    result = CliRunner().invoke(serve, ["acme/tiny@v1", "--port", str(port)], catch_exceptions=False)
+    assert (0, ["acme/tiny", "v1"], ["acme/tiny@v1"]) == (result.exit_code, asked, served)

@@ -1,4 +1,4 @@
-"""``kvframe serve``: serve a model on disk by OpenAI's interface."""
+"""``kvframe serve``: serve a model by OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ import click
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.option("--stack", "stack_file", type=click.Path(path_type=Path), metavar="FILE", help="The stack file (TOML).")
-@click.option("--served-name", metavar="NAME", help="The name that clients use; default: the folder's.")
+@click.option(
+    "--served-name",
+    metavar="NAME",
+    help="The name that clients use; default: that of the folder, or the repository's id.",
+)
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
@@ -40,20 +44,21 @@ def serve(
     grace: float,
     keys: tuple[str, ...],
 ) -> None:
-    """Serve MODEL by OpenAI's interface: chat and completions, streamed or not.
+    """Serve MODEL, a model's folder or the id of a repository, by OpenAI's interface: chat and completions.
 
     One engine serves all requests in one batch, and caches their prefixes. Callers with different keys share none of
     them; the header X-Cache-Salt divides further. The stack's [plugin.serve] limits requests.
     """
     place = _bound(host, port)
 
-    from kvframe import Stack
+    from kvframe import Stack, find_model
     from kvframe_serve.server import Server
 
+    folder = find_model(model, weights=True)
     server = Server(
-        model,
+        folder,
         stack=None if stack_file is None else Stack.from_file(stack_file),
-        name=served_name,
+        name=served_name or (str(model) if folder != model else None),
         keys=keys,
     )
     click.echo(f"serving {server.served.name} on http://{host}:{port}/v1", err=True)

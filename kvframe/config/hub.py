@@ -27,7 +27,7 @@ LEFT_OUT = ("*/*.safetensors", "consolidated*")
 """Weights that repositories hold again in another form."""
 
 
-def find_model(model: Path, *, weights: bool) -> Path:
+def find_model(model: Path | str, *, weights: bool) -> Path:
     """Return the path of a model, downloading what is missing of a repository into the cache of huggingface_hub.
 
     Args:
@@ -37,6 +37,7 @@ def find_model(model: Path, *, weights: bool) -> Path:
     Raises:
         ModelError: There is no such path, and it is no repository, or the repository cannot be downloaded.
     """
+    model = Path(model)
     try:
         is_there = exists(model)
     except FileError as error:
