@@ -19,11 +19,7 @@ OWN = {"latent_size": "mla", "window": "sliding_window", "chunk": "chunked_local
 def describe_layers(config: Any, reported: Mapping[str, Any], stack: Stack, registry: Registry) -> HostedModel:
     """Return a loaded model's layers as the contract describes them, and set them on each layer.
 
-    Args:
-        config: vLLM's configuration, which contains the layers.
-        reported: vLLM's spec of each layer that keeps a cache.
-        stack: The stack.
-        registry: The registered names.
+    vLLM's ``config`` contains the layers. ``reported`` is vLLM's spec of each layer that keeps a cache.
 
     Raises:
         KVFrameError: A layer would run on another backend than kvframe's (``foreign_backend``), or is not served.
