@@ -7,8 +7,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, get_args
 
-import attrs
-
 from kvframe.config.stack import Stack
 from kvframe.contract.description import Pooling, PoolingMode
 from kvframe.contract.errors import KVFrameError, RequestError, StackError
@@ -24,7 +22,6 @@ from kvframe.engine.running.model_runner import SkipPolicy
 from kvframe.engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe.engine.turns import verb
 from kvframe.loading.registry import Registry
-from kvframe.planning.draft_model import split_layers
 from kvframe.planning.retyping import EditLayer
 
 
@@ -93,12 +90,9 @@ class Embedder(EngineCore[EmbeddingRequest]):
         if normalize is None:
             normalize = said is not None and said.normalize
         self.pooling = Pooling(pooling, normalize)
-        if stack is not None:
-            # Nothing is generated, so a draft model would have nothing to do.
-            stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, drafts=None))
         super().__init__(
             model.without_head(),
-            split_layers(layers)[0],
+            layers,
             registry=registry,
             stack=stack,
             poison_freed=poison_freed,

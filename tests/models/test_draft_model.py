@@ -496,9 +496,9 @@ def test_the_command_line_plans_explains_and_generates_with_it(models: Models, t
     assert 'is no JSON object with a "name" and options' in wrong.output
 
 
-def test_an_embedder_leaves_the_draft_model_out(models: Models) -> None:
+def test_an_embedder_refuses_a_draft_model(models: Models) -> None:
     path = models("llama").path
     stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"drafts": by(path)}})
-    with Embedder.from_pretrained(path, stack=stack) as embedder:
-        assert [] == [name for group in embedder.plan.groups for name in group.layers if name.startswith("draft:")]
-        assert 64 == len(embedder.embed([PROMPTS[2]])[0].embedding)
+    with pytest.raises(StackError) as refused:
+        Embedder.from_pretrained(path, stack=stack)
+    assert "nothing_generated" == refused.value.code

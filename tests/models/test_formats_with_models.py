@@ -167,7 +167,7 @@ def test_the_rounding_of_a_format_hides_no_wrong_attention(models: Any, monkeypa
         BackendError, match=r"'kvframe-torch:torch' computes layer 'model\.layers\.0\.self_attn' wrongly"
     ) as found:
         models("llama").engine(format="int4_token_head", self_check=True, backend="torch")
-    assert "allowed 3.5e-04" in str(found.value.__cause__)
+    assert "allowed 3.5e-04" in str(found.value.__context__)
 
 
 # --- wrong formats ----------------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ MISTAKES: dict[str, tuple[MetadataWrapper, LayerSpec, str]] = {
     "other tokens are kept than those that generate": (
         after(DecodeOnly, last_of_each, fields={**DecodeOnly.fields, **WAITS["fields"]}),
         SHARING,
-        "attends to|more new",
+        "attends to|more new|needs an index of requests",
     ),
     "tokens are dropped and it is not said": (SaysNothingOfWhatItDrops(), SHARING, "does not declare that it drops"),
     "a token is lost": (after(Passes, one_token_less, fields=RESETS_ALL), FULL, "num_generating is 5, of 4 tokens"),

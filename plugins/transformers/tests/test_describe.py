@@ -260,12 +260,14 @@ def test_a_layer_that_runs_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_makes_no_text_is_refused(tmp_path: Path) -> None:
-    assert "no text model can be built from the config" in refusal(write_config(tmp_path, "vit"))
+    assert "has the architecture 'vit', for which transformers has no text model" in refusal(
+        write_config(tmp_path, "vit")
+    )
 
 
 def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nosuch"}')
-    assert "model type `nosuch`" in refusal(tmp_path)
+    assert "names the architecture 'nosuch', which transformers" in refusal(tmp_path)
 
 
 def test_a_config_without_model_type_is_refused(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_model_of_code_alone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "a-stranger/repo--evil.Config"}})
     )
-    load_refused(tmp_path, f"the config of {tmp_path} cannot be read: ")
+    load_refused(tmp_path, f"the config of {tmp_path} names the architecture 'evil', which transformers ")
 
 
 def test_another_place_that_a_config_names_is_not_asked(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def _configs(model: nn.Module) -> list[Any]:
     pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     while pending:
         config = pending.pop()
-        if id(config) not in found and _IMPLEMENTATION in vars(config):
+        if id(config) not in found and _IMPLEMENTATION in getattr(config, "__dict__", ()):
             found[id(config)] = config
             pending += [getattr(config, key) for key in config.sub_configs]
     return list(found.values())
