@@ -18,7 +18,8 @@ from click.testing import CliRunner, Result
 from huggingface_hub import errors
 from kvframe_transformers.testing import save_tiny
 
-from kvframe.cli import hub, main
+from kvframe.cli import main
+from kvframe.config import hub
 from tests.programs import run_program
 
 REPOSITORY = "acme/tiny-llama"
