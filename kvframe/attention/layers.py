@@ -11,7 +11,7 @@ from kvframe.attention.batch_metadata import StepBatch, input_slots, split_mappi
 from kvframe.attention.build import GroupMetadata, MetadataPlan, PreparedStep
 from kvframe.attention.captured import CapturedStep
 from kvframe.attention.copies import CopyScratch
-from kvframe.attention.group import form_groups
+from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.layer import AttentionLayer, GroupStep
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.request_order import find_order
@@ -124,18 +124,13 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
     @property
     def least_captured(self) -> str:
         """A phrase that names the layer that limits ``capture``, and its backend."""
-        group = min(self.groups, key=lambda group: group.capture)
-        chain = "".join(f" after {wrapper.name!r}" for wrapper in group.wrappers)
-        return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"
+        return _named(min(self.groups, key=lambda group: group.capture))
 
     @property
     def without_ranges(self) -> str | None:
         """A phrase that names a layer over requests' own tokens that ignores ranges of prompts; None for none."""
-        for group in self.groups:
-            if group.sequence == TOKENS and not group.takes_ranges:
-                chain = "".join(f" after {wrapper.name!r}" for wrapper in group.wrappers)
-                return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"
-        return None
+        unaware = (group for group in self.groups if group.sequence == TOKENS and not group.takes_ranges)
+        return next(map(_named, unaware), None)
 
     def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
         """Return the order in which to pack a step's requests, so that the backends need not reorder them.
@@ -290,3 +285,9 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
 
     def __len__(self) -> int:
         return len(self._layers)
+
+
+def _named(group: AttentionGroup) -> str:
+    """Return a phrase that names the first layer of a group, and its backend."""
+    chain = "".join(f" after {wrapper.name!r}" for wrapper in group.wrappers)
+    return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"

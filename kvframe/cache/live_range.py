@@ -68,7 +68,7 @@ class LiveRange:
 
     @property
     def never_dies(self) -> bool:
-        """Whether every block is needed until its request ends, whatever the length of its prompt."""
+        """Whether every block is needed until its request ends, for prompts of any length."""
         return self.for_prompt is None and bool((self.deaths == NEVER).all())
 
     @property

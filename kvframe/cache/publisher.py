@@ -34,21 +34,21 @@ class _Cursor:
             root.
         offset: Tokens up to which its full blocks were published, by it or by others, before a node grows with it.
         tokens: Its token ids; the caller appends to them, and those that are computed stay as they are.
-        num_readable: The place of its first token that cannot be read, once it was met: it publishes nothing after it.
-            Before that, the length of its prompt, if the state of later tokens is for no other request. Or the start of
-            a range of its tokens that see each other, if another request has one that begins alike.
+        stop: The token from which on it publishes nothing: the first one that cannot be read, once it was met; the end
+            of its prompt, if the state of later tokens is for no other request; or the start of a range of tokens that
+            see each other, if another request has one that begins alike.
     """
 
     namespace: Namespace
     node: RadixNode | None
     offset: int
     tokens: Sequence[int]
-    num_readable: int = NEVER
+    stop: int = NEVER
 
     def next_publication(self, unit: int) -> int:
         """Return at how many computed tokens there is more to publish, in runs of ``unit`` tokens."""
         after = self.offset + unit
-        return after if after <= self.num_readable else NEVER
+        return after if after <= self.stop else NEVER
 
 
 class Publisher:
@@ -106,7 +106,7 @@ class Publisher:
         if cursor is None or row in self.unreadable:
             return
         offset = num_computed - num_computed % self._tree.unit
-        self._begin(new_row, _Cursor(cursor.namespace, cursor.node, offset, tokens, cursor.num_readable))
+        self._begin(new_row, _Cursor(cursor.namespace, cursor.node, offset, tokens, cursor.stop))
         # Whichever row writes into the shared page last keeps it, and publishes it.
         for pages, size in self._apart:
             if num_computed % size:
@@ -118,7 +118,7 @@ class Publisher:
         if self._own_start is not None:
             self._own_start[row] = NEVER if own_start is None else own_start
         if own_start is not None:
-            cursor.num_readable = min(cursor.num_readable, own_start)
+            cursor.stop = min(cursor.stop, own_start)
         self._cursors[row] = cursor
         self._next_publication[row] = cursor.next_publication(self._tree.unit)
 
@@ -217,7 +217,8 @@ class Publisher:
         known = self._tree.match_prefix(cursor.namespace, cursor.tokens, end).length
         if known < end:
             start = before_range(ranges, known)
-            cursor.num_readable = cursor.num_readable if start == known else min(cursor.num_readable, start)
+            if start < known:
+                cursor.stop = min(cursor.stop, start)
 
     def _find_offset(self, cursor: _Cursor) -> tuple[RadixNode, int]:
         """Return the node that a cursor's offset lies in, and the offset; the root and 0 if the node was removed."""
@@ -370,16 +371,14 @@ class Publisher:
 
     def _end_of(self, cursor: _Cursor, row: int) -> int:
         """Return up to which token a row's blocks can be published."""
-        end = self._computed_of[row]
-        if end > cursor.num_readable:
-            end = cursor.num_readable
+        end = min(self._computed_of[row], cursor.stop)
         ranges = self._states[row].ranges
         return whole_ranges(ranges, end, self._tree.unit) if ranges else end - end % self._tree.unit
 
     def _stop_at_unreadable(self, cursor: _Cursor, row: int, error: RequestError) -> None:
         """Let a row publish nothing after its first token that cannot be read, and unpublish its later blocks."""
         self.unreadable[row] = error
-        cursor.num_readable = min(cursor.num_readable, num_readable(cursor.tokens))
+        cursor.stop = min(cursor.stop, num_readable(cursor.tokens))
         leaf = self._leaf_of(row)
         if leaf is None:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import overload
 
@@ -67,7 +67,10 @@ class RangedTokens(Sequence[int]):
             place = range(len(self))[index]
             return self[place : place + 1][0]
         places, found = range(len(self))[index], self._token_ids[index]
-        for place, marked in zip(self._places, self._marked, strict=True):
-            if place in places:
-                found[places.index(place)] = marked
+        if len(places):
+            low, high = sorted((places[0], places[-1]))
+            first, last = bisect_left(self._places, low), bisect_right(self._places, high)
+            for place, marked in zip(self._places[first:last], self._marked[first:last], strict=True):
+                if place in places:
+                    found[places.index(place)] = marked
         return found

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvframe.cli.completion import complete_registered
-from kvframe.cli.options import REFUSED_EXIT_CODE, block_size_option, memory_option, read_stack, stack_option
+from kvframe.cli.options import (
+    REFUSED_EXIT_CODE,
+    block_size_option,
+    drafts_option,
+    memory_option,
+    read_stack,
+    stack_option,
+)
 from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import format_bytes, is_drawn_on, line_width, log_lines
 from kvframe.config.hub import find_model
@@ -21,6 +27,7 @@ from kvframe.contract.errors import shown
 from kvframe.contract.foreign import safe_text
 
 if TYPE_CHECKING:
+    from kvframe.config.options import Use
     from kvframe.engine.engine import Engine
     from kvframe.engine.requests.params import SamplingParams
 
@@ -112,12 +119,7 @@ class UnreachableError(click.ClickException):
 @click.option("--url", metavar="URL", help="Watch the server of `kvframe serve` at this address, instead of a MODEL.")
 @prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
-@click.option(
-    "--drafts",
-    metavar="NAME",
-    shell_complete=complete_registered("proposer"),
-    help="Compute the draft tokens of this proposer, such as ngram.",
-)
+@drafts_option
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.1),
@@ -137,7 +139,7 @@ def top(
     prompts_file: Path | None,
     token_ids_file: Path | None,
     max_new_tokens: int,
-    drafts: str | None,
+    drafts: Use | str | None,
     interval: float,
     count: int | None,
     stack_file: Path | None,

@@ -31,8 +31,8 @@ class AttentionMask:
         num_sink_tokens: Tokens at the start that every later query sees, with any window.
         chunk: Tokens per chunk; a query sees its own chunk only: at ``n`` it sees ``[n - n % chunk, n]``. None for no
             chunks. Only for a causal mask without a window.
-        keeps_prompt: Whether every query sees all earlier tokens of the request's prompt, whatever the window. Only for
-            a mask with a window. Then the mask of a request is ``for_prompt`` of its prompt's length.
+        keeps_prompt: Whether every query sees all earlier tokens of the request's prompt, those outside of the window
+            too. Only for a mask with a window. Then the mask of a request is ``for_prompt`` of its prompt's length.
     """
 
     causal: bool = True

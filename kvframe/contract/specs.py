@@ -134,8 +134,8 @@ class KVCacheSpec(ABC):
 
         The returned spec stores the same state, in a type of its own or the same, and depends on no prompt. A third law
         holds for it. *Prompt*: while the prompt is computed, at ``n < num_prompt_tokens``, its live ranges are those of
-        this spec, so that requests share the state of equal prompt tokens whatever follows them. At later positions it
-        has no live token that this spec has not. Called at set-up and when a request starts, never in a step.
+        this spec, so that prompts that begin alike share the state of these tokens. At later positions it has no live
+        token that this spec has not. Called at set-up and when a request starts, never in a step.
 
         Args:
             num_prompt_tokens: The tokens that the request was given, at least one; what it generates follows them.

@@ -75,7 +75,7 @@ def field_uses(
 
     Args:
         reset: Fields that it computes anew.
-        slice: Fields of which it passes on the rows of the tokens or requests that it returns.
+        slice: Fields with a row for each token or request. It passes on the rows of those that it returns.
         reject: Fields that must have their default.
         carry: Fields of later versions that it passes on unchanged.
 

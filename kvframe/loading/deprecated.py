@@ -54,7 +54,7 @@ def _known(name: str, arguments: Collection[str]) -> Iterator[str]:
 
 
 def warn_of(plugin: str, uses: Iterator[str]) -> None:
-    """Warn of what a plugin uses; a use of which this process was warned is left out.
+    """Warn of deprecated names that a plugin uses, of each once in this process.
 
     Args:
         plugin: The plugin's id, ``distribution:name``.

@@ -25,7 +25,8 @@ class Prompt:
             length. Layers that keep states at few places keep one at the last whole blocks before each of them, so that
             the next request finds it.
         bidirectional: Ranges ``(start, stop)`` of the prompt whose tokens see each other in both directions, such as
-            the tokens of an image, whatever the layers' masks; sorted and disjoint. Each is computed in one step.
+            the tokens of an image: each sees the later tokens of its range beside those that the layers' masks show.
+            The ranges are sorted and disjoint. Each is computed in one step.
     """
 
     encoder: Any = None

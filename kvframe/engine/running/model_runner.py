@@ -341,7 +341,8 @@ class TokenRunner(ModelRunner):
         if packed.drafts:
             drafts = list(compress(packed.drafts, packed.is_sampled))
             runs = accept_drafts(logits, requests, drafts)
-            self._keep_hidden_states(packed, requests, runs, [1 + len(each) for each in drafts])
+            if self.hidden_states is not None:
+                self._keep_hidden_states(packed, requests, runs, [1 + len(each) for each in drafts])
             if any(request.params.logprobs for request in requests):
                 add_logprobs(logits, requests, runs, [1 + len(each) for each in drafts])
             for row, stop, proposed, run in zip(rows.tolist(), num_known.tolist(), drafts, runs, strict=True):
@@ -349,7 +350,8 @@ class TokenRunner(ModelRunner):
                 self.tokens[row, start : start + len(run)] = run
             return runs if packed.places is None else [runs[place] for place in packed.places]
         token_ids = sample(logits, requests)
-        self._keep_hidden_states(packed, requests, [[each] for each in token_ids], [1] * len(requests))
+        if self.hidden_states is not None:
+            self._keep_hidden_states(packed, requests, [[each] for each in token_ids], [1] * len(requests))
         if any(request.params.logprobs for request in requests):
             add_logprobs(logits, requests, [[each] for each in token_ids], [1] * len(requests))
         self.tokens[rows, num_known] = token_ids
@@ -370,8 +372,7 @@ class TokenRunner(ModelRunner):
             runs: Their new tokens, which follow the first of their rows.
             num_rows: How many sampled rows each has.
         """
-        if self.hidden_states is None:
-            return
+        assert self.hidden_states is not None
         assert self._hidden_rows is not None
         rows, counts = self._hidden_rows, [sum(token >= 0 for token in run) for run in runs]
         starts = np.cumsum(num_rows) - num_rows

@@ -108,7 +108,7 @@ class PromptAndWindowSpec(AttentionSpec):
         return FullAttentionSpec.over(self)
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
-        """Return the blocks of ``n + num_new_tokens`` tokens, all of which may be the prompt's."""
+        """Return the blocks of ``n + num_new_tokens`` tokens, which may all be the prompt's."""
         return -(-(n + num_new_tokens) // self.block_size)
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:

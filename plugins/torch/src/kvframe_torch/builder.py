@@ -83,7 +83,7 @@ class TorchMetadata:
         hidden: ``[num_hidden], int64, device``: the indices of gathered tokens in batches that the query does not see.
             Their values may be NaN.
         repeated: ``[num_repeated], int64, device``: the indices of gathered pages that are padding. Each repeats a page
-            of the same request of which every token is seen.
+            of the same request. Every token of that page is seen.
         mask: ``[num_gathered], device``: added to the scores of batches: -inf for hidden tokens and repeated pages,
             otherwise 0. None before ``finish``, and if every gathered token is seen.
         distances: ``[num_pages], int64, device``: the position of each page's first token minus that of its request's

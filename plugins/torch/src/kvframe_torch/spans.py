@@ -200,8 +200,8 @@ class Spans:
         A query sees one run of tokens, or two with sink tokens; the hidden tokens lie around these runs.
 
         Args:
-            widths: As for ``places``. A repeated page is one of which every token is seen; if there is none, the tokens
-                of the padding count as hidden.
+            widths: As for ``places``. Padding repeats a page with no hidden token. If there is none, the tokens of the
+                padding count as hidden.
             counted_from: ``[num_spans]``: for each span, the span whose first gathered token has the index 0.
 
         Returns:

@@ -22,7 +22,7 @@ SAME = (*LENGTHS, "num_reqs", "num_actual_tokens", "causal")
 
 
 class HostedBackend(AttentionBackend):
-    """The backend that vLLM selects for layers with keys and values. The stack chooses kvframe's backend behind it."""
+    """The backend that vLLM selects for layers with keys and values. It runs the backend that the stack chooses."""
 
     supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
     supports_sink = supports_sliding_window = classmethod(lambda cls: True)
