@@ -50,10 +50,12 @@ def request(name: str, prompt: int = 3, new: int = 20, **options: Any) -> Reques
     )
 
 
-def scheduler(proposer: Proposer, num_blocks: int = 1000, budget: int = 64) -> tuple[Scheduler[Request], CountingCache]:
+def scheduler(
+    proposer: Proposer, num_blocks: int = 1000, budget: int = 64, max_num_seqs: int = 8
+) -> tuple[Scheduler[Request], CountingCache]:
     cache = CountingCache(num_blocks)
     drafting: Drafting[Request] = Drafting(proposer, vocab_size=None)
-    return Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=budget, drafting=drafting), cache
+    return Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, drafting=drafting), cache
 
 
 def compute(step: ScheduledStep[Request], num_right: int = 99) -> Sequence[Any]:
@@ -86,6 +88,18 @@ def test_a_request_begins_with_all_drafts_and_doubles_them_while_all_are_accepte
     # A prompt's step has no drafts. Of the first drafts four are accepted, later all.
     found = [run_step(scheduled, num_right).drafts for num_right in (0, 4, 99, 99)]
     assert [0, 8, 4, 8] == [len(each[0]) if each else 0 for each in found]
+
+
+@pytest.mark.parametrize(("num_requests", "num_first"), [(1, 8), (4, 8), (5, 6), (16, 2), (40, 1)])
+def test_requests_begin_with_fewer_drafts_if_many_of_them_generate(num_requests: int, num_first: int) -> None:
+    proposer = Counting(max_drafts=8)
+    scheduled, _ = scheduler(proposer, budget=1024, max_num_seqs=num_requests)
+    for number in range(num_requests):
+        scheduled.add(request(str(number)))
+    run_step(scheduled)
+    step = run_step(scheduled)
+    assert num_requests * [num_first] == [len(each) for each in step.drafts]
+    assert num_requests * [1 + num_first] == step.num_scheduled.tolist()
 
 
 def test_after_a_rejection_a_request_gets_as_many_drafts_as_were_accepted() -> None:

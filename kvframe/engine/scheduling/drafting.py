@@ -1,7 +1,8 @@
 """Draft tokens of a step: asks the proposer for them, and lets requests take those that the step accepted.
 
-A request begins with as many drafts as the proposer gives. If a step rejects one, the next step asks for as many as
-were accepted. If it accepts all of them, the next step asks for twice as many. If it accepts fewer than half, drafts
+A step of few tokens computes further ones almost for free, and a step of many tokens does not. So a request begins with
+many drafts if few requests generate, and with one if many do. If a step rejects a draft, the next step asks for as many
+as were accepted. If it accepts all of them, the next step asks for twice as many. If it accepts fewer than half, drafts
 cost more than they save: the request pauses for one step, and for twice as many after each further step of that kind.
 """
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvframe")
 MAX_PAUSE = 32
 """The most steps without drafts between two attempts of a request."""
+
+FIRST_DRAFTS = 32
+"""The drafts that requests begin with, divided by the number of requests that generate."""
 
 
 Continue = Callable[[Sequence[RequestT], IntArray, IntArray, Sequence[int]], Sequence[Sequence[int]]]
@@ -159,10 +163,11 @@ class Drafting(Generic[RequestT]):
             budget: The most drafts of all requests together.
         """
         counts = []
+        num_first = max(1, min(self.max_drafts, FIRST_DRAFTS // len(requests)))
         for request in requests:
             pace = self._paces.get(request.request_id)
             if pace is None:
-                pace = self._paces[request.request_id] = Pace(self.max_drafts)
+                pace = self._paces[request.request_id] = Pace(num_first)
             if pace.num_waiting:
                 pace.num_waiting -= 1
                 counts.append(0)

@@ -45,18 +45,19 @@ class NgramIndex:
             self._before.append(self._last.get(gram, 0))
             self._last[gram] = end
 
-    def find(self, num_candidates: int, most: int) -> int:
+    def find(self, num_candidates: int, least: int, most: int) -> int:
         """Return the place where the longest match of the sequence's end ends, the last one of several; 0 for none.
 
         Args:
             num_candidates: The most places that are compared; later places come first.
+            least: The least tokens of a match.
             most: The most tokens of a match that are compared.
         """
         tokens, size = self._tokens, self._size
         stop = len(tokens)
         if stop < size:
             return 0
-        found, longest, place = 0, 0, self._before[stop - 1]
+        found, longest, place = 0, least - 1, self._before[stop - 1]
         while place and num_candidates:
             length = size
             while length < most and length < place and tokens[place - 1 - length] == tokens[stop - 1 - length]:
@@ -85,7 +86,8 @@ class NgramProposer(Proposer):
 
     Attributes:
         max_drafts: The most draft tokens of a request in a step.
-        min_match: The least tokens that must occur again.
+        min_match: The least tokens that must occur again; one more if only one draft is wanted, because the host then
+            expects drafts to cost much or to be wrong.
         max_match: The most tokens that are compared to find the longest match.
         num_candidates: The most earlier places that are compared.
         shared_tokens: The most generated tokens of each salt that other requests of the salt may repeat; 0 for none. A
@@ -95,7 +97,7 @@ class NgramProposer(Proposer):
     name: ClassVar[str] = "ngram"
 
     max_drafts: int = attrs.field(default=8, validator=_whole)
-    min_match: int = attrs.field(default=3, validator=_whole)
+    min_match: int = attrs.field(default=2, validator=_whole)
     max_match: int = attrs.field(default=16, validator=_whole)
     num_candidates: int = attrs.field(default=8, validator=_whole)
     shared_tokens: int = attrs.field(default=0, validator=_not_negative)
@@ -115,7 +117,8 @@ class NgramProposer(Proposer):
             if index is None:
                 index = self._indexes[request.request_id] = NgramIndex(self.min_match)
             index.read(request.token_ids)
-            start = index.find(self.num_candidates, max(self.min_match, self.max_match))
+            least = self.min_match + (request.max_drafts == 1)
+            start = index.find(self.num_candidates, least, max(least, self.max_match))
             # At the end of the sequence, the proposal goes on at its start: the text may repeat itself.
             period = len(request.token_ids) - start
             places = range(request.max_drafts) if start else ()
