@@ -29,8 +29,18 @@ def test_what_followed_the_same_tokens_before_is_proposed() -> None:
 
 def test_tokens_that_did_not_occur_before_give_no_draft() -> None:
     assert [] == drafts([1, 2, 3, 4, 5])
-    assert [] == drafts([1, 2, 3, 9, 3, 2])
     assert [] == drafts([7])
+
+
+def test_one_token_that_occurred_before_is_enough_while_drafts_are_cheap() -> None:
+    tokens = array("I", [1, 2, 3, 9, 2, 3])
+    found = [
+        NgramProposer(max_drafts=4).propose([DraftRequest("a", tokens, 1, max_drafts, "")])[0] for max_drafts in (4, 3)
+    ]
+    assert [[9, 2, 3, 9], []] == found
+    # The last place counts, and a longer match comes first.
+    assert [9, 8, 2, 9] == drafts([2, 3, 2, 9, 8, 2])
+    assert [4, 3, 1, 2] == drafts([1, 2, 3, 4, 3, 1, 2, 3])
 
 
 def test_the_longest_match_counts_and_the_last_one_among_equally_long_ones() -> None:
@@ -47,11 +57,8 @@ def test_options_limit_what_is_compared() -> None:
     tokens = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 1, 2, 3, 4]
     assert [6] == drafts(tokens, most=1, num_candidates=1)
     assert [6] == drafts(tokens, most=1, max_match=3)
-    assert [] == drafts([1, 2, 3, 1, 2], min_match=3)
-    assert [3, 1] == drafts([1, 2, 3, 1, 2], min_match=2, most=2)
-    # One wanted draft needs a longer match.
-    assert [] == drafts([1, 2, 3, 1, 2], min_match=2, most=1)
-    assert [4] == drafts([1, 2, 3, 4, 1, 2, 3], min_match=2, most=1)
+    assert [] == drafts([1, 2, 3, 1, 2], min_match=3, most=1)
+    assert [3] == drafts([1, 2, 3, 1, 2], min_match=2, most=1)
 
 
 @pytest.mark.parametrize("option", ["max_drafts", "min_match", "max_match", "num_candidates"])
@@ -111,7 +118,7 @@ def test_a_request_repeats_itself_before_it_repeats_others_and_no_prompt_is_shar
 
 
 def test_two_requests_that_generate_the_same_find_each_other() -> None:
-    proposer, answer = NgramProposer(shared_tokens=100, max_drafts=1, min_match=3), [3, 1, 4, 1, 5, 9, 2, 6]
+    proposer, answer = NgramProposer(shared_tokens=100, max_drafts=1), [3, 1, 4, 1, 5, 9, 2, 6]
     for stop in range(1, 9):
         asked = DraftRequest("a", array("I", [0, *answer[:stop]]), 1, 1, "")
         proposer.propose([asked])
@@ -161,7 +168,7 @@ def test_the_index_finds_what_a_search_through_all_tokens_finds(tokens: list[int
     index.read(array("I", tokens[:first]))
     for stop in range(min(first, len(tokens)), len(tokens) + 1):
         index.read(array("I", tokens[:stop]))
-    assert longest_match(tokens, size) == index.find(num_candidates=len(tokens), least=size, most=len(tokens))
+    assert longest_match(tokens, size) == index.find(num_candidates=len(tokens), most=len(tokens))
 
 
 class CountingTokens(Sequence[int]):

@@ -23,6 +23,9 @@ class NgramIndex:
 
     Invariant: ``_last[n-gram]`` is the last place where the n-gram ends. ``_before[end - 1]`` is the last place before
     ``end`` where the same n-gram ends as at ``end``; 0 if there is none.
+
+    Attributes:
+        last_token: The last place before the end where the last token occurred; 0 if there is none.
     """
 
     def __init__(self, size: int) -> None:
@@ -31,6 +34,8 @@ class NgramIndex:
         self._tokens = array("I")
         self._last: dict[bytes, int] = {}
         self._before = array("Q")
+        self._of_tokens: dict[int, int] = {}
+        self.last_token = 0
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Add the new tokens of the sequence. Its earlier tokens must be those of the last call."""
@@ -38,6 +43,9 @@ class NgramIndex:
         self._tokens.extend(token_ids[start:])
         data, width = self._tokens.tobytes() if start == 0 else b"", self._tokens.itemsize
         for end in range(start + 1, len(self._tokens) + 1):
+            token = self._tokens[end - 1]
+            self.last_token = self._of_tokens.get(token, 0)
+            self._of_tokens[token] = end
             if end < size:
                 self._before.append(0)
                 continue
@@ -45,19 +53,18 @@ class NgramIndex:
             self._before.append(self._last.get(gram, 0))
             self._last[gram] = end
 
-    def find(self, num_candidates: int, least: int, most: int) -> int:
+    def find(self, num_candidates: int, most: int) -> int:
         """Return the place where the longest match of the sequence's end ends, the last one of several; 0 for none.
 
         Args:
             num_candidates: The most places that are compared; later places come first.
-            least: The least tokens of a match.
             most: The most tokens of a match that are compared.
         """
         tokens, size = self._tokens, self._size
         stop = len(tokens)
         if stop < size:
             return 0
-        found, longest, place = 0, least - 1, self._before[stop - 1]
+        found, longest, place = 0, 0, self._before[stop - 1]
         while place and num_candidates:
             length = size
             while length < most and length < place and tokens[place - 1 - length] == tokens[stop - 1 - length]:
@@ -86,8 +93,8 @@ class NgramProposer(Proposer):
 
     Attributes:
         max_drafts: The most draft tokens of a request in a step.
-        min_match: The least tokens that must occur again; one more if only one draft is wanted, because the host then
-            expects drafts to cost much or to be wrong.
+        min_match: The least tokens that must occur again. If fewer do, but the last token does, a request that is to
+            get ``max_drafts`` drafts gets what followed that token: the host asks for so many while drafts are cheap.
         max_match: The most tokens that are compared to find the longest match.
         num_candidates: The most earlier places that are compared.
         shared_tokens: The most generated tokens of each salt that other requests of the salt may repeat; 0 for none. A
@@ -97,7 +104,7 @@ class NgramProposer(Proposer):
     name: ClassVar[str] = "ngram"
 
     max_drafts: int = attrs.field(default=8, validator=_whole)
-    min_match: int = attrs.field(default=2, validator=_whole)
+    min_match: int = attrs.field(default=3, validator=_whole)
     max_match: int = attrs.field(default=16, validator=_whole)
     num_candidates: int = attrs.field(default=8, validator=_whole)
     shared_tokens: int = attrs.field(default=0, validator=_not_negative)
@@ -117,8 +124,9 @@ class NgramProposer(Proposer):
             if index is None:
                 index = self._indexes[request.request_id] = NgramIndex(self.min_match)
             index.read(request.token_ids)
-            least = self.min_match + (request.max_drafts == 1)
-            start = index.find(self.num_candidates, least, max(least, self.max_match))
+            start = index.find(self.num_candidates, max(self.min_match, self.max_match))
+            if not start and request.max_drafts == self.max_drafts > 1:
+                start = index.last_token
             # At the end of the sequence, the proposal goes on at its start: the text may repeat itself.
             period = len(request.token_ids) - start
             places = range(request.max_drafts) if start else ()
