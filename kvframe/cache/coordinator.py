@@ -20,7 +20,7 @@ from kvframe.cache.copy_on_write import PageCopier, SharedBlocks
 from kvframe.cache.eviction import of_groups
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.input_index import InputBlocks
-from kvframe.cache.live_range import NEVER, DeathLists, Positions, PromptDeathLists
+from kvframe.cache.live_range import NEVER, DeathLists, Positions
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher
 from kvframe.contract.errors import RequestError
@@ -56,11 +56,8 @@ class KVCacheCoordinator:
         self._dying: list[tuple[int, TableStack, DeathLists]] = []
         for s, stack in enumerate(kinds.stacks):
             live = [(place, kinds.live[group]) for place, group in enumerate(stack.groups)]
-            dying = [(place, each) for place, each in live if not each.never_dies and each.for_prompt is None]
-            if dying:
-                self._dying.append((s, stack, DeathLists(dying)))
-            if by_prompt := [(place, each) for place, each in live if each.for_prompt is not None]:
-                self._dying.append((s, stack, PromptDeathLists(by_prompt, stack.ids.shape[1])))
+            if dying := [(place, each) for place, each in live if not each.never_dies]:
+                self._dying.append((s, stack, DeathLists(dying, stack.ids.shape[1])))
         numbers.next_death[...] = self._first_death = self._death_after(0, 0)
         # In a lone group whose blocks all live as long as their request, rows have no gaps and no block dies: 2,048
         # tokens come and go in 19 µs instead of 30.

@@ -113,45 +113,58 @@ class LiveRange:
 class DeathLists:
     """The deaths of the blocks of some groups: one list for each group, in the order of the deaths.
 
-    The blocks of a group die at the same numbers of computed tokens in every request, and in the same order. The lists
-    say what died between two commits, for many rows and groups at once.
+    The blocks of a group die at the same numbers of computed tokens in every request, and in the same order. If that
+    depends on the length of the prompt in some group, there is a list for each group and row, which is written when the
+    row's request starts. The lists say what died between two commits, for many rows and groups at once.
 
     Attributes:
         places: ``[num_groups], int64, host``: the numbers that the groups were given with.
     """
 
-    def __init__(self, live: Sequence[tuple[int, LiveRange]]) -> None:
-        """Sort the deaths of groups, each given with a number."""
-        self._make_lists(live, 1)
-        for number, (_, each) in enumerate(live):
-            self._write(number, each.deaths)
-
-    def _make_lists(self, live: Sequence[tuple[int, LiveRange]], num_of_group: int) -> None:
-        """Make lists without deaths, some for each group."""
+    def __init__(self, live: Sequence[tuple[int, LiveRange]], max_num_seqs: int) -> None:
+        """Sort the deaths of groups, each given with a number, for so many rows."""
         self.places = np.array([place for place, _ in live], dtype=np.int64)
+        self._live = [each for _, each in live]
+        self._is_by_row = any(each.for_prompt is not None for each in self._live)
+        num_rows = max_num_seqs if self._is_by_row else 1
         # Each list ends with a death that no row reaches. All lists are searched as one array, in which the numbers of
         # each list are larger than those of the list before.
-        size = max(len(each.deaths) for _, each in live) + 1
-        self._span = span = max(each.block_size * size for _, each in live) + 2
-        self._start = span * np.arange(len(live) * num_of_group)[:, None]
-        at = np.full((len(self._start), size), NEVER)
-        self._keys = (np.minimum(at, span - 1) + self._start).reshape(-1)
-        self._at, self._blocks = at.reshape(-1), np.zeros(at.size, dtype=np.int64)
-
-    def _write(self, number: int, deaths: Positions) -> None:
-        """Sort deaths into the list of a number."""
-        size = len(self._keys) // len(self._start)
-        order = np.argsort(deaths, kind="stable")
-        part = slice(number * size, number * size + len(order))
-        self._blocks[part], self._at[part] = order, deaths[order]
-        self._keys[part] = np.minimum(self._at[part], self._span - 1) + self._start[number]
+        self._size = size = max(len(each.deaths) for each in self._live) + 1
+        self._span = max(each.block_size * size for each in self._live) + 2
+        self._start = self._span * np.arange(len(live) * num_rows).reshape(len(live), num_rows)
+        num_bytes = 24 * size * self._start.size
+        with allocating(num_bytes, f"for when blocks of {num_rows} requests die", "a smaller max_num_seqs"):
+            self._at = np.full(size * self._start.size, NEVER)
+            self._blocks = np.zeros(len(self._at), dtype=np.int64)
+            self._keys = (self._start.reshape(-1) + (self._span - 1)).repeat(size)
+        if not self._is_by_row:
+            self._write(0, self._live)
 
     def begin(self, row: int, num_prompt_tokens: int | None) -> None:
-        """Record the length of the prompt of a row's request; None if all its tokens are the prompt's."""
+        """Write a row's lists, if each row has its own, for a prompt of so many tokens; None if all tokens are its.
+
+        Raises:
+            SpecError: A spec answers wrongly; nothing changed.
+        """
+        if self._is_by_row:
+            of_row = self._live
+            if num_prompt_tokens is not None:
+                of_row = [each if each.for_prompt is None else each.for_prompt(num_prompt_tokens) for each in of_row]
+            self._write(row, of_row)
+
+    def _write(self, row: int, live: Sequence[LiveRange]) -> None:
+        """Sort the deaths of each group into its list of a row."""
+        for start, each in zip(self._start[:, row].tolist(), live, strict=True):
+            order = np.argsort(each.deaths, kind="stable")
+            first = start // self._span * self._size
+            part = slice(first, first + len(order))
+            self._blocks[part], self._at[part] = order, each.deaths[order]
+            self._keys[part] = np.minimum(self._at[part], self._span - 1) + start
 
     def after(self, num_computed: Positions, rows: Positions) -> Positions:
         """Return ``[num_groups, n]``: where in the lists the first death after each row's computed tokens is."""
-        after: Positions = self._keys.searchsorted(self._start + num_computed, "right")
+        start = self._start[:, rows] if self._is_by_row else self._start
+        after: Positions = self._keys.searchsorted(start + num_computed, "right")
         return after
 
     def nearest(self, after: Positions) -> Positions:
@@ -174,35 +187,6 @@ class DeathLists:
             return int(self.places[0]), which, blocks
         groups, which = np.divmod(which, start.shape[1])
         return self.places[groups], which, blocks
-
-
-class PromptDeathLists(DeathLists):
-    """The deaths of the blocks of groups whose live ranges depend on the prompt's length: lists for each group and row.
-
-    A row's lists are written when its request starts, in time that its blocks take; a step reads them as it does the
-    lists that all rows have in common.
-    """
-
-    def __init__(self, live: Sequence[tuple[int, LiveRange]], max_num_seqs: int) -> None:
-        """Begin without deaths in any of so many rows."""
-        self._live, self._max_num_seqs = [each for _, each in live], max_num_seqs
-        num_bytes = 24 * max_num_seqs * sum(len(each.deaths) + 1 for each in self._live)
-        with allocating(num_bytes, f"for when blocks of {max_num_seqs} requests die", "a smaller max_num_seqs"):
-            self._make_lists(live, max_num_seqs)
-        self._lists = np.arange(len(live))[:, None] * max_num_seqs
-
-    def begin(self, row: int, num_prompt_tokens: int | None) -> None:
-        """Write a row's lists; raise a ``SpecError``, and change nothing, if a spec answers wrongly."""
-        live = self._live
-        if num_prompt_tokens is not None:
-            live = [each if each.for_prompt is None else each.for_prompt(num_prompt_tokens) for each in live]
-        for group, each in enumerate(live):
-            self._write(group * self._max_num_seqs + row, each.deaths)
-
-    def after(self, num_computed: Positions, rows: Positions) -> Positions:
-        """Return ``[num_groups, n]``, as for lists that all rows have in common."""
-        after: Positions = self._keys.searchsorted(self._start[self._lists + rows, 0] + num_computed, "right")
-        return after
 
 
 def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, most: int) -> int:
