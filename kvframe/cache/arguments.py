@@ -41,21 +41,13 @@ def check_name(request_id: object) -> None:
         raise RequestError(f"a request's name is a string, not {safe_repr(request_id)}", code="bad_id")
 
 
-def check_count(what: str, given: Any, least: int = 0) -> int:
-    """Return a whole number as an ``int``; refuse anything else, and a smaller one than ``least`` (``bad_count``)."""
-    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < least:
-        raise RequestError(f"{what} must be a whole number of at least {least}, not {safe_repr(given)}", "bad_count")
+def check_count(what: str, given: Any, least: int = 0, most: int | None = None) -> int:
+    """Return a whole number as an ``int``; refuse anything else, and one out of the bounds (``bad_count``)."""
+    is_number = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    if not is_number or given < least or (most is not None and given > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise RequestError(f"{what} must be a whole number {bounds}, not {safe_repr(given)}", "bad_count")
     return int(given)
-
-
-def check_num_prompt_tokens(given: Any, num_tokens: int) -> None:
-    """Refuse a length of a prompt that is no number of a request's tokens (``bad_count``)."""
-    if type(given) is not int or not 1 <= given <= num_tokens:
-        raise RequestError(
-            f"num_prompt_tokens must be a whole number from 1 to the number of tokens, {num_tokens}, not "
-            f"{safe_repr(given)}",
-            "bad_count",
-        )
 
 
 def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:

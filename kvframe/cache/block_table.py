@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.input_index import InputBlocks
+from kvframe.cache.input_index import InputBlocks, Namespace
 from kvframe.cache.live_range import NEVER, LiveRange
 from kvframe.contract.specs import TOKENS, KVCacheSpec, TokenRange
 from kvframe.planning.answers import Answers
@@ -181,11 +181,13 @@ class GroupKinds:
         )
 
 
-@attrs.define
+@attrs.define(eq=False)
 class RowState:
-    """The objects of a row beside its numbers.
+    """What a row's request is, beside the row's numbers; it stays the same object while the request is swapped out.
 
     Attributes:
+        namespace: The request's namespace.
+        token_ids: Its tokens: the caller appends to this sequence, and does not change computed ones.
         inputs: Its blocks in the groups of inputs.
         missing: The inputs whose state is not computed.
         branch: Where its tokens part from those of an earlier request; 0 if nothing is known.
@@ -193,19 +195,17 @@ class RowState:
         ranges: Ranges of its tokens that see each other in both directions; blocks are published by whole ranges.
     """
 
+    namespace: Namespace = ("", b"")
+    token_ids: Sequence[int] = ()
     inputs: tuple[InputBlocks, ...] = ()
     missing: frozenset[str] = frozenset()
     branch: int = 0
     num_prompt_tokens: int | None = None
     ranges: Sequence[TokenRange] = ()
 
-    def copy(self) -> RowState:
-        """Return the same for another row."""
-        return self if self is PLAIN else attrs.evolve(self)
 
-
-PLAIN = RowState()
-"""The state of a row that has nothing beside its numbers."""
+NO_REQUEST = RowState()
+"""The state of a free row."""
 
 
 class RowNumbers:
@@ -225,7 +225,7 @@ class RowNumbers:
         capacity: ``[max_num_seqs], int64, host``.
         next_death: Likewise; it may be too early, never too late.
         next_publication: Likewise; the publisher sets it.
-        states: What each row has beside.
+        states: The request of each row.
     """
 
     def __init__(self, num_groups: int, max_num_seqs: int) -> None:
@@ -235,4 +235,4 @@ class RowNumbers:
         self.computed_of, self.capacity_of = self.num_computed.data, self.capacity.data
         self.blocks_of = self.num_blocks.data
         self.death_of, self.publication_of = self.next_death.data, self.next_publication.data
-        self.states: list[RowState] = [PLAIN] * max_num_seqs
+        self.states: list[RowState] = [NO_REQUEST] * max_num_seqs

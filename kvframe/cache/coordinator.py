@@ -10,21 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
+import attrs
 import numpy as np
 
 from kvframe.cache.allocation import BlockAllocator
 from kvframe.cache.arguments import too_many_tokens
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.block_table import PLAIN, BlockTable, Counts, GroupKinds, RowNumbers, Rows, RowState, TableStack
+from kvframe.cache.block_table import NO_REQUEST, BlockTable, Counts, GroupKinds, RowNumbers, Rows, RowState, TableStack
 from kvframe.cache.copy_on_write import PageCopier, SharedBlocks
 from kvframe.cache.eviction import of_groups
 from kvframe.cache.free_list import BlockIds, Groups
-from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.live_range import NEVER, DeathLists, Positions
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher
 from kvframe.contract.errors import RequestError
-from kvframe.contract.specs import TokenRange
 
 
 class KVCacheCoordinator:
@@ -66,23 +65,14 @@ class KVCacheCoordinator:
 
     # --- the beginning ------------------------------------------------------------------------------------------------
 
-    def start_row(
-        self,
-        row: int,
-        hit: PrefixHit,
-        inputs: tuple[InputBlocks, ...] = (),
-        num_prompt_tokens: int | None = None,
-        ranges: Sequence[TokenRange] = (),
-    ) -> None:
+    def start_row(self, row: int, state: RowState, hit: PrefixHit) -> None:
         """Begin a request in a free row from a lookup's hit, and reference its blocks; it may raise a ``SpecError``."""
-        self._numbers.states[row] = PLAIN
-        if self._kinds.is_plain and not hit.num_tokens and not ranges:
+        if self._kinds.is_plain and not hit.num_tokens:
+            self._numbers.states[row] = state
             return
         needed = [hit.needed_pages(group) for group in self._kinds.plan.groups]
-        state = PLAIN
-        if not self._kinds.is_plain or ranges:
-            missing = frozenset(each.sequence for each in inputs if each.sequence not in hit.inputs)
-            state = RowState(inputs, missing, hit.branch, num_prompt_tokens, ranges)
+        state.branch = hit.branch
+        state.missing = frozenset(each.sequence for each in state.inputs if each.sequence not in hit.inputs)
         self.begin_row(row, hit.num_tokens, state)
         for group, pages in enumerate(needed):
             self.reference_blocks(row, group, pages)
@@ -93,9 +83,9 @@ class KVCacheCoordinator:
         assert self._shared is not None
         state, num_computed = self._numbers.states[row], self._numbers.computed_of[row]
         assert not state.missing
-        self.begin_row(new_row, num_computed, state.copy())
+        self.begin_row(new_row, num_computed, attrs.evolve(state, token_ids=token_ids))
         if self._publisher is not None:
-            self._publisher.follow_fork(row, new_row, token_ids)
+            self._publisher.follow_fork(row, new_row)
         is_shared = False
         for group in self._kinds.plan.groups:
             index, size, count = group.index, group.block_size, self._numbers.blocks_of[group.index, row]
@@ -298,7 +288,7 @@ class KVCacheCoordinator:
             self._publisher.forget_pages(row, most)
         numbers.computed_of[row] = numbers.capacity_of[row] = 0
         numbers.death_of[row] = self._first_death
-        numbers.states[row] = PLAIN
+        numbers.states[row] = NO_REQUEST
 
     def _free_lone(self, table: BlockTable, row: int) -> None:
         """Release every block of a row in the only group, where rows have no gaps."""
@@ -312,3 +302,4 @@ class KVCacheCoordinator:
                 self._pool.release_blocks(ids[num_released:][::-1], 0)
         ids.fill(0)
         numbers.blocks_of[0, row] = numbers.computed_of[row] = numbers.capacity_of[row] = 0
+        numbers.states[row] = NO_REQUEST

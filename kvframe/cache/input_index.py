@@ -19,6 +19,8 @@ from kvframe.contract.foreign import safe_repr
 from kvframe.planning.plan import PlannedGroup
 
 Pages = npt.NDArray[np.int32]
+Namespace = tuple[str, bytes]
+"""A salt and ``inputs_root`` of a request's inputs: requests of different namespaces share nothing."""
 
 
 @attrs.frozen

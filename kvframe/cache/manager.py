@@ -13,22 +13,21 @@ from kvframe.cache.arguments import (
     check_count,
     check_inputs,
     check_name,
-    check_num_prompt_tokens,
     check_salt,
     check_tokens,
     too_many_tokens,
 )
 from kvframe.cache.audit import audit_each_verb, audit_rows, pages_in
-from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows
+from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.copy_on_write import PageCopier
 from kvframe.cache.events import EventLog
 from kvframe.cache.found_prefix import FoundPrefix, found_prefix
-from kvframe.cache.input_index import InputSequence, input_blocks, inputs_root
+from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
 from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.prefix_lookup import NO_HIT, PrefixCache, PrefixHit
-from kvframe.cache.radix_tree import NO_MATCH, Namespace
+from kvframe.cache.radix_tree import NO_MATCH
 from kvframe.cache.ranged_tokens import before_range
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
@@ -45,20 +44,18 @@ class Entry:
 
     Attributes:
         row: Its row in the block tables; while it is swapped out, the one that it had.
-        token_ids: Its tokens: the caller's list, which grows as the request runs.
-        namespace: The requests that it shares blocks with have the same.
         uncounted: The result of its lookup, until its first commit counts it: a waiting request is looked up many
             times.
         asked_tokens: The tokens of that lookup; 0 if there was none.
         num_resets: Resets of the prefix cache before it started.
+        stored: Its copies in host memory; None while it is in the table.
     """
 
     row: int
-    token_ids: Sequence[int]
-    namespace: Namespace
     uncounted: PrefixHit
     asked_tokens: int
     num_resets: int
+    stored: StoredRow | None = None
 
 
 class KVCacheManager:
@@ -67,8 +64,18 @@ class KVCacheManager:
     Invariant: requests in the table and pins reference exactly the held pages of the pool, and swapped requests exactly
     the held pages of the host memory. A request is in the table or swapped, never both.
 
-    A verb for a request that is not in the table raises a ``RequestError`` (``unknown_id``). A verb that returns False,
-    returns None because pages are short, or raises an error has changed nothing, unless it says otherwise.
+    A verb that returns False, returns None because pages are short, or raises an error has changed nothing, unless it
+    says otherwise. These arguments and their errors, all of them ``RequestError``, are the same in every verb:
+
+    - ``request_id``: the name of a request in the table (``unknown_id``), a string (``bad_id``).
+    - ``token_ids``: at least one (``empty_prompt``) and at most the plan's longest request (``too_long``), each in
+      ``[0, 2**32)`` (``bad_token``). ``array("I", ...)`` is read fastest.
+    - ``salt``: requests share blocks only if they have the same salt. It names all that the state of tokens depends on
+      besides, such as a tenant or an adapter of the weights; Unicode text (``bad_salt``).
+    - ``inputs``: the inputs beside the tokens, by the name of the sequence (``bad_input``), each within the plan's
+      ``max_input_lens`` (``input_too_long``). Requests share blocks of tokens only if their inputs are equal.
+    - ``num_tokens``: a number of first tokens (``bad_count``), for at most the plan's longest request (``too_long``).
+    - ``rows``: ``[n], int64, host``, rows of requests, each once, with an array of as many numbers (``bad_rows``).
 
     Attributes:
         plan: The plan that it manages.
@@ -120,7 +127,6 @@ class KVCacheManager:
         self._input_groups = kinds.of_inputs
         self._swapper = Swapper(kinds, numbers, self._coordinator, self._cache, host_pages)
         self._entries: dict[str, Entry] = {}
-        self._swapped: dict[str, tuple[Entry, StoredRow]] = {}
         self._fresh: dict[int, Entry] = {}
         self._can_fork = copier is not None
         self._rows = TableRows(max_num_seqs)
@@ -149,17 +155,14 @@ class KVCacheManager:
         on the length of the prompt, the prompt's last token is computed, and generated tokens are for no other request.
 
         Args:
-            request_id: Its name; not in the table.
+            request_id: Its name; of no request in the table or swapped out (``duplicate_id``).
             token_ids: Its tokens so far. They are read again while the request runs: the caller appends tokens to this
-                sequence, and does not change computed ones. Each is in ``[0, 2**32)``; ``array("I", ...)`` is read
-                fastest.
-            salt: The request shares blocks only with requests of the same salt. It names all that the state of tokens
-                depends on besides, such as a tenant or an adapter of the weights.
+                sequence, and does not change computed ones.
+            salt: As in every verb.
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
-            inputs: The request's inputs beside its tokens, by the name of the sequence, each within the plan's
-                ``max_input_lens``. It shares blocks of tokens only with requests of equal inputs.
-            num_prompt_tokens: How many of the tokens are its prompt, if it has generated some of them; all unless
-                given.
+            inputs: As in every verb.
+            num_prompt_tokens: How many of the tokens are its prompt, if it has generated some of them (``bad_count``);
+                all unless given.
             ranges: Ranges of tokens, sorted and disjoint, that see each other in both directions: no prefix ends within
                 one. Give ``RangedTokens`` with them, so that no prompt with other ranges has the same tokens.
 
@@ -167,34 +170,30 @@ class KVCacheManager:
             The number of tokens that need not be computed.
 
         Raises:
-            RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), there are no
-                tokens (``empty_prompt``) or more than the plan is for (``too_long``), an input is too long
-                (``input_too_long``), the salt is not Unicode text (``bad_salt``), the prompt is longer than the tokens
-                (``bad_count``), or a token that is read is not a token id (``bad_token``).
+            RequestError: An argument is wrong, or no row is free (``no_row``).
             SpecError: A spec answers wrongly at the end of the hit.
         """
         self._check_new(request_id)
         row = self._rows.next_free()
-        self._check_prompt(token_ids, salt, inputs)
-        namespace = (salt, inputs_root(inputs) if inputs else b"")
-        of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
-        num_prompt = None
+        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
+        num_prompt, num_asked = len(token_ids), 0
         if num_prompt_tokens is not None:
-            check_num_prompt_tokens(num_prompt_tokens, len(token_ids))
+            num_prompt = check_count("num_prompt_tokens", num_prompt_tokens, 1, len(token_ids))
+        state = RowState(namespace, token_ids, of_inputs, ranges=ranges)
         if self.plan.depends_on_prompt:
-            num_prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-        hit, num_asked = NO_HIT, 0
+            state.num_prompt_tokens = num_prompt
+        hit = NO_HIT
         if self.prefix_caching and use_prefix:
             num_asked = len(token_ids)
-            most = (num_prompt or num_asked) - 1
+            most = (state.num_prompt_tokens or num_asked) - 1
             hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
             while ranges and (most := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
                 hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
-        self._coordinator.start_row(row, hit, of_inputs, num_prompt, ranges)
-        entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
-        self._add_entry(request_id, entry)
+        self._coordinator.start_row(row, state, hit)
+        self._rows.take()
+        entry = self._entries[request_id] = Entry(row, hit, num_asked, self._num_resets)
         if self.prefix_caching:
-            self._publisher.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
+            self._publisher.follow(row, hit.num_tokens, hit.match)
             self._fresh[row] = entry
         return hit.num_tokens
 
@@ -207,59 +206,58 @@ class KVCacheManager:
 
         Args:
             request_id: A request in the table; its inputs are computed.
-            new_id: The name of the new request; not in the table.
+            new_id: The name of the new request; of none in the table or swapped out (``duplicate_id``).
             token_ids: The tokens of the new request. They begin with the computed tokens of the first one.
 
         Raises:
-            RequestError: The first one cannot be forked (``no_fork``), there is a request of the new name
-                (``duplicate_id``), or no row is free (``no_row``).
+            RequestError: An argument is wrong, the first one cannot be forked (``no_fork``), or no row is free
+                (``no_row``).
         """
         check_name(request_id)
         self._check_new(new_id)
         row = self._rows.next_free()
         check_tokens(token_ids, self.plan.max_model_len)
-        why = None
-        if request_id in self._swapped:
-            why = "it is swapped out; swap it in"
-        elif request_id not in self._entries:
+        entry, why = self._entries.get(request_id), None
+        if entry is None:
             why = "it is not in the table; start it"
+        elif entry.stored is not None:
+            why = "it is swapped out; swap it in"
         elif not self._can_fork:
             why = "its manager has no copier for shared pages; make the manager with one"
         elif self.missing_inputs(request_id):
             why = "its inputs are not computed; commit its first tokens before"
-        if why is not None:
+        if entry is None or why is not None:
             raise RequestError(f"the request {request_id!r} cannot be forked: {why}", code="no_fork")
-        entry = self._entries[request_id]
         self._coordinator.fork_row(entry.row, row, token_ids)
-        self._add_entry(new_id, Entry(row, token_ids, entry.namespace, NO_HIT, 0, entry.num_resets))
+        self._rows.take()
+        self._entries[new_id] = Entry(row, NO_HIT, 0, entry.num_resets)
 
     def _check_prompt(
         self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], least: int = 1
-    ) -> None:
+    ) -> tuple[Namespace, tuple[InputBlocks, ...]]:
+        """Check tokens, salt and inputs; return the namespace, and the blocks of the inputs."""
         check_tokens(token_ids, self.plan.max_model_len, least)
         check_salt(salt)
-        if inputs is not NO_INPUTS:
-            check_inputs(inputs, self.plan.max_input_lens)
+        if inputs is NO_INPUTS:
+            return (salt, b""), ()
+        check_inputs(inputs, self.plan.max_input_lens)
+        return (salt, inputs_root(inputs)), input_blocks(self._input_groups, inputs, salt)
 
     def _check_new(self, request_id: str) -> None:
         """Refuse the name of a request that comes into the table if it is in use."""
         check_name(request_id)
-        if request_id in self._entries or request_id in self._swapped:
-            where = "swapped out" if request_id in self._swapped else "in the table"
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            where = "in the table" if entry.stored is None else "swapped out"
             raise RequestError(
                 f"a request {request_id!r} is {where} already; free it first, or give the new one another name",
                 code="duplicate_id",
             )
 
-    def _add_entry(self, request_id: str, entry: Entry) -> None:
-        """Let a request have the free row that is given next."""
-        self._rows.take()
-        self._entries[request_id] = entry
-
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
-        """Return how many tokens ``start`` would find cached; the errors of tokens, salt and inputs are its too."""
-        self._check_prompt(token_ids, salt, inputs)
-        return self._find_prefix(token_ids, salt, inputs, len(token_ids) - 1).num_tokens
+        """Return how many tokens ``start`` would find cached."""
+        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
+        return self._cache.find_prefix(namespace, token_ids, len(token_ids) - 1, of_inputs).num_tokens
 
     def found_prefix(self, request_id: str) -> FoundPrefix:
         """Return what the lookup of a request found, and why it was not more. Ask before its first ``commit``."""
@@ -289,7 +287,6 @@ class KVCacheManager:
             False if the pool has too few pages now.
 
         Raises:
-            RequestError: The plan is for fewer tokens (``too_long``).
             SpecError: A spec answers wrongly about these tokens.
             RuntimeError: A page that it shares with a fork could not be copied.
         """
@@ -299,18 +296,7 @@ class KVCacheManager:
         return self._coordinator.extend_row(row, num_tokens)
 
     def extend_rows(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
-        """Allocate blocks for many requests at once: what ``extend`` does, for all of them or for none.
-
-        Args:
-            rows: ``[n], int64, host``: their rows, each once.
-            num_tokens: ``[n], int64, host``: of each, the number of its first tokens that get blocks.
-
-        Returns:
-            False if the pool has too few pages now.
-
-        Raises:
-            RequestError: A row is not a request's, or comes twice (``bad_rows``); other errors are those of ``extend``.
-        """
+        """Do what ``extend`` does for many requests at once, or for none: ``num_tokens`` is ``[n], int64, host``."""
         self._rows.check(rows, num_tokens)
         return self._coordinator.extend_rows(rows, num_tokens)
 
@@ -320,7 +306,7 @@ class KVCacheManager:
         Full blocks become findable. Blocks that no later token needs are released.
 
         Args:
-            request_id: A request in the table.
+            request_id: As in every verb.
             token_ids: Its tokens, at least ``num_computed`` of them, beginning with those that it started with.
             num_computed: How many are computed; fewer than it was extended for if draft tokens were rejected.
 
@@ -333,9 +319,7 @@ class KVCacheManager:
         if type(num_computed) is not int or num_computed < 0:
             num_computed = check_count("num_computed", num_computed)
         self._coordinator.check_commit_of(entry.row, num_computed)
-        if token_ids is not entry.token_ids:
-            entry.token_ids = token_ids
-            self._publisher.read_from(entry.row, token_ids)
+        self._numbers.states[entry.row].token_ids = token_ids
         if entry.row in self._fresh:
             self._first_commit(self._fresh.pop(entry.row))
         self._coordinator.commit_row(entry.row, num_computed)
@@ -343,16 +327,9 @@ class KVCacheManager:
             self._after_commit([entry.row])
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
-        """Record the computed tokens of many requests: what ``commit`` does, for each of them.
+        """Do what ``commit`` does for many requests at once: ``num_computed`` is ``[n], int64, host``.
 
-        Their tokens are read from the sequences that they started with.
-
-        Args:
-            rows: ``[n], int64, host``: their rows, each once.
-            num_computed: ``[n], int64, host``.
-
-        Raises:
-            RequestError: As ``commit``, for any of them; or a row is not a request's, or comes twice (``bad_rows``).
+        Their tokens are read from the sequences that they started with, or that ``commit`` was given last.
         """
         self._rows.check(rows, num_computed)
         self._coordinator.check_commit(rows, num_computed)
@@ -380,7 +357,8 @@ class KVCacheManager:
         for row in rows if self._publisher.unreadable else ():
             if row in self._publisher.unreadable:
                 why = self._publisher.unreadable.pop(row)
-                request_id = next(name for name, entry in self._entries.items() if entry.row == row)
+                entries = self._entries.items()
+                request_id = next(name for name, entry in entries if entry.row == row and entry.stored is None)
                 raise RequestError(
                     f"the request {request_id!r} is committed, but no other request finds its tokens from there on: "
                     f"{why}",
@@ -402,8 +380,8 @@ class KVCacheManager:
         stored = self._swapper.swap_out_row(entry.row)
         if stored is None:
             return False
-        self._remove_entry(request_id)
-        self._swapped[request_id] = (entry, stored)
+        self._free_row(entry.row)
+        entry.stored = stored
         return True
 
     def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
@@ -413,51 +391,48 @@ class KVCacheManager:
 
         Args:
             request_id: A request that is swapped out.
-            num_tokens: The tokens to allocate blocks for, its computed ones included.
+            num_tokens: As in every verb; its computed tokens are among them.
             use_prefix: Whether to reference its own published blocks, or equal ones, that are still cached.
 
         Returns:
             False if the pool has too few pages now.
 
         Raises:
-            RequestError: It is not swapped out (``not_swapped``), no row is free (``no_row``), or the plan is for fewer
-                tokens (``too_long``).
+            RequestError: It is not swapped out (``not_swapped``), or no row is free (``no_row``).
             RuntimeError: A copy failed; the request is still swapped out, and has no page of the pool.
         """
         check_name(request_id)
-        if request_id not in self._swapped:
-            where = "it is in the table" if request_id in self._entries else "there is none of that name"
+        entry = self._entries.get(request_id)
+        if entry is None or entry.stored is None:
+            where = "there is none of that name" if entry is None else "it is in the table"
             raise RequestError(
                 f"the request {request_id!r} is not swapped out: {where}; swap in only what 'swap_out' took out",
                 code="not_swapped",
             )
         check_count("num_tokens", num_tokens)
-        row, (entry, stored) = self._rows.next_free(), self._swapped[request_id]
-        prefix = (entry.namespace, entry.token_ids) if self.prefix_caching and use_prefix else None
-        if not self._swapper.swap_in_row(row, stored, num_tokens, prefix):
+        row, use_prefix = self._rows.next_free(), self.prefix_caching and use_prefix
+        if not self._swapper.swap_in_row(row, entry.stored, num_tokens, use_prefix=use_prefix):
             return False
-        del self._swapped[request_id]
-        self._add_entry(request_id, entry)
-        entry.row = row
+        self._rows.take()
+        entry.row, entry.stored = row, None
         if self.prefix_caching:
             self._fresh[row] = entry
             if entry.num_resets == self._num_resets:
                 # Its next commit publishes all its blocks again: some of them may have been evicted.
-                self._publisher.follow(row, entry.namespace, entry.token_ids, 0, NO_MATCH)
+                self._publisher.follow(row, 0, NO_MATCH)
         return True
 
     def free(self, request_id: str) -> None:
         """Take a request out of the table, or release the copy of a swapped one; its findable blocks stay cached."""
         check_name(request_id)
-        if request_id in self._swapped:
-            _, stored = self._swapped.pop(request_id)
-            self._swapper.release_copies(stored)
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.stored is not None:
+            self._swapper.release_copies(entry.stored)
         else:
-            self._remove_entry(request_id)
-
-    def _remove_entry(self, request_id: str) -> None:
-        row = self._entry(request_id).row
+            self._free_row(self._entry(request_id).row)
         del self._entries[request_id]
+
+    def _free_row(self, row: int) -> None:
         self._fresh.pop(row, None)
         self._coordinator.free_row(row)
         self._rows.release(row)
@@ -466,9 +441,8 @@ class KVCacheManager:
         if type(request_id) is not str:
             check_name(request_id)
         entry = self._entries.get(request_id)
-        if entry is None:
-            is_swapped = request_id in self._swapped
-            where = "it is swapped out; swap it in" if is_swapped else "there is none of that name; start it"
+        if entry is None or entry.stored is not None:
+            where = "there is none of that name; start it" if entry is None else "it is swapped out; swap it in"
             raise RequestError(f"the request {request_id!r} is not in the table: {where}", code="unknown_id")
         return entry
 
@@ -524,18 +498,17 @@ class KVCacheManager:
         No page of it is evicted until ``unpin``, or until the cache is reset.
 
         Args:
-            token_ids: The tokens.
-            salt: As for ``start``.
-            inputs: As for ``start``.
+            token_ids: As in every verb, or none: an input can be pinned without a token.
+            salt: As in every verb.
+            inputs: As in every verb.
             checks_capacity: Whether a pin is refused that leaves too few pages for a request. Turn this off only for a
                 pin that is released before the next ``extend``.
 
         Raises:
             RequestError: A lone request of the plan's greatest length would not fit beside all pins (``no_capacity``).
         """
-        # An input can be pinned without a token.
-        self._check_prompt(token_ids, salt, inputs, least=0)
-        hit = self._find_prefix(token_ids, salt, inputs, len(token_ids))
+        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs, least=0)
+        hit = self._cache.find_prefix(namespace, token_ids, len(token_ids), of_inputs)
         return self._pins.pin_prefix(hit, checks_capacity=checks_capacity)
 
     def restore(
@@ -556,31 +529,22 @@ class KVCacheManager:
             token_ids: Its tokens, whole blocks in every group.
             copies: Per group, by block index, the places of the pages that ``pin`` would hold, from 1 on; 0 for none.
             fetch: Copies pages.
-            salt: As for ``start``.
-            inputs: As for ``start``.
+            salt: As in every verb.
+            inputs: As in every verb.
 
         Returns:
             None if the pool has too few pages now.
 
         Raises:
-            RequestError: No row is free (``no_row``), or the plan is for fewer tokens (``too_long``) or shorter inputs
-                (``input_too_long``), a token is not a token id (``bad_token``), or the copies are not those that
-                ``pin`` would hold (``bad_copies``).
+            RequestError: No row is free (``no_row``), or the copies are not those that ``pin`` would hold
+                (``bad_copies``).
             Exception: What ``fetch`` raises.
         """
         row = self._rows.next_free()
-        self._check_prompt(token_ids, salt, inputs, least=0)
-        if not self._swapper.restore_prefix(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
+        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs, least=0)
+        if not self._swapper.restore_prefix(row, RowState(namespace, token_ids, of_inputs), copies, fetch):
             return None
         return self.pin(token_ids, salt=salt, inputs=inputs, checks_capacity=False)
-
-    def _find_prefix(
-        self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], most: int
-    ) -> PrefixHit:
-        """Return the cached blocks of the first ``most`` tokens, and of inputs."""
-        namespace = (salt, inputs_root(inputs) if inputs else b"")
-        of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
-        return self._cache.find_prefix(namespace, token_ids, most, of_inputs)
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin, if it is held; its pages stay cached until they are evicted."""
@@ -647,10 +611,11 @@ class KVCacheManager:
         Raises:
             AssertionError: A check fails; the text says which.
         """
-        taken = [entry.row for entry in self._entries.values()]
+        swapped = [entry.stored for entry in self._entries.values() if entry.stored is not None]
+        taken = [entry.row for entry in self._entries.values() if entry.stored is None]
         audit_rows(self.tables, self._rows.free, taken, self._numbers.num_blocks, self._numbers.num_computed)
         self._cache.audit(self.plan, np.concatenate([pages_in(self.tables), self._pins.pinned_pages()]))
-        self._swapper.audit_copies(stored for _, stored in self._swapped.values())
+        self._swapper.audit_copies(swapped)
 
     @property
     def stats(self) -> KVCacheStats:

@@ -16,10 +16,10 @@ from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.events import EventLog
 from kvframe.cache.free_list import BlockIds, Groups
-from kvframe.cache.input_index import InputBlocks, InputIndex
+from kvframe.cache.input_index import InputBlocks, InputIndex, Namespace
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.publisher import Publisher
-from kvframe.cache.radix_tree import NO_MATCH, Match, Namespace, RadixTree, last_column
+from kvframe.cache.radix_tree import NO_MATCH, Match, RadixTree, last_column
 from kvframe.cache.stats import GroupLookups
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.planning.plan import KVCachePlan, PlannedGroup

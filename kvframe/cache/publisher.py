@@ -7,8 +7,6 @@ request no longer needs, such as those before a window, stay findable until they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +15,7 @@ from kvframe.cache.block_pool import NO_OWNER
 from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.live_range import NEVER
-from kvframe.cache.radix_tree import Match, Namespace, RadixNode, RadixTree, append_tokens, as_bytes, num_readable
+from kvframe.cache.radix_tree import Match, RadixNode, RadixTree, append_tokens, as_bytes, num_readable
 from kvframe.cache.ranged_tokens import before_range, whole_ranges
 from kvframe.contract.errors import RequestError
 
@@ -29,20 +27,16 @@ class _Cursor:
     """Where a running request's published blocks end.
 
     Attributes:
-        namespace: The request's namespace.
         node: The node that grows with it, or the node that its offset lies in, or lay in; None to look for it from the
             root.
         offset: Tokens up to which its full blocks were published, by it or by others, before a node grows with it.
-        tokens: Its token ids; the caller appends to them, and those that are computed stay as they are.
         stop: The token from which on it publishes nothing: the first one that cannot be read, once it was met; the end
             of its prompt, if the state of later tokens is for no other request; or the start of a range of tokens that
             see each other, if another request has one that begins alike.
     """
 
-    namespace: Namespace
     node: RadixNode | None
     offset: int
-    tokens: Sequence[int]
     stop: int = NEVER
 
     def next_publication(self, unit: int) -> int:
@@ -94,19 +88,19 @@ class Publisher:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def follow(self, row: int, namespace: Namespace, tokens: Sequence[int], offset: int, match: Match) -> None:
+    def follow(self, row: int, offset: int, match: Match) -> None:
         """Let a row publish its blocks after its hit, which is ``offset`` tokens of a match."""
         # If a hit ends after the tokens that are known, its node is looked for from the root.
         node = match.nodes[-1] if match.nodes and offset <= match.length else None
-        self._begin(row, _Cursor(namespace, node, offset, tokens))
+        self._begin(row, _Cursor(node, offset))
 
-    def follow_fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
+    def follow_fork(self, row: int, new_row: int) -> None:
         """Let a row publish the blocks that it adds to those of another row."""
         cursor, num_computed = self._cursors[row], self._computed_of[row]
         if cursor is None or row in self.unreadable:
             return
         offset = num_computed - num_computed % self._tree.unit
-        self._begin(new_row, _Cursor(cursor.namespace, cursor.node, offset, tokens, cursor.stop))
+        self._begin(new_row, _Cursor(cursor.node, offset, cursor.stop))
         # Whichever row writes into the shared page last keeps it, and publishes it.
         for pages, size in self._apart:
             if num_computed % size:
@@ -121,12 +115,6 @@ class Publisher:
             cursor.stop = min(cursor.stop, own_start)
         self._cursors[row] = cursor
         self._next_publication[row] = cursor.next_publication(self._tree.unit)
-
-    def read_from(self, row: int, tokens: Sequence[int]) -> None:
-        """Read a row's tokens from another sequence from now on."""
-        cursor = self._cursors[row]
-        if cursor is not None:
-            cursor.tokens = tokens
 
     def unfollow(self, row: int, block_ids: BlockIds | None = None) -> int:
         """Stop following a row: its leaf stays as its last commit left it.
@@ -184,17 +172,18 @@ class Publisher:
 
     def _publish_up_to(self, cursor: _Cursor, row: int, end: int) -> None:
         """Follow a row's tokens ``[offset, end)`` through the tree, and add a leaf where they are not known."""
-        node, offset = self._find_offset(cursor)
+        node, offset = self._find_offset(cursor, row)
+        tokens = self._states[row].token_ids
         while offset < end:
             if offset == node.stop:
-                first = as_bytes(cursor.tokens, offset, offset + self._tree.unit)
+                first = as_bytes(tokens, offset, offset + self._tree.unit)
                 child = node.children.get(first)
                 if child is None:  # all other tokens are read later, with the leaf
                     self._add_leaf(cursor, row, node, first)
                     return
                 node = child
                 self._update_leaf(node)
-            data = as_bytes(cursor.tokens, offset, min(end, node.stop))
+            data = as_bytes(tokens, offset, min(end, node.stop))
             known = self._tree.end_of_common(node, offset, data, offset)
             self._fill_missing(row, node, max(offset, cursor.offset), known)
             offset = known
@@ -213,14 +202,14 @@ class Publisher:
         """
         if self._leaf_of(row) is not None:
             return
-        end, ranges = self._end_of(cursor, row), self._states[row].ranges
-        known = self._tree.match_prefix(cursor.namespace, cursor.tokens, end).length
+        end, state = self._end_of(cursor, row), self._states[row]
+        known = self._tree.match_prefix(state.namespace, state.token_ids, end).length
         if known < end:
-            start = before_range(ranges, known)
+            start = before_range(state.ranges, known)
             if start < known:
                 cursor.stop = min(cursor.stop, start)
 
-    def _find_offset(self, cursor: _Cursor) -> tuple[RadixNode, int]:
+    def _find_offset(self, cursor: _Cursor, row: int) -> tuple[RadixNode, int]:
         """Return the node that a cursor's offset lies in, and the offset; the root and 0 if the node was removed."""
         node = cursor.node
         while node is not None and node.start >= cursor.offset:
@@ -229,7 +218,7 @@ class Publisher:
             self._update_leaf(node)
             if cursor.offset <= node.stop:
                 return node, cursor.offset
-        return self._tree.root(cursor.namespace), 0
+        return self._tree.root(self._states[row].namespace), 0
 
     def _fill_missing(self, row: int, node: RadixNode, start: int, stop: int) -> None:
         """Give a node pages of a row for the blocks that end in tokens ``(start, stop]`` and have none."""
@@ -333,7 +322,7 @@ class Publisher:
         if end <= start:
             return
         try:
-            append_tokens(node.tokens, cursor.tokens, start, end)
+            append_tokens(node.tokens, self._states[row].token_ids, start, end)
         except RequestError as error:
             self._stop_at_unreadable(cursor, row, error)
             self._update_leaf(node)
@@ -355,7 +344,7 @@ class Publisher:
         assert cursor is not None
         end = self._end_of(cursor, leaf.row)
         try:
-            append_tokens(leaf.tokens, cursor.tokens, 0, end)
+            append_tokens(leaf.tokens, self._states[leaf.row].token_ids, 0, end)
         except RequestError:
             return 0
         leaf.stop, leaf.num_pages = end, end // self._tree.sizes[0]
@@ -378,7 +367,7 @@ class Publisher:
     def _stop_at_unreadable(self, cursor: _Cursor, row: int, error: RequestError) -> None:
         """Let a row publish nothing after its first token that cannot be read, and unpublish its later blocks."""
         self.unreadable[row] = error
-        cursor.stop = min(cursor.stop, num_readable(cursor.tokens))
+        cursor.stop = min(cursor.stop, num_readable(self._states[row].token_ids))
         leaf = self._leaf_of(row)
         if leaf is None:
             return

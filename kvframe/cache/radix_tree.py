@@ -21,14 +21,12 @@ from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.block_table import TableStack
 from kvframe.cache.eviction import equal_runs
 from kvframe.cache.free_list import Groups
+from kvframe.cache.input_index import Namespace
 from kvframe.cache.live_range import LiveRange
 from kvframe.contract.errors import RequestError
 
 TOKEN_BYTES = 4
 _LONG = 1024
-
-Namespace = tuple[str, bytes]
-"""A salt and the hash of a request's inputs: requests of different namespaces share nothing."""
 
 
 @attrs.define(eq=False, repr=False, init=False, weakref_slot=False)

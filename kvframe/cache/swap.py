@@ -5,7 +5,7 @@ A row that comes back holds the cached pages that have the same content as its c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import attrs
@@ -18,9 +18,9 @@ from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import GroupKinds, RowNumbers, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.input_index import InputBlocks, InputSequence, input_blocks, inputs_root
+from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.prefix_lookup import PrefixCache
-from kvframe.cache.radix_tree import NO_MATCH, Namespace, as_bytes
+from kvframe.cache.radix_tree import NO_MATCH, as_bytes
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages of a group to the pool: from some places outside of it to as many block ids. It may raise."""
@@ -46,7 +46,7 @@ class StoredRow:
     Attributes:
         copies: Per group ``[num_blocks], int64, host``: the place of each block's copy; 0 for a block without a copy.
         num_computed: Its computed tokens.
-        state: Its inputs, and which of them are computed.
+        state: Its request.
     """
 
     copies: list[npt.NDArray[np.int64]]
@@ -74,7 +74,6 @@ class Swapper:
         plan = self._plan = kinds.plan
         self._tables, self._numbers = kinds.tables, numbers
         self._coordinator, self._cache, self._host_pages = coordinator, cache, host_pages
-        self._input_groups = kinds.of_inputs
         self.host_pool: BlockPool | None = None
         if host_pages is not None:
             self.host_pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs, num_rest_pages=0))
@@ -101,15 +100,13 @@ class Swapper:
             raise
         return stored
 
-    def swap_in_row(
-        self, row: int, stored: StoredRow, num_tokens: int, prefix: tuple[Namespace, Sequence[int]] | None
-    ) -> bool:
+    def swap_in_row(self, row: int, stored: StoredRow, num_tokens: int, *, use_prefix: bool) -> bool:
         """Fill a free row from host memory, allocate blocks for its tokens ``[0, num_tokens)``, and release the copies.
 
-        If ``prefix``, the request's namespace and tokens, is given, cached pages are shared and not copied.
+        If ``use_prefix``, cached pages are shared and not copied.
         """
         assert self._host_pages is not None
-        if not self._fill_row(row, stored, num_tokens, prefix, self._host_pages.copy_in):
+        if not self._fill_row(row, stored, num_tokens, self._host_pages.copy_in, use_prefix=use_prefix):
             return False
         self.release_copies(stored)
         return True
@@ -127,29 +124,18 @@ class Swapper:
             held = np.concatenate([np.zeros(0, dtype=np.int64), *copies])
             audit_pool(self.host_pool, self._plan, held.astype(np.int32))
 
-    def restore_prefix(
-        self,
-        row: int,
-        token_ids: Sequence[int],
-        copies: list[list[int]],
-        fetch: FetchPages,
-        *,
-        salt: str,
-        inputs: Mapping[str, InputSequence],
-    ) -> bool:
+    def restore_prefix(self, row: int, state: RowState, copies: list[list[int]], fetch: FetchPages) -> bool:
         """Publish a prefix as ``KVCacheManager.restore`` says, through a free row; return False if pages are short."""
-        as_bytes(token_ids, 0, len(token_ids))
-        namespace = (salt, inputs_root(inputs))
-        state = RowState(input_blocks(self._input_groups, inputs, salt))
-        places = check_copies(copies, self._needed_blocks(len(token_ids), state.inputs))
-        stored = StoredRow(places, len(token_ids), state)
-        if not self._fill_row(row, stored, len(token_ids), (namespace, token_ids), fetch):
+        num_tokens = len(state.token_ids)
+        as_bytes(state.token_ids, 0, num_tokens)
+        stored = StoredRow(check_copies(copies, self._needed_blocks(num_tokens, state.inputs)), num_tokens, state)
+        if not self._fill_row(row, stored, num_tokens, fetch, use_prefix=True):
             return False
         try:
-            self._cache.publisher.follow(row, namespace, token_ids, 0, NO_MATCH)
+            self._cache.publisher.follow(row, 0, NO_MATCH)
             for each in state.inputs:
                 self._cache.inputs.publish_input(each, self._tables[each.group].ids[row, : each.num_blocks])
-            self._coordinator.commit_row(row, len(token_ids))
+            self._coordinator.commit_row(row, num_tokens)
         finally:
             self._coordinator.free_row(row)
         return True
@@ -166,22 +152,17 @@ class Swapper:
             needed[each.group] = np.ones(each.num_blocks, dtype=np.bool_)
         return needed
 
-    def _fill_row(
-        self,
-        row: int,
-        stored: StoredRow,
-        num_tokens: int,
-        prefix: tuple[Namespace, Sequence[int]] | None,
-        fetch: FetchPages,
-    ) -> bool:
+    def _fill_row(self, row: int, stored: StoredRow, num_tokens: int, fetch: FetchPages, *, use_prefix: bool) -> bool:
         """Begin a free row as it was stored, from cached pages and copies; leave it free if that is not possible."""
         if num_tokens > self._plan.max_model_len:
             raise too_many_tokens(num_tokens, self._plan.max_model_len)
-        cached = self._cached_pages(stored, prefix)
+        cached = [np.zeros(len(copies), dtype=np.int32) for copies in stored.copies]
+        if use_prefix:
+            self._find_cached(stored, cached)
         to_fetch = [
             np.flatnonzero((copies != 0) & (pages == 0)) for copies, pages in zip(stored.copies, cached, strict=True)
         ]
-        self._coordinator.begin_row(row, stored.num_computed, stored.state.copy())
+        self._coordinator.begin_row(row, stored.num_computed, stored.state)
         try:
             # These pages are held first, so that the allocation evicts none of them.
             for group, pages in enumerate(cached):
@@ -198,23 +179,20 @@ class Swapper:
         self._coordinator.release_row(row)
         return False
 
-    def _cached_pages(self, stored: StoredRow, prefix: tuple[Namespace, Sequence[int]] | None) -> list[BlockIds]:
-        """Return per group, by block, the cached page with the content of a row's copy; 0 if there is none."""
-        found = [np.zeros(len(copies), dtype=np.int32) for copies in stored.copies]
-        if prefix is None:
-            return found
-        tree = self._cache.tree
-        most, own_start = stored.num_computed, stored.state.num_prompt_tokens
-        match = tree.match_prefix(*prefix, most if own_start is None else min(most, own_start))
+    def _find_cached(self, stored: StoredRow, found: Sequence[BlockIds]) -> None:
+        """Write per group, by block, the cached pages with the content of a row's copies into ``found``."""
+        tree, state = self._cache.tree, stored.state
+        most, own_start = stored.num_computed, state.num_prompt_tokens
+        most = most if own_start is None else min(most, own_start)
+        match = tree.match_prefix(state.namespace, state.token_ids, most)
         of_stacks = tree.pages_of(match, match.length)
         for group, (s, g) in tree.place.items():
             pages = of_stacks[s][g][: len(found[group])]
             found[group][: len(pages)] = pages
-        for each in stored.state.inputs:
+        for each in state.inputs:
             known = self._cache.inputs.find_input(each)
-            if known is not None and each.sequence not in stored.state.missing:
+            if known is not None and each.sequence not in state.missing:
                 pages = known[: len(found[each.group])]
                 found[each.group][: len(pages)] = pages
         for pages, copies in zip(found, stored.copies, strict=True):
             pages[copies == 0] = 0
-        return found
