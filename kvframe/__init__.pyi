@@ -15,7 +15,7 @@ from .cache.events import CacheCleared as CacheCleared
 from .cache.input_index import InputSequence as InputSequence
 from .cache.keys import content_key as content_key
 from .cache.keys import prefix_key as prefix_key
-from .cache.live_blocks import LiveBlocks as LiveBlocks
+from .cache.live_range import LiveBlocks as LiveBlocks
 from .cache.manager import KVCacheManager as KVCacheManager
 from .cache.pins import Pin as Pin
 from .cache.stats import KVCacheStats as KVCacheStats

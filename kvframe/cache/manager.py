@@ -22,14 +22,13 @@ from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows,
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.copy_on_write import PageCopier
 from kvframe.cache.events import EventLog
-from kvframe.cache.found_prefix import FoundPrefix, found_prefix
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
 from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
 from kvframe.cache.pins import Pin, Pins
-from kvframe.cache.prefix_lookup import NO_HIT, PrefixCache, PrefixHit
+from kvframe.cache.prefix_lookup import NO_HIT, PrefixCache, PrefixHit, found_prefix
 from kvframe.cache.radix_tree import NO_MATCH
 from kvframe.cache.ranged_tokens import before_range
-from kvframe.cache.stats import GroupLookups, KVCacheStats
+from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
 from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import LRU, EvictionPolicy

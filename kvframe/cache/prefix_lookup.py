@@ -20,8 +20,9 @@ from kvframe.cache.input_index import InputBlocks, InputIndex, Namespace
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import NO_MATCH, Match, RadixTree, last_column
-from kvframe.cache.stats import GroupLookups
+from kvframe.cache.stats import FoundPrefix, GroupLookups
 from kvframe.contract.eviction import EvictionPolicy
+from kvframe.contract.specs import KVCacheSpec
 from kvframe.planning.plan import KVCachePlan, PlannedGroup
 
 Pages = npt.NDArray[np.int32]
@@ -248,3 +249,49 @@ class PrefixCache:
 def _reserve(plan: KVCachePlan) -> int:
     """Return the idle slabs that the plan promises to a lone request of the greatest length."""
     return min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), plan.num_slabs)
+
+
+def found_prefix(hit: PrefixHit, num_asked: int, plan: KVCachePlan) -> FoundPrefix:
+    """Return what a lookup found.
+
+    Args:
+        hit: Its result.
+        num_asked: The tokens that were looked up, the last one included; 0 if there was no lookup.
+        plan: The plan of the cache.
+    """
+    found = dict(zip(sorted(hit.place, key=hit.place.__getitem__), hit.found, strict=False))
+    return FoundPrefix(
+        num_tokens=hit.num_tokens,
+        known_tokens=hit.match.length,
+        of_groups=dict(sorted(found.items())),
+        limited_by=tuple(sorted(hit.limiting)),
+        why=_why(hit, num_asked, plan, found),
+    )
+
+
+def _why(hit: PrefixHit, num_asked: int, plan: KVCachePlan, found: Mapping[int, int]) -> str:
+    if not num_asked:
+        return "no prefix was looked up"
+    known = hit.match.length
+    if hit.limiting:
+        return "; ".join(_why_group(plan, index, found[index], known) for index in sorted(hit.limiting))
+    if hit.num_tokens + plan.alignment > num_asked - 1:
+        return ""
+    if not known:
+        return "its first block is not cached for a request of its salt and inputs"
+    if hit.num_tokens + plan.alignment > known:
+        return f"from token {known} on, its blocks are not those of an earlier request"
+    return f"the blocks after token {hit.num_tokens} were evicted"
+
+
+def _why_group(plan: KVCachePlan, index: int, num_found: int, known: int) -> str:
+    """Return why a group could not continue from more of the known tokens."""
+    group = plan.groups[index]
+    who, size = f"group {index} ({group.spec.kind})", group.block_size
+    if size > plan.max_model_len:
+        return f"{who} keeps no state that a later request could continue from"
+    if num_found + size > known:
+        return f"{who} has blocks of {size} tokens, and the next one ends after the {known} tokens that are known"
+    if type(group.spec).stored_blocks is not KVCacheSpec.stored_blocks:
+        return f"{who} keeps states at few blocks' ends, and has none after token {num_found}"
+    return f"{who} lacks blocks after token {num_found}, which were evicted"

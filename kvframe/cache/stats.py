@@ -1,6 +1,8 @@
-"""The cache's statistics, as values."""
+"""The cache's statistics, and what the lookup of one request found, as values."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import attrs
 
@@ -29,6 +31,26 @@ class GroupLookups:
         self.found_tokens += other.found_tokens
         self.hit_tokens += other.hit_tokens
         self.times_limiting += other.times_limiting
+
+
+@attrs.frozen(kw_only=True)
+class FoundPrefix:
+    """What was found of a request's tokens.
+
+    Attributes:
+        num_tokens: The first tokens that are not computed, because every group had the state after them.
+        known_tokens: The first tokens, whole blocks, that an earlier request of the same salt and inputs has too.
+        of_groups: For each cache group of tokens, by index, the tokens that it alone could have continued from.
+        limited_by: The groups that had less than others.
+        why: Why it was not more, in one clause; empty if only the last token, and its block, are computed, which always
+            are.
+    """
+
+    num_tokens: int = 0
+    known_tokens: int = 0
+    of_groups: Mapping[int, int] = attrs.field(factory=dict)
+    limited_by: tuple[int, ...] = ()
+    why: str = ""
 
 
 @attrs.define

@@ -7,8 +7,8 @@ from typing import Any, Generic
 
 import attrs
 
-from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.stats import FoundPrefix
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.scheduling.step import ScheduledStep

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.stats import FoundPrefix
 from kvframe.contract.specs import KVCacheSpec
 from tests.cache.plans import evict, full, make_plan, masked, state
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.cache.input_index import InputSequence
+from kvframe.cache.stats import FoundPrefix
 from kvframe.contract.errors import SpecError
 from kvframe.contract.model import ModelInput
 from kvframe.engine.requests.progress import NO_INPUTS, NO_SEQUENCES

@@ -12,7 +12,7 @@ import torch
 from kvframe_transformers.testing import MORE_STATE_FAMILIES, STATE_FAMILIES
 
 from kvframe import Engine, Prompt, SamplingParams, Stack
-from kvframe.cache.found_prefix import FoundPrefix
+from kvframe.cache.stats import FoundPrefix
 from kvframe.contract.errors import ModelError
 from kvframe.contract.state import StateRound, StateRun
 from tests.covering import cover_values

@@ -11,9 +11,9 @@ from typing import Literal, TypeVar
 
 import attrs
 
-from kvframe.cache.found_prefix import FoundPrefix
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.ranged_tokens import RangedTokens, before_range
+from kvframe.cache.stats import FoundPrefix
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TokenRange
 

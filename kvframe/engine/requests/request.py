@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from kvframe.cache.found_prefix import FoundPrefix
+from kvframe.cache.stats import FoundPrefix
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TokenRange
