@@ -155,7 +155,7 @@ class BlockPool:
         self._state[places] = np.minimum(states, 1) - 1
         if num_cached:
             self.num_cached -= num_cached
-            self.free_list.hold_cached(block_ids[is_cached])
+            self.free_list.move_blocks(block_ids[is_cached], 1, -1, self._stamp)
             self._count_held(group, num_cached)
 
     def release_blocks(self, block_ids: BlockIds, groups: int | Groups) -> None:
@@ -178,7 +178,7 @@ class BlockPool:
             if num_published:
                 self._cache(block_ids[is_published], places[is_published], of_groups(groups, is_published))
                 block_ids, groups = block_ids[~is_published], of_groups(groups, ~is_published)
-        self.free_list.free_held(block_ids, self._stamp)
+        self.free_list.move_blocks(block_ids, -1, 0, self._stamp)
         self._end_content(block_ids, groups)
 
     def publish_and_release(
@@ -226,7 +226,7 @@ class BlockPool:
             for group, where in equal_runs(groups):
                 of_group = priorities if isinstance(priorities, int) else priorities[where]
                 self._orders[group].add(of_group, self._stamp, block_ids[where])
-        self.free_list.cache_held(block_ids, self._stamp)
+        self.free_list.move_blocks(block_ids, -1, 1, self._stamp)
 
     def _rank(self, policy: PolicyPriorities, places: Places, groups: int | Groups) -> int | Numbers:
         """Return a policy's priorities; if it fails, set it aside: stamps are the priorities from now on."""
@@ -304,7 +304,7 @@ class BlockPool:
             self.blocks_evicted[group] += len(block_ids[where])
         if self.on_removed is not None:
             self.on_removed(block_ids)
-        self.free_list.free_cached(block_ids)
+        self.free_list.move_blocks(block_ids, 0, -1, self._stamp)
         self._end_content(block_ids, groups)
 
     def _end_content(self, block_ids: AnyBlockIds, groups: int | Groups) -> None:

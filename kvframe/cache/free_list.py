@@ -65,20 +65,11 @@ class FreeList:
         before, self._num_free = self._num_free, self._num_free - count
         return self._stack[self._num_free : before].copy()
 
-    def hold_cached(self, block_ids: AnyBlockIds) -> None:
-        """Do nothing: the pool counts the blocks that are cached."""
-
-    def cache_held(self, block_ids: AnyBlockIds, stamp: int) -> None:
-        """Do nothing, likewise."""
-
-    def free_held(self, block_ids: AnyBlockIds, stamp: int) -> None:
-        """Put held blocks on top of the stack."""
-        self.free_cached(block_ids)
-
-    def free_cached(self, block_ids: AnyBlockIds) -> None:
-        """Put cached blocks on top of the stack."""
-        before, self._num_free = self._num_free, self._num_free + len(block_ids)
-        self._stack[before : self._num_free] = block_ids
+    def move_blocks(self, block_ids: AnyBlockIds, held: int, cached: int, stamp: int) -> None:
+        """Put blocks on top of the stack that are neither held nor cached now; the pool counts the others."""
+        if held + cached < 0:
+            before, self._num_free = self._num_free, self._num_free + len(block_ids)
+            self._stack[before : self._num_free] = block_ids
 
     def resize(self, plan: KVCachePlan, reserve: int, stamp: int) -> None:
         """Put added blocks under all others, or take out the removed ones, which are all free."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -122,7 +122,7 @@ class Slabs:
         if slab is None and not has_free_slab and self._num_slabs in self._open_held[group]:
             slab = self._num_slabs
         if slab is not None:
-            self._take_from(slab, group, count, taken)
+            self._take_from(slab, count, taken)
         elif has_free_slab:
             self._take_free_slabs(group, count, taken, budget)
         elif budget > 0:
@@ -137,113 +137,71 @@ class Slabs:
             slab = next((each for each in self._cached_held[group] if each != self._num_slabs), self._num_slabs)
             self._pool.evict_among(self._blocks_of(slab), count)
 
-    def _take_from(self, slab: int, group: int, count: int, taken: list[int]) -> None:
+    def _take_from(self, slab: int, count: int, taken: list[int]) -> None:
+        """Take the first free blocks of a slab, at most ``count``."""
         free = self._free[slab]
-        count = min(count, len(free))
-        taken += free[len(free) - count :]
-        del free[len(free) - count :]
-        if not self._held[slab]:
-            self._end_idle(slab)
-        if not free:
-            del self._open_held[group][slab]
-        self._held[slab] += count
-        self._available[group] -= count
+        before = len(free)
+        taken += free[: -count - 1 : -1]
+        del free[-count:]
+        self._change_counts(slab, before - len(free), 0, 0)
 
     def _take_free_slabs(self, group: int, count: int, taken: list[int], budget: int) -> None:
         """Cut free slabs into blocks and take these; the last slab may keep some."""
-        size, per_slab = self._ids_per_block[group], self._per_slab[group]
         while count > 0 and budget > 0 and self._free_slabs:
             slab = self._free_slabs.pop()
-            first = self._null_ids + self._slab_ids * slab
-            blocks = range(first, first + size * per_slab, size)
             self._group[slab] = group
-            if count < per_slab:
-                taken += blocks[:count]
-                self._held[slab] = count
-                self._free[slab] = [*reversed(blocks[count:])]
-                self._open_held[group][slab] = None
-                self._available[group] += per_slab - count
-            else:
-                taken += blocks
-                self._held[slab] = per_slab
-            count -= per_slab
+            self._free[slab] = self._blocks_of(slab)[::-1].tolist()
+            self._take_from(slab, count, taken)
+            count -= self._per_slab[group]
             budget -= 1
 
     # --- changes of blocks --------------------------------------------------------------------------------------------
 
-    def hold_cached(self, block_ids: AnyBlockIds) -> None:
-        """Count cached blocks as held."""
-        for slab, count in Counter(self._slabs_of(block_ids)).items():
-            if not self._held[slab]:
-                self._end_idle(slab)
-            self._available[self._group[slab]] -= count
-            self._held[slab] += count
-            self._end_cached(slab, count)
-
-    def cache_held(self, block_ids: AnyBlockIds, stamp: int) -> None:
-        """Count held blocks as cached since ``stamp``."""
-        for slab, count in Counter(self._slabs_of(block_ids)).items():
-            self._cached[slab] += count
-            if self._held[slab] > count:
-                self._cached_held[self._group[slab]][slab] = None
-            self._end_held(slab, count, stamp)
-
-    def free_held(self, block_ids: AnyBlockIds, stamp: int) -> None:
-        """List held blocks as free."""
+    def move_blocks(self, block_ids: AnyBlockIds, held: int, cached: int, stamp: int) -> None:
+        """Count blocks as so much more held and cached each, 1, 0 or -1; list them as free if they are neither now."""
         slabs = self._slabs_of(block_ids)
-        self._list_free(block_ids, slabs)
+        if held + cached < 0:
+            for block_id, slab in zip(block_ids.tolist(), slabs, strict=True):
+                self._free[slab].append(block_id)
         for slab, count in Counter(slabs).items():
-            self._end_held(slab, count, stamp)
+            self._change_counts(slab, held * count, cached * count, stamp)
 
-    def free_cached(self, block_ids: AnyBlockIds) -> None:
-        """List cached blocks as free; an idle slab without cached blocks becomes free."""
-        slabs = self._slabs_of(block_ids)
-        self._list_free(block_ids, slabs)
-        for slab, count in Counter(slabs).items():
-            self._end_cached(slab, count)
-            if not self._held[slab] and not self._cached[slab]:
-                self._free_slab(slab)
-
-    def _list_free(self, block_ids: AnyBlockIds, slabs: Iterable[int]) -> None:
-        for block_id, slab in zip(block_ids.tolist(), slabs, strict=True):
-            self._free[slab].append(block_id)
-            if len(self._free[slab]) == 1:
-                (self._open_held if self._held[slab] else self._open_idle)[self._group[slab]][slab] = None
-
-    def _end_cached(self, slab: int, count: int) -> None:
-        self._cached[slab] -= count
-        if not self._cached[slab]:
-            self._cached_held[self._group[slab]].pop(slab, None)
-
-    def _end_held(self, slab: int, count: int, stamp: int) -> None:
+    def _change_counts(self, slab: int, held: int, cached: int, stamp: int) -> None:
+        """Count so many more blocks of a slab as held and as cached, and put the slab where its counts say."""
         group = self._group[slab]
-        self._held[slab] -= count
-        if self._held[slab]:
-            self._available[group] += count
-        else:
-            self._available[group] += count - self._per_slab[group]
-            self._begin_idle(slab, group, stamp)
+        self._available[group] -= self._available_in(slab)
+        self._held[slab] += held
+        self._cached[slab] += cached
+        self._available[group] += self._available_in(slab)
+        is_held, is_open = self._held[slab] > 0, bool(self._free[slab])
+        _put(self._open_held[group], slab, is_held and is_open)
+        _put(self._open_idle[group], slab, not is_held and is_open)
+        _put(self._cached_held[group], slab, is_held and self._cached[slab] > 0)
+        if is_held:
+            self._idle.pop(slab, None)
+        elif not self._cached[slab]:
+            self._idle.pop(slab, None)
+            del self._open_idle[group][slab]
+            self._group[slab], self._free[slab] = _NO_GROUP, []
+            self._free_slabs.append(slab)
+        elif slab not in self._idle:
+            self._idle[slab] = stamp
+            if self._pool.has_policy:
+                self._rank(slab)
 
-    # --- idle slabs ---------------------------------------------------------------------------------------------------
+    def _available_in(self, slab: int) -> int:
+        """Return how many blocks of a held slab are not held; none of another slab."""
+        held = self._held[slab]
+        size = self._num_rest + 1 if slab == self._num_slabs else self._per_slab[self._group[slab]]
+        return size - held if held else 0
 
-    def _begin_idle(self, slab: int, group: int, stamp: int) -> None:
-        """Record that no block of a slab is held since ``stamp``."""
-        self._idle[slab] = stamp
-        self._cached_held[group].pop(slab, None)
-        if self._open_held[group].pop(slab, 0) is None:
-            self._open_idle[group][slab] = None
-        if not self._cached[slab]:
-            self._free_slab(slab)
-            return
-        if self._pool.has_policy:
-            self._rank(slab)
-            if len(self._by_priority) > 2 * len(self._idle) + MAX_STALE:
-                self._by_priority.clear()
-                for each in self._idle:
-                    self._rank(each)
+    # --- the order of idle slabs --------------------------------------------------------------------------------------
 
     def _rank(self, slab: int) -> None:
         """Put an idle slab into the order of priorities."""
+        if len(self._by_priority) > 2 * len(self._idle) + MAX_STALE:
+            self._by_priority = [entry for entry in self._by_priority if self._idle.get(entry[2]) == entry[1]]
+            heapify(self._by_priority)
         priority = int(self._pool.priorities_of(self._blocks_of(slab)).max())
         heappush(self._by_priority, (priority, self._idle[slab], slab))
 
@@ -258,24 +216,6 @@ class Slabs:
             heappop(self._by_priority)
         return 0, _NEVER
 
-    def _end_idle(self, slab: int) -> None:
-        """Record that a block of an idle slab is about to be held."""
-        group = self._group[slab]
-        del self._idle[slab]
-        self._available[group] += self._per_slab[group]
-        if self._open_idle[group].pop(slab, 0) is None:
-            self._open_held[group][slab] = None
-        if self._cached[slab]:
-            self._cached_held[group][slab] = None
-
-    def _free_slab(self, slab: int) -> None:
-        """Let an idle slab whose blocks are all free belong to no group."""
-        del self._idle[slab]
-        del self._open_idle[self._group[slab]][slab]
-        self._group[slab] = _NO_GROUP
-        self._free[slab] = []
-        self._free_slabs.append(slab)
-
     # --- all slabs ----------------------------------------------------------------------------------------------------
 
     def resize(self, plan: KVCachePlan, reserve: int, stamp: int) -> None:
@@ -289,9 +229,8 @@ class Slabs:
         if num_rest and after > rest:
             group = self._group[rest]
             self._free[rest][:0] = self._blocks_of(rest)[num_rest:][::-1].tolist()
-            self._open_held[group][rest] = None
             self._available[group] += self._per_slab[group] - num_rest - 1
-            self._end_held(rest, 1, stamp)
+            self._change_counts(rest, -1, 0, stamp)
         elif num_rest:
             del self._open_held[self._group[rest]][rest]
             self._available[self._group[rest]] -= num_rest
@@ -326,3 +265,11 @@ class Slabs:
         first = self._null_ids + slab * self._slab_ids
         num_blocks = self._num_rest if slab == self._num_slabs else self._per_slab[group]
         return first + self._ids_per_block[group] * np.arange(num_blocks, dtype=np.int32)
+
+
+def _put(slabs: _SlabSet, slab: int, is_in: bool) -> None:
+    """Let a slab be in a set, where it keeps its place, or not."""
+    if is_in:
+        slabs.setdefault(slab)
+    else:
+        slabs.pop(slab, None)

@@ -44,15 +44,15 @@ def lose_a_free_page(manager: KVCacheManager) -> None:
 
 
 def list_a_free_page_twice(manager: KVCacheManager) -> None:
-    manager._pool.free_list.free_cached(manager._pool.free_list.free_blocks()[:1])
+    manager._pool.free_list.move_blocks(manager._pool.free_list.free_blocks()[:1], 0, -1, 0)
 
 
 def give_a_held_page(manager: KVCacheManager) -> None:
-    manager._pool.free_list.free_cached(held(manager))
+    manager._pool.free_list.move_blocks(held(manager), 0, -1, 0)
 
 
 def give_a_cached_page(manager: KVCacheManager) -> None:
-    manager._pool.free_list.free_cached(cached(manager._pool))
+    manager._pool.free_list.move_blocks(cached(manager._pool), 0, -1, 0)
 
 
 def cache_a_held_page(manager: KVCacheManager) -> None:
