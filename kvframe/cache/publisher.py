@@ -15,7 +15,7 @@ from kvframe.cache.block_pool import NO_OWNER
 from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.live_range import NEVER
-from kvframe.cache.radix_tree import Match, RadixNode, RadixTree, append_tokens, as_bytes, num_readable
+from kvframe.cache.radix_tree import Match, RadixNode, RadixTree, as_bytes, num_readable
 from kvframe.cache.ranged_tokens import before_range, whole_ranges
 from kvframe.contract.errors import RequestError
 
@@ -322,7 +322,7 @@ class Publisher:
         if end <= start:
             return
         try:
-            append_tokens(node.tokens, self._states[row].token_ids, start, end)
+            node.tokens += as_bytes(self._states[row].token_ids, start, end)
         except RequestError as error:
             self._stop_at_unreadable(cursor, row, error)
             self._update_leaf(node)
@@ -344,7 +344,7 @@ class Publisher:
         assert cursor is not None
         end = self._end_of(cursor, leaf.row)
         try:
-            append_tokens(leaf.tokens, self._states[leaf.row].token_ids, 0, end)
+            leaf.tokens += as_bytes(self._states[leaf.row].token_ids, 0, end)
         except RequestError:
             return 0
         leaf.stop, leaf.num_pages = end, end // self._tree.sizes[0]

@@ -26,7 +26,6 @@ from kvframe.cache.live_range import LiveRange
 from kvframe.contract.errors import RequestError
 
 TOKEN_BYTES = 4
-_LONG = 1024
 
 
 @attrs.define(eq=False, repr=False, init=False, weakref_slot=False)
@@ -282,9 +281,8 @@ def last_column(pages: npt.NDArray[np.int32]) -> int:
 def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
     """Return token ids ``[start, stop)`` as four bytes each; raise ``RequestError`` (``bad_token``) if one is none."""
     if isinstance(tokens, array) and tokens.typecode == "I":
-        # A short part is read faster as a copy, a long one as a view. No view is kept, not even by an error: the caller
-        # could add no token to the array while a view lives.
-        data = (tokens[start:stop] if stop - start < _LONG else memoryview(tokens)[start:stop]).tobytes()
+        # No view is kept, not even by an error: the caller could add no token to the array while a view lives.
+        data = memoryview(tokens)[start:stop].tobytes()
     else:
         try:
             data = array("I", tokens[start:stop]).tobytes()
@@ -293,14 +291,6 @@ def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
     if len(data) != TOKEN_BYTES * (stop - start):
         raise _unreadable(tokens, len(tokens))
     return data
-
-
-def append_tokens(data: bytearray, tokens: Sequence[int], start: int, stop: int) -> None:
-    """Append token ids ``[start, stop)`` as four bytes each; if ``as_bytes`` raises, nothing is appended."""
-    if isinstance(tokens, array) and tokens.typecode == "I" and stop <= len(tokens):
-        data += memoryview(tokens)[start:stop]  # copied once
-    else:
-        data += as_bytes(tokens, start, stop)
 
 
 def num_readable(tokens: Sequence[int]) -> int:
