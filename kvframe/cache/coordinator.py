@@ -7,10 +7,8 @@ get blocks, release dead ones, or publish full ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 
-import attrs
 import numpy as np
 
 from kvframe.cache.allocation import BlockAllocator
@@ -78,12 +76,11 @@ class KVCacheCoordinator:
             self.reference_blocks(row, group, pages)
         self.allocator.note_capacity(np.array([row]))
 
-    def fork_row(self, row: int, new_row: int, token_ids: Sequence[int]) -> None:
+    def fork_row(self, row: int, new_row: int, state: RowState) -> None:
         """Begin a request in a free row from what another row has computed, its inputs too, and reference its pages."""
         assert self._shared is not None
-        state, num_computed = self._numbers.states[row], self._numbers.computed_of[row]
-        assert not state.missing
-        self.begin_row(new_row, num_computed, attrs.evolve(state, token_ids=token_ids))
+        num_computed = self._numbers.computed_of[row]
+        self.begin_row(new_row, num_computed, state)
         if self._publisher is not None:
             self._publisher.follow_fork(row, new_row)
         is_shared = False

@@ -37,8 +37,8 @@ from kvframe.contract.specs import TokenRange
 from kvframe.planning.plan import KVCachePlan
 
 
-@attrs.define
-class Entry:
+@attrs.define(eq=False)
+class Entry(RowState):
     """A request.
 
     Attributes:
@@ -50,10 +50,10 @@ class Entry:
         stored: Its copies in host memory; None while it is in the table.
     """
 
-    row: int
-    uncounted: PrefixHit
-    asked_tokens: int
-    num_resets: int
+    row: int = 0
+    uncounted: PrefixHit = NO_HIT
+    asked_tokens: int = 0
+    num_resets: int = 0
     stored: StoredRow | None = None
 
 
@@ -175,22 +175,22 @@ class KVCacheManager:
         self._check_new(request_id)
         row = self._rows.next_free()
         namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
-        num_prompt, num_asked = len(token_ids), 0
         if num_prompt_tokens is not None:
-            num_prompt = check_count("num_prompt_tokens", num_prompt_tokens, 1, len(token_ids))
-        state = RowState(namespace, token_ids, of_inputs, ranges=ranges)
+            num_prompt_tokens = check_count("num_prompt_tokens", num_prompt_tokens, 1, len(token_ids))
+        entry = Entry(namespace, token_ids, of_inputs, ranges=ranges, row=row, num_resets=self._num_resets)
         if self.plan.depends_on_prompt:
-            state.num_prompt_tokens = num_prompt
+            entry.num_prompt_tokens = num_prompt_tokens or len(token_ids)
         hit = NO_HIT
         if self.prefix_caching and use_prefix:
-            num_asked = len(token_ids)
-            most = (state.num_prompt_tokens or num_asked) - 1
+            entry.asked_tokens = len(token_ids)
+            most = (entry.num_prompt_tokens or len(token_ids)) - 1
             hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
             while ranges and (most := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
                 hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
-        self._coordinator.start_row(row, state, hit)
+            entry.uncounted = hit
+        self._coordinator.start_row(row, entry, hit)
         self._rows.take()
-        entry = self._entries[request_id] = Entry(row, hit, num_asked, self._num_resets)
+        self._entries[request_id] = entry
         if self.prefix_caching:
             self._publisher.follow(row, hit.num_tokens, hit.match)
             self._fresh[row] = entry
@@ -227,9 +227,10 @@ class KVCacheManager:
             why = "its inputs are not computed; commit its first tokens before"
         if entry is None or why is not None:
             raise RequestError(f"the request {request_id!r} cannot be forked: {why}", code="no_fork")
-        self._coordinator.fork_row(entry.row, row, token_ids)
+        new = attrs.evolve(entry, token_ids=token_ids, row=row, uncounted=NO_HIT, asked_tokens=0)
+        self._coordinator.fork_row(entry.row, row, new)
         self._rows.take()
-        self._entries[new_id] = Entry(row, NO_HIT, 0, entry.num_resets)
+        self._entries[new_id] = new
 
     def _check_prompt(
         self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], least: int = 1
@@ -265,7 +266,7 @@ class KVCacheManager:
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
-        return self._numbers.states[self._entry(request_id).row].missing
+        return self._entry(request_id).missing
 
     def has_capacity(self, request_id: str, num_tokens: int) -> bool:
         """Return whether the pool has all pages that a request takes up to ``num_tokens`` tokens.
@@ -318,7 +319,7 @@ class KVCacheManager:
         if type(num_computed) is not int or num_computed < 0:
             num_computed = check_count("num_computed", num_computed)
         self._coordinator.check_commit_of(entry.row, num_computed)
-        self._numbers.states[entry.row].token_ids = token_ids
+        entry.token_ids = token_ids
         if entry.row in self._fresh:
             self._first_commit(self._fresh.pop(entry.row))
         self._coordinator.commit_row(entry.row, num_computed)
@@ -346,7 +347,7 @@ class KVCacheManager:
                 self._pool.count_uses(entry.uncounted.needed_pages(group))
         entry.uncounted, entry.asked_tokens = NO_HIT, 0
         if self._input_groups and entry.num_resets == self._num_resets:
-            for each in self._numbers.states[entry.row].inputs:
+            for each in entry.inputs:
                 self._cache.inputs.publish_input(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
 
     def _after_commit(self, rows: Sequence[int]) -> None:
@@ -410,7 +411,7 @@ class KVCacheManager:
             )
         check_count("num_tokens", num_tokens)
         row, use_prefix = self._rows.next_free(), self.prefix_caching and use_prefix
-        if not self._swapper.swap_in_row(row, entry.stored, num_tokens, use_prefix=use_prefix):
+        if not self._swapper.swap_in_row(row, entry, entry.stored, num_tokens, use_prefix=use_prefix):
             return False
         self._rows.take()
         entry.row, entry.stored = row, None
@@ -424,11 +425,11 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Take a request out of the table, or release the copy of a swapped one; its findable blocks stay cached."""
         check_name(request_id)
-        entry = self._entries.get(request_id)
-        if entry is not None and entry.stored is not None:
+        entry = self._entries.get(request_id) or self._entry(request_id)
+        if entry.stored is not None:
             self._swapper.release_copies(entry.stored)
         else:
-            self._free_row(self._entry(request_id).row)
+            self._free_row(entry.row)
         del self._entries[request_id]
 
     def _free_row(self, row: int) -> None:

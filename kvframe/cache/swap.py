@@ -46,12 +46,10 @@ class StoredRow:
     Attributes:
         copies: Per group ``[num_blocks], int64, host``: the place of each block's copy; 0 for a block without a copy.
         num_computed: Its computed tokens.
-        state: Its request.
     """
 
     copies: list[npt.NDArray[np.int64]]
     num_computed: int
-    state: RowState
 
 
 class Swapper:
@@ -91,7 +89,7 @@ class Swapper:
         for ids, of_group, count in zip(blocks, copies, counts, strict=True):
             of_group[ids != 0] = host_ids[num_used : num_used + count]
             num_used += count
-        stored = StoredRow(copies, self._numbers.computed_of[row], self._numbers.states[row])
+        stored = StoredRow(copies, self._numbers.computed_of[row])
         try:
             for group, (ids, of_group) in enumerate(zip(blocks, copies, strict=True)):
                 self._host_pages.copy_out(group, ids[ids != 0].tolist(), of_group[ids != 0].tolist())
@@ -100,13 +98,13 @@ class Swapper:
             raise
         return stored
 
-    def swap_in_row(self, row: int, stored: StoredRow, num_tokens: int, *, use_prefix: bool) -> bool:
+    def swap_in_row(self, row: int, state: RowState, stored: StoredRow, num_tokens: int, *, use_prefix: bool) -> bool:
         """Fill a free row from host memory, allocate blocks for its tokens ``[0, num_tokens)``, and release the copies.
 
         If ``use_prefix``, cached pages are shared and not copied.
         """
         assert self._host_pages is not None
-        if not self._fill_row(row, stored, num_tokens, self._host_pages.copy_in, use_prefix=use_prefix):
+        if not self._fill_row(row, state, stored, num_tokens, self._host_pages.copy_in, use_prefix=use_prefix):
             return False
         self.release_copies(stored)
         return True
@@ -128,8 +126,8 @@ class Swapper:
         """Publish a prefix as ``KVCacheManager.restore`` says, through a free row; return False if pages are short."""
         num_tokens = len(state.token_ids)
         as_bytes(state.token_ids, 0, num_tokens)
-        stored = StoredRow(check_copies(copies, self._needed_blocks(num_tokens, state.inputs)), num_tokens, state)
-        if not self._fill_row(row, stored, num_tokens, fetch, use_prefix=True):
+        stored = StoredRow(check_copies(copies, self._needed_blocks(num_tokens, state.inputs)), num_tokens)
+        if not self._fill_row(row, state, stored, num_tokens, fetch, use_prefix=True):
             return False
         try:
             self._cache.publisher.follow(row, 0, NO_MATCH)
@@ -152,17 +150,19 @@ class Swapper:
             needed[each.group] = np.ones(each.num_blocks, dtype=np.bool_)
         return needed
 
-    def _fill_row(self, row: int, stored: StoredRow, num_tokens: int, fetch: FetchPages, *, use_prefix: bool) -> bool:
+    def _fill_row(
+        self, row: int, state: RowState, stored: StoredRow, num_tokens: int, fetch: FetchPages, *, use_prefix: bool
+    ) -> bool:
         """Begin a free row as it was stored, from cached pages and copies; leave it free if that is not possible."""
         if num_tokens > self._plan.max_model_len:
             raise too_many_tokens(num_tokens, self._plan.max_model_len)
         cached = [np.zeros(len(copies), dtype=np.int32) for copies in stored.copies]
         if use_prefix:
-            self._find_cached(stored, cached)
+            self._find_cached(state, stored, cached)
         to_fetch = [
             np.flatnonzero((copies != 0) & (pages == 0)) for copies, pages in zip(stored.copies, cached, strict=True)
         ]
-        self._coordinator.begin_row(row, stored.num_computed, stored.state)
+        self._coordinator.begin_row(row, stored.num_computed, state)
         try:
             # These pages are held first, so that the allocation evicts none of them.
             for group, pages in enumerate(cached):
@@ -179,11 +179,11 @@ class Swapper:
         self._coordinator.release_row(row)
         return False
 
-    def _find_cached(self, stored: StoredRow, found: Sequence[BlockIds]) -> None:
+    def _find_cached(self, state: RowState, stored: StoredRow, found: Sequence[BlockIds]) -> None:
         """Write per group, by block, the cached pages with the content of a row's copies into ``found``."""
-        tree, state = self._cache.tree, stored.state
-        most, own_start = stored.num_computed, state.num_prompt_tokens
-        most = most if own_start is None else min(most, own_start)
+        tree, most = self._cache.tree, stored.num_computed
+        if state.num_prompt_tokens is not None:
+            most = min(most, state.num_prompt_tokens)
         match = tree.match_prefix(state.namespace, state.token_ids, most)
         of_stacks = tree.pages_of(match, match.length)
         for group, (s, g) in tree.place.items():
