@@ -571,7 +571,8 @@ class Lives:
             assert told.keys() == self.mirror.blocks.keys()
             for (_, key), (index, content) in told.items():
                 self.check_event(index, content, key)
-        copies = {name: stored.copies for name, (_, stored) in self.manager._swapped.items()}
+        entries = self.manager._entries.items()
+        copies = {name: entry.stored.copies for name, entry in entries if entry.stored is not None}
         assert set(self.swapped) == set(copies)
         for name, (_, resident) in self.swapped.items():
             assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]
