@@ -1,4 +1,4 @@
-"""Block allocation: which blocks rows lack for their next tokens, and pages for all of these blocks or for none."""
+"""Block allocation: finds the blocks that rows lack for their next tokens, and allocates pages for all or none."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class _NewBlocks(NamedTuple):
 
 
 class BlockAllocator:
-    """Gives rows pages for the blocks that they lack, and notes for how many tokens they lack none (``capacity``).
+    """Allocates pages for the blocks that rows lack, and counts the tokens for which a row lacks none (``capacity``).
 
-    Invariant: each page that it gives a row is in the block tables and has one reference for it. If there are not
-    enough pages, nothing changes for any row.
+    Invariant: each page that a row gets is in the block tables and has one reference for the row. If the pool has too
+    few pages, nothing changes for any row.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class BlockAllocator:
         return self._pool.free_list.can_take(lacking)
 
     def note_capacity(self, rows: Rows) -> None:
-        """Work out for how many tokens rows lack no block; of groups that store few blocks, up to the block's end."""
+        """Count the tokens for which rows lack no block; in groups that store few, to the current block's end."""
         numbers = self._numbers
         capacity: Counts | int = self._max_tokens
         for part in self._parts:
@@ -135,7 +135,7 @@ class BlockAllocator:
                 has_page = part.ids[0, rows, np.minimum(current, part.ids.shape[2] - 1)] != 0
                 covered = (current + 1) * part.block_size * has_page
             capacity = np.minimum(capacity, covered)
-        for answers in self._kinds.asked:  # up to the token up to which they answer rightly
+        for answers in self._kinds.asked:  # not beyond the first token with a wrong answer
             most = int(np.maximum.reduce(capacity))
             if (num_right := answers.num_right(most)) < most:
                 capacity = np.minimum(capacity, num_right)
@@ -149,7 +149,7 @@ class BlockAllocator:
                 numbers.capacity_of[row] = -1
 
     def allocate_for_row(self, row: int, num_tokens: int) -> bool:
-        """Do what ``allocate_for_rows`` does for one row; with one part, in a third of the time."""
+        """Do what ``allocate_for_rows`` does for one row; if there is one part, in a third of the time."""
         part = self._lone
         if part is None or (self._shared is not None and row in self._shared.rows):
             return self.allocate_for_rows(np.array([row]), np.array([num_tokens])) is not None
@@ -174,7 +174,7 @@ class BlockAllocator:
     def allocate_for_rows(
         self, rows: Rows, num_tokens: Counts, gaps: Sequence[Sequence[int]] = ()
     ) -> list[BlockIds] | None:
-        """Give each of several rows, which lack some block, pages up to ``num_tokens`` and for inputs, or none of them.
+        """Allocate the pages that several rows lack for their first ``num_tokens`` tokens and their inputs, or none.
 
         Args:
             rows: Rows.
@@ -230,7 +230,7 @@ class BlockAllocator:
         return [of_group[0] for of_group in pages[first_gaps:]]
 
     def _dense_blocks(self, part: _Part, rows: Rows, have: Indices, need: Indices) -> _NewBlocks:
-        """Return the blocks that rows lack in groups that store every block: from as many as they have to ``need``."""
+        """Return the blocks that rows lack in groups that store every block: those from ``have`` to ``need``."""
         added = need - have
         (lacking,) = added.nonzero()
         if len(lacking) < len(rows):
@@ -267,9 +267,9 @@ class BlockAllocator:
         return _NewBlocks(part, np.array(found_rows, dtype=np.int64), np.array(found_blocks, dtype=np.int64))
 
     def _where_others_continue(self, row: int, num_computed: int, num_tokens: int) -> int:
-        """Return from where a later request may want to continue: where a row's tokens part from an earlier one's.
+        """Return after which token a later request may continue: at the end of a prefix that an earlier one has too.
 
-        Without such a place it is the last boundary of all groups before the last token, which is always computed.
+        If none is known, it is the last boundary of all groups before the last token, which is always computed.
         """
         branch, alignment = self._numbers.states[row].branch, self._kinds.plan.alignment
         return branch if num_computed < branch <= num_tokens else (num_tokens - 1) // alignment * alignment

@@ -42,7 +42,7 @@ def check_name(request_id: object) -> None:
 
 
 def check_count(what: str, given: Any, least: int = 0, most: int | None = None) -> int:
-    """Return a whole number as an ``int``; refuse anything else, and one out of the bounds (``bad_count``)."""
+    """Return a whole number as an ``int``; refuse any other value, and a number out of bounds (``bad_count``)."""
     is_number = isinstance(given, int | np.integer) and not isinstance(given, bool)
     if not is_number or given < least or (most is not None and given > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -51,7 +51,7 @@ def check_count(what: str, given: Any, least: int = 0, most: int | None = None) 
 
 
 def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
-    """Refuse what is no sequence (``bad_token``), too short (``empty_prompt``) or too long; no token is read."""
+    """Refuse a value that is no sequence (``bad_token``), is too short (``empty_prompt``) or too long."""
     if type(token_ids) not in _SEQUENCES:
         is_sequence = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")
         if not is_sequence or isinstance(token_ids, str | bytes | Mapping):
@@ -104,7 +104,7 @@ def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> lis
 
 
 class TableRows:
-    """The rows of the block tables: which are free, and whether a caller names rows of requests.
+    """The rows of the block tables: which ones are free, and whether the rows that a caller gives belong to requests.
 
     Attributes:
         free: The free rows. The last one is taken next.
@@ -116,7 +116,7 @@ class TableRows:
         self._is_taken = np.zeros(num_rows, dtype=np.int64)
         # Single numbers are written several times as fast in this.
         self._taken = self._is_taken.data
-        # A host names the same rows in most steps: they need not be counted again until a row is taken or freed.
+        # A host gives the same rows in most steps: they are not checked again until a row is taken or freed.
         self._checked: tuple[Any, bytes] | None = None
 
     def next_free(self) -> int:
@@ -130,16 +130,16 @@ class TableRows:
         return self.free[-1]
 
     def take(self) -> None:
-        """Let the next free row be that of a request."""
+        """Take the next free row."""
         self._taken[self.free.pop()], self._checked = 1, None
 
     def release(self, row: int) -> None:
-        """Let a row be free."""
+        """Make a row free again."""
         self.free.append(row)
         self._taken[row], self._checked = 0, None
 
     def check(self, rows: Any, counts: Any) -> None:
-        """Refuse rows that are not those of requests, each once, with one count for each (``bad_rows``)."""
+        """Refuse rows that do not belong to requests, rows given twice, and counts of another number (``bad_rows``)."""
         try:
             named = rows.dtype, rows.tobytes()
             is_right = rows.ndim == counts.ndim == 1 and len(rows) == len(counts) and counts.dtype.kind == "i"

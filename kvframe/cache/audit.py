@@ -1,4 +1,4 @@
-"""The audit: whether every page is free, held or cached, and counted right, worked out anew from all parts of a cache.
+"""The audit: checks that every page is free, held or cached, and that all counts of the cache are right.
 
 It takes time in proportion to the pool: it is for tests, and for debug mode, in which it follows every verb. A check
 that fails raises an ``AssertionError`` whose text says what is wrong.

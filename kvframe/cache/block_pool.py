@@ -52,12 +52,12 @@ class BlockPool:
 
         Args:
             plan: How the pool is divided.
-            reserve_slabs: Idle slabs that are kept for a lone request, if evicting a group's own blocks serves too.
+            reserve_slabs: Idle slabs that are kept for the longest request if evicting a group's own blocks is enough.
             on_evicted: Called with an owner and its evicted blocks' groups and indices; None if none is published.
             eviction: Which cached blocks are evicted first; the least recently used ones if None.
         """
         self._page_bytes = [group.page_bytes for group in plan.groups]
-        # Blocks are apart by the smallest block at least, so that a quotient tells them apart.
+        # Block ids differ by the size of the smallest block at least, so that their quotients by it differ.
         self._divisor = min((num_bytes // plan.block_id_bytes for num_bytes in self._page_bytes), default=1)
         num_places = self._num_places(plan)
         self._policy = None
@@ -91,7 +91,7 @@ class BlockPool:
 
     @property
     def has_policy(self) -> bool:
-        """Whether a policy gives cached blocks their priorities; otherwise the stamps of their release are these."""
+        """Whether a policy gives cached blocks their priorities; otherwise the priority is the stamp of the release."""
         return self._policy is not None
 
     @property
@@ -136,7 +136,7 @@ class BlockPool:
         return taken
 
     def _count_held(self, group: int, count: int) -> None:
-        """Count so many more blocks of a group as held; a negative count is of blocks that are held no longer."""
+        """Count more blocks of a group as held, or fewer if ``count`` is negative."""
         self.blocks_held[group] = num_held = self.blocks_held[group] + count
         if num_held > self.peak_blocks_held[group]:
             self.peak_blocks_held[group] = num_held
@@ -206,7 +206,7 @@ class BlockPool:
     def _remove_shared(self, places: Places) -> Places:
         """Remove one reference of blocks that may have several; return where blocks without references are first."""
         np.add.at(self._state, places, 1)
-        # For a block without references the sum is one too high now.
+        # The state of a block without references is one too high now.
         last = np.flatnonzero(self._state[places] > 0)
         last = last[np.sort(np.unique(places[last], return_index=True)[1])]
         self._state[places[last]] = 0
@@ -247,7 +247,7 @@ class BlockPool:
         self._index[places] = indices
 
     def unpublish_all(self) -> None:
-        """Evict every cached block and unpublish held ones, without telling their owners."""
+        """Evict every cached block and unpublish held ones, without calling ``on_evicted``."""
         self._owner[...] = NO_OWNER
         self.discard_cached(self.free_list.all_blocks())
         self._orders = self._new_orders()
@@ -262,7 +262,7 @@ class BlockPool:
     # --- eviction -----------------------------------------------------------------------------------------------------
 
     def evict_blocks(self, block_ids: AnyBlockIds) -> None:
-        """Evict cached blocks, and tell each owner once."""
+        """Evict cached blocks, and call ``on_evicted`` once for each owner."""
         assert self._on_evicted is not None
         places = self._places(block_ids)
         owners, indices, groups = self._owner[places], self._index[places], self._groups_of(places)
@@ -271,7 +271,7 @@ class BlockPool:
             self._on_evicted(owner, of_groups(groups, where), indices[where])
 
     def discard_cached(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Evict the cached ones of some blocks, 0 for none, without telling their owner; return which these are."""
+        """Evict the cached ones of some blocks, 0 for none, without calling ``on_evicted``; return which these are."""
         places = self._places(block_ids)
         is_cached: npt.NDArray[np.bool_] = (self._state[places] > 0) & (block_ids != 0)
         if np.count_nonzero(is_cached):
@@ -355,7 +355,7 @@ class BlockPool:
         return plan.total_bytes // plan.block_id_bytes // self._divisor + 1 if plan.groups else 1
 
     def _places(self, block_ids: AnyBlockIds) -> Places:
-        """Return where arrays say something of blocks."""
+        """Return the indices of blocks in the arrays of this pool."""
         # NumPy takes such an index several times as fast as a shorter one.
         places: Places = block_ids if block_ids.dtype is _INDEX else block_ids.astype(_INDEX)  # type: ignore[assignment]
         return places if self._divisor == 1 else places // self._divisor

@@ -1,4 +1,4 @@
-"""Block tables: for each running request, a row of block ids in each group, and what is counted of the row."""
+"""Block tables: for each running request, a row of block ids in each group, and the row's counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
 """``[n], int64, host``: a number of tokens for each row."""
 ROW_BYTES = 200
-"""About what is kept of each row beside its blocks, by all who keep something."""
+"""About the bytes of each row in all parts of the cache, without its blocks."""
 
 
 @attrs.frozen(eq=False)
@@ -67,14 +67,14 @@ class TableStack:
     index: npt.NDArray[np.int64] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """See the array as one row, and keep the groups as an array too."""
+        """Make the flat view, and the array of groups."""
         object.__setattr__(self, "flat", self.ids.reshape(-1))
         object.__setattr__(self, "index", np.array(self.groups, dtype=np.int64))
 
     def at(
         self, places: npt.NDArray[np.int64] | int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return where the blocks of groups at ``places`` lie in ``flat``, which is faster to index: ``[n]`` each."""
+        """Return the indices of blocks of the groups at ``places`` in ``flat``, which is faster to index: ``[n]``."""
         _, num_rows, num_blocks = self.ids.shape
         at: npt.NDArray[np.int64] = (places * num_rows + rows) * num_blocks + blocks
         return at
@@ -142,10 +142,10 @@ class GroupKinds:
         of_tokens: Those that keep state of requests' own tokens.
         of_inputs: Those that keep state of inputs.
         stacks: The block tables of ``of_tokens``.
-        sparse: The groups of tokens that store few blocks: their types say at each step which ones. The others are
-            dense: they store every block that a step computes.
+        sparse: The groups of tokens that store few blocks, which their types choose at each step. The others are dense:
+            they store every block that a step computes.
         live: For each group of tokens, by its index, when its blocks die.
-        asked: The answers of the types whose live ranges no mask says: they are checked as far as requests get.
+        asked: The answers of the types whose live ranges no mask gives: they are checked as far as requests get.
         is_plain: Whether every group is dense, none of inputs, and nothing depends on the length of prompts.
     """
 
@@ -183,16 +183,16 @@ class GroupKinds:
 
 @attrs.define(eq=False)
 class RowState:
-    """What a row's request is, beside the row's numbers; it stays the same object while the request is swapped out.
+    """The request of a row, without the row's numbers; it stays the same object while the request is swapped out.
 
     Attributes:
         namespace: The request's namespace.
         token_ids: Its tokens: the caller appends to this sequence, and does not change computed ones.
         inputs: Its blocks in the groups of inputs.
         missing: The inputs whose state is not computed.
-        branch: Where its tokens part from those of an earlier request; 0 if nothing is known.
+        branch: The length of the prefix that an earlier request has too, if it is longer than the hit; otherwise 0.
         num_prompt_tokens: The length of its prompt, if something depends on it; None if all tokens are the prompt's.
-        ranges: Ranges of its tokens that see each other in both directions; blocks are published by whole ranges.
+        ranges: Ranges of its tokens that see each other in both directions. No published prefix ends within one.
     """
 
     namespace: Namespace = ("", b"")
@@ -209,7 +209,7 @@ NO_REQUEST = RowState()
 
 
 class RowNumbers:
-    """The counts of each row, among them the numbers of tokens at which something happens next.
+    """The counts of each row, and the numbers of computed tokens at which the row needs work.
 
     Invariant: a row needs work only when its computed tokens reach one of these numbers. It lacks no page for its
     tokens ``[0, capacity)``; below ``next_death`` computed tokens none of its blocks dies, and below

@@ -44,7 +44,7 @@ class SharedBlocks:
         self.rows: set[int] = set()
 
     def blocks_to_copy(self, rows: Rows) -> list[SharedBlock]:
-        """Return the shared blocks that rows are about to write; the last reference to a page needs no copy."""
+        """Return the shared blocks that rows are about to write; the last row that references a page needs no copy."""
         num_leaving: Counter[int] = Counter()
         found = []
         for row in rows.tolist():
@@ -62,7 +62,7 @@ class SharedBlocks:
     def copy(
         self, blocks: Sequence[SharedBlock], copies: Sequence[BlockIds], taken: BlockIds, counts: Sequence[int]
     ) -> None:
-        """Copy shared pages to ``copies``; if one fails, give back ``taken``, what was allocated with them by group."""
+        """Copy shared pages to ``copies``; if that fails, release all pages of the allocation, ``taken``, by group."""
         try:
             for group in dict.fromkeys(each.group for each in blocks):
                 pairs = [
@@ -74,7 +74,7 @@ class SharedBlocks:
             raise
 
     def release_copied(self, blocks: Sequence[SharedBlock], rows: Rows) -> None:
-        """Release the pages that were copied: these rows share no block any longer."""
+        """Release the pages that were copied: these rows no longer share a block."""
         for each in blocks:
             self._pool.release_blocks(np.array([each.page], dtype=np.int32), each.group)
         self.rows.difference_update(rows.tolist())

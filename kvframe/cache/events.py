@@ -84,11 +84,11 @@ class EventLog:
     """
 
     def __init__(self, groups: Sequence[PlannedGroup], tree: RadixTree, secret: bytes) -> None:
-        """Begin with a cleared cache; the secret for the keys is 32 bytes."""
+        """Begin with the event of a cleared cache; the secret for the keys is 32 bytes."""
         self._groups = groups
         self._tree = tree
         self._secret = secret
-        # Blocks of all sizes begin at its multiples: the tokens of a later block begin at the last multiple or after.
+        # Blocks of all sizes begin at its multiples: no later block begins before the last multiple.
         self._alignment = math.lcm(*tree.sizes)
         self._events: list[CacheEvent] = [CacheCleared()]
         self._key_of_page: dict[int, tuple[int, bytes]] = {}
@@ -169,7 +169,10 @@ class EventLog:
     def _keys_of(
         self, node: RadixNode, ends: Sequence[int]
     ) -> tuple[str, int, npt.NDArray[np.uint32], dict[int, bytes]]:
-        """Return the salt, where the tokens that follow begin, tokens up to a node's end, prefixes' keys by length."""
+        """Return a salt, the position of the first token that follows, tokens up to a node's end, and keys of prefixes.
+
+        The keys are by the length of the prefix, for all lengths in ``ends``.
+        """
         # Walk back to the last node whose hash is kept, or to the root.
         parts: list[bytearray] = []
         each = node

@@ -1,4 +1,4 @@
-"""Eviction: in which order cached blocks are evicted, least recently used first or as an eviction policy says."""
+"""Eviction: the order in which cached blocks are evicted, by their last use or by the priorities of a policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Where = slice | Places | npt.NDArray[np.bool_]
 IsCurrent = Callable[[int | Numbers, AnyBlockIds], npt.NDArray[np.bool_]]
 _NOT_RANKED = int(np.iinfo(np.int64).min)
 MAX_STALE = 1 << 12
-"""Stale entries that an order may have besides as many as there are blocks in it."""
+"""An order may have as many stale entries as blocks, and so many more."""
 _LOOK_AHEAD = 512
 """Entries that are checked at once for the first one that is not stale."""
 _ALL = slice(None)
@@ -34,7 +34,7 @@ def of_groups(groups: int | Groups, where: Where) -> int | Groups:
 
 
 def equal_runs(keys: int | Groups | BlockIds) -> list[tuple[int, Where]]:
-    """Return the different keys in ascending order, each with where it stands; an int is the key of all elements."""
+    """Return the different keys in ascending order, each with its indices; an int is the key of all elements."""
     if isinstance(keys, int):
         return [(keys, _ALL)]
     if not len(keys):
@@ -53,8 +53,8 @@ class ReleaseOrder:
 
     The entry of a block that is referenced again becomes stale. It is recognised by its stamp, because a block is
     released at most once with one stamp. When the arrays are full, stale entries are removed and the rest moves to
-    larger arrays. All this is done by few array operations, however many entries there are. Block ids have the type of
-    an index, so that the pool need not convert them again.
+    larger arrays. Each of these takes few array operations for any number of entries. Block ids have the type of an
+    index, so that the pool need not convert them again.
     """
 
     def __init__(self, is_current: IsCurrent) -> None:
@@ -63,7 +63,7 @@ class ReleaseOrder:
         self._block_ids, self._stamps = np.empty(0, dtype=np.intp), np.empty(0, dtype=np.int64)
 
     def add(self, priorities: int | Numbers, stamp: int | Numbers, block_ids: AnyBlockIds) -> None:
-        """Add blocks that are released together, those first that are evicted first; their stamp is their priority."""
+        """Add blocks that are released together, in the order of their eviction; their stamp is their priority."""
         if self._stop + len(block_ids) > len(self._block_ids):
             self._grow(len(block_ids))
         before, self._stop = self._stop, self._stop + len(block_ids)
@@ -113,7 +113,7 @@ class ReleaseOrder:
 
 
 class PriorityOrder:
-    """Cached blocks of one queue in the order of their priorities, of equal ones those first that were released first.
+    """Cached blocks of one queue in the order of their priorities, and blocks of one priority in that of their release.
 
     Entries of one release and one priority are a run. Stale ones are recognised by their stamp, as in a
     ``ReleaseOrder``, and removed run by run when too many are stale.
@@ -203,7 +203,8 @@ class PolicyPriorities:
         self._uses = np.zeros(num_places, dtype=np.int64)
         self._priority = np.full(num_places, _NOT_RANKED)
         self._clock = 0
-        # As if so many blocks of each number of uses had been released, and all found again: a few blocks say little.
+        # The counts begin as if so many blocks of each number of uses had been released and found again: the first few
+        # blocks change the shares little.
         self._assumed = max(16.0, capacity // max(page_bytes, default=1) / 16)
         self._found = np.full(MOST_USES + 1, self._assumed)
         self._released = self._found.copy()
@@ -247,7 +248,7 @@ class PolicyPriorities:
         self._uses[places] += 1
 
     def forget_blocks(self, places: Places | slice) -> None:
-        """Drop the data of the blocks at some places, because their content is gone."""
+        """Drop the data of the blocks at some places, because their content ended."""
         self._uses[places] = 0
         self._priority[places] = _NOT_RANKED
 

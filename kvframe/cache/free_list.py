@@ -1,4 +1,4 @@
-"""The free list: a stack of free blocks of one size. The pool tells it, or ``Slabs``, of each change of a block."""
+"""The free list: a stack of free blocks of one size. The pool reports each change of a block to it, or to ``Slabs``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BlockIds = npt.NDArray[np.int32]
 """``[n], int32, host``: block ids, each once."""
 AnyBlockIds = BlockIds | npt.NDArray[np.intp]
-"""Likewise; those in the order of eviction have the type of an index, so that they need not be converted."""
+"""Likewise; block ids in an order of eviction have the type of an index, so that they need not be converted."""
 Groups = npt.NDArray[np.int64]
 """``[n], int64, host``: the group of each."""
 FULL_SHARE = 32
@@ -24,7 +24,7 @@ FULL_SHARE = 32
 
 
 class FreeList:
-    """Free blocks that serve any group: of a lone group, or of groups whose blocks are as large as a slab.
+    """Free blocks that serve any group: those of an only group, or of groups whose blocks are as large as a slab.
 
     Invariant: the lower part of the stack is exactly the blocks that are neither held nor cached.
     """

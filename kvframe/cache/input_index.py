@@ -1,4 +1,4 @@
-"""The input index: cached inputs that requests bring beside their tokens, such as what an encoder reads.
+"""The input index: finds cached inputs, which requests have in addition to tokens, such as an encoder's audio.
 
 An input is complete before the first token is computed, and does not change. Its blocks live as long as the request,
 and are found by content: requests with equal inputs share the pages.
@@ -37,7 +37,7 @@ class InputSequence:
     key: bytes
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a number of tokens or a key that is none, with a ``RequestError`` (``bad_input``)."""
+        """Refuse a wrong number of tokens and a wrong key with a ``RequestError`` (``bad_input``)."""
         if type(self.num_tokens) is not int or self.num_tokens < 1 or not isinstance(self.key, bytes):
             raise RequestError(
                 "an input has a whole number of tokens of at least 1 and a key of bytes, not "

@@ -1,8 +1,8 @@
 """Live ranges as arrays: for each block of a group, the number of computed tokens from which on no token needs it.
 
-A cache spec says which tokens are live at one position. A dead block stays dead, so one number for each block says the
-same for all positions, and a step compares it for many requests at once. If the spec's mask says the same as its live
-ranges, a formula gives these numbers. Otherwise the spec is asked for each block, once, at set-up.
+A cache spec gives the tokens that are live at one position. A dead block stays dead, so one number for each block holds
+for all positions, and a step compares it for many requests at once. If the spec's mask agrees with its live ranges, a
+formula gives these numbers. Otherwise the spec is asked for each block, once, at set-up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LiveRange:
         block_size: Tokens per block.
         deaths: ``[max_blocks], int64, host``: the number of computed tokens from which on no token needs the block, at
             least the block's end; ``NEVER`` if the longest request needs it to its end.
-        is_by_mask: Whether a mask says the same as the live ranges at all sampled positions.
+        is_by_mask: Whether a mask agrees with the live ranges at all sampled positions.
         for_prompt: Returns the live range of requests whose prompt has so many tokens; None if that makes no
             difference. These deaths are then those in a prompt without an end.
     """
@@ -117,7 +117,7 @@ class DeathLists:
 
     The blocks of a group die at the same numbers of computed tokens in every request, and in the same order. If that
     depends on the length of the prompt in some group, there is a list for each group and row, which is written when the
-    row's request starts. The lists say what died between two commits, for many rows and groups at once.
+    row's request starts. The lists give the blocks that died between two commits, for many rows and groups at once.
 
     Attributes:
         places: ``[num_groups], int64, host``: the numbers that the groups were given with.
@@ -198,7 +198,7 @@ class LiveBlocks:
     """
 
     def __init__(self, spec: KVCacheSpec, max_tokens: int) -> None:
-        """Find out when each block dies.
+        """Compute when each block dies.
 
         Args:
             spec: The spec, with the block size of the engine's manager.
@@ -296,7 +296,7 @@ def _deaths_by_asking(answers: Answers, num_blocks: int, max_tokens: int) -> Pos
         first = block * size
         try:
             return not any(start < first + size and first < stop for start, stop in answers.live_ranges(n))
-        except SpecError:  # no request gets further than to a wrong answer, so that it may keep all its blocks
+        except SpecError:  # no request is extended beyond a wrong answer, so its blocks may all be kept
             return False
 
     deaths = np.full(num_blocks, NEVER)

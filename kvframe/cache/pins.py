@@ -31,7 +31,7 @@ class Pin:
 
 
 class Pins:
-    """Holds the pages of pins, and checks that the longest request still fits beside them.
+    """Holds the pages of pins, and checks that the longest request still fits into the rest of the pool.
 
     Invariant: the pool counts one holder of a page for each pin of it that ``is_held``.
 
@@ -68,7 +68,7 @@ class Pins:
             self.unpin_prefix(pin)
 
     def fit_into(self, plan: KVCachePlan) -> bool:
-        """Return whether the longest request fits beside all pins into a pool with a plan's number of slabs."""
+        """Return whether the longest request still fits if all pins stay and the pool has a plan's number of slabs."""
         if plan.num_slabs > self.plan.num_slabs or not len(self.pinned_pages()):
             return True
         needed, left = self._needed_and_left(plan, self._pins.values())
@@ -92,7 +92,7 @@ class Pins:
             )
 
     def _needed_and_left(self, plan: KVCachePlan, pins: Iterable[Pin]) -> tuple[int, int]:
-        """Return the slabs that the longest request takes, and those without a page of some pins, in a smaller plan."""
+        """Return the slabs that the longest request needs, and those without a page of some pins, in a smaller plan."""
         pages = np.unique(_pages_of(pins))
         first_rest = (self.plan.null_bytes + self.plan.num_slabs * self.plan.slab_bytes) // self.plan.block_id_bytes
         num_rest_pages = max(0, plan.num_rest_pages - int(np.count_nonzero(pages >= first_rest)))

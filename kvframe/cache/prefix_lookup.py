@@ -1,4 +1,4 @@
-"""Prefix lookup: a request's longest cached prefix, over any number of groups, and the groups that limit the hit."""
+"""Prefix lookup: finds a request's longest cached prefix over all groups, and the groups that limit the hit."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class PrefixHit:
         num_tokens: Tokens that need not be computed.
         stacks: Per table stack ``[num_groups, num_blocks], int32``: the pages of a prefix at least as long, 0 for none;
             every live block has a page.
-        place: For each group of tokens, its table stack, and which of the stack's groups it is.
+        place: For each group of tokens, the number of its table stack, and its place in the stack.
         inputs: For each input that is cached as a whole, the pages of all its blocks, per group.
-        branch: The longest prefix of an earlier request, if it is longer than the hit: a type that stores few blocks
-            kept none there, so that it is computed again; otherwise 0.
-        match: How far the tokens are known.
-        found: Per group of tokens, stack by stack, the tokens that it alone could have continued from; empty if nothing
-            is known.
-        limiting: The groups that had less than others.
+        branch: The length of the prefix that an earlier request has too, if it is longer than the hit, because a type
+            that stores few blocks stored none at its end; otherwise 0. It is computed again.
+        match: The known tokens.
+        found: Per group of tokens, stack by stack, the length of its hit without the other groups; empty if no token is
+            known.
+        limiting: The groups with a shorter hit than others.
         of_inputs: The hit of each input in each of its groups.
     """
 
@@ -59,7 +59,7 @@ class PrefixHit:
     of_inputs: Sequence[tuple[int, GroupLookups]] = ()
 
     def needed_pages(self, group: PlannedGroup) -> Pages:
-        """Return ``[num_blocks], int32``: the pages that a request references when it begins with this hit, or 0."""
+        """Return ``[num_blocks], int32``: the pages that a request with this hit references, 0 for none."""
         if group.is_of_input:
             of_input: Pages = self.inputs.get(group.spec.sequence, {}).get(group.index, np.zeros(0, dtype=np.int32))
             return of_input.copy()
@@ -75,7 +75,7 @@ NO_HIT = PrefixHit()
 
 
 class PrefixCache:
-    """The block pool, the radix tree and the index of inputs, which need each other. It asks no spec for its type.
+    """The block pool, the radix tree and the input index, which need each other. It asks no spec for its type.
 
     Invariant: a page is found only through its owner in the pool.
 
@@ -105,7 +105,7 @@ class PrefixCache:
         self._alignment, self._max_tokens = plan.alignment, plan.max_model_len
         self._has_sparse = bool(kinds.sparse)
         self._kinds = tuple(group.spec.kind for group in plan.groups)
-        # If some type always needs the last token, no hit is longer than the tokens that are known.
+        # If some type always needs the last token, no hit is longer than the known tokens.
         needs_last = [live.needs_last for live in kinds.live.values()]
         self._ends_with_match = any(needs_last)
         self._ends_with_pages = self._ends_with_match and not all(needs_last)
@@ -162,7 +162,7 @@ class PrefixCache:
         )
 
     def _limiting(self, held: Sequence[tuple[LiveRange, Pages]], found: Sequence[int], hit: int) -> list[int]:
-        """Return the groups that could not continue from a longer prefix, though another group could."""
+        """Return the groups that have no longer hit, if another group has one."""
 
         def lacks(live: LiveRange, pages: Pages, num_tokens: int) -> bool:
             if num_tokens % self._alignment:
@@ -215,7 +215,7 @@ class PrefixCache:
         self.inputs.remove_all()
 
     def resize(self, plan: KVCachePlan) -> bool:
-        """Have another plan's number of slabs; return False if a page of a slab to be removed is held."""
+        """Change to another plan's number of slabs; return False if a page of a slab to be removed is held."""
         return not plan.groups or self.pool.resize(plan, _reserve(plan))
 
     def log_events_to(self, log: EventLog | None) -> None:
@@ -240,14 +240,14 @@ class PrefixCache:
             yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
 
     def audit(self, plan: KVCachePlan, held: BlockIds) -> None:
-        """Check pages; ``held`` is ``[n], int32, host``: the held ones, each as often as it is referenced."""
+        """Check pages; ``held`` is ``[n], int32, host``: the held pages, each as often as it is referenced."""
         audit_pool(self.pool, plan, held)
         if self._is_caching:
             audit_tree(self.tree)
 
 
 def _reserve(plan: KVCachePlan) -> int:
-    """Return the idle slabs that the plan promises to a lone request of the greatest length."""
+    """Return the idle slabs that the plan promises to the longest request."""
     return min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), plan.num_slabs)
 
 
@@ -285,7 +285,7 @@ def _why(hit: PrefixHit, num_asked: int, plan: KVCachePlan, found: Mapping[int, 
 
 
 def _why_group(plan: KVCachePlan, index: int, num_found: int, known: int) -> str:
-    """Return why a group could not continue from more of the known tokens."""
+    """Return why a group's hit is not longer."""
     group = plan.groups[index]
     who, size = f"group {index} ({group.spec.kind})", group.block_size
     if size > plan.max_model_len:

@@ -1,8 +1,8 @@
 """The publisher: makes the full blocks of running requests findable, as nodes of the radix tree.
 
-As long as the tokens of a request are those of nodes in the tree, it fills in pages that these nodes lack. From then on
-a leaf grows with the request. The leaf is brought up to date when it is read: a step costs nothing. Blocks that a
-request no longer needs, such as those before a window, stay findable until they are evicted.
+While the tokens of a request are those of nodes in the tree, the publisher adds pages that these nodes lack. After them
+a leaf grows with the request. The leaf is updated when it is read, so that a step costs nothing. Blocks that a request
+no longer needs, such as those before a window, stay findable until they are evicted.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class _Cursor:
     """Where a running request's published blocks end.
 
     Attributes:
-        node: The node that grows with it, or the node that its offset lies in, or lay in; None to look for it from the
-            root.
-        offset: Tokens up to which its full blocks were published, by it or by others, before a node grows with it.
-        stop: The token from which on it publishes nothing: the first one that cannot be read, once it was met; the end
-            of its prompt, if the state of later tokens is for no other request; or the start of a range of tokens that
-            see each other, if another request has one that begins alike.
+        node: The leaf that grows with it, or the node that contained its offset when it was last looked at; None to
+            search from the root.
+        offset: The tokens whose full blocks were published, by it or by others, before a leaf grew with it.
+        stop: The first token that it does not publish: one that cannot be read; the end of its prompt, if no other
+            request can use the state of later tokens; or the start of a range of tokens that see each other, if another
+            request has a range that begins with the same tokens.
     """
 
     node: RadixNode | None
@@ -40,7 +40,7 @@ class _Cursor:
     stop: int = NEVER
 
     def next_publication(self, unit: int) -> int:
-        """Return at how many computed tokens there is more to publish, in runs of ``unit`` tokens."""
+        """Return the number of computed tokens at which the next ``unit`` tokens can be published."""
         after = self.offset + unit
         return after if after <= self.stop else NEVER
 
@@ -53,7 +53,7 @@ class Publisher:
             given, 0 for those that they found. Unlike a block table, it keeps the page of a dead block until the page
             is evicted or belongs to a node that does not grow. If no block of a stack dies before its request ends, it
             is the block table itself, found pages included.
-        unreadable: Why tokens of a row could not be read, until the error was raised.
+        unreadable: By row, the error of a token that could not be read, until the error is raised.
     """
 
     def __init__(self, tree: RadixTree, kinds: GroupKinds, numbers: RowNumbers) -> None:
@@ -70,17 +70,17 @@ class Publisher:
         # The indices of blocks, the last one first, as the pool stores them.
         most = max((stack.ids.shape[2] for stack in kinds.stacks), default=0)
         self._backwards = np.arange(most, dtype=np.int32)[::-1].copy()
-        # Those that are not block tables, with the block size.
+        # The row pages that are not block tables, with the block size.
         self._apart = [
             (pages, stack.block_size)
             for pages, stack in zip(self.row_pages, kinds.stacks, strict=True)
             if pages is not stack.ids
         ]
-        # The owner number and the first token of the node that grows with each row; ``NEVER`` for no such node.
+        # The owner number and the first token of the leaf that grows with each row; ``NEVER`` for no leaf.
         self._leaf_owner = np.full(max_num_seqs, NO_OWNER, dtype=np.int32)
         self._leaf_start = np.full(max_num_seqs, NEVER, dtype=np.int64)
         self.unreadable: dict[int, RequestError] = {}
-        # The first token of each row whose state is for no other request; none unless something depends on prompts.
+        # The first token of each row whose state no other request can use; None if nothing depends on prompts.
         self._own_start = np.full(max_num_seqs, NEVER) if kinds.plan.depends_on_prompt else None
         self._states = numbers.states
         self._computed_of, self._next_publication = numbers.computed_of, numbers.publication_of
@@ -89,25 +89,25 @@ class Publisher:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def follow(self, row: int, offset: int, match: Match) -> None:
-        """Let a row publish its blocks after its hit, which is ``offset`` tokens of a match."""
-        # If a hit ends after the tokens that are known, its node is looked for from the root.
+        """Begin to publish a row's blocks after its hit, the first ``offset`` tokens of a match."""
+        # If a hit ends after the known tokens, its node is searched from the root.
         node = match.nodes[-1] if match.nodes and offset <= match.length else None
         self._begin(row, _Cursor(node, offset))
 
     def follow_fork(self, row: int, new_row: int) -> None:
-        """Let a row publish the blocks that it adds to those of another row."""
+        """Begin to publish the blocks that a fork adds to those of another row."""
         cursor, num_computed = self._cursors[row], self._computed_of[row]
         if cursor is None or row in self.unreadable:
             return
         offset = num_computed - num_computed % self._tree.unit
         self._begin(new_row, _Cursor(cursor.node, offset, cursor.stop))
-        # Whichever row writes into the shared page last keeps it, and publishes it.
+        # The last of the rows that writes into the shared page keeps it, and publishes it.
         for pages, size in self._apart:
             if num_computed % size:
                 pages[:, new_row, num_computed // size] = pages[:, row, num_computed // size]
 
     def _begin(self, row: int, cursor: _Cursor) -> None:
-        """Let a row publish its blocks after a cursor's offset."""
+        """Begin to publish a row's blocks after a cursor's offset."""
         own_start = self._states[row].num_prompt_tokens
         if self._own_start is not None:
             self._own_start[row] = NEVER if own_start is None else own_start
@@ -117,10 +117,10 @@ class Publisher:
         self._next_publication[row] = cursor.next_publication(self._tree.unit)
 
     def unfollow(self, row: int, block_ids: BlockIds | None = None) -> int:
-        """Stop following a row: its leaf stays as its last commit left it.
+        """Stop following a row: its leaf stays in the tree, updated to its last commit.
 
-        If its blocks in the only group are given, the full ones are released if they become findable only now. Return
-        how many these are.
+        If there is one group, and the row's blocks in it are given, the full ones are released if this call publishes
+        them. Return their number.
         """
         leaf, num_released = self._leaf_of(row), 0
         if leaf is not None:
@@ -137,7 +137,7 @@ class Publisher:
         return num_released
 
     def unfollow_all(self) -> None:
-        """Forget every prefix; running requests publish nothing more. The pool frees the pages."""
+        """Remove every prefix; running requests publish nothing more. The pool frees the pages."""
         for row in range(len(self._cursors)):
             self._cursors[row] = None
             self._next_publication[row] = NEVER
@@ -159,7 +159,7 @@ class Publisher:
     # --- rows whose tokens are in the tree ----------------------------------------------------------------------------
 
     def publish_row(self, row: int) -> None:
-        """Publish the full blocks of a row: where another request's are findable, these stay."""
+        """Publish the full blocks of a row, except those that another request has published."""
         cursor = self._cursors[row]
         assert cursor is not None
         if self._states[row].ranges:
@@ -171,7 +171,7 @@ class Publisher:
             self._publish_up_to(cursor, row, self._end_of(cursor, row))
 
     def _publish_up_to(self, cursor: _Cursor, row: int, end: int) -> None:
-        """Follow a row's tokens ``[offset, end)`` through the tree, and add a leaf where they are not known."""
+        """Follow a row's tokens ``[offset, end)`` through the tree, and add a leaf for those that it does not have."""
         node, offset = self._find_offset(cursor, row)
         tokens = self._states[row].token_ids
         while offset < end:
@@ -196,9 +196,9 @@ class Publisher:
         self._next_publication[row] = cursor.next_publication(self._tree.unit)
 
     def _stop_within_range(self, cursor: _Cursor, row: int) -> None:
-        """Let a row publish nothing from a range on within which its tokens part from those of another request.
+        """Stop publishing a row before a range within which its tokens begin to differ from those of another request.
 
-        Its blocks before that place would be taken for the other one's, and their state depends on the whole range.
+        The other request would find the row's blocks in the range, and their state depends on the whole range.
         """
         if self._leaf_of(row) is not None:
             return
@@ -251,7 +251,7 @@ class Publisher:
         return cursor.node if cursor is not None and cursor.node is not None and cursor.node.row == row else None
 
     def _add_leaf(self, cursor: _Cursor, row: int, parent: RadixNode, first: bytes) -> None:
-        """Let a new node grow with a row; its parent, which is up to date, grows no longer."""
+        """Add a leaf that grows with a row; its parent, which is up to date, stops growing."""
         if parent.row >= 0:
             other = self._cursors[parent.row]
             assert other is not None
@@ -280,11 +280,11 @@ class Publisher:
     ) -> None:
         """Release dead blocks of rows that run; if they are full blocks of a row's leaf, they become findable before.
 
-        When the pool is nearly full they are freed: only a request that branches off in the middle could use them, and
-        cached blocks that other requests could use would be evicted for them.
+        If the pool is nearly full, they are freed: only a request that branches off in the middle could use them, and
+        cached blocks that more requests could use would be evicted for them.
 
-        Of each block of table stack ``s``, the arguments are its group's place in the stack, its row, its number in the
-        row, where it lies in the stack (``TableStack.at``), its page, and its group.
+        The arguments are, of each block of table stack ``s``, its group's place in the stack, its row, its index in the
+        row, its index in the flat stack (``TableStack.at``), its page, and its group.
         """
         pool = self._tree.pool
         is_unowned = pool.owners_of(pages) == NO_OWNER
@@ -307,13 +307,13 @@ class Publisher:
         pool.release_blocks(pages, groups)
 
     def refresh_leaf(self, row: int) -> None:
-        """Bring the node that grows with a row up to date, so that the pages of its full blocks are owned."""
+        """Update the leaf of a row, so that the pages of its full blocks have an owner."""
         leaf = self._leaf_of(row)
         if leaf is not None:
             self._update_leaf(leaf)
 
     def _update_leaf(self, node: RadixNode) -> None:
-        """Bring a node up to date if it grows with a row; other nodes are."""
+        """Add the tokens and pages to a node that its row has computed since; do nothing if it does not grow."""
         if node.row < 0:
             return
         row, cursor = node.row, self._cursors[node.row]
@@ -339,7 +339,7 @@ class Publisher:
             self._tree.on_stored(node, start, end)
 
     def _publish_and_release(self, leaf: RadixNode, block_ids: BlockIds) -> int:
-        """Publish and release all full blocks of a row in the only group, the last first; return how many these are."""
+        """Publish and release all full blocks of a row in the only group, the last first; return their number."""
         cursor = self._cursors[leaf.row]
         assert cursor is not None
         end = self._end_of(cursor, leaf.row)
@@ -356,22 +356,22 @@ class Publisher:
             self._tree.on_stored(leaf, 0, end)
         return leaf.num_pages
 
-    # --- how far ------------------------------------------------------------------------------------------------------
+    # --- where publishing ends ----------------------------------------------------------------------------------------
 
     def _end_of(self, cursor: _Cursor, row: int) -> int:
-        """Return up to which token a row's blocks can be published."""
+        """Return the number of a row's first tokens whose blocks can be published."""
         end = min(self._computed_of[row], cursor.stop)
         ranges = self._states[row].ranges
         return whole_ranges(ranges, end, self._tree.unit) if ranges else end - end % self._tree.unit
 
     def _stop_at_unreadable(self, cursor: _Cursor, row: int, error: RequestError) -> None:
-        """Let a row publish nothing after its first token that cannot be read, and unpublish its later blocks."""
+        """Stop publishing a row at its first token that cannot be read, and unpublish its later blocks."""
         self.unreadable[row] = error
         cursor.stop = min(cursor.stop, num_readable(self._states[row].token_ids))
         leaf = self._leaf_of(row)
         if leaf is None:
             return
-        self._leaf_start[row] = NEVER  # dead blocks become findable no longer
+        self._leaf_start[row] = NEVER  # no more dead blocks are published
         end = max(leaf.stop, self._end_of(cursor, row))
         for s, size in enumerate(self._tree.sizes):
             pages = self.row_pages[s][:, row, end // size :]

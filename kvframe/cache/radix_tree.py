@@ -1,8 +1,8 @@
-"""The radix tree: which token sequences the cache knows, and in which pages their blocks lie.
+"""The radix tree: the token sequences of published prefixes, with the pages of their blocks.
 
 There is one tree over token ids for each salt and set of inputs. Tokens are compared, not hashed, so that two prompts
 that differ never share a block. A node is a run of tokens without a branch, with the pages of the blocks that end in
-it. The leaf of a running request grows with it, and is brought up to date when it is read. A node stays until it has
+it. The leaf of a running request grows with the request, and is updated when it is read. A node stays until it has
 neither pages nor children.
 """
 
@@ -41,9 +41,9 @@ class RadixNode:
         namespace: The namespace of a root; None for other nodes.
         tokens: Its token ids, four bytes each.
         pages: Per table stack ``[num_groups, num_blocks], int32``: the pages of the blocks that end in it, 0 for none.
-        num_pages: How many these are.
+        num_pages: The number of these pages.
         children: The nodes after it, by ``first``.
-        row: The running request that it grows with; -1 for none.
+        row: The row of the running request that it grows with; -1 for none.
     """
 
     parent: RadixNode | None
@@ -79,11 +79,11 @@ class RadixNode:
 
 
 class Match(NamedTuple):
-    """How far a request's tokens are known.
+    """The first tokens of a request that are in the tree: they are *known*.
 
     Attributes:
-        nodes: The nodes along its tokens, from the first.
-        length: Tokens that are known, a multiple of the tree's unit.
+        nodes: The nodes of these tokens, from the first.
+        length: The number of these tokens, a multiple of the tree's unit.
     """
 
     nodes: tuple[RadixNode, ...]
@@ -94,7 +94,7 @@ NO_MATCH = Match((), 0)
 
 
 class RadixTree:
-    """Finds prefixes, and knows which node owns a page in the pool.
+    """Finds prefixes by their tokens, and nodes by their owner numbers in the pool.
 
     Invariant: a page of a node is referenced or cached, and its owner in the pool is that node.
 
@@ -102,12 +102,12 @@ class RadixTree:
         unit: Runs are split at multiples of this many tokens, which divides the block sizes of all groups.
         sizes: Per table stack, tokens per block.
         groups: Per table stack, its groups.
-        place: For each group, its table stack, and which of the stack's groups it is.
+        place: For each group, the number of its table stack, and its place in the stack.
         is_needed: Per table stack ``[num_groups, max_blocks], bool, host``: which blocks become findable: those that
             some hit could need, and all of a group in which no block dies.
         pool: The pages; set after both are made, because each needs the other.
         row_pages: Per table stack, the pages that running rows were given; set by the publisher.
-        catch_up: Brings a node that grows with a row up to date; set by the publisher.
+        catch_up: Updates a node that grows with a row; set by the publisher.
         on_stored: Called with a node, whose blocks that end in tokens ``(start, stop]`` became findable; or None.
     """
 
@@ -134,7 +134,7 @@ class RadixTree:
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int], most: int) -> Match:
-        """Return how far the first ``most`` tokens are known."""
+        """Return the known ones of the first ``most`` tokens."""
         node, limit = self._roots.get(namespace), most - most % self.unit
         if node is None or not limit or as_bytes(tokens, 0, self.unit) not in node.children:
             return NO_MATCH
@@ -153,7 +153,7 @@ class RadixTree:
         return Match(tuple(nodes), offset)
 
     def end_of_common(self, node: RadixNode, start: int, data: bytes, base: int) -> int:
-        """Return up to which token, from ``start`` on, a node has the tokens of ``data``, which begins at ``base``."""
+        """Return where the equal tokens of a node and of ``data``, which begins at ``base``, end, from ``start`` on."""
         stop, at = min(node.stop, base + len(data) // TOKEN_BYTES), TOKEN_BYTES * (start - base)
         is_whole = start == node.start and stop == node.stop
         mine = node.tokens if is_whole else node.tokens_between(start, stop)
@@ -177,7 +177,7 @@ class RadixTree:
         return found
 
     def end_of_pages(self, match: Match) -> int:
-        """Return how many tokens of a match come before the end of a page."""
+        """Return the tokens of a match up to the end of its last page, or all of them if its last node has children."""
         node = match.nodes[-1]
         if node.children or node.row >= 0:
             return match.length
@@ -216,7 +216,7 @@ class RadixTree:
         return node
 
     def split_node(self, node: RadixNode, at: int) -> RadixNode:
-        """Split a node and return the upper part, a new node. The lower one keeps growing, and goes if it is empty."""
+        """Split a node and return the upper part, a new node. The lower one grows on, or is removed if it is empty."""
         assert node.parent is not None
         upper = self.add_node(node.parent, node.start, node.first)
         upper.stop, upper.tokens = at, node.tokens_between(node.start, at)
@@ -244,7 +244,7 @@ class RadixTree:
         node = self._nodes[owner]
         assert node is not None
         if node.num_pages == len(indices) and not node.children and node.row < 0:
-            node.num_pages = 0  # the node goes as a whole
+            node.num_pages = 0  # the node is removed as a whole
         else:
             for group, of_group in equal_runs(groups):
                 s, g = self.place[group]
@@ -257,7 +257,7 @@ class RadixTree:
         self.remove_if_empty(node)
 
     def remove_if_empty(self, node: RadixNode) -> None:
-        """Remove a node that has neither pages nor children and does not grow, and then its parents likewise."""
+        """Remove a node that has neither pages nor children and does not grow; then do the same for its parents."""
         while node.parent is not None and not node.num_pages and not node.children and node.row < 0:
             del node.parent.children[node.first]
             self._nodes[node.owner] = None
@@ -267,7 +267,7 @@ class RadixTree:
             del self._roots[node.namespace]
 
     def remove_all(self) -> None:
-        """Forget every prefix; the pool frees the pages."""
+        """Remove every prefix; the pool frees the pages."""
         self._roots.clear()
         del self._nodes[1:]
         self._free_owners.clear()
@@ -279,7 +279,7 @@ def last_column(pages: npt.NDArray[np.int32]) -> int:
 
 
 def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
-    """Return token ids ``[start, stop)`` as four bytes each; raise ``RequestError`` (``bad_token``) if one is none."""
+    """Return token ids ``[start, stop)``, four bytes each; a wrong one raises a ``RequestError`` (``bad_token``)."""
     if isinstance(tokens, array) and tokens.typecode == "I":
         # No view is kept, not even by an error: the caller could add no token to the array while a view lives.
         data = memoryview(tokens)[start:stop].tobytes()

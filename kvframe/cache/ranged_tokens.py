@@ -1,4 +1,4 @@
-"""Ranges of a prompt whose tokens see each other in both directions: where they may not be divided, and cache keys."""
+"""Ranges of a prompt whose tokens see each other in both directions: no prefix ends within one."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _start_of(part: TokenRange) -> int:
 
 
 class RangedTokens(Sequence[int]):
-    """A request's tokens as the prefix cache compares them: the first token of each range has the range's length in it.
+    """A request's tokens as the prefix cache compares them: the first token of each range contains the range's length.
 
-    The state of each token in a range depends on the whole range: on where it ends, which its first token then says,
-    and on all its tokens. So a prefix is neither found nor published up to within a range, but up to its end.
+    The state of each token in a range depends on all tokens of the range, and on its length. So no prefix that ends
+    within a range is found or published.
     """
 
     def __init__(self, token_ids: array[int], ranges: Sequence[TokenRange]) -> None:

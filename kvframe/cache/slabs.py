@@ -35,8 +35,8 @@ class Slabs:
     def __init__(self, plan: KVCachePlan, pool: BlockPool, reserve: int) -> None:
         """Start with every slab free.
 
-        An allocation leaves ``reserve`` idle slabs alone if evicting its own group's cached blocks serves it too. The
-        priority of an idle slab is the largest that a policy gave its blocks; without a policy, its last release.
+        An allocation does not use ``reserve`` idle slabs if evicting its own group's cached blocks is enough. The
+        priority of an idle slab is the largest that a policy gave its blocks, or the stamp of its last release.
         """
         num_groups, num_slabs = len(plan.groups), plan.num_slabs
         self._pool, self._reserve = pool, reserve
@@ -63,7 +63,7 @@ class Slabs:
         self._cached_held: list[_SlabSet] = [OrderedDict() for _ in range(num_groups)]
         self._available = [0] * num_groups
         if self._num_rest:
-            # As if one more block of it were always held.
+            # One more block than it has counts as always held.
             self._group.append(plan.rest_group)
             self._held.append(1)
             self._cached.append(0)
@@ -114,7 +114,7 @@ class Slabs:
         return np.array(taken, dtype=np.int32)
 
     def _take_some(self, group: int, count: int, taken: list[int], budget: int) -> None:
-        """Take at least one block and at most ``count``, or make one free; use at most ``budget`` idle slabs."""
+        """Take at least one block and at most ``count``, or evict at least one; use at most ``budget`` idle slabs."""
         has_free_slab = budget > 0 and bool(self._free_slabs)
         slab = next((each for each in self._open_held[group] if each != self._num_slabs), None)
         if slab is None and budget > 0:
@@ -167,7 +167,7 @@ class Slabs:
             self._change_counts(slab, held * count, cached * count, stamp)
 
     def _change_counts(self, slab: int, held: int, cached: int, stamp: int) -> None:
-        """Count so many more blocks of a slab as held and as cached, and put the slab where its counts say."""
+        """Change the counts of a slab's held and cached blocks, and put the slab into the sets that it belongs to."""
         group = self._group[slab]
         self._available[group] -= self._available_in(slab)
         self._held[slab] += held
@@ -219,7 +219,7 @@ class Slabs:
     # --- all slabs ----------------------------------------------------------------------------------------------------
 
     def resize(self, plan: KVCachePlan, reserve: int, stamp: int) -> None:
-        """Put added slabs under all free ones, or remove the last ones, which are free.
+        """Put added slabs at the bottom of the stack of free ones, or remove the last slabs, which are free.
 
         The rest after the last slab becomes the first added slab, or is removed.
         """
@@ -268,7 +268,7 @@ class Slabs:
 
 
 def _put(slabs: _SlabSet, slab: int, is_in: bool) -> None:
-    """Let a slab be in a set, where it keeps its place, or not."""
+    """Add a slab to the end of a set, unless it is in it, or remove it."""
     if is_in:
         slabs.setdefault(slab)
     else:

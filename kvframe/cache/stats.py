@@ -9,14 +9,14 @@ import attrs
 
 @attrs.define
 class GroupLookups:
-    """What lookups found in one group.
+    """The hits of lookups in one group.
 
     Attributes:
         kind: The registered name of its cache spec.
         asked_tokens: Tokens of requests that were looked up; in a group of inputs, tokens of the inputs.
         found_tokens: Of these, the tokens that this group alone could have continued from.
         hit_tokens: Of these, the tokens that every group could continue from: they are not computed.
-        times_limiting: Lookups in which another group could have continued after more tokens than this one.
+        times_limiting: Lookups in which another group had a longer hit than this one.
     """
 
     kind: str
@@ -35,15 +35,15 @@ class GroupLookups:
 
 @attrs.frozen(kw_only=True)
 class FoundPrefix:
-    """What was found of a request's tokens.
+    """The hit of a request, and why it is not longer.
 
     Attributes:
-        num_tokens: The first tokens that are not computed, because every group had the state after them.
-        known_tokens: The first tokens, whole blocks, that an earlier request of the same salt and inputs has too.
+        num_tokens: The number of first tokens that are not computed, because every group had the state after them.
+        known_tokens: The number of first tokens, in whole blocks, that an earlier request of equal salt and inputs has.
         of_groups: For each cache group of tokens, by index, the tokens that it alone could have continued from.
-        limited_by: The groups that had less than others.
-        why: Why it was not more, in one clause; empty if only the last token, and its block, are computed, which always
-            are.
+        limited_by: The groups with a shorter hit than others.
+        why: Why the hit is not longer, in one clause; empty if only the last token and its block are computed, as for
+            every request.
     """
 
     num_tokens: int = 0

@@ -1,6 +1,6 @@
 """Swapping: rows whose pages are copied to host memory and back, and prefixes whose pages are restored from a file.
 
-A row that comes back holds the cached pages that have the same content as its copies. Only the others are copied.
+A row that is swapped in references cached pages that have the same content as its copies. Only the others are copied.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HostPages(Protocol):
 
 @attrs.frozen
 class StoredRow:
-    """The data that a row needs to be restored while its pages are outside of the pool.
+    """The data from which a row is restored when its pages are outside of the pool.
 
     Attributes:
         copies: Per group ``[num_blocks], int64, host``: the place of each block's copy; 0 for a block without a copy.
@@ -77,7 +77,7 @@ class Swapper:
             self.host_pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs, num_rest_pages=0))
 
     def swap_out_row(self, row: int) -> StoredRow | None:
-        """Copy a row's resident pages to host memory, where too few may be free (None); the row keeps its pages."""
+        """Copy a row's resident pages to host memory, and keep them; return None if too few host pages are free."""
         if self._host_pages is None or self.host_pool is None:
             return None
         blocks = [np.array(ids, dtype=np.int64) for ids in self._coordinator.blocks(row)]
