@@ -8,15 +8,12 @@ from typing import NamedTuple
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import Counts, GroupKinds, RowNumbers, Rows, TableStack
 from kvframe.cache.copy_on_write import SharedBlocks
 from kvframe.cache.free_list import BlockIds
 from kvframe.planning.answers import Answers
-
-Indices = npt.NDArray[np.int64]
 
 
 @attrs.frozen(eq=False)
@@ -36,7 +33,7 @@ class _Part:
     block_size: int
     ids: BlockIds
     row_pages: BlockIds | None
-    num_blocks: Indices
+    num_blocks: Counts
     answers: Answers | None
 
 
@@ -45,7 +42,7 @@ class _NewBlocks(NamedTuple):
 
     part: _Part
     rows: Rows
-    blocks: Indices
+    blocks: Counts
 
     def take(self, starts: list[int], taken: BlockIds) -> BlockIds:
         """Take ``[num_groups, n]`` pages from where each group's pages start, and advance the starts."""
@@ -201,11 +198,13 @@ class BlockAllocator:
             num_blocks.append(need)
         if self._kinds.of_inputs:
             new += self._blocks_of_inputs(rows)
-        shared = self._shared.blocks_to_copy(rows) if self._shared is not None and self._shared.rows else []
+        shared = self._shared.blocks_to_copy(rows) if self._shared is not None and self._shared.rows else {}
         first_shared = len(new)
-        new += [self._blocks_in(each.group, each.row, (each.block,)) for each in shared]
+        for group, blocks in shared.items():
+            rows_of, indices, _ = np.array(blocks).T
+            new.append(_NewBlocks(self._part_of[group], rows_of, indices))
         first_gaps = len(new)
-        new += [self._blocks_in(index, int(rows[0]), blocks) for index, blocks in enumerate(gaps)]
+        new += [self._blocks_in(index, int(rows[0]), of_group) for index, of_group in enumerate(gaps)]
 
         counts = [0] * len(self._tables)
         for each in new:
@@ -229,7 +228,7 @@ class BlockAllocator:
         self.note_capacity(rows)
         return [of_group[0] for of_group in pages[first_gaps:]]
 
-    def _dense_blocks(self, part: _Part, rows: Rows, have: Indices, need: Indices) -> _NewBlocks:
+    def _dense_blocks(self, part: _Part, rows: Rows, have: Counts, need: Counts) -> _NewBlocks:
         """Return the blocks that rows lack in groups that store every block: those from ``have`` to ``need``."""
         added = need - have
         (lacking,) = added.nonzero()
@@ -241,7 +240,7 @@ class BlockAllocator:
         return _NewBlocks(part, rows.repeat(added), blocks)
 
     def _sparse_blocks(
-        self, part: _Part, answers: Answers, rows: Rows, num_tokens: Counts, need: Indices, gaps: Sequence[int]
+        self, part: _Part, answers: Answers, rows: Rows, num_tokens: Counts, need: Counts, gaps: Sequence[int]
     ) -> _NewBlocks:
         """Return the blocks that rows lack in a group that stores few blocks, but not the gaps."""
         ids, size, num_computed = part.ids[0], part.block_size, self._numbers.num_computed[rows]

@@ -11,15 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvframe.cache.block_pool import NO_OWNER, BlockPool
-from kvframe.cache.block_table import BlockTables
+from kvframe.cache.block_table import BlockTables, Counts
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.radix_tree import RadixTree
 from kvframe.planning.plan import KVCachePlan
 
-Counts = npt.NDArray[np.int64]
 READERS = frozenset(("audit", "block_ids", "find", "has_capacity", "missing_inputs", "published", "row"))
 """Public methods of the manager that change nothing. Debug mode audits after all others."""
 

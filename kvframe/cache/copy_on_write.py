@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import attrs
 import numpy as np
 
 from kvframe.cache.block_pool import BlockPool
@@ -20,14 +19,8 @@ PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""
 
 
-@attrs.frozen
-class SharedBlock:
-    """A block that a row is about to write, in a page that other rows reference too."""
-
-    row: int
-    group: int
-    block: int
-    page: int
+WrittenBlocks = dict[int, list[tuple[int, int, int]]]
+"""Per group, blocks that rows are about to write and other rows reference too: of each its row, index and page."""
 
 
 class SharedBlocks:
@@ -43,10 +36,10 @@ class SharedBlocks:
         self._kinds, self._numbers, self._pool, self._copier = kinds, numbers, pool, copier
         self.rows: set[int] = set()
 
-    def blocks_to_copy(self, rows: Rows) -> list[SharedBlock]:
+    def blocks_to_copy(self, rows: Rows) -> WrittenBlocks:
         """Return the shared blocks that rows are about to write; the last row that references a page needs no copy."""
         num_leaving: Counter[int] = Counter()
-        found = []
+        found: WrittenBlocks = {}
         for row in rows.tolist():
             for group in self._kinds.of_tokens if row in self.rows else ():
                 block, num_written = divmod(self._numbers.computed_of[row], group.block_size)
@@ -56,25 +49,20 @@ class SharedBlocks:
                 page = int(ids[0])
                 if page and self._pool.reference_counts(ids)[0] - num_leaving[page] > 1:
                     num_leaving[page] += 1
-                    found.append(SharedBlock(row, group.index, block, page))
+                    found.setdefault(group.index, []).append((row, block, page))
         return found
 
-    def copy(
-        self, blocks: Sequence[SharedBlock], copies: Sequence[BlockIds], taken: BlockIds, counts: Sequence[int]
-    ) -> None:
-        """Copy shared pages to ``copies``; if that fails, release all pages of the allocation, ``taken``, by group."""
+    def copy(self, shared: WrittenBlocks, copies: Sequence[BlockIds], taken: BlockIds, counts: Sequence[int]) -> None:
+        """Copy shared pages to each group's ``copies``; if that fails, release ``taken``, all new pages by group."""
         try:
-            for group in dict.fromkeys(each.group for each in blocks):
-                pairs = [
-                    (each.page, copy.item()) for each, copy in zip(blocks, copies, strict=True) if each.group == group
-                ]
-                self._copier(group, [source for source, _ in pairs], [target for _, target in pairs])
+            for (group, blocks), of_group in zip(shared.items(), copies, strict=True):
+                self._copier(group, [page for _, _, page in blocks], of_group[0].tolist())
         except BaseException:
             self._pool.release_blocks(taken, np.repeat(np.arange(len(counts)), counts))
             raise
 
-    def release_copied(self, blocks: Sequence[SharedBlock], rows: Rows) -> None:
+    def release_copied(self, shared: WrittenBlocks, rows: Rows) -> None:
         """Release the pages that were copied: these rows no longer share a block."""
-        for each in blocks:
-            self._pool.release_blocks(np.array([each.page], dtype=np.int32), each.group)
+        for group, blocks in shared.items():
+            self._pool.release_blocks(np.array([page for _, _, page in blocks], dtype=np.int32), group)
         self.rows.difference_update(rows.tolist())

@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.free_list import Groups
+from kvframe.cache.live_range import Pages
 from kvframe.contract.errors import RequestError
 from kvframe.contract.foreign import safe_repr
 from kvframe.planning.plan import PlannedGroup
 
-Pages = npt.NDArray[np.int32]
 Namespace = tuple[str, bytes]
 """A salt and ``inputs_root`` of a request's inputs: requests of different namespaces share nothing."""
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from kvframe.cache.audit import audit_pool, audit_tree
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
@@ -17,7 +16,7 @@ from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.events import EventLog
 from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.input_index import InputBlocks, InputIndex, Namespace
-from kvframe.cache.live_range import LiveRange, longest_common_prefix
+from kvframe.cache.live_range import LiveRange, Pages, longest_common_prefix
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import NO_MATCH, Match, RadixTree, last_column
 from kvframe.cache.stats import FoundPrefix, GroupLookups
@@ -25,7 +24,6 @@ from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.specs import KVCacheSpec
 from kvframe.planning.plan import KVCachePlan, PlannedGroup
 
-Pages = npt.NDArray[np.int32]
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
