@@ -43,7 +43,7 @@ class Entry(RowState):
 
     Attributes:
         row: Its row in the block tables; while it is swapped out, the one that it had.
-        uncounted: The result of its lookup, until its first commit counts it: a waiting request is looked up many
+        uncounted: The result of its lookup. Its first commit counts it, because a waiting request is looked up many
             times.
         asked_tokens: The tokens of that lookup; 0 if there was none.
         num_resets: Resets of the prefix cache before it started.
@@ -63,17 +63,19 @@ class KVCacheManager:
     Invariant: requests in the table and pins reference exactly the held pages of the pool, and swapped requests exactly
     the held pages of the host memory. A request is in the table or swapped, never both.
 
-    A verb that returns False, returns None because pages are short, or raises an error has changed nothing, unless it
-    says otherwise. These arguments and their errors, all of them ``RequestError``, are the same in every verb:
+    A verb that returns False, returns None because the pool has too few pages, or raises an error has changed nothing,
+    unless its description says otherwise. These arguments, and their errors (``RequestError``), are the same in all
+    verbs:
 
     - ``request_id``: the name of a request in the table (``unknown_id``), a string (``bad_id``).
     - ``token_ids``: at least one (``empty_prompt``) and at most the plan's longest request (``too_long``), each in
       ``[0, 2**32)`` (``bad_token``). ``array("I", ...)`` is read fastest.
-    - ``salt``: requests share blocks only if they have the same salt. It names all that the state of tokens depends on
-      besides, such as a tenant or an adapter of the weights; Unicode text (``bad_salt``).
+    - ``salt``: Unicode text (``bad_salt``). Requests share blocks only if they have the same salt. It contains
+      everything else that the state of tokens depends on, such as a tenant or an adapter of the weights.
     - ``inputs``: the inputs beside the tokens, by the name of the sequence (``bad_input``), each within the plan's
       ``max_input_lens`` (``input_too_long``). Requests share blocks of tokens only if their inputs are equal.
-    - ``num_tokens``: a number of first tokens (``bad_count``), for at most the plan's longest request (``too_long``).
+    - ``num_tokens``: a number of first tokens (``bad_count``), at most those of the plan's longest request
+      (``too_long``).
     - ``rows``: ``[n], int64, host``, rows of requests, each once, with an array of as many numbers (``bad_rows``).
 
     Attributes:
@@ -101,8 +103,8 @@ class KVCacheManager:
             prefix_caching: Whether computed blocks become findable by later requests.
             host_pages: The host memory that requests are swapped to; without it none is swapped.
             copier: Copies pages within the pool; without it none is forked.
-            audited: Whether to ``audit`` after every verb, to find the one that breaks the cache.
-            eviction: Says which cached pages are evicted first; the least recently used unless given.
+            audited: Whether to ``audit`` after every verb, to find a verb that breaks the cache.
+            eviction: The policy that orders cached pages for eviction; ``LRU`` if None.
 
         Raises:
             PluginError: The eviction policy gives a wrong answer.
@@ -148,25 +150,25 @@ class KVCacheManager:
         num_prompt_tokens: int | None = None,
         ranges: Sequence[TokenRange] = (),
     ) -> int:
-        """Take a request into the table, referencing its longest cached prefix and its cached inputs.
+        """Add a request to the table, referencing its longest cached prefix and its cached inputs.
 
         The last token is always computed, because the request needs its logits. If the live range of some type depends
-        on the length of the prompt, the prompt's last token is computed, and generated tokens are for no other request.
+        on the length of the prompt, the prompt's last token is computed, and no other request finds generated tokens.
 
         Args:
-            request_id: Its name; of no request in the table or swapped out (``duplicate_id``).
+            request_id: Its name, which no request in the table or swapped out has (``duplicate_id``).
             token_ids: Its tokens so far. They are read again while the request runs: the caller appends tokens to this
                 sequence, and does not change computed ones.
             salt: As in every verb.
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
             inputs: As in every verb.
-            num_prompt_tokens: How many of the tokens are its prompt, if it has generated some of them (``bad_count``);
-                all unless given.
+            num_prompt_tokens: The number of its prompt's tokens, if it has generated the others (``bad_count``); None
+                if all are the prompt's.
             ranges: Ranges of tokens, sorted and disjoint, that see each other in both directions: no prefix ends within
                 one. Give ``RangedTokens`` with them, so that no prompt with other ranges has the same tokens.
 
         Returns:
-            The number of tokens that need not be computed.
+            The number of first tokens that need not be computed.
 
         Raises:
             RequestError: An argument is wrong, or no row is free (``no_row``).
@@ -197,15 +199,15 @@ class KVCacheManager:
         return hit.num_tokens
 
     def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
-        """Take a request into the table that continues from another one, referencing the same pages.
+        """Add a request to the table that continues from another one, referencing the same pages.
 
         A shared page that is not full is copied when one of the two requests is extended to write into it. If the first
-        request is already extended for a step, the new one must be extended before that step is computed. Blocks
-        without a computed token stay the first one's.
+        request is already extended for a step, the new one must be extended before that step is computed. The new one
+        gets no block without a computed token.
 
         Args:
             request_id: A request in the table; its inputs are computed.
-            new_id: The name of the new request; of none in the table or swapped out (``duplicate_id``).
+            new_id: The new request's name, which no request in the table or swapped out has (``duplicate_id``).
             token_ids: The tokens of the new request. They begin with the computed tokens of the first one.
 
         Raises:
@@ -244,7 +246,7 @@ class KVCacheManager:
         return (salt, inputs_root(inputs)), input_blocks(self._input_groups, inputs, salt)
 
     def _check_new(self, request_id: str) -> None:
-        """Refuse the name of a request that comes into the table if it is in use."""
+        """Refuse the name of a new request if another request has it."""
         check_name(request_id)
         entry = self._entries.get(request_id)
         if entry is not None:
@@ -260,7 +262,7 @@ class KVCacheManager:
         return self._cache.find_prefix(namespace, token_ids, len(token_ids) - 1, of_inputs).num_tokens
 
     def found_prefix(self, request_id: str) -> FoundPrefix:
-        """Return what the lookup of a request found, and why it was not more. Ask before its first ``commit``."""
+        """Return the hit of a request, and why it is not longer. Call this before its first ``commit``."""
         entry = self._entry(request_id)
         return found_prefix(entry.uncounted, entry.asked_tokens, self.plan)
 
@@ -269,10 +271,10 @@ class KVCacheManager:
         return self._entry(request_id).missing
 
     def has_capacity(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether the pool has all pages that a request takes up to ``num_tokens`` tokens.
+        """Return whether the pool has all pages that a request needs for its first ``num_tokens`` tokens.
 
-        A scheduler that computes a prompt in chunks asks this before the first chunk. Otherwise a request could start
-        that has to be preempted before its prompt is computed.
+        A scheduler that computes a prompt in chunks calls this before the first chunk. Otherwise it could start a
+        request that has to be preempted before its prompt is computed.
         """
         row = self._entry(request_id).row
         check_count("num_tokens", num_tokens)
@@ -312,8 +314,8 @@ class KVCacheManager:
 
         Raises:
             RequestError: It was not extended for so many (``not_extended``).
-            RequestError: A token is not a token id, or is missing (``bad_token``). Tokens are read when they are
-                needed, by this verb or before it. All else is done: only blocks from this token on are not findable.
+            RequestError: A token is not a token id, or is missing (``bad_token``). Tokens are read by this verb or
+                before it. The commit is done, but blocks from this token on do not become findable.
         """
         entry = self._entry(request_id)
         if type(num_computed) is not int or num_computed < 0:
@@ -351,7 +353,7 @@ class KVCacheManager:
                 self._cache.inputs.publish_input(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
 
     def _after_commit(self, rows: Sequence[int]) -> None:
-        """Record the events of rows, if somebody listens, and raise for tokens that could not be read."""
+        """Record the events of rows, if there is an event log, and raise for tokens that could not be read."""
         for row in rows if self._events is not None else ():
             self._publisher.refresh_leaf(row)
         for row in rows if self._publisher.unreadable else ():
@@ -366,7 +368,7 @@ class KVCacheManager:
                 )
 
     def swap_out(self, request_id: str) -> bool:
-        """Move a request's resident pages, of all groups, to host memory and take it out of the table.
+        """Move a request's resident pages of all groups to host memory, and remove the request from the table.
 
         Its findable blocks stay cached until they are evicted.
 
@@ -385,9 +387,9 @@ class KVCacheManager:
         return True
 
     def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
-        """Take a swapped request into the table again, as it was, with blocks for its tokens ``[0, num_tokens)``.
+        """Add a swapped request to the table again, with blocks for its tokens ``[0, num_tokens)``.
 
-        Its pages may get other block ids; their bytes are equal.
+        Its pages may get other block ids; their bytes are the same.
 
         Args:
             request_id: A request that is swapped out.
@@ -423,7 +425,7 @@ class KVCacheManager:
         return True
 
     def free(self, request_id: str) -> None:
-        """Take a request out of the table, or release the copy of a swapped one; its findable blocks stay cached."""
+        """Remove a request, in the table or swapped out, and release its pages; its findable blocks stay cached."""
         check_name(request_id)
         entry = self._entries.get(request_id) or self._entry(request_id)
         if entry.stored is not None:
@@ -447,9 +449,9 @@ class KVCacheManager:
         return entry
 
     def reset_prefix_cache(self) -> None:
-        """Evict every cached page, those of pins too, and make held ones unfindable.
+        """Release all pins, evict every cached page, and make held ones unfindable.
 
-        Requests that run now publish nothing more.
+        Running requests publish nothing more.
         """
         self._pins.unpin_all()
         if self._events is not None:
@@ -458,17 +460,17 @@ class KVCacheManager:
         self._num_resets += 1
 
     def resize(self, num_slabs: int) -> bool:
-        """Have more or fewer slabs; the caller allocates their bytes before, and frees them after.
+        """Change the number of slabs; the caller allocates added bytes before, and frees removed ones after.
 
         Slabs are added, and removed, at the end of the pool. Cached pages of removed slabs are evicted. The pages after
         the last slab become part of a slab, or are removed too.
 
         Args:
-            num_slabs: The number of slabs afterwards; running requests have to fit into them.
+            num_slabs: The new number of slabs, in which running requests have to fit.
 
         Returns:
-            False if a page of a slab to be removed is held, or a request of the greatest length would not fit beside
-            pinned pages.
+            False if a page of a removed slab is held, or the plan's longest request would no longer fit beside pinned
+            pages.
         """
         check_count("num_slabs", num_slabs, least=len(self.plan.groups))
         if num_slabs > self.plan.most_slabs:
@@ -501,11 +503,11 @@ class KVCacheManager:
             token_ids: As in every verb, or none: an input can be pinned without a token.
             salt: As in every verb.
             inputs: As in every verb.
-            checks_capacity: Whether a pin is refused that leaves too few pages for a request. Turn this off only for a
-                pin that is released before the next ``extend``.
+            checks_capacity: Whether to refuse a pin that leaves too few pages for a request. False only for a pin that
+                is released before the next ``extend``.
 
         Raises:
-            RequestError: A lone request of the plan's greatest length would not fit beside all pins (``no_capacity``).
+            RequestError: The plan's longest request would no longer fit beside all pins (``no_capacity``).
         """
         namespace, of_inputs = self._check_prompt(token_ids, salt, inputs, least=0)
         hit = self._cache.find_prefix(namespace, token_ids, len(token_ids), of_inputs)
@@ -522,8 +524,8 @@ class KVCacheManager:
     ) -> Pin | None:
         """Cache a prefix whose pages are outside of the pool, as if it had been computed here, and pin it.
 
-        The table must have a free row. The pin may leave too few pages for a request: release it when all of several
-        prefixes are restored, before a request runs.
+        The table must have a free row. The pin may leave too few pages for a request: when all prefixes are restored,
+        release their pins before a request runs.
 
         Args:
             token_ids: Its tokens, whole blocks in every group.
@@ -553,7 +555,7 @@ class KVCacheManager:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def record_events(self, secret: bytes) -> EventLog:
-        """Return a log of the blocks that become findable and those that are removed; those findable now come first.
+        """Return a log of the blocks that become findable and that are removed. It begins with those findable now.
 
         An earlier log gets no more events.
 
@@ -588,12 +590,12 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the slabs that hold a page that a request needs."""
+        """The share of the slabs that have a page of a request or a pin."""
         return 1.0 - self._pool.num_idle_slabs / self.plan.num_slabs if self.plan.num_slabs else 0.0
 
     @property
     def eviction(self) -> EvictionPolicy:
-        """The policy that says which cached pages are evicted first: LRU if another one was set aside."""
+        """The policy that orders cached pages for eviction: ``LRU`` if another one failed."""
         return self._pool.eviction
 
     @property
@@ -606,10 +608,12 @@ class KVCacheManager:
         return self._cache.published()
 
     def audit(self) -> None:
-        """Check that every page is free, held or cached, and that pages and rows are counted right; it takes long.
+        """Check that every page is free, held or cached, and that pages and rows are counted right.
+
+        It takes time in proportion to the pool.
 
         Raises:
-            AssertionError: A check fails; the text says which.
+            AssertionError: A check fails; the text names it.
         """
         swapped = [entry.stored for entry in self._entries.values() if entry.stored is not None]
         taken = [entry.row for entry in self._entries.values() if entry.stored is None]
