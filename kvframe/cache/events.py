@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Literal
 
 import attrs
@@ -205,12 +206,6 @@ class EventLog:
 
 def _runs(indices: Iterable[int]) -> Iterator[slice]:
     """Yield runs of consecutive numbers out of sorted ones."""
-    start = stop = None
-    for index in indices:
-        if index != stop:
-            if start is not None:
-                yield slice(start, stop)
-            start = index
-        stop = index + 1
-    if start is not None:
-        yield slice(start, stop)
+    for _, pairs in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
+        run = [index for _, index in pairs]
+        yield slice(run[0], run[-1] + 1)

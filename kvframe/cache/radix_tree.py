@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -28,7 +28,7 @@ from kvframe.contract.errors import RequestError
 TOKEN_BYTES = 4
 
 
-@attrs.define(eq=False, repr=False, init=False, weakref_slot=False)
+@attrs.define(eq=False, repr=False, weakref_slot=False)
 class RadixNode:
     """A run of tokens ``[start, stop)`` of a prefix.
 
@@ -49,29 +49,14 @@ class RadixNode:
     parent: RadixNode | None
     start: int
     stop: int
-    first: bytes
-    owner: int
-    namespace: Namespace | None
-    tokens: bytearray
-    pages: list[npt.NDArray[np.int32]]
-    num_pages: int
-    children: dict[bytes, RadixNode]
-    row: int
-
-    def __init__(
-        self,
-        parent: RadixNode | None,
-        start: int,
-        *,
-        first: bytes = b"",
-        owner: int = NO_OWNER,
-        namespace: Namespace | None = None,
-        pages: Iterable[npt.NDArray[np.int32]] = (),
-    ) -> None:
-        """Begin without a token; written out, because attrs takes twice the time for it."""
-        self.parent, self.start, self.stop = parent, start, start
-        self.first, self.owner, self.namespace = first, owner, namespace
-        self.tokens, self.pages, self.num_pages, self.children, self.row = bytearray(), [*pages], 0, {}, -1
+    first: bytes = b""
+    owner: int = NO_OWNER
+    namespace: Namespace | None = None
+    tokens: bytearray = attrs.field(factory=bytearray)
+    pages: list[npt.NDArray[np.int32]] = attrs.field(factory=list)
+    num_pages: int = 0
+    children: dict[bytes, RadixNode] = attrs.field(factory=dict)
+    row: int = -1
 
     def tokens_between(self, start: int, stop: int) -> bytearray:
         """Return the bytes of its tokens ``[start, stop)``."""
@@ -201,7 +186,7 @@ class RadixTree:
 
     def root(self, namespace: Namespace) -> RadixNode:
         """Return the root of a namespace. The tree keeps it as long as it has a child."""
-        return self._roots.get(namespace) or RadixNode(None, 0, namespace=namespace)
+        return self._roots.get(namespace) or RadixNode(None, 0, 0, namespace=namespace)
 
     def add_node(self, parent: RadixNode, start: int, first: bytes) -> RadixNode:
         """Return a new node without a token; ``first`` is the bytes of the first unit that it will have."""
@@ -211,7 +196,7 @@ class RadixTree:
             self._free_owners.append(len(self._nodes))
             self._nodes.append(None)
         owner = self._free_owners.pop()
-        node = RadixNode(parent, start, first=first, owner=owner, pages=self._no_pages)
+        node = RadixNode(parent, start, start, first, owner, pages=[*self._no_pages])
         parent.children[first] = self._nodes[owner] = node
         return node
 
