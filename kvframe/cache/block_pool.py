@@ -107,12 +107,12 @@ class BlockPool:
         return found
 
     def is_cached(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return of each block whether it is cached."""
+        """Return whether each block is cached: ``[n], bool, host``."""
         is_cached: npt.NDArray[np.bool_] = self._state[self._places(block_ids)] > 0
         return is_cached
 
     def reference_counts(self, block_ids: BlockIds) -> Numbers:
-        """Return how many references each block has: 0 if it is cached; a free one counts as 1."""
+        """Return the reference count of each block: 0 of a cached one; 1 of a free one."""
         states = self._state[self._places(block_ids)]
         return np.where(states > 0, 0, 1 - states)
 
@@ -159,7 +159,7 @@ class BlockPool:
             self._count_held(group, num_cached)
 
     def release_blocks(self, block_ids: BlockIds, groups: int | Groups) -> None:
-        """Remove a reference of each block; one without any is cached if published, in this order, otherwise free."""
+        """Remove a reference of each block; one without any is cached, in this order, or freed if unpublished."""
         if self._num_more_references:
             places = self._places(block_ids)
             if np.count_nonzero(self._state[places]):
@@ -184,7 +184,7 @@ class BlockPool:
     def publish_and_release(
         self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices, groups: int | Groups
     ) -> None:
-        """Do ``publish_blocks`` for blocks that are not published, then ``release_blocks``, in fewer steps."""
+        """Publish blocks that are not published, and release them, in fewer steps than two calls."""
         ids = block_ids.astype(_INDEX)
         places = self._places(ids)
         self._owner[places], self._index[places] = owner, indices
@@ -204,7 +204,7 @@ class BlockPool:
             self._count_held(group, -count)
 
     def _remove_shared(self, places: Places) -> Places:
-        """Remove one reference of blocks that may have several; return where blocks without references are first."""
+        """Remove one reference of blocks that may have several; return the first index of each that has none left."""
         np.add.at(self._state, places, 1)
         # The state of a block without references is one too high now.
         last = np.flatnonzero(self._state[places] > 0)
@@ -229,7 +229,7 @@ class BlockPool:
         self.free_list.move_blocks(block_ids, -1, 1, self._stamp)
 
     def _rank(self, policy: PolicyPriorities, places: Places, groups: int | Groups) -> int | Numbers:
-        """Return a policy's priorities; if it fails, set it aside: stamps are the priorities from now on."""
+        """Return a policy's priorities; if it fails, remove it: stamps of releases are the priorities from now on."""
         try:
             return policy.rank(places, groups)
         except PluginError as error:
@@ -255,7 +255,7 @@ class BlockPool:
             self._policy.forget_blocks(slice(None))
 
     def count_uses(self, block_ids: BlockIds) -> None:
-        """Tell the eviction policy that a request found blocks; 0 for none."""
+        """Report to the eviction policy that a request found blocks; 0 for none."""
         if self._policy is not None:
             self._policy.count_uses(self._places(block_ids[block_ids != 0]))
 
@@ -308,7 +308,7 @@ class BlockPool:
         self._end_content(block_ids, groups)
 
     def _end_content(self, block_ids: AnyBlockIds, groups: int | Groups) -> None:
-        """Tell the policy and the listener that the content of blocks ended. A listener that raises is removed."""
+        """Report to the policy and the listener that the content of blocks ended. A listener that raises is removed."""
         if self._policy is not None:
             self._policy.forget_blocks(self._places(block_ids))
         if self.on_pages_freed is not None:
@@ -322,7 +322,7 @@ class BlockPool:
     # --- size ---------------------------------------------------------------------------------------------------------
 
     def resize(self, plan: KVCachePlan, reserve_slabs: int) -> bool:
-        """Have more or fewer slabs, evicting what is cached in removed ones; return False if a block there is held."""
+        """Change the number of slabs, and evict cached blocks of removed ones; return False if one is held."""
         end = plan.total_bytes // plan.block_id_bytes
         blocks = self.free_list.all_blocks()
         lost = blocks[blocks >= end]
@@ -361,15 +361,15 @@ class BlockPool:
         return places if self._divisor == 1 else places // self._divisor
 
     def _groups_of(self, places: Places) -> int | Groups:
-        """Return the group of each cached block, or of all of them."""
+        """Return the group of each cached block, or of all if there is one group."""
         return 0 if self._group is None else self._group[places]
 
     def _is_current(self, stamp: int | Numbers, block_ids: AnyBlockIds) -> npt.NDArray[np.bool_]:
-        """Return of each block whether it has been cached since its release at a stamp."""
+        """Return whether each block is cached since its release at a stamp: ``[n], bool, host``."""
         is_current: npt.NDArray[np.bool_] = self._state[self._places(block_ids)] == stamp
         return is_current
 
     def priorities_of(self, block_ids: BlockIds) -> Numbers:
-        """Return the eviction priority of cached blocks; a smaller number than any of theirs for others."""
+        """Return the eviction priority of cached blocks; of other blocks, a smaller number than theirs."""
         places = self._places(block_ids)
         return self._state[places] if self._policy is None else self._policy.priorities_of(places)

@@ -26,7 +26,7 @@ ROW_BYTES = 200
 
 @attrs.frozen(eq=False)
 class BlockTable:
-    """One group's block ids, a row for each running request, a column for each of its blocks.
+    """One group's block ids: a row for each running request, a column for each of its blocks.
 
     Invariant: a row's column ``i`` is the block id of the request's block ``i``, or 0, the null page, if that block is
     not resident.
@@ -161,7 +161,7 @@ class GroupKinds:
 
     @classmethod
     def of(cls, plan: KVCachePlan, tables: BlockTables) -> GroupKinds:
-        """Return the groups of a plan, whose block tables are ``tables``."""
+        """Return the groups of a plan and their block tables, ``tables``."""
         of_tokens = tuple(group for group in plan.groups if not group.is_of_input)
         sparse = tuple(g for g in of_tokens if type(g.spec).stored_blocks is not KVCacheSpec.stored_blocks)
         # Groups of one type have one live range, which is worked out once.

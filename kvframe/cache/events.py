@@ -57,7 +57,7 @@ class BlocksStored:
 
 @attrs.frozen(kw_only=True)
 class BlocksRemoved:
-    """Blocks that no request finds any longer. Blocks after them in the sequence may stay.
+    """Blocks that no request finds from now on. Blocks after them in the sequence may stay.
 
     Attributes:
         group: The index of their cache group.

@@ -42,7 +42,7 @@ class FreeList:
 
     @property
     def num_idle_slabs(self) -> int:
-        """How many slabs the blocks that are not held would fill."""
+        """The number of slabs that the blocks that are not held would fill."""
         return (self._num_free + self._pool.num_cached) // self._per_slab
 
     @property
@@ -51,7 +51,7 @@ class FreeList:
         return FULL_SHARE * self._num_free <= self._num_blocks
 
     def can_take(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether as many blocks are not held."""
+        """Return whether so many blocks are not held."""
         return sum(num_blocks) <= self._num_free + self._pool.num_cached
 
     def take_free(self, num_blocks: Sequence[int]) -> BlockIds | None:
@@ -72,7 +72,7 @@ class FreeList:
             self._stack[before : self._num_free] = block_ids
 
     def resize(self, plan: KVCachePlan, reserve: int, stamp: int) -> None:
-        """Put added blocks under all others, or take out the removed ones, which are all free."""
+        """Put added blocks at the bottom of the stack, or remove the last blocks, which are all free."""
         free, before = self.free_blocks(), self._num_blocks
         self._plan = plan
         blocks = self.all_blocks()
@@ -95,5 +95,5 @@ class FreeList:
         return self._stack[: self._num_free].copy()
 
     def count_idle_slabs(self, held: BlockIds) -> int:
-        """Return how many slabs the blocks that are not held would fill."""
+        """Return the number of slabs that all blocks but the given ones would fill."""
         return (self._num_blocks - len(held)) // self._per_slab

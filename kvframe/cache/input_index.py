@@ -108,7 +108,7 @@ class InputIndex:
         return None if owner is None else self._entries[owner][1]
 
     def publish_input(self, blocks: InputBlocks, pages: Pages) -> None:
-        """Make the pages of an input findable, except for blocks that are findable already."""
+        """Publish the pages of an input, except for blocks that are published."""
         owner = self._owners.get(blocks)
         if owner is None:
             # The owners of blocks of tokens have positive numbers.
@@ -137,11 +137,11 @@ class InputIndex:
                     self._free_owners.append(of_group)
 
     def cached_inputs(self) -> Iterator[tuple[InputBlocks, Pages]]:
-        """Go through the inputs, each with its pages, 0 for one that is not cached."""
+        """Yield the inputs, each with its pages, 0 for one that is not cached."""
         yield from self._entries.values()
 
     def remove_all(self) -> None:
-        """Forget every input; the pool frees the pages."""
+        """Remove every input; the pool frees the pages."""
         self._entries.clear()
         self._owners.clear()
         self._free_owners.clear()
@@ -155,7 +155,7 @@ def inputs_root(inputs: Mapping[str, InputSequence]) -> bytes:
 
 
 def joined(*parts: bytes) -> bytes:
-    """Return parts, each after its length, as one value: other parts give another value."""
+    """Join parts, each after its length, so that different parts give different values."""
     return b"".join(_number(len(part)) + part for part in parts)
 
 

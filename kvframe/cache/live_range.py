@@ -143,7 +143,7 @@ class DeathLists:
             self._write(0, self._live)
 
     def begin(self, row: int, num_prompt_tokens: int | None) -> None:
-        """Write a row's lists, if each row has its own, for a prompt of so many tokens; None if all tokens are its.
+        """Write a row's lists, if each row has its own, for a prompt of so many tokens; None if all tokens are prompt.
 
         Raises:
             SpecError: A spec answers wrongly; nothing changed.
@@ -164,18 +164,18 @@ class DeathLists:
             self._keys[part] = np.minimum(self._at[part], self._span - 1) + start
 
     def after(self, num_computed: Positions, rows: Positions) -> Positions:
-        """Return ``[num_groups, n]``: where in the lists the first death after each row's computed tokens is."""
+        """Return ``[num_groups, n]``: the position in the lists of the first death after each row's computed tokens."""
         start = self._start[:, rows] if self._is_by_row else self._start
         after: Positions = self._keys.searchsorted(start + num_computed, "right")
         return after
 
     def nearest(self, after: Positions) -> Positions:
-        """Return ``[n]``: at how many computed tokens the next block of each row dies."""
+        """Return ``[n]``: the number of computed tokens at which the next block of each row dies."""
         nearest: Positions = np.minimum.reduce(self._at[after])
         return nearest
 
     def between(self, start: Positions, stop: Positions) -> tuple[Positions | int, Positions, Positions]:
-        """Return the deaths since ``start``, an earlier ``after``: of each the group's place, which row, the block."""
+        """Return the deaths between two results of ``after``: of each its group's place, the row's index, the block."""
         counts = (stop - start).reshape(-1)
         if np.maximum.reduce(counts) <= 1:
             (which,) = counts.nonzero()

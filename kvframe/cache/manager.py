@@ -604,7 +604,7 @@ class KVCacheManager:
         return sum(self._pool.blocks_held)
 
     def published(self) -> Iterator[tuple[int, int]]:
-        """Go through the findable pages: the group and block id of each."""
+        """Yield the group and block id of each findable page."""
         return self._cache.published()
 
     def audit(self) -> None:

@@ -229,7 +229,7 @@ class PrefixCache:
         self.pool.on_removed = log.record_removed
 
     def published(self) -> Iterator[tuple[int, int]]:
-        """Go through the findable pages: the group and block id of each."""
+        """Yield the group and block id of each findable page."""
         for node in self.tree.walk():
             for pages, groups in zip(node.pages, self.tree.groups, strict=True):
                 for group, row in zip(groups, pages, strict=True):

@@ -119,7 +119,7 @@ class RadixTree:
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int], most: int) -> Match:
-        """Return the known ones of the first ``most`` tokens."""
+        """Return which of the first ``most`` tokens are known."""
         node, limit = self._roots.get(namespace), most - most % self.unit
         if node is None or not limit or as_bytes(tokens, 0, self.unit) not in node.children:
             return NO_MATCH
@@ -162,7 +162,7 @@ class RadixTree:
         return found
 
     def end_of_pages(self, match: Match) -> int:
-        """Return the tokens of a match up to the end of its last page, or all of them if its last node has children."""
+        """Return the tokens of a match up to its last page, or all if its last node has children or grows."""
         node = match.nodes[-1]
         if node.children or node.row >= 0:
             return match.length
@@ -172,7 +172,7 @@ class RadixTree:
         return min(max(ends), match.length)
 
     def walk(self) -> Iterator[RadixNode]:
-        """Go through all nodes but the roots, each up to date, parents first."""
+        """Yield all nodes but the roots, each up to date, parents first."""
         todo = list(self._roots.values())
         while todo:
             node = todo.pop()
@@ -221,7 +221,7 @@ class RadixTree:
     # --- evicting -----------------------------------------------------------------------------------------------------
 
     def is_in_tree(self, node: RadixNode) -> bool:
-        """Return whether a node was not removed."""
+        """Return whether a node is in the tree."""
         return self._nodes[node.owner] is node
 
     def remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
@@ -279,7 +279,7 @@ def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
 
 
 def num_readable(tokens: Sequence[int]) -> int:
-    """Return how many tokens come before the first one that is not a token id."""
+    """Return the number of tokens before the first one that is not a token id."""
     for place, token in enumerate(tokens):
         try:
             array("I", (token,))

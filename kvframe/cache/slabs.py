@@ -84,11 +84,11 @@ class Slabs:
     # --- taking free blocks -------------------------------------------------------------------------------------------
 
     def can_take(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether ``take_free`` would find as many blocks for each group."""
+        """Return whether ``take_free`` would find so many blocks for each group."""
         return sum(self._lacking_slabs(num_blocks)) <= self.num_idle_slabs
 
     def _lacking_slabs(self, num_blocks: Sequence[int]) -> list[int]:
-        """Return how many idle slabs each group needs for as many blocks."""
+        """Return the number of idle slabs that each group needs for so many blocks."""
         return [
             -(-max(0, count - available) // per_slab)
             for count, available, per_slab in zip(num_blocks, self._available, self._per_slab, strict=True)
@@ -158,7 +158,7 @@ class Slabs:
     # --- changes of blocks --------------------------------------------------------------------------------------------
 
     def move_blocks(self, block_ids: AnyBlockIds, held: int, cached: int, stamp: int) -> None:
-        """Count blocks as so much more held and cached each, 1, 0 or -1; list them as free if they are neither now."""
+        """Add 1, 0 or -1 to each block's count as held and as cached, and list blocks as free that are neither now."""
         slabs = self._slabs_of(block_ids)
         if held + cached < 0:
             for block_id, slab in zip(block_ids.tolist(), slabs, strict=True):
@@ -190,7 +190,7 @@ class Slabs:
                 self._rank(slab)
 
     def _available_in(self, slab: int) -> int:
-        """Return how many blocks of a held slab are not held; none of another slab."""
+        """Return the number of blocks of a held slab that are not held; 0 for an idle or free slab."""
         held = self._held[slab]
         size = self._num_rest + 1 if slab == self._num_slabs else self._per_slab[self._group[slab]]
         return size - held if held else 0
@@ -248,11 +248,11 @@ class Slabs:
         return np.concatenate(cut) if cut else np.zeros(0, dtype=np.int32)
 
     def free_blocks(self) -> BlockIds:
-        """Return those of them that are free."""
+        """Return the free blocks of all slabs that are cut."""
         return np.array([block_id for free in self._free for block_id in free], dtype=np.int32)
 
     def count_idle_slabs(self, held: BlockIds) -> int:
-        """Return how many slabs have none of the held blocks."""
+        """Return the number of slabs without one of the given held blocks."""
         return self._num_slabs - sum(slab < self._num_slabs for slab in {*self._slabs_of(held)})
 
     def _slabs_of(self, block_ids: AnyBlockIds) -> list[int]:

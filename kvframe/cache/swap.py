@@ -123,7 +123,7 @@ class Swapper:
             audit_pool(self.host_pool, self._plan, held.astype(np.int32))
 
     def restore_prefix(self, row: int, state: RowState, copies: list[list[int]], fetch: FetchPages) -> bool:
-        """Publish a prefix as ``KVCacheManager.restore`` says, through a free row; return False if pages are short."""
+        """Do ``KVCacheManager.restore`` through a free row, without the pin; return False if pages are short."""
         num_tokens = len(state.token_ids)
         as_bytes(state.token_ids, 0, num_tokens)
         stored = StoredRow(check_copies(copies, self._needed_blocks(num_tokens, state.inputs)), num_tokens)
@@ -153,7 +153,7 @@ class Swapper:
     def _fill_row(
         self, row: int, state: RowState, stored: StoredRow, num_tokens: int, fetch: FetchPages, *, use_prefix: bool
     ) -> bool:
-        """Begin a free row as it was stored, from cached pages and copies; leave it free if that is not possible."""
+        """Begin a free row as it was stored, from cached pages and copies; leave it free if pages are short."""
         if num_tokens > self._plan.max_model_len:
             raise too_many_tokens(num_tokens, self._plan.max_model_len)
         cached = [np.zeros(len(copies), dtype=np.int32) for copies in stored.copies]
