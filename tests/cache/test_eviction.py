@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.eviction import Numbers, ReleaseOrder
-from kvframe.cache.free_list import AnyBlockIds
+from kvframe.cache.free_list import AnyBlockIds, BlockIds
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
@@ -285,6 +286,25 @@ def test_looking_for_a_prefix_takes_nothing() -> None:
     assert 28 == manager.find(array("I", range(30)))
     assert 0 == manager.find(list(range(30)), salt="other")
     assert (0, 30) == (manager.num_held_pages, manager.stats.queried_tokens)
+
+
+def test_idle_slabs_that_are_reserved_keep_their_cached_blocks() -> None:
+    plan = make_plan(masked(window=9), full(num_kv_heads=2), num_slabs=8)
+    pool = BlockPool(plan, reserve_slabs=8, on_evicted=lambda owner, groups, indices: None)
+    per_slab = plan.groups[0].pages_per_slab
+    assert per_slab >= 2
+
+    def fill_a_slab(num_cached: int) -> BlockIds:
+        blocks = pool.allocate_blocks([per_slab, 0])
+        assert blocks is not None
+        pool.publish_blocks(1, blocks[:num_cached], np.arange(num_cached))
+        pool.release_blocks(blocks[:num_cached], 0)
+        return blocks[:num_cached]
+
+    idle, of_held_slab = fill_a_slab(per_slab), fill_a_slab(1)
+    # The block in the held slab is evicted, though those in the idle slab were released before it.
+    assert of_held_slab.tolist() == pool.allocate_blocks([1, 0]).tolist()  # type: ignore[union-attr]
+    assert [True] * per_slab == pool.is_cached(idle).tolist()
 
 
 def test_tokens_may_be_arrays_that_grow() -> None:
