@@ -42,7 +42,6 @@ from .masks import AttentionMask as AttentionMask
 from .masks import MaskFunction as MaskFunction
 from .merging import lse_dtype as lse_dtype
 from .merging import merge_attention as merge_attention
-from .metadata import ENCODER_SEQ_LENS as ENCODER_SEQ_LENS
 from .metadata import NUM_PROMPT_TOKENS as NUM_PROMPT_TOKENS
 from .metadata import RANGE_ENDS as RANGE_ENDS
 from .metadata import SEQ_STARTS as SEQ_STARTS

@@ -15,7 +15,6 @@ import torch
 from kvframe.contract.errors import BackendError, UnknownNameError
 from kvframe.contract.formats import ITEM_BYTES
 from kvframe.contract.metadata import (
-    ENCODER_SEQ_LENS,
     NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
@@ -28,7 +27,7 @@ MASK_FEATURES = (
 """Every word for a mask: the features of ``AttentionMask``, what a request may add to any mask (``ranges``), and the
 three general ways to say which tokens are seen."""
 
-EXTENSIONS = (SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS, ENCODER_SEQ_LENS)
+EXTENSIONS = (SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS)
 """The extensions of the batch metadata that kvframe itself makes. Wrappers of plugins may make others."""
 
 USUAL_DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "mtia", "xla", "xpu")

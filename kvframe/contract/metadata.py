@@ -63,10 +63,6 @@ range of its prompt that it lies in, or 0. It sees the later tokens of its range
 step computes such a range as a whole. Steps have this if a prompt of theirs states such ranges, and only if every
 backend that attends to requests' own tokens declares the mask ``ranges``."""
 
-ENCODER_SEQ_LENS = "encoder_seq_lens"
-"""Extension ``[num_reqs], int32``: tokens of each request's encoder sequence; 0 for none. It is for layers over a
-request's own tokens. For layers over the encoder's keys, ``seq_lens`` has the same numbers."""
-
 
 def change_extensions(
     extensions: Mapping[str, Extension],

@@ -21,7 +21,6 @@ from kvframe.attention.wrapping import MISTAKES, apply_wrapper
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import (
-    ENCODER_SEQ_LENS,
     NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
@@ -40,7 +39,6 @@ from kvframe.testing.metadata import find_problem, make_metadata
 
 _AXES = {
     SEQ_STARTS: Axis.REQUEST,
-    ENCODER_SEQ_LENS: Axis.REQUEST,
     NUM_PROMPT_TOKENS: Axis.REQUEST,
     RANGE_ENDS: Axis.TOKEN,
 }
@@ -67,6 +65,9 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
         for batch, metadata in _variants(name, make_metadata(requests, layer.spec.block_size)):
             for axis in Axis:
                 taken += _check_batch(bound, layer, batch, _extend(bound, metadata, axis))
+        # No other host can say where prompts end.
+        if layer.spec.depends_on_prompt:
+            continue
         for batch, metadata in _of_another_host(name, make_metadata(requests, layer.spec.block_size)):
             _check_batch(bound, layer, batch, metadata)
     if not taken:
@@ -119,6 +120,8 @@ def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: A
         host = torch.arange(sizes[along], dtype=torch.int32) % 2
         if name == SEQ_STARTS:
             host = torch.minimum(host, metadata.seq_lens_cpu - metadata.query_start_loc_cpu.diff()).clamp_(min=0)
+        if name == NUM_PROMPT_TOKENS:
+            host += 1
         return Extension(host.clone(), along, host)
 
     taken = [name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT]

@@ -233,7 +233,7 @@ def test_a_builder_that_copies_by_itself_makes_nobody_wait(requests: list[tuple[
 
 def test_extensions_with_a_host_copy_go_along() -> None:
     host = torch.zeros(len(MIXED), dtype=torch.int32)
-    extensions = {"encoder_seq_lens": Extension(host.to(META), Axis.REQUEST, host)}
+    extensions = {"num_prompt_tokens": Extension(host.to(META), Axis.REQUEST, host)}
     assert 1 == len(copies_of_a_step("torch_reference", MIXED, extensions=extensions))
 
 

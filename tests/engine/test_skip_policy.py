@@ -14,7 +14,7 @@ import torch
 from kvframe import Engine, RequestOutput
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.local import LocalCaches
-from kvframe.contract.metadata import ENCODER_SEQ_LENS, NO_EXTENSIONS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.engine.core import STEP_FAILED
 from kvframe.engine.requests.request import SamplingParams
 from tests.engine.scripted_model import ScriptedModel
@@ -218,12 +218,12 @@ def test_further_inputs_of_a_step_reach_the_batch(model: TinyModel) -> None:
     seen: list[list[int]] = []
 
     def policy(batch: StepBatch) -> bool:
-        seen.append(batch.extensions[ENCODER_SEQ_LENS].values.tolist())
+        seen.append(batch.extensions[NUM_PROMPT_TOKENS].values.tolist())
         return True
 
     lens = Extension(values=torch.tensor([0, 2], dtype=torch.int32), axis=Axis.REQUEST)
     with Rows.serve(model, policy) as rows:
-        rows.run([(3, 0, 40), (5, 0, 20)], [59], {ENCODER_SEQ_LENS: lens})
+        rows.run([(3, 0, 40), (5, 0, 20)], [59], {NUM_PROMPT_TOKENS: lens})
     assert [[0, 2]] == seen
 
 

@@ -13,7 +13,7 @@ import torch
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import (
-    ENCODER_SEQ_LENS,
+    NUM_PROMPT_TOKENS,
     SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
@@ -41,7 +41,7 @@ class Nothing(MetadataWrapper):
     fields: ClassVar[Mapping[str, FieldUse]] = CARRIED
     extensions: ClassVar[Mapping[str, FieldUse]] = {
         "notes": FieldUse.CARRY,
-        ENCODER_SEQ_LENS: FieldUse.RESET,
+        NUM_PROMPT_TOKENS: FieldUse.RESET,
         "labels": FieldUse.SLICE,
     }
     capture: ClassVar[GraphCapture] = GraphCapture.ALWAYS
@@ -166,7 +166,7 @@ MISTAKES = {
     ),
     "an extension that it declares to reset": (
         doing(lambda metadata: {"extensions": metadata.extensions}),
-        "declares to reset the extension 'encoder_seq_lens' and returns it unchanged",
+        "declares to reset the extension 'num_prompt_tokens' and returns it unchanged",
     ),
     "shapes that follow from the batch": (
         doing(narrow_table, fields=resetting("block_table", "max_seq_len")),

@@ -14,7 +14,7 @@ from kvframe_chunked_local.wrapper import ChunkedLocal
 
 from kvframe import load_plugins
 from kvframe.contract import (
-    ENCODER_SEQ_LENS,
+    NUM_PROMPT_TOKENS,
     SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
@@ -159,10 +159,10 @@ def test_a_virtual_request_is_told_what_its_request_is_told(
 ) -> None:
     batch = data.draw(batches(make_batch, sizes, is_static))
     told = Extension(torch.arange(sizes.num_reqs, dtype=torch.int32), Axis.REQUEST)
-    virtual = apply_wrapper(ChunkedLocal(chunk=chunk), attrs.evolve(batch, extensions={ENCODER_SEQ_LENS: told}))
+    virtual = apply_wrapper(ChunkedLocal(chunk=chunk), attrs.evolve(batch, extensions={NUM_PROMPT_TOKENS: told}))
     per_token = [
-        metadata.extensions[ENCODER_SEQ_LENS].values.repeat_interleave(metadata.query_start_loc_cpu.diff()).tolist()
-        for metadata in (attrs.evolve(batch, extensions={ENCODER_SEQ_LENS: told}), virtual)
+        metadata.extensions[NUM_PROMPT_TOKENS].values.repeat_interleave(metadata.query_start_loc_cpu.diff()).tolist()
+        for metadata in (attrs.evolve(batch, extensions={NUM_PROMPT_TOKENS: told}), virtual)
     ]
     assert per_token[0] == per_token[1]
 

@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import pad
 
 from kvframe.contract import (
-    ENCODER_SEQ_LENS,
     NUM_PROMPT_TOKENS,
     SEQ_STARTS,
     VIRTUAL_REQUESTS,
@@ -58,7 +57,6 @@ class ChunkedLocal(MetadataWrapper):
     )
     # These describe the original request, so each of its virtual requests gets the same value.
     extensions: ClassVar[Mapping[str, FieldUse]] = {
-        ENCODER_SEQ_LENS: FieldUse.SLICE,
         NUM_PROMPT_TOKENS: FieldUse.SLICE,
         SEQ_STARTS: FieldUse.REJECT,
     }

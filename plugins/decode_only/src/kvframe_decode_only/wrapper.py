@@ -11,7 +11,6 @@ import torch
 
 from kvframe.contract import (
     DROPS_TOKENS,
-    ENCODER_SEQ_LENS,
     NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
@@ -46,7 +45,6 @@ class DecodeOnly(MetadataWrapper):
     )
     extensions: ClassVar[Mapping[str, FieldUse]] = {
         SEQ_STARTS: FieldUse.CARRY,
-        ENCODER_SEQ_LENS: FieldUse.CARRY,
         NUM_PROMPT_TOKENS: FieldUse.CARRY,
         RANGE_ENDS: FieldUse.SLICE,
     }

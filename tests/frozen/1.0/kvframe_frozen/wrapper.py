@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvframe.contract import (
-    ENCODER_SEQ_LENS,
+    NUM_PROMPT_TOKENS,
     CommonAttentionMetadata,
     FieldUse,
     MetadataWrapper,
@@ -45,7 +45,7 @@ class FrozenWrapper(MetadataWrapper):
         "static_shapes": FieldUse.REJECT,
     }
     extensions: ClassVar[Mapping[str, FieldUse]] = {
-        ENCODER_SEQ_LENS: FieldUse.SLICE,
+        NUM_PROMPT_TOKENS: FieldUse.SLICE,
     }
 
     def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
