@@ -143,6 +143,8 @@ class Capabilities:
         if spec.is_sparse:
             if "sparse" not in self.masks:
                 refuse("mask_sparse", f"has no mask sparse, and would see every live token ({listed(self.masks)})")
+            if spec.depends_on_prompt and "live_range" not in self.masks:
+                refuse("mask_live_range", f"knows masks by positions, and not by prompts ({listed(self.masks)})")
         elif not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
             if spec.mask is not None:
                 for feature in sorted(spec.mask.features - self.masks - {"prompt"}):

@@ -7,7 +7,17 @@ from typing import Any
 import attrs
 import pytest
 
-from kvframe.contract import AttentionMask, AttentionSpec, KVCacheSpec, SpecError, TokenRange
+from kvframe.contract import (
+    AttentionMask,
+    AttentionSpec,
+    Capabilities,
+    KVCacheSpec,
+    LayerSpec,
+    MaskFunction,
+    QuerySpec,
+    SpecError,
+    TokenRange,
+)
 from kvframe.planning.answers import Answers, spec_for_prompt
 from kvframe.planning.spec_check import check_spec_at_set_up
 from kvframe.testing.laws import ConformanceError, check_spec
@@ -78,6 +88,38 @@ def test_a_mask_that_keeps_prompts_needs_for_prompt() -> None:
         check_spec_at_set_up(spec, 50, 8)
     with pytest.raises(SpecError, match="leave keeps_prompt out"):
         AttentionMask(keeps_prompt=True)
+
+
+@attrs.frozen(kw_only=True)
+class SparseByPrompt(AttentionSpec):
+    """Every second token, and the whole prompt."""
+
+    kind = "sparse_by_prompt"
+    num_prompt: int = 1 << 30
+    is_sparse = True
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, n),) if n else ()
+
+    @property
+    def mask_function(self) -> MaskFunction:
+        return lambda query, key: (key <= query) & ((key < self.num_prompt) | ((query - key) % 2 == 0))
+
+    def for_prompt(self, num_prompt_tokens: int) -> KVCacheSpec:
+        return attrs.evolve(self, num_prompt=num_prompt_tokens)
+
+
+def test_a_sparse_type_that_depends_on_the_prompt_needs_live_ranges() -> None:
+    def codes(*masks: str) -> list[str]:
+        known = Capabilities(devices={"cpu"}, dtypes={"float32"}, masks=masks)
+        return [each.code for each in known.refusals(layer, "cpu")]
+
+    query = QuerySpec(num_heads=1, head_size=4, scale=1.0)
+    layer = LayerSpec(name="layer", spec=SparseByPrompt(**SIZES, dtype="float32"), query=query)
+    assert [] == codes("sparse", "prompt", "live_range")
+    # A mask function knows positions only.
+    assert ["mask_live_range"] == codes("sparse", "prompt", "mask_function")
+    assert ["mask_prompt"] == codes("sparse", "live_range")
 
 
 def test_other_types_are_their_own_for_every_prompt() -> None:
