@@ -155,6 +155,49 @@ def test_few_queries_of_a_request(mask: dict[str, Any]) -> None:
         check(drawn, Scoring(scale=0.2, **mask), scales=scales)
 
 
+def with_ends(batch: Batch, *ranges: tuple[int, int, int]) -> Batch:
+    """Return a batch with ranges (request, start, stop) of new tokens, and prompts of half of each sequence."""
+    ends = torch.zeros(int(batch.query_start_loc[-1]), dtype=torch.int32)
+    for request, start, stop in ranges:
+        first = int(batch.query_start_loc[request + 1] - batch.seq_lens[request])
+        ends[first + start : first + stop] = stop
+    return attrs.evolve(batch, prompt_lens=batch.seq_lens // 2, range_ends=ends)
+
+
+RANGES = ((2, 3, 40), (2, 40, 66), (4, 14, 18), (6, 91, 130))
+"""Ranges of the requests of ``LENGTHS``: in tiles, from one tile to the next, and of few queries."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_ranges_and_kept_prompts(mask: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block_size, part_tokens in ((16, attention.PART_TOKENS), (3, 16)):
+        monkeypatch.setattr(attention, "PART_TOKENS", part_tokens)
+        query, key, value, batch = draw(dtype=dtype, block_size=block_size)
+        check((query, key, value, with_ends(batch, *RANGES)), Scoring(scale=0.3, **mask))
+    lengths = [(300, 2), (40, 3), (0, 4), (129, 1), (17, 4)]
+    query, key, value, batch = draw(lengths, dtype=dtype, num_heads=7, num_kv_heads=1)
+    ranged = with_ends(batch, (0, 300, 302), (2, 0, 2), (2, 2, 4), (4, 18, 21))
+    check((query, key, value, ranged), Scoring(scale=0.3, **mask))
+
+
+@pytest.mark.parametrize("left_out", ["prompt_lens", "range_ends"])
+def test_without_kept_prompts_or_ranges_the_result_is_far_beyond_the_bound(left_out: str) -> None:
+    query, key, value, batch = draw()
+    batch = with_ends(batch, *RANGES)
+    exact, allowed = expect((query, key, value, batch), Scoring(scale=0.3, window=20))
+    found = paged_attention(query, key, value, attrs.evolve(batch, **{left_out: None}), Scoring(scale=0.3, window=20))
+    assert ((found - exact).abs() / allowed).max() > 50
+
+
+def test_a_batch_that_is_not_causal_has_no_ranges() -> None:
+    query, key, value, batch = draw()
+    plain = attrs.evolve(batch, causal=False)
+    expected = paged_attention(query, key, value, plain, Scoring(scale=0.3, window=20))
+    found = paged_attention(query, key, value, with_ends(plain, *RANGES), Scoring(scale=0.3, window=20))
+    assert torch.equal(expected, found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [1, 8, 15, 17, 40, 64, 96, 128, 256])
 def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:

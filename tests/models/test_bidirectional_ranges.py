@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
+from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import quiet, tiny_config
 from transformers import AutoModelForCausalLM, Gemma3Config
 
@@ -25,6 +27,8 @@ CASES: list[tuple[list[int], Ranges]] = [
     (TEXT, [(0, 9), (10, 24), (30, 31)]),
     (TEXT, []),
 ]
+
+BACKENDS = ("torch_reference", "torch", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,7 @@ def check(model: Any, cases: Sequence[tuple[Sequence[int], Ranges]], outputs: Se
             torch.testing.assert_close(found, own, rtol=0, atol=2e-4)
 
 
-def make_engine(path: Path, *, backend: str = "torch", **tables: Any) -> Engine:
+def make_engine(path: Path, *, backend: Any = "torch", **tables: Any) -> Engine:
     stack = {
         "cache": {"memory": "4MiB", "block_size": 4, **tables.get("cache", {})},
         "engine": {"max_model_len": 96, "max_num_batched_tokens": 16, **tables.get("engine", {})},
@@ -91,8 +95,8 @@ def generate(engine: Engine, cases: Sequence[tuple[Sequence[int], Ranges]], **pa
     return engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True, logprobs=True, **params))
 
 
-@pytest.mark.parametrize("backend", ["torch_reference", "torch"])
-def test_everything_is_the_models_own(model: tuple[Path, Any], backend: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_everything_is_the_models_own(model: tuple[Path, Any], backend: Any) -> None:
     path, own = model
     with make_engine(path, backend=backend) as engine:
         check(own, CASES, generate(engine, CASES, prompt_logprobs=True))
@@ -156,5 +160,12 @@ def test_wrong_ranges_are_refused(model: tuple[Path, Any]) -> None:
         with pytest.raises(RequestError) as caught:
             engine.pin_prefix(Prompt(decoder=TEXT, bidirectional=[(1, 9)]))
         assert "bad_ranges" == caught.value.code
-    with make_engine(model[0], backend="cpu") as engine:
+
+
+def test_ranges_are_refused_if_a_layers_backend_does_not_honour_them(
+    model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = TorchBackend.capabilities
+    monkeypatch.setattr(TorchBackend, "capabilities", attrs.evolve(known, masks=known.masks - {"ranges"}))
+    with make_engine(model[0]) as engine:
         assert "mask_ranges" == refusal(engine, [(2, 9)])

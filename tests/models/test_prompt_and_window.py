@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from kvframe_sliding_window import PromptAndWindowSpec
+from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, SamplingParams, Stack, group_layers, load_plugins, plan_cache
@@ -18,6 +20,8 @@ from kvframe.contract import BackendError, LayerSpec, QuerySpec
 WINDOW = 4
 PROMPTS = [[*range(3, 40)], [5, 6, 7], [*range(3, 24), 9]]
 NUM_NEW = 24
+
+BACKENDS = ("torch_reference", "torch", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def dense_tokens(model: Any, prompt: Sequence[int], num_new: int = NUM_NEW) -> l
     return tokens[len(prompt) :]
 
 
-def make_engine(path: Path, *, backend: str = "auto", **options: Any) -> Engine:
+def make_engine(path: Path, *, backend: Any = "auto", **options: Any) -> Engine:
     rule = {"layers": "*", "backend": backend, "spec": {"kind": "prompt_and_window", "window": WINDOW}}
     stack = {
         "cache": {"memory": "2MiB", "block_size": 4, **options.pop("cache", {})},
@@ -55,8 +59,8 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, **param
     return [list(output.token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("backend", ["torch_reference", "torch"])
-def test_every_token_is_that_of_dense_attention(model: tuple[Path, Any], backend: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_every_token_is_that_of_dense_attention(model: tuple[Path, Any], backend: Any) -> None:
     path, own = model
     expected = [dense_tokens(own, prompt) for prompt in PROMPTS]
     with make_engine(path, backend=backend) as engine:
@@ -105,20 +109,22 @@ def test_what_was_generated_is_for_no_other_prompt(model: tuple[Path, Any]) -> N
     assert dense_tokens(own, PROMPTS[0] + answer[:20], 8) == list(output.token_ids)
 
 
-def test_other_backends_are_refused_by_code(model: tuple[Path, Any]) -> None:
+def test_other_backends_are_refused_by_code(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = model
-    with pytest.raises(BackendError, match="mask prompt"):
-        make_engine(path, backend="flex")
     layer = LayerSpec(
         name="layer",
         spec=PromptAndWindowSpec(block_size=16, num_kv_heads=2, head_size=16, window=4),
         query=QuerySpec(num_heads=2, head_size=16, scale=1.0),
     )
     backends = load_plugins().registry.backends
-    for name in ("flex", "numba", "cpu"):
-        assert "mask_prompt" in [each.code for each in backends.load(name).capabilities.refusals(layer, "cpu")]
-    for name in ("torch", "torch_reference"):
+    for name in ("flash_attn", "flashinfer"):
+        assert "mask_prompt" in [each.code for each in backends.load(name).capabilities.refusals(layer, "cuda")]
+    for name in ("torch", "torch_reference", "cpu"):
         assert [] == backends.load(name).capabilities.refusals(layer, "cpu")
+    known = TorchBackend.capabilities
+    monkeypatch.setattr(TorchBackend, "capabilities", attrs.evolve(known, masks=known.masks - {"prompt"}))
+    with pytest.raises(BackendError, match="mask prompt"):
+        make_engine(path, backend="torch")
 
 
 def test_another_host_is_refused() -> None:

@@ -36,7 +36,13 @@ def paged_attention(
         blocks = batch.block_table[request, tokens // key.shape[1]].long()
         keys, values = (state[blocks, tokens % key.shape[1]] for state in (key, value))
         positions = length - (stop - start) + torch.arange(stop - start)
-        visible = _visible(positions, tokens, scoring) if batch.causal else None
+        visible = None
+        if batch.causal:
+            num_prompt = 0 if batch.prompt_lens is None else int(batch.prompt_lens[request])
+            visible = _visible(positions, tokens, scoring, num_prompt)
+            if batch.range_ends is not None:
+                later = tokens[None] > positions[:, None]
+                visible |= later & (tokens[None] < batch.range_ends[start:stop, None])
         for head in range(query.shape[1]):
             kv_head = head // (query.shape[1] // key.shape[2])
             scores = query[start:stop, head].to(dtype) @ keys[:, kv_head].T * scoring.scale
@@ -69,12 +75,12 @@ def numbers(
     return found if low is None else found + low.to(dtype).unsqueeze(-1)
 
 
-def _visible(positions: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Return which tokens the queries at these positions see, ``[num_queries, num_tokens], bool``."""
+def _visible(positions: torch.Tensor, tokens: torch.Tensor, scoring: Scoring, num_prompt: int) -> torch.Tensor:
+    """Return which earlier tokens the queries at these positions see, ``[num_queries, num_tokens], bool``."""
     positions, tokens = positions[:, None], tokens[None]
     visible = tokens <= positions
     if scoring.window is not None:
-        visible &= (tokens > positions - scoring.window) | (tokens < scoring.num_sink_tokens)
+        visible &= (tokens > positions - scoring.window) | (tokens < max(scoring.num_sink_tokens, num_prompt))
     if scoring.chunk is not None:
         visible &= tokens >= positions - positions % scoring.chunk
     return visible

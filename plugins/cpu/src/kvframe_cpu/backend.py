@@ -11,8 +11,11 @@ from kvframe_kernels.cpu.build import BuildError, load_library
 from kvframe_kernels.cpu.write import write_kv
 
 from kvframe.contract import (
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
+    AttentionMask,
     AttentionMetadataBuilder,
     Capabilities,
     CommonAttentionMetadata,
@@ -29,24 +32,27 @@ class CpuMetadataBuilder(AttentionMetadataBuilder):
     capture = GraphCapture.ALWAYS
     table_fields = frozenset({"block_table"})
 
-    def __init__(self, causal: bool) -> None:
-        """Keep whether the layers' mask is causal."""
-        self._causal = causal
+    def __init__(self, mask: AttentionMask) -> None:
+        """Keep the layers' mask."""
+        self._causal = mask.causal
+        self._keeps_prompt = mask.keeps_prompt
 
     @property
     def reuse_key(self) -> Hashable:
-        """Whether the layers' mask is causal, which is all that the builder uses of them."""
-        return self._causal
+        """Whether the layers' mask is causal and keeps prompts, which is all that the builder uses of them."""
+        return self._causal, self._keeps_prompt
 
     def build(self, metadata: CommonAttentionMetadata) -> Batch:
         """Return the step's requests."""
-        hidden = metadata.extensions.get(SEQ_STARTS)
+        found = {name: extension.values for name, extension in metadata.extensions.items()}
         return Batch(
             query_start_loc=metadata.query_start_loc,
             seq_lens=metadata.seq_lens,
             block_table=metadata.block_table,
-            seq_starts=None if hidden is None else hidden.values,
+            seq_starts=found.get(SEQ_STARTS),
             causal=self._causal and metadata.causal,
+            prompt_lens=found[NUM_PROMPT_TOKENS] if self._keeps_prompt else None,
+            range_ends=found.get(RANGE_ENDS),
         )
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
@@ -60,8 +66,8 @@ class CpuBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk"}),
-        extensions=frozenset({SEQ_STARTS}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "ranges"}),
+        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         formats=frozenset({"plain", "fp8_tensor", "fp8_token_head", "int8_token_head", "int4_token_head"}),
         soft_cap=True,
         sinks=True,
@@ -103,7 +109,7 @@ class CpuBackend(AttentionBackend):
 
     def make_builder(self) -> CpuMetadataBuilder:
         """Return the builder."""
-        return CpuMetadataBuilder(self._mask.causal)
+        return CpuMetadataBuilder(self._mask)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store keys and values in the layers' format, bit for bit as the format itself would."""

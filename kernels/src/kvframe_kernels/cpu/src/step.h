@@ -26,6 +26,8 @@ struct Step {
   Plane key_scale, value_scale, key_min, value_min;
   // The batch, all int32.
   const int32_t *query_start_loc, *seq_lens, *seq_starts, *block_table;
+  const int32_t* prompt_lens;  // [num_reqs] or null: so many tokens are seen in spite of the window
+  const int32_t* range_ends;   // [num_tokens] or null: each query sees the later tokens before this one
   int64_t block_table_stride;
   const float* sinks;  // [num_heads] or null
   const float* bias;   // [num_heads, 2 * max_distance + 1] or null
@@ -54,6 +56,8 @@ struct Range {
 struct Visible {
   int seq_start, seq_len, window, num_sinks, chunk;
   bool causal;
+  int first_position;         // of the request's queries
+  const int32_t* range_ends;  // of the request's queries, or null
 
   Visible(const Step& step, int request)
       : seq_start(step.seq_starts ? step.seq_starts[request] : 0),
@@ -61,15 +65,22 @@ struct Visible {
         window((int)step.window),
         num_sinks(step.causal && step.window ? (int)step.num_sink_tokens : 0),
         chunk((int)step.chunk),
-        causal(step.causal != 0) {}
+        causal(step.causal != 0),
+        first_position(seq_len - (step.query_start_loc[request + 1] - step.query_start_loc[request])),
+        range_ends(step.range_ends ? step.range_ends + step.query_start_loc[request] : nullptr) {
+    if (step.prompt_lens && causal && window) num_sinks = std::max(num_sinks, (int)step.prompt_lens[request]);
+  }
 
-  // The tokens that the query at `position` sees, without the sinks before them.
+  // The tokens that the query at `position` sees, without the sinks before them. Neither end decreases with `position`:
+  // ranges are disjoint, and a query sees no token after its own range.
   Range near(int position) const {
     if (!causal) return {seq_start, seq_len};
     int start = seq_start;
     if (window) start = std::max(start, position - window + 1);
     if (chunk) start = std::max(start, position - position % chunk);
-    return {start, position + 1};
+    int stop = position + 1;
+    if (range_ends) stop = std::max(stop, (int)range_ends[position - first_position]);
+    return {start, stop};
   }
 
   // The sinks before `start`.
