@@ -15,11 +15,16 @@ from kvframe_kernels.jit.plan import Mask, Work, plan
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 24, 5
 CAUSAL = Mask(causal=True, window=0, num_sink_tokens=0, chunk=0)
-REQUESTS = ((70, 1), (3, 9), (0, 1), (40, 3))
+REQUESTS = ((70, 1), (3, 9), (0, 1), (40, 3), (60, 33))
+PROMPT_LENS = (31, 12, 1, 20, 93)
+RANGES = ((1, 4, 9), (1, 10, 12), (3, 40, 43), (4, 61, 90))
+"""The request, the first position, and the one after the last."""
 
 
-def run(dtype: torch.dtype, mask: Mask, num_threads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of the loops and the reference on pages among NaN."""
+def run(
+    dtype: torch.dtype, mask: Mask, num_threads: int = 2, *, with_ends: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the loops and the reference compute on pages among NaN; ``with_ends``: with prompts and ranges."""
     generator = torch.Generator().manual_seed(5)
     starts, lens = np.cumsum([0, *(new for _, new in REQUESTS)]), np.array([old + new for old, new in REQUESTS])
     num_blocks = -(-lens // BLOCK)
@@ -35,8 +40,15 @@ def run(dtype: torch.dtype, mask: Mask, num_threads: int = 2) -> tuple[torch.Ten
         places.append(torch.stack([part.long()[tokens // BLOCK], tokens % BLOCK]))
         for state in (key, value):
             state[tuple(places[-1])] = torch.randn(len(tokens), KV_HEADS, SIZE, generator=generator).to(dtype)
-    work = plan(starts, lens, None, len(query), mask, HEADS, KV_HEADS, num_threads)
-    found = paged_attention(query, key, value, Batch(work=work, block_table=table, mask=mask), scale=0.3)
+    ends = np.zeros(len(query), np.int32)
+    for row, start, stop in RANGES:
+        first = starts[row] - REQUESTS[row][0]
+        ends[first + start : first + stop] = stop
+    given = (np.array(PROMPT_LENS, np.int32), ends) if with_ends else (None, None)
+    work = plan(starts, lens, None, len(query), mask, HEADS, KV_HEADS, num_threads, *given)
+    range_ends = torch.from_numpy(ends) if with_ends else None
+    batch = Batch(work=work, block_table=table, mask=mask, range_ends=range_ends)
+    found = paged_attention(query, key, value, batch, scale=0.3)
     expected = []
     for row, (old, new) in enumerate(REQUESTS):
         k, v = (read_tokens({"k": key, "v": value}, "plain", name, places[row]) for name in "kv")
@@ -45,9 +57,10 @@ def run(dtype: torch.dtype, mask: Mask, num_threads: int = 2) -> tuple[torch.Ten
             old + new,
             causal=mask.causal,
             window=mask.window,
-            num_sink_tokens=mask.num_sink_tokens,
+            num_sink_tokens=max(mask.num_sink_tokens, PROMPT_LENS[row] if with_ends else 0),
             chunk=mask.chunk,
             seq_start=0,
+            range_ends=None if range_ends is None else range_ends[starts[row] : starts[row + 1]],
         )
         expected.append(attention(query[starts[row] : starts[row + 1]].float(), k, v, seen, scale=0.3))
     return found, torch.cat(expected)
@@ -73,6 +86,23 @@ def test_the_loops_compute_what_the_reference_does(dtype: torch.dtype, mask: Mas
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        CAUSAL,
+        Mask(causal=True, window=7, num_sink_tokens=3, chunk=0),
+        Mask(causal=True, window=0, num_sink_tokens=0, chunk=16),
+        Mask(causal=False, window=0, num_sink_tokens=0, chunk=0),
+    ],
+    ids=str,
+)
+def test_ranges_and_kept_prompts(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, expected = run(torch.float32, mask, with_ends=True)
+    torch.testing.assert_close(found, expected, rtol=4e-6, atol=4e-6)
+    monkeypatch.setattr(planning, "MIN_PART_TOKENS", 6)
+    torch.testing.assert_close(run(torch.float32, mask, 3, with_ends=True)[0], expected, rtol=4e-6, atol=4e-6)
+
+
 @pytest.mark.parametrize("pool", ["torch's", "python's"])
 def test_any_cut_and_any_threads_give_the_same(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = run(torch.float32, CAUSAL, num_threads=1)
@@ -92,7 +122,7 @@ def work_of(requests: list[tuple[int, int]], mask: Mask = CAUSAL, num_threads: i
 def test_one_long_query_is_cut_into_parts_for_all_threads() -> None:
     work = work_of([(8191, 1)], num_threads=2)
     assert [[1024 * part, 1024 * (part + 1)] for part in range(8)] == work.items[:, 3:5].tolist()
-    assert [1, 2, 3, 4, 5, 6, 7, 8] == work.items[:, 10].tolist()
+    assert [1, 2, 3, 4, 5, 6, 7, 8] == work.items[:, 11].tolist()
     assert [0, 8] == work.first_part.tolist()
 
 
@@ -106,7 +136,7 @@ def test_several_queries_are_tiles_of_one_kv_head_each() -> None:
     work = work_of([(5, 20)])
     # 8 queries of 4 heads are 32 rows.
     assert [[0, 8], [0, 8], [8, 8], [8, 8], [16, 4], [16, 4]] == work.items[:, 1:3].tolist()
-    assert [[0, 1], [1, 2]] * 3 == work.items[:, 8:10].tolist()
+    assert [[0, 1], [1, 2]] * 3 == work.items[:, 9:11].tolist()
 
 
 def test_a_window_starts_where_the_first_query_of_a_tile_sees() -> None:

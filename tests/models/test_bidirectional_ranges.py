@@ -28,7 +28,7 @@ CASES: list[tuple[list[int], Ranges]] = [
     (TEXT, []),
 ]
 
-BACKENDS = ("torch_reference", "torch", "cpu")
+BACKENDS = ("torch_reference", "torch", "cpu", "numba")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ WINDOW = 4
 PROMPTS = [[*range(3, 40)], [5, 6, 7], [*range(3, 24), 9]]
 NUM_NEW = 24
 
-BACKENDS = ("torch_reference", "torch", "cpu")
+BACKENDS = ("torch_reference", "torch", "cpu", "numba")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_other_backends_are_refused_by_code(model: tuple[Path, Any], monkeypatch
     backends = load_plugins().registry.backends
     for name in ("flash_attn", "flashinfer"):
         assert "mask_prompt" in [each.code for each in backends.load(name).capabilities.refusals(layer, "cuda")]
-    for name in ("torch", "torch_reference", "cpu"):
+    for name in ("torch", "torch_reference", "cpu", "numba"):
         assert [] == backends.load(name).capabilities.refusals(layer, "cpu")
     known = TorchBackend.capabilities
     monkeypatch.setattr(TorchBackend, "capabilities", attrs.evolve(known, masks=known.masks - {"prompt"}))

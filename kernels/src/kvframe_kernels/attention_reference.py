@@ -38,6 +38,7 @@ def visible_tokens(
     num_sink_tokens: int,
     chunk: int,
     seq_start: int,
+    range_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return which tokens each query sees, ``[num_queries, seq_len], bool``.
 
@@ -49,6 +50,7 @@ def visible_tokens(
         num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that queries stay within; 0 for none.
         seq_start: The first token that is not hidden.
+        range_ends: ``[num_queries]``: with ``causal``, queries also see the later tokens before these; None for none.
     """
     tokens, positions = torch.arange(seq_len)[None], positions[:, None]
     seen = tokens >= seq_start
@@ -58,6 +60,8 @@ def visible_tokens(
             seen = seen & ((tokens > positions - window) | (tokens < num_sink_tokens))
         if chunk:
             seen = seen & (tokens >= positions - positions % chunk)
+        if range_ends is not None:
+            seen = seen | ((tokens > positions) & (tokens < range_ends[:, None]))
     return seen.expand(len(positions), seq_len)
 
 

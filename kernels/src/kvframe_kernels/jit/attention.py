@@ -24,11 +24,14 @@ class Batch:
         work: The work items.
         block_table: ``[num_reqs, max_blocks], int32``.
         mask: The mask of the step.
+        range_ends: ``[num_tokens], int32``: each causal query also sees the later tokens before this one, as ``work``
+            was planned; None if no query does.
     """
 
     work: Work
     block_table: torch.Tensor
     mask: Mask
+    range_ends: torch.Tensor | None = None
 
 
 def paged_attention(
@@ -79,6 +82,7 @@ def paged_attention(
     value_memory, value_strides = _memory(value)
     table = batch.block_table.contiguous()
     biases = torch.empty(num_heads, 0) if bias is None else bias.float().contiguous()
+    ends = torch.empty(0, dtype=torch.int32) if batch.range_ends is None else batch.range_ends.contiguous()
     logits = torch.empty(0) if sinks is None else sinks.float().contiguous()
     sizes = {
         "num_items": len(work.items),
@@ -93,12 +97,12 @@ def paged_attention(
         "num_biases": biases.shape[1],
         "num_sinks": len(logits),
         "num_lse": 0 if lse is None else num_tokens,
+        "num_range_ends": len(ends),
         "key_elements": len(key_memory),
         "value_elements": len(value_memory),
         "block_size": key.shape[1],
         "causal": batch.mask.causal,
         "window": batch.mask.window,
-        "num_sink_tokens": batch.mask.num_sink_tokens,
         "chunk": batch.mask.chunk,
     }
     arrays = {
@@ -110,6 +114,7 @@ def paged_attention(
         "value_strides": value_strides,
         "table": table.numpy(),
         "bias": biases.numpy(),
+        "range_ends": ends.numpy(),
         "sinks": logits.numpy(),
         "outputs": outputs.numpy(),
         "part_outputs": part_outputs,

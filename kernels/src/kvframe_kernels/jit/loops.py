@@ -103,19 +103,35 @@ def _first_seen(at: int, window: int, chunk: int) -> int:
     return low if chunk == 0 else max(low, at - at % chunk)
 
 
+@njit(forceinline=True, error_model="numpy")
+def _stop_seen(at: int, query: int, range_ends: Any) -> int:
+    """Return the token after the last one that a causal query at a position sees."""
+    return max(at + 1, range_ends[query]) if len(range_ends) else at + 1
+
+
 @njit(error_model="numpy")
 def _hide(
-    scores: Any, rows: Any, token: int, count: int, position: int, window: int, num_sink_tokens: int, chunk: int
+    scores: Any,
+    rows: Any,
+    token: int,
+    count: int,
+    position: int,
+    window: int,
+    num_sink_tokens: int,
+    chunk: int,
+    range_ends: Any,
 ) -> None:
     """Hide the tokens of a block that causal queries do not see; the first query is at ``position``."""
     last = position + (rows.used - 1) // rows.group
-    if token + count <= position + 1 and token >= _first_seen(last, window, chunk):
+    first_stop = _stop_seen(position, rows.first_query, range_ends)
+    if token + count <= first_stop and token >= _first_seen(last, window, chunk):
         return
     for row in range(rows.used):
-        at = position + row // rows.group
-        low = _first_seen(at, window, chunk)
+        query = row // rows.group
+        low = _first_seen(position + query, window, chunk)
+        stop = _stop_seen(position + query, rows.first_query + query, range_ends)
         for t in range(count):
-            if token + t > at or (token + t < low and token + t >= num_sink_tokens):
+            if token + t >= stop or (token + t < low and token + t >= num_sink_tokens):
                 for head in range(rows.num_kv_heads):
                     scores[t * rows.total + head * rows.per_head + row] = HIDDEN
 
@@ -231,10 +247,10 @@ def attend(
     block_size: int,
     causal: bool,
     window: int,
-    num_sink_tokens: int,
     chunk: int,
     soft_cap: float,
     bias: Any,
+    range_ends: Any,
     sinks: Any,
     outputs: Any,
     part_outputs: Any,
@@ -244,7 +260,7 @@ def attend(
     """Compute the attention of one work item.
 
     Args:
-        items: ``[num_items, 11], int64``: see ``plan.Work``.
+        items: ``[num_items, 12], int64``: see ``plan.Work``.
         item: The index of the item.
         query: ``[num_tokens, num_heads, head_size], float32``: scaled.
         key: The memory of the pages' keys, from the null page's first element on: ``[num_elements]``, float32, uint16
@@ -257,10 +273,11 @@ def attend(
         block_size: Tokens per page.
         causal: Whether queries see only their own and earlier positions.
         window: The number of positions that a query sees, counted back from its own; 0 for all.
-        num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that queries stay within; 0 for none.
         soft_cap: The soft cap of scores; 0 for none.
         bias: ``[num_heads, 2 * max_distance + 1], float32``: added by distance; ``[num_heads, 0]`` for none.
+        range_ends: ``[num_tokens], int32``: each causal query also sees the later tokens before this one; ``[0]`` if no
+            query does.
         sinks: ``[num_heads], float32``: learned sink logits; ``[0]`` for none.
         outputs: ``[num_tokens, num_heads, value_size], float32``: written: the output of each query that is not split,
             zeros if it sees no token.
@@ -271,7 +288,8 @@ def attend(
     """
     head_size, value_size = query.shape[2], outputs.shape[2]
     request, first_query, num_queries = items[item, 0], items[item, 1], items[item, 2]
-    position, first_head, stop_head, first_row = items[item, 7], items[item, 8], items[item, 9], items[item, 10]
+    position, num_sink_tokens = items[item, 7], items[item, 8]
+    first_head, stop_head, first_row = items[item, 9], items[item, 10], items[item, 11]
     heads, group = stop_head - first_head, query.shape[1] // num_kv_heads
     per_head = padded(num_queries * group, ROWS)
     rows = Rows(first_query, first_head, heads, group, num_queries * group, per_head, padded(heads * per_head, LANES))
@@ -304,7 +322,7 @@ def attend(
             if bias.shape[1] > 0:
                 _add_bias(scores, rows, token, count, position, bias)
             if causal and num_queries > 1:
-                _hide(scores, rows, token, count, position, window, num_sink_tokens, chunk)
+                _hide(scores, rows, token, count, position, window, num_sink_tokens, chunk, range_ends)
             _weigh(scores, count, largest, weights, shares)
             _shrink(totals, shares)
             for t in range(0, count, VALUES):

@@ -42,9 +42,10 @@ class Work:
     """A step's work items.
 
     Attributes:
-        items: ``[num_items, 11], int64``: the request; its first query's row in the packed batch, and the number of
+        items: ``[num_items, 12], int64``: the request; its first query's row in the packed batch, and the number of
             queries; the first token and the one after the last; likewise of sink tokens before these; the first
-            query's position; the first KV head and the one after the last; the first row that is written.
+            query's position; the request's sink tokens; the first KV head and the one after the last; the first row
+            that is written.
         first_part: ``[num_tokens + 1], int64``: the first part of each query; a query that is not split has no parts.
         num_threads: The number of threads to use.
     """
@@ -67,6 +68,8 @@ def plan(
     num_heads: int,
     num_kv_heads: int,
     num_threads: int,
+    prompt_lens: IntArray | None = None,
+    range_ends: IntArray | None = None,
 ) -> Work:
     """Return a step's work items.
 
@@ -79,6 +82,9 @@ def plan(
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         num_threads: The number of threads in the pool.
+        prompt_lens: ``[num_reqs]``: with a window, so many tokens of each request are sink tokens too; None for none.
+        range_ends: ``[num_tokens]``: each query of a causal mask also sees the later tokens before this one, the end of
+            its range; 0 for none. None if there are no ranges.
     """
     starts, seq_lens = starts.astype(np.int64), seq_lens.astype(np.int64)
     first_seen = np.zeros_like(seq_lens) if seq_starts is None else seq_starts.astype(np.int64)
@@ -91,16 +97,22 @@ def plan(
     position = (seq_lens - num_new)[request] + skipped
     low, stop = first_seen[request], seq_lens[request]
     first_sink = stop_sink = low
+    first_query = starts[:-1][request] + skipped
+    num_sinks = np.full_like(low, mask.num_sink_tokens)
+    if prompt_lens is not None and mask.window:
+        num_sinks = np.maximum(num_sinks, prompt_lens[request])
     if mask.causal:
         stop = position + queries
+        if range_ends is not None:
+            # Ranges are disjoint, so no query of a tile sees a later token than its last one.
+            stop = np.maximum(stop, range_ends[first_query + queries - 1])
         if mask.window:
             low = np.maximum(low, position + 1 - mask.window)
-            stop_sink = np.maximum(first_sink, np.minimum(low, mask.num_sink_tokens))
+            stop_sink = np.maximum(first_sink, np.minimum(low, num_sinks))
         if mask.chunk:
             low = np.maximum(low, position - position % mask.chunk)
-    first_query = starts[:-1][request] + skipped
     single = queries == 1
-    columns = np.stack([request, first_query, queries, low, stop, first_sink, stop_sink, position])
+    columns = np.stack([request, first_query, queries, low, stop, first_sink, stop_sink, position, num_sinks])
 
     part_tokens = max(MIN_PART_TOKENS, int((stop - low)[single].sum()) // (PARTS_PER_THREAD * num_threads))
     num_parts = np.where(single, np.maximum(1, -(-(stop - low) // part_tokens)), num_kv_heads)

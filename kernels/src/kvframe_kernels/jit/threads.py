@@ -33,12 +33,12 @@ SIZES = (
     "num_biases",
     "num_sinks",
     "num_lse",
+    "num_range_ends",
     "key_elements",
     "value_elements",
     "block_size",
     "causal",
     "window",
-    "num_sink_tokens",
     "chunk",
 )
 ARRAYS = (
@@ -50,6 +50,7 @@ ARRAYS = (
     "value_strides",
     "table",
     "bias",
+    "range_ends",
     "sinks",
     "outputs",
     "part_outputs",
@@ -67,12 +68,13 @@ Entry = Any
 
 @njit(nogil=True, error_model="numpy")
 def _attend_to_items(call: Any, key: Any, value: Any, counter: Any) -> None:
-    items = carray(memory_at(call.items), (call.num_items, 11), np.int64)
+    items = carray(memory_at(call.items), (call.num_items, 12), np.int64)
     query = carray(memory_at(call.query), (call.num_tokens, call.num_heads, call.head_size), np.float32)
     key_strides = carray(memory_at(call.key_strides), (3,), np.int64)
     value_strides = carray(memory_at(call.value_strides), (3,), np.int64)
     table = carray(memory_at(call.table), (call.num_reqs, call.max_blocks), np.int32)
     bias = carray(memory_at(call.bias), (call.num_heads, call.num_biases), np.float32)
+    range_ends = carray(memory_at(call.range_ends), (call.num_range_ends,), np.int32)
     sinks = carray(memory_at(call.sinks), (call.num_sinks,), np.float32)
     outputs = carray(memory_at(call.outputs), (call.num_tokens, call.num_heads, call.value_size), np.float32)
     part_outputs = carray(memory_at(call.part_outputs), (call.num_parts, call.num_heads, call.value_size), np.float32)
@@ -93,10 +95,10 @@ def _attend_to_items(call: Any, key: Any, value: Any, counter: Any) -> None:
             call.block_size,
             call.causal != 0,
             call.window,
-            call.num_sink_tokens,
             call.chunk,
             np.float32(call.soft_cap),
             bias,
+            range_ends,
             sinks,
             outputs,
             part_outputs,

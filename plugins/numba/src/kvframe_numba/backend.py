@@ -8,9 +8,11 @@ from typing import Any
 import attrs
 import torch
 from kvframe_kernels.jit.attention import Batch, paged_attention
-from kvframe_kernels.jit.plan import Mask, plan
+from kvframe_kernels.jit.plan import IntArray, Mask, plan
 
 from kvframe.contract import (
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -38,37 +40,47 @@ class NumbaMetadataBuilder(AttentionMetadataBuilder):
             num_sink_tokens=mask.num_sink_tokens,
             chunk=mask.chunk or 0,
         )
+        self._keeps_prompt = mask.keeps_prompt
         self._num_heads = layer.query.num_heads
         self._num_kv_heads = layer.spec.state_tensors()["k"].shape[1]
 
     @property
     def reuse_key(self) -> Hashable:
         """The properties of the mask and of the layers' heads that the division depends on."""
-        return self._mask, self._num_heads, self._num_kv_heads
+        return self._mask, self._keeps_prompt, self._num_heads, self._num_kv_heads
 
     def build(self, metadata: CommonAttentionMetadata) -> Batch:
         """Return the step's work items."""
         mask = attrs.evolve(self._mask, causal=self._mask.causal and metadata.causal)
-        seq_starts = None
-        if SEQ_STARTS in metadata.extensions:
-            values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
-            assert values_cpu is not None
-            seq_starts = values_cpu.numpy()
+        range_ends = _host_values(metadata, RANGE_ENDS)
         work = plan(
             metadata.query_start_loc_cpu.numpy(),
             metadata.seq_lens_cpu.numpy(),
-            seq_starts,
+            _host_values(metadata, SEQ_STARTS),
             metadata.slot_mapping.shape[0],
             mask,
             self._num_heads,
             self._num_kv_heads,
             torch.get_num_threads(),
+            _host_values(metadata, NUM_PROMPT_TOKENS) if self._keeps_prompt else None,
+            range_ends,
         )
-        return Batch(work=work, block_table=metadata.block_table, mask=mask)
+        ends = None if range_ends is None else metadata.extensions[RANGE_ENDS].values
+        return Batch(work=work, block_table=metadata.block_table, mask=mask, range_ends=ends)
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the block table."""
         return {"block_table": metadata.block_table}
+
+
+def _host_values(metadata: CommonAttentionMetadata, name: str) -> IntArray | None:
+    """Return the values of an extension; None if the step does not have it."""
+    if name not in metadata.extensions:
+        return None
+    values_cpu = metadata.extensions[name].values_cpu
+    assert values_cpu is not None
+    found: IntArray = values_cpu.numpy()
+    return found
 
 
 class NumbaBackend(AttentionBackend):
@@ -77,8 +89,8 @@ class NumbaBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk"}),
-        extensions=frozenset({SEQ_STARTS}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "ranges"}),
+        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,
