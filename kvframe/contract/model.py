@@ -355,7 +355,25 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
-        """Load the weights from a folder; raises ``ModelError`` for a corrupt checkpoint."""
+        """Load the weights from a folder; raises ``ModelError`` for a corrupt checkpoint.
+
+        If several processes serve the model together, an adapter may load this process's share of it.
+        """
+
+    def load_whole(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
+        """Load a model that this process alone runs, although several processes serve another model together.
+
+        Called on rank 0, for a draft model. The default is ``load``: right for an adapter that divides no model.
+
+        Args:
+            path: As for ``load``.
+            device: As for ``load``.
+            dtype: As for ``load``.
+
+        Raises:
+            ModelError: As for ``load``.
+        """
+        return self.load(path, device=device, dtype=dtype)
 
     def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
         """Take a model that is in memory already; None, the default, if this adapter knows no such object.

@@ -57,8 +57,7 @@ class Proposer(ABC):
 
     Attributes:
         needs_hidden_states: Whether requests are given hidden states of the model (``DraftRequest.hidden_states``). A
-            class that sets it is refused (``no_hidden_states``) for a model adapter that gives none, and for a model
-            that is divided over ranks.
+            class that sets it is refused (``no_hidden_states``) for a model adapter that gives none.
         max_drafts: The most draft tokens of a request in a step. Layers with states keep as many states beside a
             request's last one, so that the engine can continue before the first rejected draft.
     """

@@ -96,7 +96,8 @@ def assemble(
 ) -> Assembly:
     """Plan and allocate the cache, and choose a wrapper chain and a backend for every layer. The model is unchanged.
 
-    If the stack's proposer has a draft model, it is loaded and set up over the same cache.
+    If the stack's proposer has a draft model, it is loaded and set up over the same cache. Of several ranks, rank 0
+    alone runs it. The others keep its part of each page free: block ids are places in the pool, the same on all ranks.
 
     Args:
         model: A loaded model.
@@ -118,7 +119,8 @@ def assemble(
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     own, drafted = split_layers(layers)
-    draft = load_draft_model(model, drafted, stack, registry, ranks) if drafted else None
+    has_draft = bool(drafted) and not isinstance(ranks, Follower)
+    draft = load_draft_model(model, drafted, stack, registry) if has_draft else None
     skipped, choices = _choose(model, own, stack, registry)
     draft_choices = select_backends(drafted, stack, registry, torch.device(stack.engine.device).type)
     copied = layers_on_copies(layers, (*choices, *draft_choices))
@@ -131,32 +133,24 @@ def assemble(
     return made if draft is None else attrs.evolve(made, draft=_assemble_draft(made, draft, drafted, draft_choices))
 
 
-def load_draft_model(
-    model: LoadedModel,
-    layers: Sequence[LayerSpec],
-    stack: Stack,
-    registry: Registry,
-    ranks: Leader | Follower | None = None,
-) -> LoadedModel:
-    """Return the draft model that a stack's proposer names.
+def load_draft_model(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> LoadedModel:
+    """Return the draft model that a stack's proposer names, which this process alone runs.
 
     Args:
         model: The model that is served.
         layers: The draft model's layers, as they were planned.
         stack: Its ``[engine] drafts``, device and dtype.
         registry: Where the proposer and model adapters are looked up.
-        ranks: The ranks that have the other shares of the model; None for none.
 
     Raises:
         StackError: The draft model cannot be loaded, or cannot continue the model's requests.
     """
     where = f"{stack.source}: engine.drafts"
-    if ranks is not None:
-        raise StackError(f"{where}: a draft model does not run on several ranks; choose another proposer")
     path = draft_path(make_proposer(stack, registry), stack)
     assert path is not None
     try:
-        draft = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
+        adapter = find_adapter(path, registry)
+        draft = adapter.load(path, device=stack.engine.device, dtype=stack.engine.dtype, whole=True)
     except KVFrameError as error:
         raise StackError(f"{where}: the draft model: {error}") from error
     check_draft_model(draft.description, model.description, stack)

@@ -131,7 +131,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._manager = make_manager(assembly, registry, poison_freed=poison_freed)
         self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
         self._scheduler: Scheduler[RequestT] = make_scheduler(
-            assembly, self._manager, registry, has_ranks=ranks is not None
+            assembly, self._manager, registry, proposes=not isinstance(ranks, Follower)
         )
         self._trace: StepTrace[RequestT] | None = None
         self._runner = self._make_runner(assembly, skip_policy)

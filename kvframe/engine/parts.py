@@ -67,7 +67,7 @@ def make_manager(assembly: Assembly, registry: Registry, *, poison_freed: bool) 
 
 
 def make_scheduler(
-    assembly: Assembly, manager: KVCacheManager, registry: Registry, *, has_ranks: bool = False
+    assembly: Assembly, manager: KVCacheManager, registry: Registry, *, proposes: bool = True
 ) -> Scheduler[RequestT]:
     """Return the scheduler, which gets blocks from the cache manager, and drafts from the stack's proposer if any.
 
@@ -75,21 +75,23 @@ def make_scheduler(
         assembly: The set-up.
         manager: The cache manager.
         registry: Where the proposer is looked up.
-        has_ranks: Whether other ranks have shares of the layers.
+        proposes: Whether this process asks the proposer. Of several ranks, rank 0 does.
 
     Raises:
         StackError: The proposer needs hidden states, and nothing gives it any (``no_hidden_states``).
     """
     options, proposer = assembly.stack.engine, make_proposer(assembly.stack, registry)
-    if proposer is not None and proposer.needs_hidden_states:
-        name = assembly.model.description.name
-        why = f"{name} is divided over ranks" if has_ranks else f"the model adapter of {name} gives none"
-        if has_ranks or not assembly.model.can_give_hidden_states():
+    drafting: Drafting[RequestT] | None = None
+    if proposer is not None:
+        if proposer.needs_hidden_states and not assembly.model.can_give_hidden_states():
             raise StackError(
-                f"{assembly.stack.source}: engine.drafts: proposer {proposer.name!r} needs hidden states, and {why}; "
-                "choose another proposer",
+                f"{assembly.stack.source}: engine.drafts: proposer {proposer.name!r} needs hidden states, and the "
+                f"model adapter of {assembly.model.description.name} gives none; choose another proposer",
                 code="no_hidden_states",
             )
+        drafting = Drafting(proposer, assembly.model.description.vocab_size)
+        if not proposes:
+            drafting.hidden_states = None
     return Scheduler(
         manager,
         max_num_seqs=options.max_num_seqs,
@@ -97,7 +99,7 @@ def make_scheduler(
         shared_block_size=assembly.plan.alignment if manager.prefix_caching else 0,
         whole_prompts=assembly.grouping.whole_prompts,
         reserve_prompts=options.reserve_prompts,
-        drafting=None if proposer is None else Drafting(proposer, assembly.model.description.vocab_size),
+        drafting=drafting,
     )
 
 
@@ -126,14 +128,13 @@ def attach_models(
         WrapperError: A wrapper changes what a layer computes.
     """
     own, drafted = split_layers(layers)
-    set_ups = [(assembly, own, with_hidden_states)]
-    if assembly.draft is not None:
-        set_ups.append((assembly.draft, as_draft_names(drafted), False))
     attached: list[LoadedModel] = []
     try:
-        for each, of_it, gives_them in set_ups:
-            _attach(each, of_it, registry, has_ranks=has_ranks, with_hidden_states=gives_them)
-            attached.append(each.model)
+        _attach(assembly, own, registry, has_ranks=has_ranks, with_hidden_states=with_hidden_states)
+        attached.append(assembly.model)
+        if assembly.draft is not None:
+            _attach(assembly.draft, as_draft_names(drafted), registry, has_ranks=False, with_hidden_states=False)
+            attached.append(assembly.draft.model)
         warm_up()
     except BaseException:
         for model in attached:

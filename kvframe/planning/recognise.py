@@ -57,11 +57,20 @@ class FoundAdapter:
         description: Any = call(f"{self.whose}: describe()", self.adapter.describe, path, passes=(KVFrameError,))
         return self._checked(description, "describe() must return a ModelDescription")
 
-    def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
-        """Return the loaded model; raise ``KVFrameError`` if the adapter refuses or fails."""
-        what = f"{self.whose}: load()"
-        model = call(what, self.adapter.load, path, device=device, dtype=dtype, passes=(KVFrameError,))
-        self._checked(call(what, getattr, model, "description", None), "load() must return a model with a description")
+    def load(self, path: Path, *, device: str, dtype: str, whole: bool = False) -> LoadedModel:
+        """Return the loaded model; raise ``KVFrameError`` if the adapter refuses or fails.
+
+        Args:
+            path: The model's folder.
+            device: The device of the model.
+            dtype: The dtype of its weights, by name.
+            whole: Whether this process alone runs the model, if there are several.
+        """
+        name = "load_whole" if whole else "load"
+        what, load = f"{self.whose}: {name}()", getattr(self.adapter, name)
+        model: LoadedModel = call(what, load, path, device=device, dtype=dtype, passes=(KVFrameError,))
+        found = call(what, getattr, model, "description", None)
+        self._checked(found, f"{name}() must return a model with a description")
         return model
 
     def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:

@@ -18,16 +18,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
+import attrs
 import torch
 from kvframe_transformers import adapter  # noqa: F401  # imported before the processes are forked
+from transformers import AutoModelForCausalLM
 
 from kvframe import Embedder, Engine, SamplingParams, Stack
+from kvframe.contract import DraftRequest, Register, hookimpl
 from kvframe.contract.errors import EngineError, KVFrameError
 from kvframe.engine.ranks import links
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.requests.request import RequestOutput
+from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
 
 Result = dict[str, Any]
@@ -36,8 +41,50 @@ MOST_SECONDS = 10
 """How long a rank may stay after the other has ended."""
 
 
-def engine_of(path: Path, **options: Any) -> Engine:
-    return Engine.from_pretrained(path, stack=make_stack(**{"block_size": 4, **options}), poison_freed=True)
+@attrs.define(kw_only=True, eq=False)
+class Reading(Knowing):
+    """Knows some of what requests will generate, and reads the last tokens from the hidden states.
+
+    Attributes:
+        model: The folder of the served model, whose head it loads whole.
+        seen: The tokens that it read, and those that there are.
+        num_missing: The requests without hidden states.
+    """
+
+    name = "reading"
+    needs_hidden_states: ClassVar[bool] = True
+
+    model: str
+    seen: list[tuple[list[int], list[int]]] = attrs.field(factory=list, init=False)
+    num_missing: int = attrs.field(default=0, init=False)
+    head: Any = attrs.field(default=None, init=False)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        self.head = self.head or AutoModelForCausalLM.from_pretrained(self.model).get_output_embeddings()
+        for each in requests:
+            if each.hidden_states is None:
+                self.num_missing += 1
+                continue
+            with torch.inference_mode():
+                read = self.head(each.hidden_states).argmax(-1).tolist()
+            self.seen.append((read, list(each.token_ids[-len(read) :])))
+        return super().propose(requests)
+
+
+def reading_plugin() -> ModuleType:
+    manifest = ModuleType("reading_plugin")
+
+    @hookimpl
+    def kvframe_register_proposers(register: Register) -> None:
+        register("reading", Reading)
+
+    vars(manifest)["kvframe_register_proposers"] = kvframe_register_proposers
+    return manifest
+
+
+def engine_of(path: Path, *, plugins: Sequence[ModuleType] = (), **options: Any) -> Engine:
+    stack = make_stack(**{"block_size": 4, **options})
+    return Engine.from_pretrained(path, stack=stack, plugins=plugins, poison_freed=True)
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -49,6 +96,15 @@ def share_of(memory: int) -> int:
     return memory // 2 if "WORLD_SIZE" in os.environ else memory
 
 
+def share_beside_draft(memory: int) -> int:
+    """Return a rank's share of the memory of two models of one size: half of the served one, and the whole draft."""
+    return memory * 3 // 4 if "WORLD_SIZE" in os.environ else memory
+
+
+def drafts_of(folder: Path, draft: str) -> Result:
+    return {"name": "draft_model", "model": str(folder / draft)}
+
+
 def counts_of(engine: Engine) -> Result:
     """Return an engine's counters, except bytes; a request that reads a wrong page is computed again, which counts."""
     assert 0 == held_pages(engine)
@@ -58,9 +114,9 @@ def counts_of(engine: Engine) -> Result:
 # --- what is compared with one process --------------------------------------------------------------------------------
 
 
-def serve_llama(folder: Path) -> Result:
+def serve_llama(folder: Path, **options: Any) -> Result:
     """Chunked prompts with prefix hits, then samples that fork, and a prompt's likelihoods."""
-    with engine_of(folder / "llama", max_num_batched_tokens=24, self_check=True) as engine:
+    with engine_of(folder / "llama", max_num_batched_tokens=24, self_check=True, **options) as engine:
         first = tokens_of(engine.generate(PROMPTS, GREEDY))
         again = tokens_of(engine.generate(PROMPTS, GREEDY))
         cached = engine.stats().cached_prompt_tokens
@@ -80,9 +136,39 @@ def serve_llama(folder: Path) -> Result:
         }
 
 
-def serve_gemma(folder: Path, **options: Any) -> Result:
+def draft_llama(folder: Path) -> Result:
+    """Likewise, with drafts of a model that is right about some of them."""
+    return serve_llama(folder, drafts=drafts_of(folder, "almost_llama"))
+
+
+def draft_states(folder: Path) -> Result:
+    """Likewise, with drafts of a model that keeps states, so that groups hold layers of the draft model alone."""
+    return serve_llama(folder, drafts=drafts_of(folder, "mamba2"), memory="8MiB")
+
+
+def draft_from_hidden_states(folder: Path) -> Result:
+    """Drafts of a proposer that needs hidden states."""
+    drafts = {"name": "reading", "model": str(folder / "llama")}
+    options: dict[str, Any] = {"max_num_batched_tokens": 24}
+    with engine_of(folder / "llama", plugins=[reading_plugin()], drafts=drafts, **options) as engine:
+        ANSWERS.clear()
+        plain = engine.generate(PROMPTS, GREEDY)
+        ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in plain]
+        drafted = engine.generate(PROMPTS, GREEDY)
+        drafting: Any = engine._scheduler._drafting
+        return {
+            "plain": tokens_of(plain),
+            "drafted": tokens_of(drafted),
+            "seen": drafting._proposer.seen,
+            "missing": drafting._proposer.num_missing,
+            "counts": counts_of(engine),
+        }
+
+
+def serve_gemma(folder: Path, memory: int | None = None, **options: Any) -> Result:
     """Windows beside full attention; requests are preempted and recomputed."""
-    with engine_of(folder / "gemma3_text", memory=share_of(36864), max_model_len=96, **options) as engine:
+    memory = share_of(36864) if memory is None else memory
+    with engine_of(folder / "gemma3_text", memory=memory, max_model_len=96, **options) as engine:
         tokens = tokens_of(engine.generate(PROMPTS, GREEDY))
         return {"tokens": tokens, "counts": counts_of(engine)}
 
@@ -90,6 +176,16 @@ def serve_gemma(folder: Path, **options: Any) -> Result:
 def swap_gemma(folder: Path) -> Result:
     """Likewise, preempted and swapped to host memory."""
     return serve_gemma(folder, preemption="swap", swap_memory="1MiB")
+
+
+def draft_gemma(folder: Path, **options: Any) -> Result:
+    """Preempted and recomputed, with the model as its own draft model."""
+    return serve_gemma(folder, share_beside_draft(221184), drafts=drafts_of(folder, "gemma3_text"), **options)
+
+
+def swap_draft_gemma(folder: Path) -> Result:
+    """Likewise, preempted and swapped."""
+    return draft_gemma(folder, preemption="swap", swap_memory="1MiB")
 
 
 def serve_mixtral(folder: Path) -> Result:
@@ -152,7 +248,20 @@ def use_verbs(folder: Path) -> Result:
 
 CASES: Mapping[str, Callable[[Path], Result]] = {
     each.__name__: each
-    for each in (serve_llama, serve_gemma, swap_gemma, serve_mixtral, embed_bert, embed_eurobert, use_verbs)
+    for each in (
+        serve_llama,
+        draft_llama,
+        draft_states,
+        draft_from_hidden_states,
+        serve_gemma,
+        swap_gemma,
+        draft_gemma,
+        swap_draft_gemma,
+        serve_mixtral,
+        embed_bert,
+        embed_eurobert,
+        use_verbs,
+    )
 }
 
 
@@ -239,6 +348,12 @@ def kill_1(folder: Path) -> Result:
     """Kill rank 1 while both serve."""
     when_following(1, lambda: threading.Timer(0.3, _die).start())
     return serve_long(folder)
+
+
+def kill_1_drafting(folder: Path) -> Result:
+    """Likewise, with drafts of a model that rank 0 alone runs."""
+    when_following(1, lambda: threading.Timer(0.3, _die).start())
+    return serve_long(folder, drafts=drafts_of(folder, "almost_llama"))
 
 
 def kill_1_idle(folder: Path) -> Result:
@@ -346,6 +461,7 @@ RUNS: Mapping[str, Callable[[Path], Result]] = {
         run_three,
         kill_0,
         kill_1,
+        kill_1_drafting,
         kill_1_idle,
         stop_1,
         raise_on_1,

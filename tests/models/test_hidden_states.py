@@ -13,7 +13,6 @@ import torch
 
 from kvframe import SamplingParams, load_plugins
 from kvframe.contract import DraftRequest, Register, StackError, hookimpl
-from kvframe.engine.parts import make_scheduler
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
 from tests.engine.scripted_model import ScriptedModel
@@ -188,10 +187,6 @@ def test_what_cannot_give_hidden_states_is_refused(
 ) -> None:
     model = models("llama")
     assert not ScriptedModel().can_give_hidden_states()
-    assembly: Any = attrs.make_class("Assembly", ["stack", "model"])
-    with model.engine(drafts="checking") as engine, pytest.raises(StackError, match="over ranks") as caught:
-        make_scheduler(assembly(engine.stack, engine.model), engine._manager, model.registry, has_ranks=True)
-    assert "no_hidden_states" == caught.value.code
     monkeypatch.setattr(type(model.loaded), "can_give_hidden_states", lambda self: False)
     with pytest.raises(StackError, match=r"'checking' needs hidden states, and the model adapter .* none") as caught:
         model.engine(drafts="checking")

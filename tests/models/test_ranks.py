@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 from kvframe_transformers.testing import save_tiny
 
@@ -19,7 +20,7 @@ from tests.models import on_ranks
 from tests.models.serving import PROMPTS, TinyModel
 from tests.programs import run_program
 
-FAMILIES = ("llama", "gemma3_text", "mixtral", "bert", "eurobert", "deepseek_v2")
+FAMILIES = ("llama", "gemma3_text", "mixtral", "bert", "eurobert", "deepseek_v2", "mamba2")
 
 KILLED = "its process was killed or its machine was lost"
 
@@ -30,6 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         save_tiny(made / family, family)
     save_tiny(made / "one_kv_head", "llama", num_key_value_heads=1)
+    almost = save_tiny(made / "almost_llama", "llama")
+    with torch.no_grad():
+        for parameter in almost.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    almost.save_pretrained(made / "almost_llama")
     return made
 
 
@@ -63,6 +69,36 @@ def test_the_cases_reach_hits_preemption_and_swaps(pairs: Mapping[str, Any], fol
     assert 7 == len(found["use_verbs"]["ended"])
 
 
+@pytest.mark.parametrize("case", ["draft_llama", "draft_states"])
+def test_drafts_of_another_model_change_no_token(pairs: Mapping[str, Any], case: str) -> None:
+    plain, drafted = pairs["run_cases"]["result"]["serve_llama"], pairs["run_cases"]["result"][case]
+    for what in ("first", "again", "samples", "likely"):
+        assert plain[what] == drafted[what]
+    assert drafted["counts"]["draft_tokens"] > 0 == plain["counts"]["draft_tokens"]
+
+
+def test_drafts_are_accepted_rejected_and_survive_preemption(pairs: Mapping[str, Any], references: Any) -> None:
+    found = pairs["run_cases"]["result"]
+    counts = found["draft_llama"]["counts"]
+    assert 0 < counts["accepted_draft_tokens"] < counts["draft_tokens"]
+    expected = [list(tokens) for tokens in references("gemma3_text")]
+    for case in ("draft_gemma", "swap_draft_gemma"):
+        counts = found[case]["counts"]
+        assert expected == found[case]["tokens"]
+        assert counts["accepted_draft_tokens"] == counts["draft_tokens"] > 0
+        assert counts["preemptions"] > 0
+    assert found["swap_draft_gemma"]["counts"]["swaps"] > 0
+
+
+def test_rank_0_has_the_hidden_states_of_the_last_tokens(pairs: Mapping[str, Any]) -> None:
+    found = pairs["run_cases"]["result"]["draft_from_hidden_states"]
+    assert found["missing"] < len(found["seen"])
+    assert [tokens for _, tokens in found["seen"]] == [read for read, _ in found["seen"]]
+    assert {1, 2} <= {len(read) for read, _ in found["seen"]}
+    assert found["plain"] == found["drafted"]
+    assert 0 < found["counts"]["accepted_draft_tokens"] < found["counts"]["draft_tokens"]
+
+
 def test_tokens_are_those_of_transformers(pairs: Mapping[str, Any], folder: Path, references: Any) -> None:
     expected = [list(tokens) for tokens in references("llama")]
     assert expected == pairs["run_cases"]["result"]["serve_llama"]["first"]
@@ -85,7 +121,7 @@ def test_three_ranks_for_four_heads_are_refused_in_one_sentence(pairs: Mapping[s
     assert f"over 3 ranks: its layer 'model.layers.0.self_attn' has {expected}" in found["result"]["said"]
 
 
-@pytest.mark.parametrize("run", ["kill_1", "kill_1_idle"])
+@pytest.mark.parametrize("run", ["kill_1", "kill_1_drafting", "kill_1_idle"])
 def test_a_rank_that_is_killed_ends_all_with_one_sentence(pairs: Mapping[str, Any], run: str) -> None:
     found = pairs[run]
     assert [71, -9] == found["codes"]

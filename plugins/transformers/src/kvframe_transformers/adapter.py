@@ -63,13 +63,21 @@ class TransformersAdapter(ModelAdapter):
 
         If torchrun started several processes, each loads its share of the weights, by the model's own plan.
         """
+        return self._load(path, device, dtype, num_ranks())
+
+    def load_whole(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
+        """Load all weights into this process, as ``load`` does if there is no other process."""
+        return self._load(path, device, dtype, 1)
+
+    def _load(self, path: Path, device: str, dtype: str, size: int) -> LoadedModel:
+        """Load the share of one of ``size`` processes."""
         if not path.is_dir():
             raise ModelError(f"{path} is a config without weights; to run a model, give the folder of its checkpoint")
         if dtype not in _DTYPES:
             raise UnknownNameError("model dtype", dtype, _DTYPES)
         description = self.describe(path)
         config = read_config(path)
-        size, options = num_ranks(), {}
+        options: dict[str, Any] = {}
         if size > 1:
             planned: Any = build_without_weights(config, description.name)
             description, options = share_of_rank(description, planned, size), options_of_ranks(planned, device)
