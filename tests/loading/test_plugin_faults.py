@@ -348,6 +348,10 @@ def load(registry: Registry) -> None:
     find_adapter(Path(__file__), registry).load(Path(__file__), device="cpu", dtype="float32")
 
 
+def load_whole(registry: Registry) -> None:
+    find_adapter(Path(__file__), registry).load(Path(__file__), device="cpu", dtype="float32", whole=True)
+
+
 def adopt(registry: Registry) -> None:
     adopt_model(object(), None, registry)
 
@@ -410,7 +414,14 @@ INTERFACES = (
         "model_adapter",
         ModelAdapter,
         GoodAdapter,
-        {"__init__": describe, "recognises": describe, "describe": describe, "load": load, "adopt": adopt},
+        {
+            "__init__": describe,
+            "recognises": describe,
+            "describe": describe,
+            "load": load,
+            "load_whole": load_whole,
+            "adopt": adopt,
+        },
     ),
     Interface(
         "spec",
