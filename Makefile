@@ -64,7 +64,6 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 	$(BIN)/python -m benchmarks.cache.core
 	$(BIN)/python -m benchmarks.cache.growth
 	$(BIN)/python -m benchmarks.engine.soak
-	$(BIN)/python -m benchmarks.cache.salts
 
 peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.attention import cpu, formats, metadata
-from benchmarks.cache import core, definition, eviction, growth, salts
+from benchmarks.cache import core, definition, eviction, growth
 from benchmarks.engine import beside_vllm, drafts, generate, profile_step, server, skipping, soak
 from benchmarks.harness import pages, record
 from benchmarks.memory import plans, traffic
@@ -21,7 +21,6 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "cache_growth": growth.write_report,
     "cache_model": definition.write_report,
     "cache_on_intel": core.write_report,
-    "cache_salts": salts.write_report,
     "cpu_attention": cpu.write_report,
     "drafts": drafts.write_report,
     "eviction": eviction.write_report,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from tests.engine.test_scheduler import CountingCache, encoder, request, run, sc
 
 PROMPT = "the quick brown"
 SHORT = SamplingParams(max_new_tokens=3)
+ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
 
 def cached_tokens(engine: Engine) -> int:
@@ -118,6 +123,54 @@ def test_the_steps_of_a_tenant_are_the_same_whatever_another_asked_for() -> None
             ]
 
     assert steps(PROMPT) == steps(PROMPT[::-1]) != []
+
+
+# --- what the work reveals --------------------------------------------------------------------------------------------
+
+
+def lines_run(run: Callable[[], object]) -> list[tuple[str, int]]:
+    """Return every line of kvframe's code that a call runs, in order."""
+    lines: list[tuple[str, int]] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> Any:
+        if f"{os.sep}kvframe{os.sep}" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def lines_to_a_token(before: str, salt: str, is_beside: bool) -> list[tuple[str, int]]:
+    """Return the lines from a prompt to its first token; the prompt ``before`` ended, or waits beside it."""
+    with ScriptedModel(PROMPT).engine() as engine:
+        engine.add_request(before, ONE_TOKEN, cache_salt=salt)
+        while engine.has_unfinished and not is_beside:
+            engine.step()
+
+        def serve() -> None:
+            mine = engine.add_request(PROMPT, ONE_TOKEN, cache_salt="mine")
+            while mine not in [output.request_id for output in engine.step()]:
+                pass
+
+        return lines_run(serve)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_the_work_for_a_prompt_does_not_reveal_a_prompt_of_another_salt(is_beside: bool) -> None:
+    lines_to_a_token(PROMPT, "mine", is_beside)  # What is computed once is computed now.
+    same, other = (lines_to_a_token(before, "theirs", is_beside) for before in (PROMPT, PROMPT[::-1]))
+    assert same == other
+    # Within one salt, it does: otherwise this test would see nothing.
+    same, other = (lines_to_a_token(before, "mine", is_beside) for before in (PROMPT, PROMPT[::-1]))
+    assert same != other
 
 
 # --- values that are not a salt ---------------------------------------------------------------------------------------
