@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from benchmarks.engine.soak_scenarios import CheckedPrompt, Scenario
 from kvframe import Engine
 from kvframe.cache.pins import Pin
 from kvframe.contract.errors import PlanError, RequestError
 from tests.engine.injected_faults import Faults
+from tests.engine.soak.scenarios import CheckedPrompt, Scenario
 
 SALTS = ("", "", "", "anna", "ben")
 SECONDS_BETWEEN_BURSTS = 180
