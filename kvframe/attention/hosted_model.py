@@ -55,14 +55,15 @@ class HostedModel:
         Raises:
             BackendError: A layer's spec stores something else than the host's pages hold. Or the host leaves out
                 tokens, and the stack names no wrapper for that, or the other way round. Or the stack's proposer has a
-                draft model (``another_model``), which the host would have to run.
+                draft model or uses prediction heads (``another_model``), which the host would have to run.
             StackError: A rule matches no layer, or gives a spec an unknown option.
             SpecError: A layer's kind is not registered, or its options do not fit.
         """
         proposer = make_proposer(stack, registry)
-        if proposer is not None and proposer.draft_model() is not None:
+        if proposer is not None and (proposer.uses_prediction_heads or proposer.draft_model() is not None):
+            what = "prediction heads" if proposer.uses_prediction_heads else "draft model"
             raise BackendError(
-                f"{stack.source}: engine.drafts names {proposer.name!r}, whose draft model the host would have to run; "
+                f"{stack.source}: engine.drafts names {proposer.name!r}, whose {what} the host would have to run; "
                 "leave the key out, and use what the host has for drafts",
                 code="another_model",
             )

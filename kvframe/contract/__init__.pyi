@@ -57,6 +57,7 @@ from .model import ModelAdapter as ModelAdapter
 from .model import ModelIdentity as ModelIdentity
 from .model import ModelInMemory as ModelInMemory
 from .model import ModelInput as ModelInput
+from .model import PredictionHeads as PredictionHeads
 from .operator import OpaqueAttention as OpaqueAttention
 from .operator import OpaqueFunction as OpaqueFunction
 from .order import BatchOrder as BatchOrder

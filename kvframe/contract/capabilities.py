@@ -9,6 +9,7 @@ import attrs
 
 from kvframe.contract import declared_words
 from kvframe.contract.formats import PLAIN
+from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import TOKENS, LayerSpec
 
 
@@ -157,7 +158,8 @@ class Capabilities:
         if spec.sequence != TOKENS and not_causal is not None and not_causal not in found:
             # Between the positions of two sequences there is no order: such a batch is never causal.
             found.append(not_causal)
-        for extension in sorted(set(extensions) - self.extensions):
+        needed = {*extensions, SEQ_STARTS} if query.first_token else {*extensions}
+        for extension in sorted(needed - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
         if lse and not self.returns_lse:
             refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")

@@ -245,6 +245,40 @@ class LoadedModel(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} gives no hidden states")
 
+    def load_prediction_heads(self) -> PredictionHeads:
+        """Return the model's prediction heads (multi-token prediction), with their weights.
+
+        Called at set-up, before ``attach``, and only if the stack's proposer uses the heads and the description has
+        ``prediction_layers``.
+
+        Raises:
+            ModelError: The checkpoint has no weights of the heads, or they cannot be loaded.
+        """
+        raise ModelError(f"{self.description.name} has no prediction heads")
+
+    def give_all_hidden_states(self) -> None:  # noqa: B027
+        """Prepare for ``forward_with_all_hidden_states``, until ``detach``. The default does nothing.
+
+        Called at set-up, after ``attach`` and before ``compile``, if the model's prediction heads are used.
+        """
+
+    def forward_with_all_hidden_states(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one packed step as ``forward`` does, and return the last hidden states of all its tokens as well.
+
+        Called instead of ``forward`` after ``give_all_hidden_states``.
+
+        Args:
+            input_ids: As for ``forward``.
+            positions: As for ``forward``.
+            logits_indices: As for ``forward``.
+
+        Returns:
+            The logits, and ``[num_tokens, hidden_size], device``: what the first prediction head continues from.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no hidden states")
+
     # --- inputs besides tokens: for a model whose description has ``max_input_lens`` ----------------------------------
 
     def prepare_input(self, sequence: str, value: Any) -> ModelInput | None:
@@ -325,6 +359,45 @@ class LoadedModel(ABC):
 
     def _no_tokenizer(self) -> Exception:
         return ModelError(f"{self.description.name} has no tokenizer; give token ids instead of text")
+
+
+class PredictionHeads(LoadedModel):
+    """The prediction heads of a model (multi-token prediction, arXiv 2412.19437, 2.2), attached as a model is.
+
+    Head ``i`` is computed for the tokens from position ``i + 1`` on. For the token at ``p`` it takes the token, and the
+    hidden state after ``p - 1``: of the model for the first head, of the head before for the others. Its own hidden
+    state after ``p`` gives the logits of the token at ``p + 1``. So what it stores of a token depends on the tokens up
+    to that one only.
+    """
+
+    @abstractmethod
+    def forward_head(
+        self,
+        head: int,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one head over one packed step; its attention layers already hold the step's metadata.
+
+        Args:
+            head: The head.
+            input_ids: ``[num_tokens], int64, device``.
+            positions: ``[num_tokens], int64, device``, all greater than ``head``.
+            hidden_states: ``[num_tokens, hidden_size], device``: for each token, the hidden state after the one before.
+            logits_indices: ``[num_wanted], int64, device``: the rows of the packed batch whose logits are wanted.
+
+        Returns:
+            Logits ``[num_wanted, vocab_size]``, and the head's hidden states ``[num_tokens, hidden_size]``, device.
+        """
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        """Raise: a head continues hidden states."""
+        raise NotImplementedError("prediction heads run by forward_head")
+
+    def self_check(self, run_packed: Any) -> None:
+        """Do nothing: a wrong head changes no token."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -30,8 +30,8 @@ class DraftRequest:
         num_prompt_tokens: How many of them are the prompt.
         max_drafts: The most tokens that are wanted for it, at least one.
         cache_salt: Requests of different salts must not learn anything of each other's tokens.
-        continuation: The tokens with which the proposer's draft model continues it, at most ``max_drafts``; empty if
-            the proposer names no draft model, or the host did not run it for this request.
+        continuation: The tokens with which the proposer's draft model continues it, or the model's prediction heads,
+            at most ``max_drafts``; empty if the proposer uses neither, or the host did not run it for this request.
         hidden_states: ``[num_new, hidden_size], device``, in the model's dtype: a row for each token that the last step
             gave the request, accepted drafts and the token after them, in order. Row ``i`` is the hidden state that the
             model's head took the logits of ``token_ids[i - num_new]`` from. None if the proposer does not need hidden
@@ -58,6 +58,9 @@ class Proposer(ABC):
     Attributes:
         needs_hidden_states: Whether requests are given hidden states of the model (``DraftRequest.hidden_states``). A
             class that sets it is refused (``no_hidden_states``) for a model adapter that gives none.
+        uses_prediction_heads: Whether the host is to let the served model's own prediction heads (multi-token
+            prediction) continue the requests before each call of ``propose``. A class that sets it is refused
+            (``no_prediction_heads``) for a model without such heads, and has no draft model.
         max_drafts: The most draft tokens of a request in a step. Layers with states keep as many states beside a
             request's last one, so that the engine can continue before the first rejected draft.
     """
@@ -66,6 +69,7 @@ class Proposer(ABC):
     """The registered name (``"ngram"``)."""
 
     needs_hidden_states: ClassVar[bool] = False
+    uses_prediction_heads: ClassVar[bool] = False
 
     max_drafts: int = 4
 

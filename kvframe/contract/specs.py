@@ -426,6 +426,8 @@ class QuerySpec:
         soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
         has_sinks: Whether each head adds a learned logit to the softmax's denominator (``sinks: [num_heads]``).
         relative_bias: What is added to the scores, after scale and soft cap, by distance; None for nothing.
+        first_token: The first token of a request for which the layer is computed, and whose key its queries see. If it
+            is not 0, every step of the layer has the extension ``SEQ_STARTS``, so backends and wrappers must take it.
     """
 
     num_heads: int = positive_int
@@ -434,9 +436,14 @@ class QuerySpec:
     soft_cap: float | None = None
     has_sinks: bool = False
     relative_bias: RelativeBias | None = attrs.field(default=None, converter=_as_relative_bias)
+    first_token: int = 0
 
     def __attrs_post_init__(self) -> None:
         """Refuse what is no number, switch or bias."""
+        if type(self.first_token) is not int or self.first_token < 0:
+            raise SpecError(
+                f"QuerySpec.first_token must be a whole number of at least 0, not {shown(self.first_token)}"
+            )
         for name, value in (("scale", self.scale), ("soft_cap", self.soft_cap)):
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number and not (name == "soft_cap" and value is None):

@@ -20,7 +20,7 @@ from kvframe.contract.backend import KVCache, PageCopier
 from kvframe.contract.errors import KVFrameError, PluginError, StackError, shown
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.model import LoadedModel
+from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.ranks.agreement import agree
 from kvframe.engine.ranks.follower import Follower
@@ -119,9 +119,16 @@ def assemble(
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     own, drafted = split_layers(layers)
+    if drafted and ranks is not None:
+        check_draft_of_ranks(stack, registry)
     has_draft = bool(drafted) and not isinstance(ranks, Follower)
     draft = load_draft_model(model, drafted, stack, registry) if has_draft else None
     skipped, choices = _choose(model, own, stack, registry)
+    if skipped and isinstance(draft, PredictionHeads):
+        raise StackError(
+            f"{stack.source}: engine.drafts: the prediction heads of {model.description.name} need hidden states of "
+            "all tokens, and engine.prefill_skipping leaves some out; leave one of the two keys out"
+        )
     draft_choices = select_backends(drafted, stack, registry, torch.device(stack.engine.device).type)
     copied = layers_on_copies(layers, (*choices, *draft_choices))
     num_local_ranks = 1 if ranks is None else ranks.num_local_ranks
@@ -133,8 +140,19 @@ def assemble(
     return made if draft is None else attrs.evolve(made, draft=_assemble_draft(made, draft, drafted, draft_choices))
 
 
+def check_draft_of_ranks(stack: Stack, registry: Registry) -> None:
+    """Raise ``StackError`` if a stack's proposer uses prediction heads: they need the whole model in one process."""
+    proposer = make_proposer(stack, registry)
+    if proposer is not None and proposer.uses_prediction_heads:
+        raise StackError(
+            f"{stack.source}: engine.drafts: prediction heads do not run on several ranks; choose another proposer"
+        )
+
+
 def load_draft_model(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> LoadedModel:
-    """Return the draft model that a stack's proposer names, which this process alone runs.
+    """Return the draft model that a stack's proposer names, or the prediction heads of the model.
+
+    This process alone runs it.
 
     Args:
         model: The model that is served.
@@ -144,9 +162,12 @@ def load_draft_model(model: LoadedModel, layers: Sequence[LayerSpec], stack: Sta
 
     Raises:
         StackError: The draft model cannot be loaded, or cannot continue the model's requests.
+        ModelError: The heads cannot be loaded.
     """
-    where = f"{stack.source}: engine.drafts"
-    path = draft_path(make_proposer(stack, registry), stack)
+    where, proposer = f"{stack.source}: engine.drafts", make_proposer(stack, registry)
+    if proposer is not None and proposer.uses_prediction_heads:
+        return model.load_prediction_heads()
+    path = draft_path(proposer, stack)
     assert path is not None
     try:
         adapter = find_adapter(path, registry)

@@ -10,9 +10,10 @@ import attrs
 
 from kvframe.cache.pins import Pin
 from kvframe.contract.errors import KVFrameError, ModelError, PrefixFileError, RequestError, shown
+from kvframe.contract.model import PredictionHeads
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
-from kvframe.engine.graphs.step_graphs import StepGraphs
+from kvframe.engine.graphs.step_graphs import Forward, StepGraphs
 from kvframe.engine.prefixes.fingerprint import fingerprint_of
 from kvframe.engine.prefixes.of_prompts import PromptPrefixes
 from kvframe.engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
@@ -24,6 +25,7 @@ from kvframe.engine.requests.salts import check_salt, salt_of_each
 from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 from kvframe.engine.requests.text import TextStream
 from kvframe.engine.running.draft_runner import DraftRunner
+from kvframe.engine.running.heads_runner import HeadsRunner
 from kvframe.engine.running.model_runner import ModelRunner, SkipPolicy, TokenRunner, forward_of
 from kvframe.engine.streaming import RequestStream
 from kvframe.engine.turns import verb
@@ -282,6 +284,13 @@ class Engine(EngineCore[Request]):
         )
 
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> TokenRunner:
+        draft = assembly.draft
+        has_heads = draft is not None and isinstance(draft.model, PredictionHeads)
+        forward = forward_of(
+            self.model,
+            with_hidden_states=self._scheduler.hidden_states is not None,
+            with_all_hidden_states=has_heads,
+        )
         runner = TokenRunner(
             self.model,
             assembly.layers,
@@ -291,14 +300,15 @@ class Engine(EngineCore[Request]):
             max_model_len=self._max_model_len,
             skip_policy=skip_policy,
             hidden_states=self._scheduler.hidden_states,
-            graphs=self._make_graphs(
-                assembly,
-                self._scheduler.max_drafts,
-                with_hidden_states=self._scheduler.hidden_states is not None,
-            ),
+            graphs=self._make_graphs(assembly, forward, self._scheduler.max_drafts),
+            keeps_all_rows=has_heads,
         )
-        if assembly.draft is not None:
-            runner.draft = self._make_draft_runner(assembly.draft, runner)
+        if draft is not None:
+            runner.draft = (
+                HeadsRunner(draft.model, draft.layers, self._manager.tables, runner)
+                if isinstance(draft.model, PredictionHeads)
+                else self._make_draft_runner(draft, runner)
+            )
             self._scheduler.use_draft_model(runner.draft.continue_requests)
         return runner
 
@@ -311,18 +321,16 @@ class Engine(EngineCore[Request]):
             draft.device,
             max_num_seqs=self.stack.engine.max_num_seqs,
             max_model_len=self._max_model_len,
-            graphs=self._make_graphs(draft, 0),
+            graphs=self._make_graphs(draft, forward_of(draft.model), 0),
             tokens=runner.tokens,
         )
         return DraftRunner(made, draft.layers)
 
-    def _make_graphs(
-        self, assembly: Assembly, max_drafts: int, *, with_hidden_states: bool = False
-    ) -> StepGraphs | None:
+    def _make_graphs(self, assembly: Assembly, forward: Forward, max_drafts: int) -> StepGraphs | None:
         return StepGraphs.of(
             self.stack.engine,
             assembly.layers,
-            forward_of(assembly.model, with_hidden_states=with_hidden_states),
+            forward,
             assembly.device,
             max_model_len=self._max_model_len,
             max_input_lens=assembly.model.description.max_input_lens,

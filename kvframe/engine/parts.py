@@ -9,7 +9,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.config.eviction_choice import make_policy
 from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.errors import StackError
-from kvframe.contract.model import LoadedModel
+from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, assemble_plain, plain_layers
 from kvframe.engine.diagnosis import check_model, compare
@@ -18,7 +18,7 @@ from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.scheduling.drafting import Drafting
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.loading.registry import Registry
-from kvframe.planning.draft_model import as_draft_names, split_layers
+from kvframe.planning.draft_model import as_draft_names, max_drafts_of, split_layers
 
 
 def make_admission(assembly: Assembly, secret: bytes) -> Admission:
@@ -89,7 +89,8 @@ def make_scheduler(
                 f"model adapter of {assembly.model.description.name} gives none; choose another proposer",
                 code="no_hidden_states",
             )
-        drafting = Drafting(proposer, assembly.model.description.vocab_size)
+        description = assembly.model.description
+        drafting = Drafting(proposer, description.vocab_size, max_drafts_of(proposer, description))
         if not proposes:
             drafting.hidden_states = None
     return Scheduler(
@@ -114,6 +115,8 @@ def attach_models(
 ) -> None:
     """Attach the model and its draft model, compile them, compare each with its own forward, and warm up.
 
+    Prediction heads are attached only: they run as they were loaded.
+
     Args:
         assembly: The set-up.
         layers: The layer specs that it was made of, those of the draft model too.
@@ -128,13 +131,25 @@ def attach_models(
         WrapperError: A wrapper changes what a layer computes.
     """
     own, drafted = split_layers(layers)
+    draft = assembly.draft
     attached: list[LoadedModel] = []
+    has_heads = draft is not None and isinstance(draft.model, PredictionHeads)
     try:
-        _attach(assembly, own, registry, has_ranks=has_ranks, with_hidden_states=with_hidden_states)
+        _attach(
+            assembly,
+            own,
+            registry,
+            has_ranks=has_ranks,
+            with_hidden_states=with_hidden_states,
+            with_all_hidden_states=has_heads,
+        )
         attached.append(assembly.model)
-        if assembly.draft is not None:
-            _attach(assembly.draft, as_draft_names(drafted), registry, has_ranks=False, with_hidden_states=False)
-            attached.append(assembly.draft.model)
+        if draft is not None and has_heads:
+            draft.model.attach(draft.layers)
+            attached.append(draft.model)
+        elif draft is not None:
+            _attach(draft, as_draft_names(drafted), registry, has_ranks=False)
+            attached.append(draft.model)
         warm_up()
     except BaseException:
         for model in attached:
@@ -143,7 +158,13 @@ def attach_models(
 
 
 def _attach(
-    assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry, *, has_ranks: bool, with_hidden_states: bool
+    assembly: Assembly,
+    layers: Sequence[LayerSpec],
+    registry: Registry,
+    *,
+    has_ranks: bool,
+    with_hidden_states: bool = False,
+    with_all_hidden_states: bool = False,
 ) -> None:
     """Attach one model, compile it, and compare it with its own forward, as the stack asks."""
     model, options = assembly.model, assembly.stack.engine
@@ -152,6 +173,8 @@ def _attach(
     def prepare() -> None:
         if with_hidden_states:
             model.give_hidden_states()
+        if with_all_hidden_states:
+            model.give_all_hidden_states()
         if options.compile:
             model.compile()
 

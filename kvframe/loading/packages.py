@@ -23,6 +23,7 @@ kvframe-kv-formats plugin:kv_formats format:fp8_tensor format:fp8_token_head
 kvframe-kv-formats format:int4_token_head format:int8_token_head
 kvframe-mamba plugin:mamba spec:mamba
 kvframe-mla plugin:mla spec:mla backend:mla
+kvframe-mtp plugin:mtp proposer:mtp
 kvframe-ngram plugin:ngram proposer:ngram
 kvframe-numba plugin:numba backend:numba
 kvframe-scan-resistant plugin:scan_resistant eviction:scan_resistant

@@ -1,8 +1,9 @@
 """The draft model of a stack's proposer: its layers are planned beside the served model's, in the same cache.
 
-The layers of the draft model have names that begin with ``draft:``. In every other respect they are layers like the
-served model's: rules of the stack match them by kind and by that name, they share block tables with layers that keep
-the same tokens, and a prefix is found for both models or for neither.
+The prediction heads of the served model are planned like a draft model. The layers of the draft model have names that
+begin with ``draft:``. In every other respect they are layers like the served model's: rules of the stack match them by
+kind and by that name, they share block tables with layers that keep the same tokens, and a prefix is found for both
+models or for neither.
 """
 
 from __future__ import annotations
@@ -50,8 +51,21 @@ def draft_path(proposer: Proposer | None, stack: Stack) -> Path | None:
     return Path(found).expanduser()
 
 
+def max_drafts_of(proposer: Proposer | None, description: ModelDescription) -> int:
+    """Return the most draft tokens of a request in a step; 0 without a proposer.
+
+    Args:
+        proposer: The stack's proposer. If it uses prediction heads, each of them gives one draft.
+        description: The served model.
+    """
+    if proposer is None:
+        return 0
+    most = proposer.max_drafts
+    return min(most, description.num_prediction_heads) if proposer.uses_prediction_heads else most
+
+
 def describe_draft_model(description: ModelDescription, stack: Stack, registry: Registry) -> ModelDescription | None:
-    """Return the description of the draft model that a stack's proposer names; None if it names none.
+    """Return the description of what drafts for a stack's proposer; None if the proposer drafts alone.
 
     Args:
         description: The served model.
@@ -59,10 +73,14 @@ def describe_draft_model(description: ModelDescription, stack: Stack, registry: 
         registry: Where the proposer and model adapters are looked up.
 
     Raises:
-        StackError: The draft model cannot continue the requests of the served model.
+        StackError: The draft model cannot continue the requests of the served model, or that model has no prediction
+            heads (``no_prediction_heads``).
         ModelError: There is no such model, or no adapter describes it.
     """
-    path = draft_path(make_proposer(stack, registry), stack)
+    proposer = make_proposer(stack, registry)
+    if proposer is not None and proposer.uses_prediction_heads:
+        return _describe_heads(description, proposer, stack, registry)
+    path = draft_path(proposer, stack)
     if path is None:
         return None
     try:
@@ -71,6 +89,20 @@ def describe_draft_model(description: ModelDescription, stack: Stack, registry: 
         raise StackError(f"{stack.source}: engine.drafts: the draft model: {error}") from error
     check_draft_model(draft, description, stack)
     return draft
+
+
+def _describe_heads(
+    description: ModelDescription, proposer: Proposer, stack: Stack, registry: Registry
+) -> ModelDescription:
+    if not description.prediction_layers:
+        others = [name for name in registry.proposers.names() if name != proposer.name]
+        raise StackError(
+            f"{stack.source}: engine.drafts: the proposer {proposer.name!r} drafts with prediction heads of the model "
+            f"(multi-token prediction), and {description.name} has none that its model adapter can run; choose another "
+            f"proposer ({', '.join(others) or 'none is installed'})",
+            code="no_prediction_heads",
+        )
+    return attrs.evolve(description, layers=description.prediction_layers, max_input_lens={})
 
 
 def check_draft_model(draft: ModelDescription, description: ModelDescription, stack: Stack) -> None:

@@ -22,7 +22,7 @@ from kvframe.contract.foreign import call
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks, spec_for_prompt
-from kvframe.planning.draft_model import PREFIX, describe_draft_model, with_draft_layers
+from kvframe.planning.draft_model import PREFIX, describe_draft_model, max_drafts_of, with_draft_layers
 from kvframe.planning.retyping import retyped
 from kvframe.planning.rollback import RollbackSpec
 
@@ -112,7 +112,7 @@ def make_layer_specs(
 ) -> tuple[LayerSpec, ...]:
     """Return the layer specs of a model's described layers, made by the registered spec types and the stack's rules.
 
-    If the stack's proposer has a draft model, the layers of that model follow the model's own.
+    If the stack's proposer has a draft model, or uses the model's prediction heads, their layers follow the model's.
 
     Args:
         description: The model.
@@ -138,8 +138,7 @@ def make_layer_specs(
         for layer in description.layers
         if "format" in {**layer.options, **stack.rule_for(layer.name, layer.kind).spec}
     }
-    proposer = make_proposer(stack, registry)
-    num_drafts = 0 if proposer is None else proposer.max_drafts
+    num_drafts = max_drafts_of(make_proposer(stack, registry), description)
     made = [_layer_spec(layer, registry, stack, dtypes, kv_format) for layer in description.layers]
     _check_draft_layers(made, stack)
     return follow_owners([_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in made], chosen)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import PluginError, WrapperError
 from kvframe.contract.foreign import call, safe_repr
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS
+from kvframe.contract.metadata import NUM_PROMPT_TOKENS, SEQ_STARTS
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 
@@ -50,6 +50,14 @@ def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, 
             raise WrapperError(
                 f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: what it sees depends on the length of a "
                 f"request's prompt, and the wrapper does not take the extension {NUM_PROMPT_TOKENS!r}",
+                code="unknown_extension" if use is None else "rejected_extension",
+            )
+    if layer.query is not None and layer.query.first_token:
+        use = made.extensions.get(SEQ_STARTS)
+        if use is None or use is FieldUse.REJECT:
+            raise WrapperError(
+                f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: its queries see no token before "
+                f"{layer.query.first_token}, and the wrapper does not take the extension {SEQ_STARTS!r}",
                 code="unknown_extension" if use is None else "rejected_extension",
             )
     added = call(f"{whose}: added_extensions()", made.added_extensions, layer, passes=(WrapperError,))

@@ -52,9 +52,13 @@ def test_layers_get_the_options_that_their_kind_has_and_the_stacks_rules(registr
     assert ((0, 3), (15, 20)) == window.live_ranges(20)
 
 
-def test_a_draft_model_is_refused_because_the_host_would_have_to_run_it(registry: Registry) -> None:
-    drafts = {"name": "draft_model", "model": "small"}
-    with pytest.raises(BackendError, match="whose draft model the host would have to run") as refused:
+@pytest.mark.parametrize(
+    ("drafts", "what"), [({"name": "draft_model", "model": "small"}, "draft model"), ("mtp", "prediction heads")]
+)
+def test_what_drafts_is_refused_because_the_host_would_have_to_run_it(
+    registry: Registry, drafts: Any, what: str
+) -> None:
+    with pytest.raises(BackendError, match=f"whose {what} the host would have to run") as refused:
         make(registry, {"engine": {"drafts": drafts}})
     assert "another_model" == refused.value.code
 

@@ -123,17 +123,11 @@ class DraftRunner:
         """
         if self.is_set_aside:
             return
-        num_done = np.zeros_like(step.num_scheduled)
-        num_kept = step.num_scheduled.copy()
+        num_done, num_kept = np.zeros_like(step.num_scheduled), num_kept_of(step, outcomes)
         for place, tokens in enumerate(step.continued):
             drafts = step.drafts[place] if step.drafts else ()
             # The last known token was computed, and each token from which another one was sampled.
             num_done[place] = min(1 + _num_equal(tokens, drafts), len(tokens))
-        if step.drafts:
-            runs = cast(Sequence[Sequence[int]], outcomes)
-            for place, run in zip(step.generating.tolist(), runs, strict=True):
-                if step.drafts[place]:
-                    num_kept[place] = len(run)
         places = np.flatnonzero(num_kept > num_done)
         if not len(places):
             return
@@ -156,6 +150,22 @@ class DraftRunner:
     def _set_aside(self, error: Exception) -> None:
         self.is_set_aside = True
         _log.error("the draft model failed, and is set aside: it continues no more requests: %s", safe_text(error))
+
+
+def num_kept_of(step: ScheduledStep[Request], outcomes: Outcomes) -> IntArray:
+    """Return how many of the tokens that a step computed of each request stay: all but rejected drafts.
+
+    Args:
+        step: The step.
+        outcomes: What the served model's runner returned for it.
+    """
+    num_kept = step.num_scheduled.copy()
+    if step.drafts:
+        runs = cast(Sequence[Sequence[int]], outcomes)
+        for place, run in zip(step.generating.tolist(), runs, strict=True):
+            if step.drafts[place]:
+                num_kept[place] = len(run)
+    return num_kept
 
 
 def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:

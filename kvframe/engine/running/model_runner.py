@@ -29,6 +29,7 @@ from kvframe.planning.memory import allocating
 
 if TYPE_CHECKING:
     from kvframe.engine.running.draft_runner import DraftRunner
+    from kvframe.engine.running.heads_runner import HeadsRunner
 
 SkipPolicy = Callable[[StepBatch], bool]
 """Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
@@ -58,6 +59,8 @@ class ModelRunner:
             sends the batch to the others.
         hidden_states: The rows of the last step that its tokens were sampled from, by request; None if no proposer
             needs them.
+        hidden_rows: The hidden states of the last step, of all its tokens or of its rows of logits; None if there are
+            none. The next step overwrites them.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class ModelRunner:
         graphs: StepGraphs | None = None,
         tokens: IntArray | None = None,
         hidden_states: dict[str, torch.Tensor] | None = None,
+        forward: Forward | None = None,
+        keeps_all_rows: bool = False,
     ) -> None:
         """Keep what steps need.
 
@@ -87,6 +92,9 @@ class ModelRunner:
             graphs: The graphs that steps are replayed from if possible; none unless given.
             tokens: The ``tokens`` of another runner, which it then shares; its own unless given.
             hidden_states: Where each step leaves the hidden states of the requests that it gives tokens.
+            forward: What computes a step. It returns the logits and, if they are kept, hidden states. The model's
+                forward unless given.
+            keeps_all_rows: Whether it returns the hidden states of all tokens of a step (``hidden_rows``).
 
         Raises:
             PlanError: The machine has no memory for the tokens.
@@ -109,8 +117,13 @@ class ModelRunner:
         self.graphs = graphs
         self.compute: Compute = self._compute
         self.hidden_states = hidden_states
-        self._forward = forward_of(model, with_hidden_states=hidden_states is not None)
-        self._hidden_rows: torch.Tensor | None = None
+        self._keeps_all_rows = keeps_all_rows
+        if forward is None:
+            forward = forward_of(
+                model, with_hidden_states=hidden_states is not None, with_all_hidden_states=keeps_all_rows
+            )
+        self._forward = forward
+        self.hidden_rows: torch.Tensor | None = None
 
     @property
     def has_graphs(self) -> bool:
@@ -210,24 +223,42 @@ class ModelRunner:
             if self.graphs is not None and sizes is not None:
                 rows_of_graph = self.graphs.run(sizes, batch, self._tables, metadata, *tensors)
                 if rows_of_graph is not None:
-                    return self._split_output([each[: len(logits_indices)] for each in rows_of_graph])
+                    logits, *others = rows_of_graph
+                    num_rows = len(positions) if self._keeps_all_rows else len(logits_indices)
+                    return self._split_output([logits[: len(logits_indices)], *(each[:num_rows] for each in others)])
             token_ids, positions_there, wanted = self._layers.begin_step(
                 metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in tensors)
             )
             output = self._forward(token_ids, positions_there, wanted)
             kept_rows = self._layers.kept_rows
-            for tensor in output:
-                self._check_logits(tensor, len(wanted if kept_rows is None else kept_rows))
+            num_wanted = len(wanted if kept_rows is None else kept_rows)
+            num_others = len(positions) if self._keeps_all_rows else num_wanted
+            for tensor, count in zip(output, (num_wanted, num_others), strict=False):
+                self._check_logits(tensor, count)
             if kept_rows is None:
                 return self._split_output(output)
             # The rows that the layers computed, then padding.
             is_kept = batch.generating_indices is logits_indices
             return self._split_output([each[: len(wanted)] if is_kept else each[wanted] for each in output])
 
+    def hidden_rows_of(self, packed: StepBatch, rows: IntArray, counts: IntArray) -> torch.Tensor:
+        """Return the hidden states of the first tokens of some requests of the last step, ``[sum(counts), …], device``.
+
+        Args:
+            packed: The batch of the step.
+            rows: ``[num_reqs]``: the requests' rows.
+            counts: ``[num_reqs]``: how many of the tokens that it computed of each.
+        """
+        assert self.hidden_rows is not None
+        starts = np.zeros(len(self.tokens), dtype=np.int64)
+        starts[packed.rows] = np.cumsum(packed.query_lens) - packed.query_lens
+        places = np.arange(int(counts.sum())) + np.repeat(starts[rows] - np.cumsum(counts) + counts, counts)
+        return self.hidden_rows.index_select(0, self.to_device(places))
+
     def _split_output(self, output: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the logits of a step, and keep the hidden states of the same rows, if there are any."""
         logits, *others = output
-        self._hidden_rows = others[0] if others else None
+        self.hidden_rows = others[0] if others else None
         return logits
 
     def _check_logits(self, logits: Any, num_rows: int) -> None:
@@ -289,10 +320,12 @@ class TokenRunner(ModelRunner):
     """Runs a step to the next tokens of its requests.
 
     Attributes:
-        draft: Runs the draft model over the same steps; None for none.
+        draft: Runs the draft model, or the prediction heads, over the same steps; None for none.
+        packed: The batch of the last step.
     """
 
-    draft: DraftRunner | None = None
+    draft: DraftRunner | HeadsRunner | None = None
+    packed: StepBatch
 
     @property
     def has_graphs(self) -> bool:
@@ -323,7 +356,7 @@ class TokenRunner(ModelRunner):
         return outcomes
 
     def _run(self, step: ScheduledStep[Request]) -> Outcomes:
-        packed = self.pack(step)
+        packed = self.packed = self.pack(step)
         if self.hidden_states is not None:
             self.hidden_states.clear()
         logits = self.forward(packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS)
@@ -373,15 +406,15 @@ class TokenRunner(ModelRunner):
             num_rows: How many sampled rows each has.
         """
         assert self.hidden_states is not None
-        assert self._hidden_rows is not None
-        rows, counts = self._hidden_rows, [sum(token >= 0 for token in run) for run in runs]
+        assert self.hidden_rows is not None
+        rows, counts = self.hidden_rows, [sum(token >= 0 for token in run) for run in runs]
         starts = np.cumsum(num_rows) - num_rows
         wanted = np.concatenate([np.arange(count) + start for start, count in zip(starts, counts, strict=True)])
         kept = rows.index_select(0, self.to_device(packed.sampled[wanted]))
         for request, part in zip(requests, kept.split(counts), strict=True):
             if len(part):
                 self.hidden_states[request.request_id] = part
-        self._hidden_rows = None
+        self.hidden_rows = None
 
     def _add_prompt_logprobs(self, packed: PackedStep[Request], logits: torch.Tensor) -> None:
         following = self.tokens[packed.rows[packed.prompt_requests], packed.prompt_positions + 1]
@@ -401,8 +434,12 @@ def new_inputs_of(step: ScheduledStep[RequestT]) -> Mapping[str, Mapping[int, Mo
     return found
 
 
-def forward_of(model: LoadedModel, *, with_hidden_states: bool) -> Forward:
-    """Return a model's forward, which gives the hidden states of the logits' rows too if they are needed."""
+def forward_of(
+    model: LoadedModel, *, with_hidden_states: bool = False, with_all_hidden_states: bool = False
+) -> Forward:
+    """Return a model's forward, which gives the hidden states of the logits' rows, or of all, if they are needed."""
+    if with_all_hidden_states:
+        return model.forward_with_all_hidden_states
     if with_hidden_states:
         return model.forward_with_hidden_states
     return lambda token_ids, positions, wanted: (model.forward(token_ids, positions, wanted),)

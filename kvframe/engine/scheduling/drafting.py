@@ -72,15 +72,17 @@ class Drafting(Generic[RequestT]):
             None if the proposer does not need them.
     """
 
-    def __init__(self, proposer: Proposer, vocab_size: int | None) -> None:
+    def __init__(self, proposer: Proposer, vocab_size: int | None, max_drafts: int | None = None) -> None:
         """Take the proposer.
 
         Args:
             proposer: The proposer, which nothing else uses.
             vocab_size: The model's token ids are smaller; None if that is unknown.
+            max_drafts: The most draft tokens of a request in a step; the proposer's own unless given.
         """
         self._proposer: Proposer | None = proposer
-        self.max_drafts, self._vocab_size = proposer.max_drafts, vocab_size
+        self.max_drafts = proposer.max_drafts if max_drafts is None else max_drafts
+        self._vocab_size = vocab_size
         self._paces: dict[str, Pace] = {}
         self.continue_requests: Continue[RequestT] | None = None
         self.hidden_states: dict[str, torch.Tensor] | None = {} if proposer.needs_hidden_states else None

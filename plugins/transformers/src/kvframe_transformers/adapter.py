@@ -35,6 +35,7 @@ from kvframe_transformers.encoders import find_first_position, generates, num_un
 from kvframe_transformers.in_memory import build_like, config_of, generation_eos_token_ids, place_of
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
+from kvframe_transformers.prediction_heads import describe_heads
 from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank
 
 UNLIMITED = 1 << 20
@@ -135,6 +136,7 @@ def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int
         if length is not None and not config.is_encoder_decoder:
             length -= num_unused_positions(model)
         layers = discover_layers(model, name, length or 0, generates=generating)
+        num_heads, head_layers = describe_heads(model, name, length or 0) if generating else (0, ())
     if length is None and not any(layer.query for layer in layers):
         length = UNLIMITED
     encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None
@@ -148,4 +150,6 @@ def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int
         eos_token_ids=eos,
         max_input_lens={} if encoder_len is None else {ENCODER: encoder_len},
         generates=generating,
+        num_prediction_heads=num_heads,
+        prediction_layers=head_layers,
     )

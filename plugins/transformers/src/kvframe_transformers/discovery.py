@@ -30,7 +30,12 @@ _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position
 
 
 def discover_layers(
-    model: Any, name: str, max_model_len: int, *, generates: bool = True
+    model: Any,
+    name: str,
+    max_model_len: int,
+    *,
+    generates: bool = True,
+    inputs: Mapping[str, Any] | None = None,
 ) -> tuple[LayerDescription, ...]:
     """Return the layers of a model on the meta device that attend or keep state, in the order they run.
 
@@ -39,12 +44,13 @@ def discover_layers(
         name: The model's name in errors.
         max_model_len: The most tokens of a request: masks are examined up to here.
         generates: Whether tokens are generated one after the other, so that no token may see later ones.
+        inputs: What the model is called with; a few tokens unless given.
 
     Raises:
         ModelError: The model keeps state, or masks attention, in a way that no cache spec describes, or it cannot take
             the positions of a packed batch.
     """
-    recording = record(model, name)
+    recording = record(model, name, inputs)
     layers = _Reader(model, name, max_model_len, recording, generates).layers()
     attends = any(layer.query for layer in layers)
     if attends and not _takes_positions(model, layers, recording.ran):

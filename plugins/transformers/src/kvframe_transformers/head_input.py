@@ -1,4 +1,4 @@
-"""Notes what a model's head is called with: the hidden states of the rows whose logits it computes."""
+"""Notes hidden states of a step: those that a model's head is called with, or those of all tokens."""
 
 from __future__ import annotations
 
@@ -28,3 +28,25 @@ class HeadInput:
 
     def _note(self, head: nn.Module, args: Any) -> None:
         self._rows = args[0]
+
+
+class BodyOutput:
+    """A hook on a model without its head. A compiled model runs it as part of its graph, as for ``HeadInput``."""
+
+    def __init__(self, body: nn.Module) -> None:
+        """Hook the body."""
+        self._rows: torch.Tensor | None = None
+        self._handle = body.register_forward_hook(self._note)
+
+    def take(self) -> torch.Tensor | None:
+        """Return what the body last returned, ``[num_tokens, hidden_size]``, once."""
+        rows, self._rows = self._rows, None
+        return None if rows is None else rows[0]
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+        self._rows = None
+
+    def _note(self, body: nn.Module, args: Any, output: Any) -> None:
+        self._rows = output[0]

@@ -25,11 +25,12 @@ from kvframe.contract import (
     ModelError,
     ModelIdentity,
     Pooling,
+    PredictionHeads,
 )
 from kvframe_transformers.byte_level import bytes_of, decode_by_bytes
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody, for_any_size
-from kvframe_transformers.head_input import HeadInput
+from kvframe_transformers.head_input import BodyOutput, HeadInput
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.packed import PackedLinears
@@ -88,7 +89,7 @@ class TransformersModel(LoadedModel):
         self._drivers: dict[nn.Module, MixerDriver] = {}
         self._cutter: RowCutter | None = None
         self.compiled: CompiledBody | None = None
-        self._head: HeadInput | None = None
+        self._head: HeadInput | BodyOutput | None = None
         self.packs_weights = False
 
     def without_head(self) -> LoadedModel:
@@ -275,6 +276,38 @@ class TransformersModel(LoadedModel):
             )
         # A model that always computes the logits of all rows gives those that are wanted.
         return logits, rows if len(rows) == len(logits) else rows[logits_indices]
+
+    def load_prediction_heads(self) -> PredictionHeads:
+        """Load the heads from the folder of the model's checkpoint.
+
+        Raises:
+            ModelError: It has no weights of them.
+        """
+        from kvframe_transformers.prediction_heads import load_heads
+
+        return load_heads(self.model, self.description)
+
+    def give_all_hidden_states(self) -> None:
+        """Note the output of the model's body in each step."""
+        self._head = BodyOutput(self.model.get_decoder())
+
+    def forward_with_all_hidden_states(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one packed step, and return the last hidden states of all tokens beside the logits.
+
+        Args:
+            input_ids: As for ``forward``.
+            positions: As for ``forward``.
+            logits_indices: As for ``forward``.
+
+        Returns:
+            The logits, and ``[num_tokens, hidden_size]``.
+        """
+        assert self._head is not None
+        logits, rows = self.forward(input_ids, positions, logits_indices), self._head.take()
+        assert rows is not None
+        return logits, rows
 
     def self_check(self, run_packed: RunPacked) -> None:
         """Compare a packed run with the model's own plain forward; raise ``ModelError`` if logits differ.

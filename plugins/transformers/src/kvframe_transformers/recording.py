@@ -127,12 +127,13 @@ def width_of_encoder(model: Any) -> int:
     return width
 
 
-def record(model: Any, name: str) -> Recording:
+def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Recording:
     """Run a model without weights once, and return its recorded calls.
 
     Args:
         model: A ``PreTrainedModel`` on the meta device for this call only: its implementations are changed.
         name: The model's name in errors.
+        inputs: What it is called with; ``PROBE_TOKENS`` tokens unless given.
 
     Raises:
         ModelError: The forward fails.
@@ -157,7 +158,9 @@ def record(model: Any, name: str) -> Recording:
             replaced_forwards(recorders),
             noting_expansions(model, recording.expansions),
         ):
-            model(**_probe_inputs(model, reads_mask=any(map(reads_padding, model.modules()))), use_cache=False)
+            if inputs is None:
+                inputs = _probe_inputs(model, reads_mask=any(map(reads_padding, model.modules())))
+            model(**inputs, use_cache=False)
     except Exception as error:
         raise ModelError(
             f"the layers of {name} cannot be read without its weights: a forward of {type(model).__name__} on tensors "

@@ -292,11 +292,23 @@ _MORE_STATE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+_HEADED_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "glm4_moe": {"head_dim": 16, **_DEEPSEEK_EXPERTS},
+    "mellum": {
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "sliding_window": _WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        **_EXPERTS,
+    },
+}
+
 _ALL_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **_CONFIGS,
     **_STATE_CONFIGS,
     **_MORE_STATE_CONFIGS,
     **_ENCODER_CONFIGS,
+    **_HEADED_CONFIGS,
 }
 
 ROUNDINGS = 8

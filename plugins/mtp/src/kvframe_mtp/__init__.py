@@ -1,0 +1,1 @@
+"""The proposer ``mtp``: the served model's own prediction heads guess the next tokens of requests."""

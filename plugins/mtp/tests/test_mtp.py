@@ -1,0 +1,38 @@
+"""What ``mtp`` proposes, and the laws of proposers. The engine's tests run it with models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+from kvframe_mtp.proposer import MTPProposer
+
+import kvframe
+from kvframe.contract import DraftRequest
+from kvframe.testing.suites import ProposerTests
+
+
+class TestMTP(ProposerTests):
+    proposer = "mtp"
+
+
+class TestMTPOfOneToken(ProposerTests):
+    proposer = "mtp"
+    options: ClassVar[Mapping[str, Any]] = {"max_drafts": 1}
+
+
+def test_the_manifest_registers_the_proposer() -> None:
+    assert "kvframe_mtp.plugin" == next(e for e in entry_points(group="kvframe.v1") if e.name == "mtp").value
+    assert kvframe.load_plugins().registry.proposers.load("mtp") is MTPProposer
+
+
+def test_the_drafts_of_the_heads_are_proposed() -> None:
+    proposer = MTPProposer()
+    asked = [
+        DraftRequest("a", [1, 2], 1, 3, "", continuation=(5, 6, 7)),
+        DraftRequest("b", [1, 2], 1, 3, ""),
+    ]
+    assert proposer.uses_prediction_heads
+    assert None is proposer.draft_model()
+    assert [[5, 6, 7], []] == proposer.propose(asked)

@@ -1,0 +1,151 @@
+"""The prediction heads of a checkpoint (multi-token prediction), as transformers builds, loads and computes them.
+
+transformers' ``MtpModel`` has one layer for each head. It takes the token at ``p`` and a hidden state after ``p - 1``,
+and it numbers positions by the token. So a head's keys lie in the cache at the position of that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from kvframe.contract import LayerDescription, ModelDescription, ModelError, PredictionHeads
+from kvframe_transformers.checkpoint import one_sentence, quiet
+from kvframe_transformers.discovery import discover_layers
+from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.recording import PROBE_TOKENS
+from kvframe_transformers.routing import RunningStep, running
+
+LAST_HIDDEN = "last_hidden_states"
+"""The name of the layer that keeps the hidden states after a request's last token."""
+
+_UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
+"""The attribute of a model for patterns of weights that it leaves out; transformers finds the heads' weights by it."""
+
+
+def num_heads_of(model: Any) -> int:
+    """Return how many prediction heads a model's config declares; 0 for none."""
+    return getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
+
+
+def describe_heads(model: Any, name: str, max_model_len: int) -> tuple[int, tuple[LayerDescription, ...]]:
+    """Return how many prediction heads a model has, and their layers; none if they cannot be built or served.
+
+    Args:
+        model: The model on the meta device, whose layers were discovered: its implementations are those of a probe.
+        name: Its name in errors.
+        max_model_len: The most tokens of a request.
+    """
+    count = num_heads_of(model)
+    if not count:
+        return 0, ()
+    try:
+        with quiet():
+            with torch.device("meta"):
+                heads: Any = MtpModel(model, count)
+                size = heads.config.hidden_size
+                inputs = {
+                    "input_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.int64),
+                    "last_hidden_states": torch.zeros(1, PROBE_TOKENS, size, dtype=model.dtype),
+                    "attention_mask": None,
+                    "position_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.int64),
+                    "mtp_cache": MtpCache(config=heads.config),
+                }
+            heads = heads.to(model.dtype)
+            found = discover_layers(heads, f"the prediction heads of {name}", max_model_len, inputs=inputs)
+    except Exception:  # a model without heads that transformers can build is served without them
+        return 0, ()
+    number_of = {each.name: int(each.name.split(".")[1]) for each in found}
+    if sorted(number_of.values()) != list(range(count)) or not all(each.query for each in found):
+        return 0, ()
+    layers = [attrs.evolve(each, query={**each.query, "first_token": number_of[each.name] + 1}) for each in found]
+    kept = {"conv_shapes": ((count, size),), "checkpoints": "all"}
+    return count, (*layers, LayerDescription(name=LAST_HIDDEN, kind="mamba", options=kept, query={}))
+
+
+def load_heads(model: Any, description: ModelDescription) -> TransformersHeads:
+    """Return the prediction heads of a model that was loaded, with their weights.
+
+    Args:
+        model: The model. Its config says where its checkpoint is.
+        description: Its description.
+
+    Raises:
+        ModelError: The checkpoint has no weights of the heads, or they cannot be loaded.
+    """
+    folder = model.config.name_or_path
+    try:
+        with quiet(), _finding_heads(model):
+            heads: Any = MtpModel.from_pretrained(model, device_map={"": model.device})
+    except Exception as error:  # as for the weights of a model
+        raise ModelError(
+            f"the prediction heads of {description.name} cannot be loaded from {folder or 'its checkpoint'}: "
+            f"{one_sentence(error)}"
+        ) from error
+    layers = tuple(each for each in description.prediction_layers if each.query)
+    return TransformersHeads(heads.eval(), None, attrs.evolve(description, layers=layers))
+
+
+@contextmanager
+def _finding_heads(model: Any) -> Iterator[None]:
+    """Let transformers find the heads' weights by the layers' numbers, whatever the model's size.
+
+    A model's patterns name the numbers of its published checkpoints only.
+    """
+    first = model.config.get_text_config(decoder=True).num_hidden_layers
+    numbers = "|".join(str(first + head) for head in range(num_heads_of(model)))
+    own = vars(model).get(_UNEXPECTED)
+    setattr(model, _UNEXPECTED, [*(getattr(model, _UNEXPECTED) or ()), rf"\.layers\.(?:{numbers})\."])
+    try:
+        yield
+    finally:
+        delattr(model, _UNEXPECTED)
+        if own is not None:
+            setattr(model, _UNEXPECTED, own)
+
+
+class TransformersHeads(TransformersModel, PredictionHeads):
+    """Runs the layers of an ``MtpModel`` one by one, through the engine's layers."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, description: ModelDescription) -> None:
+        """Take the heads in evaluation mode; arguments as for ``TransformersModel``."""
+        super().__init__(model, tokenizer, description)
+
+    def forward_head(
+        self,
+        head: int,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one head over one packed step; arguments and result as for ``PredictionHeads``."""
+        mode = self._mode
+        assert mode is not None
+        with torch.inference_mode(), mode.on(), running(RunningStep(self._routes, positions)):
+            states = self._run_head(head, input_ids, positions, hidden_states)
+            return self.model._project_to_logits(states[logits_indices]), states
+
+    def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
+        """Run all heads, each from the states of the one before; return the logits of the last."""
+        assert positions is not None
+        states = self.model.embed_tokens(input_ids)
+        for head in range(len(self.model.layers)):
+            states = self._run_head(head, input_ids, positions, states)
+        logits: torch.Tensor = self.model._project_to_logits(states)
+        return logits
+
+    def _run_head(
+        self, head: int, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        states: torch.Tensor = self.model.forward_layer(
+            head, hidden_states.unsqueeze(0), positions.unsqueeze(0), None, input_ids=input_ids.unsqueeze(0)
+        )
+        return states[0]

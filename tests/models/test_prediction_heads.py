@@ -1,0 +1,418 @@
+"""The prediction heads of a model: their drafts are those of transformers, wherever the cache has their state from.
+
+``Meddling`` proposes right and wrong tokens beside the heads' drafts, so that drafts are rejected and accepted.
+What the heads drafted is compared with what transformers' own candidate generator drafts after the same tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from kvframe_mtp.proposer import MTPProposer
+from safetensors.torch import load_file, save_file
+
+from kvframe import RequestOutput, SamplingParams, load_plugins
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.contract import (
+    DraftRequest,
+    LayerSpec,
+    ModelError,
+    PrefixFileError,
+    QuerySpec,
+    Register,
+    StackError,
+    hookimpl,
+)
+from kvframe.engine.assembly import check_draft_of_ranks
+from kvframe.planning.recognise import find_adapter
+from tests.covering import cover_values
+from tests.models.headed import HEADED, Reference, save_headed
+from tests.models.serving import PROMPTS, TinyModel, make_stack
+
+MODELS = {"deepseek_v3": 2, "glm4_moe": 3, "mellum": 1}
+"""The families, with their numbers of heads."""
+SOME = PROMPTS[2:6]
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+CONTINUED: list[tuple[list[int], list[int]]] = []
+"""What the heads drafted, and after which tokens."""
+ANSWERS: list[list[int]] = []
+"""The tokens of requests, prompt and answer, that are known to be right."""
+
+
+@attrs.define(kw_only=True, eq=False)
+class Meddling(MTPProposer):
+    """Proposes the right tokens, some of them, or wrong ones after some of them, whatever the heads drafted."""
+
+    name = "meddling"
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self.drafts_of(each) for each in requests]
+
+    def drafts_of(self, request: DraftRequest) -> list[int]:
+        known, drafted = list(request.token_ids), list(request.continuation)
+        CONTINUED.append((known, drafted))
+        right = next((each for each in ANSWERS if each[: len(known)] == known), known)[len(known) :][: len(drafted)]
+        chance = random.Random(sum(known) + len(known))
+        match chance.randrange(5):
+            case 0:
+                return []
+            case 1:
+                return drafted
+            case 2:
+                return right[:1]
+            case 3:
+                return [token if chance.random() < 0.6 else (token + 1) % 128 for token in right]
+        return right
+
+
+def manifest() -> ModuleType:
+    module = ModuleType("meddling_plugin")
+
+    @hookimpl
+    def kvframe_register_proposers(register: Register) -> None:
+        register("meddling", Meddling)
+
+    module.kvframe_register_proposers = kvframe_register_proposers  # type: ignore[attr-defined]
+    return module
+
+
+@attrs.frozen
+class Headed:
+    """A model, and transformers over the same checkpoint."""
+
+    model: TinyModel
+    reference: Reference
+
+
+Models = Callable[[str], Headed]
+
+
+def load(path: Path) -> TinyModel:
+    registry = load_plugins(plugins=[manifest()]).registry
+    return TinyModel(path, find_adapter(path, registry).load(path, device="cpu", dtype="float32"), registry)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+
+    def headed(family: str) -> Headed:
+        save_headed(folder / family, family, MODELS[family])
+        return Headed(load(folder / family), Reference(folder / family))
+
+    return cache(headed)
+
+
+def shown(outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [(each.token_ids, each.finish_reason) for each in outputs]
+
+
+EXPECTED: dict[Any, list[RequestOutput]] = {}
+
+
+def expected(model: TinyModel, params: SamplingParams, prompts: Sequence[Any] = SOME) -> list[RequestOutput]:
+    """Return what a model generates without drafts."""
+    key = (model.path, str(params), str(prompts))
+    if key not in EXPECTED:
+        with model.engine() as engine:
+            EXPECTED[key] = engine.generate(prompts, params)
+    return EXPECTED[key]
+
+
+def check(
+    headed: Headed,
+    params: SamplingParams = GREEDY,
+    prompts: Sequence[Any] = SOME,
+    *,
+    drafts: str = "meddling",
+    rounds: int = 2,
+    compares: bool = True,
+    **options: Any,
+) -> Any:
+    """Check that drafts change no token and are those of transformers, without and with hits; return the statistics."""
+    model = headed.model
+    wanted = expected(model, params, prompts)
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
+    CONTINUED.clear()
+    with model.engine(drafts=drafts, **options) as engine:
+        for _ in range(rounds):
+            assert shown(wanted) == shown(engine.generate(prompts, params))
+        assert 0 == engine._manager.num_held_pages
+        assert not engine._runner.draft.is_set_aside  # type: ignore[attr-defined]
+        stats = engine.stats()
+    if compares:
+        assert len(CONTINUED) > len(prompts)
+        assert [] == [
+            (len(known), found)
+            for known, found in CONTINUED
+            if found != headed.reference.drafts_after(known)[: len(found)]
+        ]
+        assert MODELS[headed.model.path.name] == max(len(found) for _, found in CONTINUED)
+    return stats
+
+
+# --- the drafts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_the_drafts_are_those_of_transformers_after_rejections_and_hits(models: Models, family: str) -> None:
+    stats = check(models(family))
+    assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
+    assert stats.cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_a_head_begins_with_the_first_token_that_has_a_hidden_state_before_it(models: Models, family: str) -> None:
+    check(models(family), prompts=[[5], [7, 9], [7, 9, 3]], block_size=1, audit=True)
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_transformers_drafts_the_same_while_it_generates(models: Models, family: str) -> None:
+    headed, prompt = models(family), PROMPTS[3]
+    seen = headed.reference.generate(prompt, 8)
+    assert len(seen) > 3
+    for known, drafts in seen:
+        assert drafts == headed.reference.drafts_after(known)
+    CONTINUED.clear()
+    with headed.model.engine(drafts="meddling") as engine:
+        (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    for known, _ in seen:
+        assert [*prompt, *output.token_ids][: len(known)] == known
+    both = [(drafts, found) for known, drafts in seen for other, found in CONTINUED if other == known]
+    assert both
+    assert [drafts[: len(found)] for drafts, found in both] == [found for _, found in both]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunked prompts": {"max_num_batched_tokens": 16, "audit": True},
+    "blocks of 4": {"block_size": 4},
+    "blocks of 1": {"block_size": 1},
+    "without prefix caching": {"prefix_caching": False},
+    "few checkpoints": {"states": {"checkpoints": "aligned"}},
+    "no checkpoints": {"states": {"checkpoints": "none"}},
+    "every past token": {"hybrid": False},
+    "one request at a time": {"max_num_seqs": 1},
+    "the reference": {"backends": {"full_attention": "torch_reference", "sliding_window": "torch_reference"}},
+}
+
+
+@pytest.mark.parametrize(("family", "setting"), cover_values(HEADED, SETTINGS))
+def test_settings_change_no_draft(models: Models, family: str, setting: str) -> None:
+    options = dict(SETTINGS[setting])
+    if family == "deepseek_v3":
+        options.pop("backends", None)
+    elif family == "glm4_moe" and "backends" in options:
+        options["backends"] = {"full_attention": "torch_reference"}
+    check(models(family), **options)
+
+
+@pytest.mark.parametrize(("family", "preemption"), cover_values(HEADED, ["recompute", "swap"]))
+def test_the_drafts_are_right_after_preemption(models: Models, family: str, preemption: str) -> None:
+    headed = models(family)
+    memory = headed.model.tight_memory(81, drafts="meddling")
+    options = {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "audit": True}
+    stats = check(headed, prompts=PROMPTS, **options)
+    assert stats.preemptions > 0
+    assert (stats.swaps > 0) == (preemption == "swap")
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_samples_fork_the_state_of_the_heads_too(models: Models, family: str) -> None:
+    # So cold that a sampled token is the most likely one, for the heads too.
+    params = SamplingParams(max_new_tokens=10, temperature=1e-6, seed=7, n=3, ignore_eos=True)
+    check(models(family), params, SOME[1:3])
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "all": {"temperature": 0.8, "seed": 5},
+    "likely ones": {"temperature": 0.9, "seed": 6, "top_k": 20, "top_p": 0.9},
+    "stops": {"temperature": 1.5, "seed": 8, "stop_token_ids": tuple(range(0, 128, 9))},
+}
+
+
+@pytest.mark.parametrize(("family", "sampling"), cover_values(HEADED, SAMPLING))
+def test_sampled_tokens_stay_the_same(models: Models, family: str, sampling: str) -> None:
+    stats = check(models(family), SamplingParams(max_new_tokens=12, **SAMPLING[sampling]), PROMPTS, compares=False)
+    assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
+
+
+def test_log_probabilities_stay_the_same(models: Models) -> None:
+    headed, params = models("deepseek_v3"), SamplingParams(max_new_tokens=12, logprobs=True, prompt_logprobs=True)
+    wanted = expected(headed.model, params)
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
+    with headed.model.engine(drafts="meddling", max_num_batched_tokens=24) as engine:
+        found = engine.generate(SOME, params)
+        assert engine.stats().accepted_draft_tokens > 0
+    for one, other in zip(wanted, found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+        assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-3)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("family", HEADED)
+def test_a_replayed_or_compiled_step_gives_the_heads_the_same_states(models: Models, family: str) -> None:
+    headed = models(family)
+    wanted = expected(headed.model, GREEDY)
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
+    CONTINUED.clear()
+    with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
+        if family == "glm4_moe":
+            engine.model.compile("eager")
+        assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
+        graphs = engine._runner.graphs  # type: ignore[attr-defined]
+        assert graphs is not None
+        assert (graphs.num_replays, set()) > (0, graphs._reasons) or not graphs._reasons
+        assert engine.stats().accepted_draft_tokens > 0
+    assert len(CONTINUED) > len(SOME)
+    assert [] == [each for each in CONTINUED if each[1] != headed.reference.drafts_after(each[0])[: len(each[1])]]
+
+
+# --- how good they are ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_heads_that_know_the_model_save_steps_and_other_heads_do_not(tmp_path: Path, family: str) -> None:
+    save_headed(tmp_path, family, 2, agrees=True)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    model = load(tmp_path)
+    with model.engine() as engine:
+        wanted, num_steps = engine.generate(SOME, params), engine.stats().steps
+    with model.engine(drafts="mtp") as engine:
+        assert shown(wanted) == shown(engine.generate(SOME, params))
+        stats = engine.stats()
+    assert stats.accepted_draft_tokens > 0.8 * stats.draft_tokens > 0
+    assert stats.steps < 0.6 * num_steps
+    # Heads that take the hidden state for the embedding guess nothing.
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, value in weights.items():
+        if name.endswith("eh_proj.weight"):
+            weights[name] = value.roll(len(value), 1).contiguous()
+        elif name.endswith("hnorm.weight"):
+            weights[name] = -torch.ones_like(value)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with load(tmp_path).engine(drafts="mtp") as engine:
+        assert shown(wanted) == shown(engine.generate(SOME, params))
+        stats = engine.stats()
+    assert stats.accepted_draft_tokens < 0.1 * stats.draft_tokens
+
+
+# --- what is refused, and what fails ----------------------------------------------------------------------------------
+
+
+def test_a_model_without_heads_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match=r"'mtp' drafts with prediction heads .* has none .* choose another") as caught:
+        TinyModel.save(tmp_path, "llama").engine(drafts="mtp")
+    assert "no_prediction_heads" == caught.value.code
+    assert "draft_model, ngram" in str(caught.value)
+
+
+def test_a_checkpoint_without_the_weights_of_its_heads_is_refused(tmp_path: Path) -> None:
+    save_headed(tmp_path, "glm4_moe")
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if "layers.3.eh_proj" not in name}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load(tmp_path)
+    with pytest.raises(ModelError, match=r"the prediction heads of .* cannot be loaded from .*eh_proj"):
+        model.engine(drafts="mtp")
+    with model.engine() as engine:
+        assert 1 == len(engine.generate(SOME[:1], GREEDY))
+
+
+def test_heads_of_several_ranks_are_refused(models: Models) -> None:
+    model = models("glm4_moe").model
+    stack = make_stack(drafts="mtp")
+    with pytest.raises(StackError, match="prediction heads do not run on several ranks"):
+        check_draft_of_ranks(stack, model.registry)
+
+
+def test_heads_that_fail_are_set_aside(
+    models: Models, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models("glm4_moe").model
+    wanted = expected(model, GREEDY)
+    for failing_call in (1, 4, 9):
+        caplog.clear()
+        with model.engine(drafts="mtp") as engine:
+            heads: Any = engine._draft
+            forward, calls = heads.forward_head, []
+
+            def fail(*inputs: Any, at: int = failing_call, forward: Any = forward, calls: Any = calls) -> Any:
+                calls.append(1)
+                if len(calls) >= at:
+                    raise RuntimeError("no more memory")
+                return forward(*inputs)
+
+            monkeypatch.setattr(heads, "forward_head", fail)
+            assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
+            assert 0 == engine._manager.num_held_pages
+            assert failing_call == len(calls)
+        monkeypatch.undo()
+        assert ["a prediction head failed, and the heads are set aside: no drafts: RuntimeError: no more memory"] == [
+            record.message for record in caplog.records
+        ]
+
+
+def test_a_saved_prefix_holds_the_state_of_the_heads(models: Models, tmp_path: Path) -> None:
+    headed = models("deepseek_v3")
+    prompt = [*PROMPTS[3], 1, 2]
+    with headed.model.engine(drafts="meddling") as engine:
+        engine.save_prefixes(tmp_path / "saved", [PROMPTS[3]])
+    CONTINUED.clear()
+    with headed.model.engine(drafts="meddling") as engine:
+        assert [True] == [each.is_cached for each in engine.load_prefixes(tmp_path / "saved")]
+        engine.generate([prompt], GREEDY)
+        assert engine.stats().cached_prompt_tokens > 0
+    assert CONTINUED
+    assert [] == [each for each in CONTINUED if each[1] != headed.reference.drafts_after(each[0])[: len(each[1])]]
+    with headed.model.engine(drafts="ngram") as engine, pytest.raises(PrefixFileError):
+        engine.load_prefixes(tmp_path / "saved")
+
+
+def test_a_closed_engine_leaves_the_model_as_it_was(models: Models) -> None:
+    headed = models("mellum")
+    with headed.model.engine(drafts="mtp") as engine:
+        loaded: Any = engine.model
+        decoder = loaded.model.get_decoder()
+        assert decoder._forward_hooks
+    assert not decoder._forward_hooks
+    assert shown(expected(headed.model, GREEDY)) == shown(expected(headed.model, GREEDY))
+
+
+# --- what is planned --------------------------------------------------------------------------------------------------
+
+
+def test_the_heads_are_planned_only_for_a_proposer_that_uses_them(models: Models) -> None:
+    model = models("deepseek_v3").model
+    with model.engine() as engine:
+        assert [3] == [len(group.layers) for group in engine.plan.groups]
+    with model.engine(drafts="mtp") as engine:
+        latents, states, rollback = engine.plan.groups
+        assert ("draft:layers.0.mtp_block.self_attn", "draft:layers.1.mtp_block.self_attn") == latents.layers[3:]
+        assert ("draft:last_hidden_states",) == states.layers == rollback.layers
+        # Two hidden states of 64 float32 numbers, and as many for each of two drafts.
+        assert (2 * 64 * 4, 2 * 2 * 64 * 4) == (states.page_bytes, rollback.page_bytes)
+
+
+def test_a_backend_that_cannot_hide_the_first_tokens_is_refused(models: Models) -> None:
+    (*_, layer, _) = models("glm4_moe").model.loaded.description.prediction_layers
+    assert 3 == layer.query["first_token"]
+    spec = LayerSpec(
+        name=layer.name,
+        spec=FullAttentionSpec(block_size=16, **layer.options),
+        query=QuerySpec(**layer.query),
+    )
+    able = TorchReferenceBackend.capabilities
+    assert [] == able.refusals(spec, "cpu")
+    (refusal,) = attrs.evolve(able, extensions=frozenset()).refusals(spec, "cpu")
+    assert "extension_seq_starts" == refusal.code
