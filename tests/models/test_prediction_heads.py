@@ -307,6 +307,25 @@ def test_heads_that_know_the_model_save_steps_and_other_heads_do_not(tmp_path: P
     assert stats.accepted_draft_tokens < 0.1 * stats.draft_tokens
 
 
+def test_a_single_head_computes_each_token_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_headed(tmp_path, "glm4_moe", 1, agrees=True)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    counts: list[int] = []
+    with load(tmp_path).engine(drafts="mtp", max_num_batched_tokens=40) as engine:
+        heads: Any = engine._draft
+        forward = heads.forward_head
+
+        def counting(head: int, input_ids: torch.Tensor, *inputs: Any) -> Any:
+            counts.append(len(input_ids))
+            return forward(head, input_ids, *inputs)
+
+        monkeypatch.setattr(heads, "forward_head", counting)
+        engine.generate(PROMPTS[:4], params)
+        assert engine.stats().accepted_draft_tokens > 0
+    # The model computes all tokens but the last one, and the head begins with the second one.
+    assert sum(len(prompt) + 12 - 2 for prompt in PROMPTS[:4]) == sum(counts)
+
+
 # --- what is refused, and what fails ----------------------------------------------------------------------------------
 
 

@@ -123,11 +123,7 @@ class DraftRunner:
         """
         if self.is_set_aside:
             return
-        num_done, num_kept = np.zeros_like(step.num_scheduled), num_kept_of(step, outcomes)
-        for place, tokens in enumerate(step.continued):
-            drafts = step.drafts[place] if step.drafts else ()
-            # The last known token was computed, and each token from which another one was sampled.
-            num_done[place] = min(1 + _num_equal(tokens, drafts), len(tokens))
+        num_done, num_kept = num_done_of(step), num_kept_of(step, outcomes)
         places = np.flatnonzero(num_kept > num_done)
         if not len(places):
             return
@@ -166,6 +162,20 @@ def num_kept_of(step: ScheduledStep[Request], outcomes: Outcomes) -> IntArray:
             if step.drafts[place]:
                 num_kept[place] = len(run)
     return num_kept
+
+
+def num_done_of(step: ScheduledStep[Request]) -> IntArray:
+    """Return how many of each request's tokens were computed when it was continued, those of other drafts left out.
+
+    Args:
+        step: A step.
+    """
+    num_done = np.zeros_like(step.num_scheduled)
+    for place, tokens in enumerate(step.continued):
+        drafts = step.drafts[place] if step.drafts else ()
+        # The last known token was computed, and each token from which another one was sampled.
+        num_done[place] = min(1 + _num_equal(tokens, drafts), len(tokens))
+    return num_done
 
 
 def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:

@@ -10,7 +10,9 @@ As in transformers, one head gives one draft, and each draft is the input of the
 1. ``continue_requests`` lets head ``i`` compute the last known token of each request that generates and the ``i``
    drafts after it, and sample draft ``i + 1``.
 2. The served model computes the step, in which these tokens may be drafts.
-3. ``follow`` computes every head for the tokens that the step keeps, from the hidden states of the served model.
+3. ``follow`` computes every head for the tokens that the step keeps, from the hidden states of the served model. The
+   last head leaves out those that it computed in 1, because no other head needs its hidden states. So a model with one
+   head computes it once for each token.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from kvframe.contract.model import PredictionHeads
 from kvframe.contract.order import IntArray
 from kvframe.contract.state import StateStep
 from kvframe.engine.requests.request import Request
-from kvframe.engine.running.draft_runner import NONE_WANTED, num_kept_of
+from kvframe.engine.running.draft_runner import NONE_WANTED, num_done_of, num_kept_of
 from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.engine.running.next_tokens import FAILED, sample
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
@@ -161,17 +163,19 @@ class HeadsRunner:
         places = np.flatnonzero(num_kept)
         if not len(places):
             return
-        num_computed, num_kept = step.num_computed[places], num_kept[places]
-        order = self._layers.order_for(num_computed, num_kept)
+        order = self._layers.order_for(step.num_computed[places], num_kept[places])
         if order is not None:
-            places, num_computed, num_kept = places[order], num_computed[order], num_kept[order]
+            places = places[order]
+        num_done = num_done_of(step)
+        if step.continued:
+            num_done[np.array([len(tokens) for tokens in step.continued]) < self._num_heads] = 0
         try:
             with torch.inference_mode():
-                self._follow(step.rows[places], num_computed, num_kept)
+                self._follow(step.rows[places], step.num_computed[places], num_kept[places], num_done[places])
         except Exception as error:
             self._set_aside(error)
 
-    def _follow(self, rows: IntArray, num_computed: IntArray, num_kept: IntArray) -> None:
+    def _follow(self, rows: IntArray, num_computed: IntArray, num_kept: IntArray, num_done: IntArray) -> None:
         states = self._served.hidden_rows_of(self._served.packed, rows, num_kept)
         moves = self._moves(rows, num_computed, num_kept)
         first_rows, *sources = map(self.runner.to_device, moves.sources)
@@ -181,7 +185,8 @@ class HeadsRunner:
             after.append(states)
             # For each token, the hidden state after the one before; that of the last step for a request's first one.
             inputs = states.roll(1, 0).index_copy_(0, first_rows, kept[:, head])
-            _, states = self._run_head(head, rows, num_computed, num_kept, inputs)
+            done = num_done if head == self._num_heads - 1 else None
+            _, states = self._run_head(head, rows, num_computed, num_kept, inputs, num_done=done)
         written, *targets = map(self.runner.to_device, moves.targets)
         self._pages.index_put_(tuple(targets), torch.stack(after, dim=1)[written])
 
@@ -193,6 +198,7 @@ class HeadsRunner:
         query_lens: IntArray,
         inputs: torch.Tensor,
         *,
+        num_done: IntArray | None = None,
         wants_last: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a head over one batch.
@@ -203,21 +209,22 @@ class HeadsRunner:
             num_computed: ``[num_reqs], host``: the tokens before those of the batch.
             query_lens: ``[num_reqs], host``: the tokens of the batch.
             inputs: ``[num_tokens, hidden_size], device``: the hidden state before each.
+            num_done: ``[num_reqs], host``: how many of them to leave out, the first ones; None for none.
             wants_last: Whether the logits of each request's last token are wanted; a head computes that token.
 
         Returns:
-            The wanted logits, and the head's hidden states ``[num_tokens, hidden_size]``, device; zeros for the first
-            tokens of a request, which the head does not compute.
+            The wanted logits, and the head's hidden states ``[num_tokens, hidden_size]``, device; zeros for tokens that
+            it did not compute: those that are left out, and the first ones of a request.
         """
         first = head + 1
-        starts = np.maximum(num_computed, first)
+        starts = np.maximum(num_computed if num_done is None else num_computed + num_done, first)
         counts = num_computed + query_lens - starts
         own: torch.Tensor | None = None
         if not np.array_equal(starts, num_computed):
-            positions = np.arange(len(inputs)) + np.repeat(
-                num_computed + query_lens - np.cumsum(query_lens), query_lens
-            )
-            own, is_computed = self.runner.to_device(np.flatnonzero(positions >= first)), counts > 0
+            first_places = num_computed + query_lens - np.cumsum(query_lens)
+            positions = np.arange(len(inputs)) + np.repeat(first_places, query_lens)
+            own = self.runner.to_device(np.flatnonzero(positions >= np.repeat(starts, query_lens)))
+            is_computed = counts > 0
             rows, starts, counts = rows[is_computed], starts[is_computed], counts[is_computed]
             if not len(rows):
                 return inputs[:0], torch.zeros_like(inputs)
