@@ -186,9 +186,7 @@ class KVCacheManager:
         if self.prefix_caching and use_prefix:
             entry.asked_tokens = len(token_ids)
             most = (entry.num_prompt_tokens or len(token_ids)) - 1
-            hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
-            while ranges and (most := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
-                hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
+            hit = self._find_hit(namespace, token_ids, most, of_inputs, ranges)
             entry.uncounted = hit
         self._coordinator.start_row(row, entry, hit)
         self._rows.take()
@@ -493,6 +491,7 @@ class KVCacheManager:
         *,
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
+        ranges: Sequence[TokenRange] = (),
         checks_capacity: bool = True,
     ) -> Pin:
         """Keep the longest cached prefix of tokens, all of them at most, and the cached inputs.
@@ -503,6 +502,7 @@ class KVCacheManager:
             token_ids: As in every verb, or none: an input can be pinned without a token.
             salt: As in every verb.
             inputs: As in every verb.
+            ranges: As for ``start``; of two prefixes whose ranges begin alike, one is kept up to its range only.
             checks_capacity: Whether to refuse a pin that leaves too few pages for a request. False only for a pin that
                 is released before the next ``extend``.
 
@@ -510,7 +510,7 @@ class KVCacheManager:
             RequestError: The plan's longest request would no longer fit beside all pins (``no_capacity``).
         """
         namespace, of_inputs = self._check_prompt(token_ids, salt, inputs, least=0)
-        hit = self._cache.find_prefix(namespace, token_ids, len(token_ids), of_inputs)
+        hit = self._find_hit(namespace, token_ids, len(token_ids), of_inputs, ranges)
         return self._pins.pin_prefix(hit, checks_capacity=checks_capacity)
 
     def restore(
@@ -521,6 +521,7 @@ class KVCacheManager:
         *,
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
+        ranges: Sequence[TokenRange] = (),
     ) -> Pin | None:
         """Cache a prefix whose pages are outside of the pool, as if it had been computed here, and pin it.
 
@@ -533,6 +534,7 @@ class KVCacheManager:
             fetch: Copies pages.
             salt: As in every verb.
             inputs: As in every verb.
+            ranges: As for ``pin``.
 
         Returns:
             None if the pool has too few pages now.
@@ -544,9 +546,24 @@ class KVCacheManager:
         """
         row = self._rows.next_free()
         namespace, of_inputs = self._check_prompt(token_ids, salt, inputs, least=0)
-        if not self._swapper.restore_prefix(row, RowState(namespace, token_ids, of_inputs), copies, fetch):
+        state = RowState(namespace, token_ids, of_inputs, ranges=ranges)
+        if not self._swapper.restore_prefix(row, state, copies, fetch):
             return None
-        return self.pin(token_ids, salt=salt, inputs=inputs, checks_capacity=False)
+        return self.pin(token_ids, salt=salt, inputs=inputs, ranges=ranges, checks_capacity=False)
+
+    def _find_hit(
+        self,
+        namespace: Namespace,
+        token_ids: Sequence[int],
+        most: int,
+        of_inputs: tuple[InputBlocks, ...],
+        ranges: Sequence[TokenRange],
+    ) -> PrefixHit:
+        """Return the cached blocks of the first ``most`` tokens, and of inputs; no hit ends within a range."""
+        hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
+        while ranges and (most := before_range(ranges, hit.num_tokens)) < hit.num_tokens:
+            hit = self._cache.find_prefix(namespace, token_ids, most, of_inputs)
+        return hit
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin, if it is held; its pages stay cached until they are evicted."""

@@ -21,6 +21,7 @@ from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.prefix_lookup import PrefixCache
 from kvframe.cache.radix_tree import NO_MATCH, as_bytes
+from kvframe.cache.ranged_tokens import before_range
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages of a group to the pool: from some places outside of it to as many block ids. It may raise."""
@@ -185,6 +186,9 @@ class Swapper:
         if state.num_prompt_tokens is not None:
             most = min(most, state.num_prompt_tokens)
         match = tree.match_prefix(state.namespace, state.token_ids, most)
+        while (start := before_range(state.ranges, match.length)) < match.length:
+            # The state of a range depends on all its tokens.
+            match = tree.match_prefix(state.namespace, state.token_ids, start)
         of_stacks = tree.pages_of(match, match.length)
         for group, (s, g) in tree.place.items():
             pages = of_stacks[s][g][: len(found[group])]

@@ -41,6 +41,45 @@ def manager_of(*specs: object) -> KVCacheManager:
     return KVCacheManager(make_plan(*specs, num_slabs=99), max_num_seqs=4, audited=True)  # type: ignore[arg-type]
 
 
+def test_a_pin_holds_whole_ranges() -> None:
+    manager = manager_of(full())
+    ranges = [(6, 15)]
+    start(manager, "a", TOKENS, ranges)
+
+    def pinned(tokens: list[int], ranges: list[tuple[int, int]]) -> int:
+        pin = manager.pin(RangedTokens(array("I", tokens), ranges), ranges=ranges)
+        manager.unpin(pin)
+        return pin.num_tokens
+
+    assert 24 == pinned(TOKENS, ranges)
+    assert 4 == pinned(TOKENS, [(6, 14)])
+    # The first eight tokens of the range are the same, but their state depends on all of them.
+    assert 4 == pinned([*TOKENS[:14], 1, *TOKENS[15:]], ranges)
+
+
+def test_a_restored_prefix_takes_no_page_of_another_range() -> None:
+    ranges, other = [(6, 15)], [*TOKENS[:13], 1, *TOKENS[14:]]
+    manager = manager_of(full())
+    fetched: list[int] = []
+
+    def restore(tokens: list[int]) -> int:
+        pin = manager.restore(
+            RangedTokens(array("I", tokens), ranges),
+            [[*range(1, 7)]],
+            lambda group, copies, block_ids: fetched.extend(copies),
+            ranges=ranges,
+        )
+        assert pin is not None
+        manager.unpin(pin)
+        return pin.num_tokens
+
+    assert (24, [1, 2, 3, 4, 5, 6]) == (restore(TOKENS), fetched)
+    fetched.clear()
+    # Only the block before the range is the same. From the range on, nothing is cached for the second one.
+    assert (4, [2, 3, 4, 5, 6]) == (restore(other), fetched)
+    assert [20, 4] == [start(manager, name, tokens, ranges) for name, tokens in (("a", TOKENS), ("b", other))]
+
+
 def test_a_hit_ends_at_no_place_within_a_range() -> None:
     for specs in ((full(),), (full(), masked(window=40))):
         manager = manager_of(*specs)

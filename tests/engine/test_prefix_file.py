@@ -202,7 +202,7 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     ),
     "nothing at all": (
         replace(
-            prefixes=[{"num_tokens": 0, "salt": "", "inputs": {}, "num_pages": [0]}],
+            prefixes=[{"num_tokens": 0, "salt": "", "inputs": {}, "num_pages": [0], "ranges": []}],
             tokens=np.zeros(0, dtype=np.uint32),
             places=np.zeros(0, dtype=np.uint64),
         ),
@@ -227,6 +227,12 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "an input of nothing": (first(inputs={"encoder": {"num_tokens": 0, "key": "00"}}), "its list of prefixes is not"),
     "an input whose key is none": (first(inputs={"encoder": {"num_tokens": 1, "key": "0"}}), "its list of prefixes"),
     "inputs as a list": (first(inputs=[]), "its list of prefixes is not"),
+    "ranges as a mapping": (first(ranges={}), "its list of prefixes is not"),
+    "a range without an end": (first(ranges=[[2]]), "its list of prefixes is not"),
+    "a range of half a token": (first(ranges=[[2, 3.5]]), "its list of prefixes is not"),
+    "a range after the tokens": (first(ranges=[[2, 9]]), "its list of prefixes is not"),
+    "a range of one token": (first(ranges=[[2, 3]]), "its list of prefixes is not"),
+    "ranges that overlap": (first(ranges=[[0, 4], [2, 6]]), "its list of prefixes is not"),
     "one thing more": (first(more=1), "its list of prefixes is not"),
     "a list that is none": (replace(prefixes={"num_tokens": 4}), "its list of prefixes is not"),
     "prefixes that are numbers": (replace(prefixes=[1, 2]), "its list of prefixes is not"),
@@ -244,10 +250,10 @@ MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "a name twice": (replace(header=[(b'{"__metadata__"', b'{"pages":0,"__metadata__"')]), "its header is not"),
     "something more": (replace(header=[(b'{"__metadata__"', b'{"zzz":0,"__metadata__"')]), "its header is not"),
     "an older version": (
-        replace(header=[(b'"version":"2"', b'"version":"1"')]),
-        "of version '1' of the format, and this kvframe reads version 2; save the prefixes again",
+        replace(header=[(b'"version":"3"', b'"version":"1"')]),
+        "of version '1' of the format, and this kvframe reads version 3; save the prefixes again",
     ),
-    "a newer version": (replace(header=[(b'"version":"2"', b'"version":"3"')]), "of version '3' of the format"),
+    "a newer version": (replace(header=[(b'"version":"3"', b'"version":"4"')]), "of version '4' of the format"),
     "an origin that is none": (replace(origin={"config": []}), "its config differs"),
     "groups that are none": (lambda parts: parts["origin"].update(groups=[7]), "group 0 has kind 7 there"),
     "a layout that is none": (lambda parts: parts["origin"].update(layout=7), "its layers lie in other places"),
@@ -271,10 +277,10 @@ def test_a_file_that_was_made_up_is_refused(what: str, serving: Serving, tmp_pat
         b"[]",
         b'"text"',
         b'{"__metadata__":[]}',
-        b'{"__metadata__":{"format":"kvframe.prefixes","version":"2"}}',
-        b'{"__metadata__":{"format":"kvframe.prefixes","version":"2","contents":"[]"}}',
-        b'{"__metadata__":{"format":"kvframe.prefixes","version":"2","contents":"{}","checksum":1}}',
-        b'{"__metadata__":{"format":"kvframe.prefixes","version":"2","contents":"\\ud800"}}',
+        b'{"__metadata__":{"format":"kvframe.prefixes","version":"3"}}',
+        b'{"__metadata__":{"format":"kvframe.prefixes","version":"3","contents":"[]"}}',
+        b'{"__metadata__":{"format":"kvframe.prefixes","version":"3","contents":"{}","checksum":1}}',
+        b'{"__metadata__":{"format":"kvframe.prefixes","version":"3","contents":"\\ud800"}}',
     ],
     ids=lambda header: str(header[:70]),
 )
@@ -303,7 +309,7 @@ class Counted(list[Any]):
 
 def test_a_prefix_of_a_file_with_many_is_read_without_a_look_at_the_others(serving: Serving, tmp_path: Path) -> None:
     path, parts, num_prefixes = tmp_path / "prefixes", parts_of(serving.file), 500
-    entry = {"num_tokens": 1, "salt": "", "inputs": {}, "num_pages": [1]}
+    entry = {"num_tokens": 1, "salt": "", "inputs": {}, "num_pages": [1], "ranges": []}
     parts["prefixes"] = [entry] * num_prefixes
     parts["tokens"] = np.arange(num_prefixes, dtype=np.uint32)
     parts["places"] = np.arange(num_prefixes, dtype=np.uint64)

@@ -146,6 +146,47 @@ def test_samples_preempted_requests_and_drafts_are_the_models_own(model: tuple[P
             check(own, [case] * len(outputs), outputs)
 
 
+def test_a_pinned_prefix_is_found_by_prompts_with_its_ranges(model: tuple[Path, Any]) -> None:
+    path, own = model
+    one, other = (TEXT, [(4, 17), (20, 33)]), (TEXT, [(4, 17), (20, 32)])
+    with make_engine(path) as engine:
+        # Whole blocks up to the end of the last range, or up to its start.
+        assert [44, 20] == [
+            engine.pin_prefix(Prompt(decoder=TEXT[:stop], bidirectional=one[1])).num_tokens for stop in (47, 34)
+        ]
+        for case, found in ((one, 44), (other, 20), ((TEXT, []), 4)):
+            (output,) = generate(engine, [case])
+            check(own, [case], [output])
+            assert output.cached is not None
+            assert found == output.cached.num_tokens
+        with pytest.raises(RequestError, match="that divide no bidirectional range") as caught:
+            engine.pin_prefix(Prompt(decoder=TEXT[:15], bidirectional=[(1, 15)]))
+        assert "prompt_too_short" == caught.value.code
+
+
+def test_saved_prefixes_keep_their_ranges(model: tuple[Path, Any], tmp_path: Path) -> None:
+    path, own = model
+    cases = [(TEXT, [(4, 17), (20, 33)]), ([*TEXT[:40], 1], [(0, 9)]), (TEXT, [])]
+    with make_engine(path) as engine:
+        prompts = [Prompt(decoder=tokens, bidirectional=ranges) for tokens, ranges in cases]
+        saved = engine.save_prefixes(tmp_path / "prefixes", prompts)
+        assert [44, 40, 44] == [each.num_tokens for each in saved]
+    with make_engine(path) as engine:
+        assert all(each.is_cached for each in engine.load_prefixes(tmp_path / "prefixes"))
+        outputs = generate(engine, cases)
+        check(own, cases, outputs)
+        assert [44, 40, 44] == [output.cached.num_tokens for output in outputs if output.cached is not None]
+    # Of two ranges that begin alike, one is cached: its pages are not those of the other.
+    with make_engine(path) as engine:
+        other = ([*TEXT[:30], 1, *TEXT[31:]], [(4, 17), (20, 33)])
+        generate(engine, [other])
+        loaded = engine.load_prefixes(tmp_path / "prefixes")
+        assert [False, True, True] == [each.is_cached for each in loaded]
+        assert "only its first 20 tokens are cached" in (loaded[0].reason or "")
+        for case in (cases[0], other):
+            check(own, [case], generate(engine, [case]))
+
+
 def refusal(engine: Engine, ranges: Any, tokens: Sequence[int] = TEXT) -> str:
     with pytest.raises(RequestError) as caught:
         engine.add_request(Prompt(decoder=tokens, bidirectional=ranges), SamplingParams(max_new_tokens=1))
@@ -157,9 +198,6 @@ def test_wrong_ranges_are_refused(model: tuple[Path, Any]) -> None:
         wrong: list[Any] = [[(3, 3)], [(5, 3)], [(0, 48)], [(-1, 3)], [(4, 9), (8, 12)], [(9, 12), (1, 3)], [3], 7, "x"]
         assert {"bad_ranges"} == {refusal(engine, ranges) for ranges in wrong}
         assert "exceeds_step" == refusal(engine, [(2, 19)])
-        with pytest.raises(RequestError) as caught:
-            engine.pin_prefix(Prompt(decoder=TEXT, bidirectional=[(1, 9)]))
-        assert "bad_ranges" == caught.value.code
 
 
 def test_ranges_are_refused_if_a_layers_backend_does_not_honour_them(

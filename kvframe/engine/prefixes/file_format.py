@@ -27,10 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.input_index import InputSequence
+from kvframe.cache.ranged_tokens import MOST_RANGE
 from kvframe.config.files import as_text, parse_json, reason_of
 from kvframe.contract.errors import FileError
+from kvframe.contract.specs import TokenRange
 
-FORMAT, VERSION = "kvframe.prefixes", 2
+FORMAT, VERSION = "kvframe.prefixes", 3
 MAX_HEADER_BYTES = 1 << 20
 MAX_LIST_BYTES = 4 << 20
 """The longest list of prefixes: a reader reads no more at once, even if a file says that the list is longer."""
@@ -45,6 +47,7 @@ TENSORS: Mapping[str, tuple[str, int]] = {
 }
 """The tensors, in their order: the safetensors name of the element type, and the bytes of one element."""
 _MAX_SIZE = 2**63 - 1
+_ENTRY_KEYS = {"num_tokens", "salt", "inputs", "num_pages", "ranges"}
 
 Places = npt.NDArray[np.uint64]
 """``[num_pages], uint64, host``: the offset of each page, in bytes."""
@@ -59,17 +62,19 @@ class FilePrefix:
         salt: The salt of the requests that share it.
         inputs: The inputs of these requests, by name.
         num_pages: Per group, the number of pages that a request needs to continue after the prefix.
+        ranges: The ranges of its tokens that see each other in both directions, sorted and disjoint.
     """
 
     num_tokens: int
     salt: str
     inputs: Mapping[str, InputSequence]
     num_pages: tuple[int, ...]
+    ranges: tuple[TokenRange, ...] = ()
 
     @classmethod
     def of(cls, value: Any) -> FilePrefix | None:
         """Return the prefix of an entry in a file's list, a parsed JSON value; None if the entry is invalid."""
-        if not (isinstance(value, dict) and value.keys() == {"num_tokens", "salt", "inputs", "num_pages"}):
+        if not (isinstance(value, dict) and value.keys() == _ENTRY_KEYS):
             return None
         num_tokens, salt, given, num_pages = value["num_tokens"], value["salt"], value["inputs"], value["num_pages"]
         if not (
@@ -83,14 +88,21 @@ class FilePrefix:
             return None
         inputs = {name: _as_input(each) for name, each in given.items()}
         known = {name: each for name, each in inputs.items() if each is not None}
-        if len(known) < len(inputs):
+        ranges = _as_ranges(value["ranges"], num_tokens)
+        if len(known) < len(inputs) or ranges is None:
             return None
-        return cls(num_tokens=num_tokens, salt=salt, inputs=known, num_pages=tuple(num_pages))
+        return cls(num_tokens=num_tokens, salt=salt, inputs=known, num_pages=tuple(num_pages), ranges=ranges)
 
     def entry(self) -> dict[str, Any]:
         """Return its entry in a file's list, as a JSON value."""
         inputs = {name: {"num_tokens": each.num_tokens, "key": each.key.hex()} for name, each in self.inputs.items()}
-        return {"num_tokens": self.num_tokens, "salt": self.salt, "inputs": inputs, "num_pages": list(self.num_pages)}
+        return {
+            "num_tokens": self.num_tokens,
+            "salt": self.salt,
+            "inputs": inputs,
+            "num_pages": list(self.num_pages),
+            "ranges": [list(part) for part in self.ranges],
+        }
 
 
 @attrs.frozen
@@ -176,6 +188,18 @@ def _as_input(value: Any) -> InputSequence | None:
         return InputSequence(num_tokens, bytes.fromhex(key))
     except ValueError:
         return None
+
+
+def _as_ranges(value: Any, num_tokens: int) -> tuple[TokenRange, ...] | None:
+    """Return the ranges of a prefix of so many tokens; None if the JSON value is not a list of such ranges."""
+    if not (isinstance(value, list) and all(isinstance(part, list) and len(part) == 2 for part in value)):
+        return None
+    bounds = [bound for part in value for bound in part]
+    if not all(map(_is_count, bounds)) or bounds != sorted(bounds) or (bounds and bounds[-1] > num_tokens):
+        return None
+    if not all(1 < stop - start <= MOST_RANGE for start, stop in value):
+        return None
+    return tuple((start, stop) for start, stop in value)
 
 
 def _is_count(value: object) -> bool:

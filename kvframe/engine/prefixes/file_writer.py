@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvframe.cache.input_index import InputSequence
 from kvframe.config.files import check_place, umask
 from kvframe.contract.errors import FileError, PrefixFileError
+from kvframe.contract.specs import TokenRange
 from kvframe.engine.prefixes.file_format import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -78,7 +79,12 @@ class PrefixFileWriter:
             raise self._cannot(error) from error
 
     def add(
-        self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], pages: Sequence[Iterator[bytes]]
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        inputs: Mapping[str, InputSequence],
+        pages: Sequence[Iterator[bytes]],
+        ranges: Sequence[TokenRange] = (),
     ) -> None:
         """Add a prefix.
 
@@ -87,6 +93,7 @@ class PrefixFileWriter:
             salt: The salt of the requests that share it.
             inputs: The inputs of these requests, by name.
             pages: Per group, the bytes of its pages.
+            ranges: The ranges of its tokens that see each other in both directions.
 
         Raises:
             PrefixFileError: They cannot be written.
@@ -98,7 +105,13 @@ class PrefixFileWriter:
             num_pages.append(len(places))
         self._tokens.append(np.array(token_ids, dtype=np.uint32))
         self._prefixes.append(
-            FilePrefix(num_tokens=len(token_ids), salt=salt, inputs=inputs, num_pages=tuple(num_pages))
+            FilePrefix(
+                num_tokens=len(token_ids),
+                salt=salt,
+                inputs=inputs,
+                num_pages=tuple(num_pages),
+                ranges=tuple(ranges),
+            )
         )
 
     def _place(self, page: bytes) -> int:

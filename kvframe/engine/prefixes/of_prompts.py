@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -11,7 +12,9 @@ import attrs
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
+from kvframe.cache.ranged_tokens import RangedTokens, whole_ranges
 from kvframe.contract.errors import RequestError
+from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.admission import Admission
 from kvframe.engine.requests.params import SamplingParams
 from kvframe.engine.requests.progress import NO_SEQUENCES, input_sequences
@@ -30,13 +33,20 @@ class Prefix:
         token_ids: Its tokens, whole blocks in every group.
         salt: The salt of the requests that share it.
         inputs: The inputs of these requests, by name.
+        ranges: The ranges of its tokens that see each other in both directions; it divides none.
         prompt: The prompt that computes it.
     """
 
     token_ids: tuple[int, ...]
     salt: str
     inputs: Mapping[str, InputSequence]
+    ranges: tuple[TokenRange, ...]
     prompt: AnyPrompt
+
+    @property
+    def cache_tokens(self) -> Sequence[int]:
+        """Its tokens as the cache compares them."""
+        return RangedTokens(array("I", self.token_ids), self.ranges) if self.ranges else self.token_ids
 
 
 class Compute(Protocol):
@@ -77,7 +87,7 @@ class PromptPrefixes:
         self.check_caching()
         prefix = self.of(prompt, salt)
         self.compute(prefix)
-        pin = self._manager.pin(prefix.token_ids, salt=salt, inputs=prefix.inputs)
+        pin = self._manager.pin(prefix.cache_tokens, salt=salt, inputs=prefix.inputs, ranges=prefix.ranges)
         self._note_pin()
         return pin
 
@@ -108,19 +118,20 @@ class PromptPrefixes:
         check_salt(salt)
         with self._let_through():
             token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
-            if self._admission.ranges(prompt, token_ids):
-                raise RequestError(
-                    "a prefix with bidirectional ranges is not kept; give the tokens before the first range",
-                    code="bad_ranges",
-                )
+            ranges = self._admission.ranges(prompt, token_ids)
         alignment = self._manager.plan.alignment
-        kept = tuple(token_ids[: len(token_ids) // alignment * alignment])
+        kept = tuple(token_ids[: whole_ranges(ranges, len(token_ids), alignment)])
         if not kept and not inputs:
+            whole = " that divide no bidirectional range" if ranges else ""
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, and prefixes are kept in whole blocks of {alignment}",
+                f"the prompt has {len(token_ids)} tokens, and prefixes are kept in whole blocks of {alignment}{whole}",
                 code="prompt_too_short",
             )
+        whole_ones = tuple(part for part in ranges if part[1] <= len(kept))
         if not inputs:
-            return Prefix(kept, salt, NO_SEQUENCES, kept)
+            computed = Prompt(decoder=kept, bidirectional=whole_ones) if whole_ones else kept
+            return Prefix(kept, salt, NO_SEQUENCES, whole_ones, computed)
         given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
-        return Prefix(kept, salt, input_sequences(inputs), attrs.evolve(given, decoder=kept or token_ids))
+        # Without a whole block, only the inputs are kept, and the tokens are computed as they were given.
+        given = attrs.evolve(given, decoder=kept or token_ids, bidirectional=whole_ones if kept else ranges)
+        return Prefix(kept, salt, input_sequences(inputs), whole_ones, given)

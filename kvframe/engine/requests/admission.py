@@ -133,7 +133,7 @@ class Admission:
         if self._without_ranges is not None:
             raise RequestError(
                 f"{self._without_ranges}, does not honour bidirectional ranges of prompts; give the layer a backend "
-                "with the mask 'ranges', such as torch_reference, by a rule of the stack",
+                "with the mask 'ranges', such as torch, by a rule of the stack",
                 code="mask_ranges",
             )
         return tuple(part for part in given if part[1] - part[0] > 1)
