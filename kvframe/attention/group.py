@@ -11,7 +11,7 @@ import torch
 from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.key_parts import merged_over
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
-from kvframe.contract.capabilities import Refusal
+from kvframe.contract.capabilities import Capabilities, Refusal
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import call
@@ -81,10 +81,8 @@ class AttentionGroup:
 
         A builder that asks for an order may get a permutation in one step and none in the next. This cannot happen if
         all requests are of one kind. A wrapper with effects may turn requests of equal lengths into requests of
-        several lengths, unless each computes a single token. No graph has the lengths of prompts.
+        several lengths, unless each computes a single token.
         """
-        if self.depends_on_prompt:
-            return GraphCapture.NEVER
         order, limit = self.builder.batch_order, GraphCapture.ALWAYS
         if order is not None:
             limit = GraphCapture.DECODE if order.extends_first else GraphCapture.UNIFORM
@@ -144,11 +142,15 @@ def form_groups(
                 backend=backend,
                 builder=builder,
                 not_causal=choice.backend_class.capabilities.not_causal,
-                takes_ranges="ranges" in choice.backend_class.capabilities.masks
-                and all(each.extensions.get(RANGE_ENDS) in _PASSED for each in choice.wrappers),
+                takes_ranges=honours_ranges(choice.backend_class.capabilities, choice.wrappers),
             )
         )
     return tuple(formed)
+
+
+def honours_ranges(capabilities: Capabilities, wrappers: WrapperChain) -> bool:
+    """Return whether a chain hands ``RANGE_ENDS`` on to a backend that honours it."""
+    return "ranges" in capabilities.masks and all(each.extensions.get(RANGE_ENDS) in _PASSED for each in wrappers)
 
 
 def _set_up(

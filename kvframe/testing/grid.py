@@ -61,7 +61,7 @@ PROMPT_LENS = (20, 1, 33, 400)
 FORMAT_BATCHES = ("decode", "mixed")
 """The batches that are computed for each format, beside those of the main masks."""
 
-PADDED_BATCHES = ("decode", "mixed", "cross_decode", "cross_mixed", "cross_without_keys", *PARTLY_GENERATING)
+PADDED_BATCHES = ("decode", "mixed", "cross_decode", "cross_mixed", "cross_without_keys", "ranges", *PARTLY_GENERATING)
 """The batches that are also computed at the sizes of a graph."""
 
 

@@ -146,6 +146,19 @@ def test_samples_preempted_requests_and_drafts_are_the_models_own(model: tuple[P
             check(own, [case] * len(outputs), outputs)
 
 
+def test_steps_with_ranges_are_replayed_from_graphs(model: tuple[Path, Any]) -> None:
+    path, own = model
+    graphs: dict[str, Any] = {"graphs": [1, 4], "graph_query_lens": [1, 16]}
+    with make_engine(path, backend="cpu", engine=graphs) as engine:
+        runner: Any = engine._runner
+        for case in CASES:
+            check(own, [case], generate(engine, [case]))
+        sizes = [*runner.graphs._graphs]
+        assert {True, False} == {each.has_ranges for each in sizes}
+        assert set() == runner.graphs._reasons
+        assert runner.graphs.num_replays > 4 * NUM_NEW
+
+
 def test_a_pinned_prefix_is_found_by_prompts_with_its_ranges(model: tuple[Path, Any]) -> None:
     path, own = model
     one, other = (TEXT, [(4, 17), (20, 33)]), (TEXT, [(4, 17), (20, 32)])

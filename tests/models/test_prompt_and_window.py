@@ -98,6 +98,17 @@ def test_samples_drafts_and_preempted_requests_generate_the_same(model: tuple[Pa
         assert [expected[1]] * 3 == generate(engine, [prompts[1]], n=3)
 
 
+def test_steps_are_replayed_from_graphs(model: tuple[Path, Any]) -> None:
+    path, own = model
+    expected = [dense_tokens(own, prompt) for prompt in PROMPTS]
+    options: dict[str, Any] = {"graphs": [1, 2, 4], "graph_query_lens": [1, 8, 16]}
+    with make_engine(path, backend="cpu", **options) as engine:
+        assert expected == generate(engine)
+        runner: Any = engine._runner
+        assert runner.graphs.num_replays > 20
+        assert set() == runner.graphs._reasons
+
+
 def test_what_was_generated_is_for_no_other_prompt(model: tuple[Path, Any]) -> None:
     path, own = model
     with make_engine(path, backend="torch") as engine:

@@ -27,6 +27,7 @@ class GraphSizes:
         max_seq_len: The most tokens of a request after the step.
         all_generate: Whether every token generates, so that no layer skips any.
         max_input_len: The most tokens of an input beside the request's own; 0 if requests bring none.
+        has_ranges: Whether a range of a prompt is computed whose tokens see each other in both directions.
     """
 
     num_reqs: int
@@ -36,6 +37,7 @@ class GraphSizes:
     max_seq_len: int
     all_generate: bool
     max_input_len: int = 0
+    has_ranges: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -88,8 +90,6 @@ class SizeChoice:
         max_seq_len = _next(self.max_seq_lens, int((batch.num_computed + batch.query_lens).max()))
         if num_reqs is None or query_len is None or max_seq_len is None or batch.extensions or not num_wanted:
             return None
-        if batch.num_prompt_tokens is not None or batch.range_ends is not None:
-            return None
         # A prompt's first token continues from no state.
         if self.max_rounds is not None and (longest > self.max_rounds or not batch.num_computed.all()):
             return None
@@ -111,6 +111,7 @@ class SizeChoice:
             max_seq_len=max_seq_len,
             all_generate=all_generate,
             max_input_len=max_input_len,
+            has_ranges=batch.range_ends is not None,
         )
 
     def usual(self, max_num_tokens: int) -> list[GraphSizes]:

@@ -191,10 +191,11 @@ class StepGraphs:
                     num_computed=np.zeros(1, dtype=np.int64),
                     query_lens=np.array([sizes.query_len]),
                     generating_indices=positions[-1:],
+                    num_prompt_tokens=np.ones(1, dtype=np.int64),
                 )
                 states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
                 assert states is not None
-                metadata = build_metadata(batch, tables, HOST)
+                metadata = build_metadata(batch, tables, HOST, self._layers.prompt_groups)
                 self._run(sizes, metadata, states, np.zeros_like(positions), positions, positions[-1:])
         _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)
 
