@@ -28,7 +28,7 @@ CASES: list[tuple[list[int], Ranges]] = [
     (TEXT, []),
 ]
 
-BACKENDS = ("torch_reference", "torch", "cpu", "numba")
+BACKENDS = ("torch_reference", "torch", "cpu", "numba", {"name": "flex", "compile": "never"})
 
 
 @pytest.fixture(scope="module")

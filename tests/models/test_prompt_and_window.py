@@ -21,7 +21,7 @@ WINDOW = 4
 PROMPTS = [[*range(3, 40)], [5, 6, 7], [*range(3, 24), 9]]
 NUM_NEW = 24
 
-BACKENDS = ("torch_reference", "torch", "cpu", "numba")
+BACKENDS = ("torch_reference", "torch", "cpu", "numba", {"name": "flex", "compile": "never"})
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_other_backends_are_refused_by_code(model: tuple[Path, Any], monkeypatch
         query=QuerySpec(num_heads=2, head_size=16, scale=1.0),
     )
     backends = load_plugins().registry.backends
-    for name in ("torch", "torch_reference", "cpu", "numba"):
+    for name in ("torch", "torch_reference", "cpu", "numba", "flex"):
         assert [] == backends.load(name).capabilities.refusals(layer, "cpu")
     known = TorchBackend.capabilities
     monkeypatch.setattr(TorchBackend, "capabilities", attrs.evolve(known, masks=known.masks - {"prompt"}))

@@ -12,6 +12,8 @@ import torch
 from torch.nn.functional import pad
 
 from kvframe.contract import (
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
     Capabilities,
@@ -44,8 +46,20 @@ class FlexBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "mask_function", "sparse"}),
-        extensions=frozenset({SEQ_STARTS}),
+        masks=frozenset(
+            {
+                "causal",
+                "bidirectional",
+                "window",
+                "sink_tokens",
+                "chunk",
+                "prompt",
+                "ranges",
+                "mask_function",
+                "sparse",
+            }
+        ),
+        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,
@@ -63,11 +77,15 @@ class FlexBackend(AttentionBackend):
         spec, query = layers[0].spec, layers[0].query
         assert spec is not None
         assert query is not None
-        assert spec.mask_function is not None
+        sees = spec.mask_function
+        if spec.mask is not None and spec.mask.keeps_prompt:
+            # The function of such a mask holds within a prompt only.
+            sees = attrs.evolve(spec.mask, keeps_prompt=False).sees
+        assert sees is not None
         live_ranges = spec.live_ranges if spec.is_sparse else None
-        self._visibility = Visibility(spec.mask_function, spec.mask, query.has_sinks, live_ranges)
+        self._visibility = Visibility(sees, spec.mask, query.has_sinks, live_ranges)
         self._num_heads = query.num_heads
-        self._kernel = Kernel(spec.mask_function, Scores.of(query), device, (options or FlexOptions()).compile)
+        self._kernel = Kernel(sees, Scores.of(query), device, (options or FlexOptions()).compile)
         self._scratch: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:

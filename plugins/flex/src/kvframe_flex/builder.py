@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvframe.contract import AttentionMetadataBuilder, CommonAttentionMetadata
-from kvframe_flex.kernel import Places, find_blocks, keep_static
+from kvframe_flex.kernel import Places, find_blocks, keep_static, seen_with_ends
 from kvframe_flex.pages import SINK, HostDenseBatch, IntArray, Visibility, make_dense_batches
 
 MIN_CAPACITY = 1 << 14
@@ -34,7 +34,8 @@ class DenseBatch:
         key_positions: ``[num_tiles * num_keys], int32, device``: the positions of the gathered tokens, or ``HIDDEN``,
             or ``SINK``.
         query_positions: ``[num_tiles * num_queries], int32, device``: the positions of the queries.
-        sizes: ``[3], int64, device``: as in ``Places``.
+        query_ends: ``[2, num_tiles * num_queries], int32, device``: as in ``HostDenseBatch``; None likewise.
+        sizes: ``[4], int64, device``: as in ``Places``.
         places: These positions as the kernel reads them; None until the dense batch is copied to the device.
     """
 
@@ -48,6 +49,7 @@ class DenseBatch:
     hidden: torch.Tensor
     key_positions: torch.Tensor
     query_positions: torch.Tensor
+    query_ends: torch.Tensor | None
     sizes: torch.Tensor
     places: Places | None = None
 
@@ -74,7 +76,8 @@ class DenseBatch:
             hidden=_whole(dense.hidden),
             key_positions=_whole(dense.key_positions, np.int32),
             query_positions=_whole(dense.query_positions, np.int32),
-            sizes=torch.tensor([len(dense.key_positions), dense.num_queries, dense.num_keys]),
+            query_ends=None if dense.query_ends is None else _whole(dense.query_ends, np.int32),
+            sizes=torch.tensor([len(dense.key_positions), dense.num_queries, dense.num_keys, num_all]),
         )
 
     def finish(self, visibility: Visibility) -> DenseBatch:
@@ -86,20 +89,23 @@ class DenseBatch:
         return attrs.evolve(self, places=self._places(visibility))
 
     def _places(self, visibility: Visibility) -> Places:
-        keys, queries = self.key_positions, self.query_positions
-        num_positions = len(keys) + len(queries)
+        keys, queries, ends = self.key_positions, self.query_positions, self.query_ends
+        every = [keys, queries] if ends is None else [keys, queries, ends.view(-1)]
+        num_positions = sum(map(len, every))
         positions = keys.new_empty(max(MIN_CAPACITY, 1 << (num_positions - 1).bit_length()))
-        positions[: len(keys)] = keys
-        positions[len(keys) : num_positions] = queries
+        torch.cat(every, out=positions[:num_positions])
         sizes = self.sizes.clone()
         keep_static(positions, sizes)
         key, query = keys.view(self.num_tiles, 1, -1), queries.view(self.num_tiles, -1, 1)
         seen = (key >= 0).expand(-1, self.num_queries, -1)
-        if self.causal:
+        if self.causal and ends is not None:
+            prompt_end, range_end = ends.view(2, self.num_tiles, -1, 1)
+            seen = seen & seen_with_ends(visibility.sees, query, key, prompt_end, range_end)
+        elif self.causal:
             seen = seen & visibility.sees(query, key)
         if visibility.has_sinks:
             seen = seen | (key == SINK)
-        return Places(positions, sizes, *find_blocks(seen))
+        return Places(positions, sizes, *find_blocks(seen), has_ends=ends is not None)
 
 
 @attrs.frozen(eq=False)

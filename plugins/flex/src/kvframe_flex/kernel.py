@@ -74,12 +74,14 @@ class Places:
     """The positions of the queries and the gathered tokens of a dense batch, and the blocks of tokens that are read.
 
     Attributes:
-        positions: ``[capacity], int32, device``: those of the tokens, tile after tile, then those of the queries.
-        sizes: ``[3], int64, device``: the start of the queries' positions, queries per tile, tokens per tile.
+        positions: ``[capacity], int32, device``: those of the tokens, tile after tile, then those of the queries; then,
+            with ``has_ends``, the queries' prompt ends, and their range ends, as ``seen_with_ends`` takes them.
+        sizes: ``[4], int64, device``: the start of the queries' positions, queries per tile, tokens per tile, queries.
         num_blocks: ``[num_tiles, 1, query_blocks], int32, device``: blocks of tokens that some query sees in part.
         blocks: ``[num_tiles, 1, query_blocks, key_blocks], int32, device``: the indices of these, then of the others.
         num_full_blocks: The same shape as ``num_blocks``: blocks that all queries see completely.
         full_blocks: Likewise, the indices.
+        has_ends: Whether queries see more than the mask function shows.
     """
 
     positions: torch.Tensor
@@ -88,6 +90,7 @@ class Places:
     blocks: torch.Tensor
     num_full_blocks: torch.Tensor
     full_blocks: torch.Tensor
+    has_ends: bool = False
 
 
 class Kernel:
@@ -157,7 +160,7 @@ class Kernel:
         if self._is_compiled and (self._compiles_lse or not with_lse):
             # torch compiles a separate kernel for each of these.
             numbers = len(query) == 1, query.shape[2] == 1, len(places.positions)
-            kind = *numbers, causal, query.dtype, sinks is None, with_lse
+            kind = *numbers, causal, places.has_ends, query.dtype, sinks is None, with_lse
             try:
                 return self._run_compiled(kind, arguments)
             except Exception as error:
@@ -274,7 +277,11 @@ class Kernel:
         def is_seen(tile: Any, head: Any, query_index: Any, key_index: Any) -> Any:
             position = position_of_key(tile, key_index)
             seen = position >= 0
-            if causal:
+            if causal and places.has_ends:
+                place = sizes[0] + tile * sizes[1] + query_index
+                ends = positions[place + sizes[3]], positions[place + 2 * sizes[3]]
+                seen = seen & seen_with_ends(sees, positions[place], position, *ends)
+            elif causal:
                 seen = seen & sees(position_of_query(tile, query_index), position)
             return seen | (position == SINK) if scores.has_sinks else seen
 
@@ -292,6 +299,19 @@ class Kernel:
             return value
 
         return score if scores.change_scores else None, is_seen
+
+
+def seen_with_ends(sees: MaskFunction, query: Any, key: Any, prompt_end: Any, range_end: Any) -> Any:
+    """Return whether queries see keys, which are also seen before a prompt's end, and up to the end of a range.
+
+    Args:
+        sees: A causal mask function.
+        query: Positions of queries.
+        key: Positions of keys.
+        prompt_end: A query sees all earlier keys before this one.
+        range_end: A query sees all later keys before this one.
+    """
+    return sees(query, key) | ((key < query) & (key < prompt_end)) | ((key > query) & (key < range_end))
 
 
 def missing_compiler(device: torch.device) -> str:

@@ -13,7 +13,15 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.contract import SEQ_STARTS, AttentionMask, CommonAttentionMetadata, MaskFunction, TokenRange
+from kvframe.contract import (
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
+    SEQ_STARTS,
+    AttentionMask,
+    CommonAttentionMetadata,
+    MaskFunction,
+    TokenRange,
+)
 
 MAX_TILE_QUERIES = 1024
 """The most queries of a tile. A longer prompt has several tiles; each gathers the tokens that it sees."""
@@ -39,7 +47,7 @@ class Visibility:
     """The visible tokens of a group's queries.
 
     Attributes:
-        sees: The layers' mask function.
+        sees: The layers' mask function, without what a prompt's length or its ranges add.
         mask: Their mask, from which the pages to read follow faster; None if there is only the function.
         has_sinks: Whether each query also sees a learned logit.
         live_ranges: Their live ranges by position, if they see only some of the live tokens; otherwise None.
@@ -49,6 +57,11 @@ class Visibility:
     mask: AttentionMask | None
     has_sinks: bool
     live_ranges: Callable[[int], tuple[TokenRange, ...]] | None = None
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether queries also see all earlier tokens of the request's prompt."""
+        return self.mask is not None and self.mask.keeps_prompt
 
     def seen_from(self, position: IntArray, key: IntArray) -> BoolArray:
         """Return which earlier tokens a query at ``position``, or a query after it, may see.
@@ -85,6 +98,7 @@ class Tiles:
         num_queries: The tile's queries, at least one.
         start: The first token that is not hidden.
         stop: The token after the last visible one.
+        num_prompt: Tokens at the start that are seen in spite of a window; 0 for none.
     """
 
     request: IntArray
@@ -93,30 +107,37 @@ class Tiles:
     num_queries: IntArray
     start: IntArray
     stop: IntArray
+    num_prompt: IntArray
 
     @classmethod
-    def of(cls, metadata: CommonAttentionMetadata, causal: bool) -> Tiles:
+    def of(cls, metadata: CommonAttentionMetadata, causal: bool, keeps_prompt: bool = False) -> Tiles:
         """Return the tiles of a step: none for a request without a new token or without a visible one."""
         first_row = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         num_queries, seq_len = np.diff(first_row), metadata.seq_lens_cpu.numpy().astype(np.int64)
-        start = np.zeros_like(seq_len)
-        if SEQ_STARTS in metadata.extensions:
-            values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
-            assert values_cpu is not None
-            start = values_cpu.numpy().astype(np.int64)
+        start = host_values(metadata, SEQ_STARTS)
+        start = np.zeros_like(seq_len) if start is None else start
+        num_prompt = host_values(metadata, NUM_PROMPT_TOKENS) if keeps_prompt and causal else None
+        num_prompt = np.zeros_like(seq_len) if num_prompt is None else num_prompt
+        ends = host_values(metadata, RANGE_ENDS)
         request = np.flatnonzero((num_queries > 0) & (seq_len > start))
         counts = -(-num_queries[request] // MAX_TILE_QUERIES)
         request = request.repeat(counts)
         skipped = (np.arange(len(request)) - (counts.cumsum() - counts).repeat(counts)) * MAX_TILE_QUERIES
         taken = np.minimum(num_queries[request] - skipped, MAX_TILE_QUERIES)
         position = (seq_len - num_queries)[request] + skipped
+        rows = first_row[:-1][request] + skipped
+        stop = position + taken if causal else seq_len[request]
+        if causal and ends is not None:
+            # Ranges are disjoint, so no query of a tile sees a later token than its last one.
+            stop = np.maximum(stop, ends[rows + taken - 1])
         return cls(
             request=request,
-            first_row=first_row[:-1][request] + skipped,
+            first_row=rows,
             position=position,
             num_queries=taken,
             start=start[request],
-            stop=position + taken if causal else seq_len[request],
+            stop=stop,
+            num_prompt=num_prompt[request],
         )
 
     def take(self, index: IntArray | slice) -> Tiles:
@@ -152,7 +173,7 @@ class Reads:
                 low = np.maximum(low, tiles.position - tiles.position % mask.chunk)
             if mask.window is not None:
                 low = np.maximum(low, tiles.position + 1 - mask.window)
-                sink_top += -(-mask.num_sink_tokens // block_size)
+                sink_top = -(-np.maximum(tiles.num_prompt, mask.num_sink_tokens) // block_size)
         first = low // block_size
         first_sink = np.minimum(tiles.start // block_size, first)
         sinks = np.maximum(np.minimum(sink_top, first) - first_sink, 0)
@@ -192,6 +213,8 @@ class HostDenseBatch:
         outputs: ``[num_outputs]``: the queries that are not repetitions.
         key_positions: ``[num_tiles * num_keys]``: the positions of the gathered tokens, or ``HIDDEN``, or ``SINK``.
         hidden: ``[num_hidden]``: the gathered tokens that no query sees.
+        query_ends: ``[2, num_tiles * num_queries]``: each query also sees the earlier tokens before the first number,
+            and the later ones before the second; None if the mask function shows all.
     """
 
     num_queries: int
@@ -203,6 +226,7 @@ class HostDenseBatch:
     outputs: IntArray
     key_positions: IntArray
     hidden: IntArray
+    query_ends: IntArray | None
 
     @property
     def num_tiles(self) -> int:
@@ -221,7 +245,7 @@ def make_dense_batches(
         causal: Whether they see only their own and earlier positions.
         num_heads_at_once: The number of heads whose scores are in memory at once; a factor in the bound on memory.
     """
-    tiles = Tiles.of(metadata, causal)
+    tiles = Tiles.of(metadata, causal, visibility.keeps_prompt)
     if not len(tiles.request):
         return
     reads = Reads.of(tiles, visibility, causal, metadata.block_size)
@@ -260,21 +284,36 @@ def _lay_out(
     seen = is_read.repeat(size, axis=1) & (key >= tiles.start[:, None]) & (key < tiles.stop[:, None])
     if causal:
         first = tiles.position[:, None]
-        seen &= (key >= first) | visibility.seen_from(first, key)
+        seen &= (key >= first) | (key < tiles.num_prompt[:, None]) | visibility.seen_from(first, key)
     key_positions = np.where(seen, key, HIDDEN)
     if visibility.has_sinks:
         key_positions[:, -1] = SINK
     num_queries = int(tiles.num_queries.max())
     query = np.arange(num_queries)
     within = np.minimum(query, tiles.num_queries[:, None] - 1)
+    query_rows = (tiles.first_row[:, None] + within).reshape(-1)
+    query_ends, range_ends = None, host_values(metadata, RANGE_ENDS) if causal else None
+    if range_ends is not None or (causal and visibility.keeps_prompt):
+        range_ends = np.zeros_like(query_rows) if range_ends is None else range_ends[query_rows]
+        query_ends = np.stack([tiles.num_prompt.repeat(num_queries), range_ends])
     return HostDenseBatch(
         num_queries=num_queries,
         num_keys=num_pages * size,
         page_rows=tiles.request.repeat(num_pages),
         page_columns=columns.reshape(-1),
-        query_rows=(tiles.first_row[:, None] + within).reshape(-1),
+        query_rows=query_rows,
         query_positions=(tiles.position[:, None] + within).reshape(-1),
         outputs=np.flatnonzero(query < tiles.num_queries[:, None]),
         key_positions=key_positions.reshape(-1),
         hidden=np.flatnonzero(~seen),
+        query_ends=query_ends,
     )
+
+
+def host_values(metadata: CommonAttentionMetadata, name: str) -> IntArray | None:
+    """Return a copy of the values of an extension, ``int64``; None if the step does not have it."""
+    if name not in metadata.extensions:
+        return None
+    values_cpu = metadata.extensions[name].values_cpu
+    assert values_cpu is not None
+    return np.asarray(values_cpu.numpy()).astype(np.int64)
