@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,16 @@ class Step:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     seq_starts: tuple[int, ...] | None = None
+    prompt_lens: tuple[int, ...] | None = None
+    ranges: tuple[tuple[int, int, int], ...] = ()  # the request, the first position, and the one after the last
+
+    @property
+    def range_ends(self) -> torch.Tensor | None:
+        ends = torch.zeros(sum(self.query_lens), dtype=torch.int32)
+        for request, start, stop in self.ranges:
+            first = sum(self.query_lens[: request + 1]) - self.seq_lens[request]
+            ends[first + start : first + stop] = stop
+        return ends if self.ranges else None
 
     def batch(self, *, causal: bool = True, padding: int = 0, static: bool = False) -> Batch:
         starts = np.array([0, *itertools.accumulate(self.query_lens)], dtype=np.int32)
@@ -48,6 +58,8 @@ class Step:
             causal=causal,
             max_query_len=max(self.query_lens),
             static=static,
+            prompt_lens=None if self.prompt_lens is None else np.array(self.prompt_lens, dtype=np.int32),
+            range_ends=None if self.range_ends is None else np.pad(self.range_ends.numpy(), (0, padding)),
         )
 
 
@@ -119,6 +131,7 @@ def check(
     sinks = torch.randn(served.num_heads, generator=generator) if has_sinks else None
     bias = torch.randn(served.num_heads, 2 * served.max_distance + 1, generator=generator)
 
+    ends = step.range_ends
     work = served.plan(step.batch(causal=served.causal, padding=padding, static=static), dtype)
     output = poisoned((*query.shape[:2], served.head_size_v), dtype).to(DEVICE)
     for launch in served.launches(
@@ -132,21 +145,26 @@ def check(
         has_starts=step.seq_starts is not None,
         sinks=None if sinks is None else sinks.to(DEVICE),
         bias=(bias * LOG2_E).to(DEVICE) if served.max_distance else None,
+        prompt_lens=None if step.prompt_lens is None else torch.tensor(step.prompt_lens, device=DEVICE).int(),
+        range_ends=None if ends is None else torch.nn.functional.pad(ends, (0, padding)).to(DEVICE),
     ):
         launch.run()
 
     expected = []
     first = 0
-    for num_queries, length, start, places in zip(step.query_lens, step.seq_lens, starts, where, strict=True):
+    prompts = step.prompt_lens if served.keeps_prompt and step.prompt_lens else (0,) * len(tokens)
+    each_request = zip(step.query_lens, step.seq_lens, starts, prompts, where, strict=True)
+    for num_queries, length, start, num_prompt, places in each_request:
         positions = torch.arange(length - num_queries, length)
         seen = visible_tokens(
             positions,
             length,
             causal=served.causal,
             window=served.window,
-            num_sink_tokens=served.num_sink_tokens,
+            num_sink_tokens=max(served.num_sink_tokens, num_prompt),
             chunk=served.chunk,
             seq_start=start,
+            range_ends=None if ends is None else ends[first : first + num_queries],
         )
         scales = (served.k_scale, served.v_scale) if served.format == "fp8_tensor" else (1, 1)
         key, value = (
@@ -221,6 +239,30 @@ def test_masks_and_features_on_tiles_and_parts_of_tiles(name: str) -> None:
 def test_hidden_starts(has_sinks: bool) -> None:
     step = Step(MIXED.query_lens, MIXED.seq_lens, (17, 0, 2, 30))
     check(step, paged_attention(), has_sinks=has_sinks)
+
+
+RANGED = Step((1, 20, 3, 70), (50, 20, 90, 100), None, (20, 20, 50, 100), ((1, 2, 19), (2, 87, 90), (3, 31, 95)))
+"""With ranges in one tile and through several, and requests that have generated tokens."""
+
+
+@pytest.mark.parametrize("mask", [{}, {"window": 9, "num_sink_tokens": 3}, {"chunk": 18}], ids=str)
+@pytest.mark.parametrize("static", [False, True])
+def test_queries_see_to_the_ends_of_their_ranges(mask: dict[str, int], static: bool) -> None:
+    check(RANGED, paged_attention(**mask), padding=2, static=static)
+
+
+@pytest.mark.parametrize("num_sink_tokens", [0, 18])
+@pytest.mark.parametrize("static", [False, True])
+def test_kept_prompts_with_and_without_ranges(num_sink_tokens: int, static: bool) -> None:
+    keeps = paged_attention(window=9, num_sink_tokens=num_sink_tokens, keeps_prompt=True)
+    check(RANGED, keeps, padding=2, static=static)
+    check(replace(RANGED, seq_starts=(17, 0, 2, 30), ranges=()), keeps, static=static)
+
+
+def test_a_kept_prompt_is_divided_too() -> None:
+    # Fifteen blocks of 16 tokens are read, one of them after 300 hidden tokens.
+    decode = Step((1,), (540,), None, (224,))
+    assert [15] == check(decode, paged_attention(window=9, keeps_prompt=True, num_cores=64))
 
 
 def test_more_query_heads_than_a_program_has_rows() -> None:

@@ -38,6 +38,14 @@ def batch(query_lens: Sequence[int], seq_lens: Sequence[int], padding: int = 0, 
     )
 
 
+def ends_of(step: Batch) -> Any:
+    """Return range ends: the second half of each request's new tokens is one range."""
+    ends = np.zeros(step.num_tokens, dtype=np.int32)
+    for request, stop in enumerate(step.query_start_loc[1:].tolist()):
+        ends[(step.query_start_loc[request] + stop) // 2 : stop] = step.seq_lens[request]
+    return ends
+
+
 def cut_for(step: Batch, masks: Sequence[Mask], num_cores: int = CORES) -> list[Work]:
     return planner_for(HEADS, GROUP, TILINGS, num_cores).plan(step, masks)
 
@@ -103,6 +111,15 @@ def test_what_no_query_sees_is_not_read(mask: Mask, first: int) -> None:
     assert (lo < hi).all()
 
 
+def test_a_tile_reads_to_the_end_of_the_range_of_its_last_query() -> None:
+    step = batch([100], [100])
+    ends = np.zeros(100, dtype=np.int32)
+    ends[20:71] = 71
+    (programs,) = cut_step(step, num_cores=1).programs
+    assert [100, 96, 64, 32] == cut_step(step, num_cores=1).items(programs)[:, STOP].tolist()
+    assert [100, 96, 71, 71] == cut_step(replace(step, range_ends=ends), num_cores=1).items(programs)[:, STOP].tolist()
+
+
 def test_a_batch_that_is_not_causal_sees_all_from_its_start_on() -> None:
     step = replace(batch([1], [1000], causal=False), seq_starts=np.array([500], dtype=np.int32))
     work = cut_step(step, Mask(window=100))
@@ -113,7 +130,8 @@ def test_a_batch_that_is_not_causal_sees_all_from_its_start_on() -> None:
     assert (lo < hi).all()
 
 
-MASKS = (ALL, Mask(window=50), Mask(chunk=64), Mask(window=600), Mask(window=5000))
+KEPT = Mask(window=50, num_sink_tokens=20, keeps_prompt=True)
+MASKS = (ALL, Mask(window=50), KEPT, Mask(chunk=64), Mask(window=600), Mask(window=5000))
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -236,7 +254,8 @@ def test_numpy_cuts_as_c_does(name: str, static: bool) -> None:
     for causal in (True, False):
         step = replace(STEPS[name], static=static, causal=causal)
         hidden = np.minimum(step.seq_lens - np.diff(step.query_start_loc), 200).clip(0)
-        for each in (step, replace(step, seq_starts=hidden)):
+        kept = replace(step, prompt_lens=(step.seq_lens // 2).astype(np.int32), range_ends=ends_of(step))
+        for each in (step, replace(step, seq_starts=hidden), kept, replace(kept, seq_starts=hidden)):
             assert_equal_work(planner.plan(each, MASKS), planner.plan_with_numpy(each, MASKS))
 
 
@@ -247,6 +266,8 @@ def test_numpy_cuts_any_step_as_c_does() -> None:
         query_lens[0] = max(query_lens[0], 1)
         seq_lens = query_lens + source.integers(0, 10 ** source.integers(1, 6), num_reqs)
         step = batch(query_lens.tolist(), seq_lens.tolist(), padding=int(source.choice([0, 1, 70])))
+        prompt_lens = source.integers(1, 3000, num_reqs).astype(np.int32)
+        step = replace(step, prompt_lens=prompt_lens, range_ends=ends_of(step))
         planner = planner_for(HEADS, int(source.choice([1, 3, 4, 16])), TILINGS, int(source.choice([2, 24, 132])))
         assert_equal_work(planner.plan(step, MASKS), planner.plan_with_numpy(step, MASKS))
 

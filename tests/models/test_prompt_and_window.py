@@ -130,6 +130,7 @@ def test_other_backends_are_refused_by_code(model: tuple[Path, Any], monkeypatch
     backends = load_plugins().registry.backends
     for name in ("torch", "torch_reference", "cpu", "numba", "flex"):
         assert [] == backends.load(name).capabilities.refusals(layer, "cpu")
+    assert [] == backends.load("triton").capabilities.refusals(layer, "cuda")
     known = TorchBackend.capabilities
     monkeypatch.setattr(TorchBackend, "capabilities", attrs.evolve(known, masks=known.masks - {"prompt"}))
     with pytest.raises(BackendError, match="mask prompt"):

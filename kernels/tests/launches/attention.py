@@ -65,6 +65,7 @@ def launches() -> dict[str, Launch]:
     add("float16", dtype=torch.float16, shapes=ENDS)
     add("page=128", block_size=128, shapes=ENDS)
     add("window", window=1024, num_sink_tokens=4, shapes=ENDS)
+    add("window-kept_prompt-ranges", window=1024, keeps_prompt=True, has_ranges=True, shapes=ENDS)
     add("chunk", chunk=8192, shapes=slice(-1, None))
     add("bidirectional", causal=False, shapes=slice(-1, None))
     add("soft_cap-sinks", soft_cap=30.0, has_sinks=True, shapes=ENDS)
@@ -82,6 +83,7 @@ def _launches(
     group: int = 4,
     block_size: int = 16,
     has_sinks: bool = False,
+    has_ranges: bool = False,
     shapes: slice = slice(None),
     **options: Any,
 ) -> dict[str, Launch]:
@@ -130,6 +132,8 @@ def _launches(
             bias=tensor(num_heads, 2 * attention.max_distance + 1, of=torch.float32)
             if attention.max_distance
             else None,
+            prompt_lens=tensor(64, of=torch.int32) if attention.keeps_prompt else None,
+            range_ends=tensor(NUM_TOKENS, of=torch.int32) if has_ranges else None,
         )
         found[f"rows={tiling.block_m}"] = attend
     if dtype == torch.float32:

@@ -41,6 +41,8 @@ def attend(
     numbers,
     first_item,
     block_table,
+    prompt_lens,
+    range_ends,
     score_scale,
     value_scale,
     soft_cap,
@@ -71,6 +73,8 @@ def attend(
     WINDOW: tl.constexpr,
     NUM_SINK_TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
+    KEEPS_PROMPT: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -148,6 +152,20 @@ def attend(
     if CAUSAL and CHUNK:
         low = tl.maximum(low, position - position % CHUNK)
         last_low = tl.maximum(last_low, last_position - last_position % CHUNK)
+    num_sinks = NUM_SINK_TOKENS
+    if KEEPS_PROMPT:
+        num_sinks = tl.maximum(tl.load(prompt_lens + table_row), NUM_SINK_TOKENS)
+        # If no token lies between the kept ones and the last query's window, no query hides any.
+        is_whole = num_sinks >= last_low
+        low = tl.where(is_whole, seq_start, low)
+        last_low = tl.where(is_whole, seq_start, last_low)
+    # The tokens after the last ones that the queries see.
+    first_stop = position + 1
+    stops = positions + 1
+    if HAS_RANGES:
+        first_stop = tl.maximum(first_stop, tl.load(range_ends + first_query))
+        ends = tl.load(range_ends + first_query + query_in_tile, mask=query_in_tile < num_queries, other=0)
+        stops = tl.maximum(stops, ends)
     lo, hi = part_of(low, stop, part, part_blocks, BLOCK_N)
 
     key += kv_head * key_head_stride
@@ -164,12 +182,21 @@ def attend(
         bias_rows = bias + heads * (2 * MAX_DISTANCE + 1) + MAX_DISTANCE
 
     # Up to four runs of blocks: sink tokens, blocks seen in part, blocks that all queries see, blocks seen in part.
-    if CAUSAL and WINDOW and NUM_SINK_TOKENS:
+    if CAUSAL and WINDOW and (NUM_SINK_TOKENS or KEEPS_PROMPT):
         sink_lo = seq_start // BLOCK_N * BLOCK_N
-        sink_hi = tl.minimum(
-            (NUM_SINK_TOKENS + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.maximum(low, 0) // BLOCK_N * BLOCK_N
-        )
-        sink_hi = tl.where(part == 0, sink_hi, sink_lo)
+        sink_hi = tl.minimum((num_sinks + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.maximum(low, 0) // BLOCK_N * BLOCK_N)
+        if KEEPS_PROMPT:
+            # A prompt may be long, so parts divide the sink tokens, too: as if they were just before the others.
+            num_before = tl.maximum(sink_hi - sink_lo, 0)
+            part_lo = part * part_blocks * BLOCK_N
+            part_hi = tl.where(part_blocks == 0, num_before + stop, part_lo + part_blocks * BLOCK_N)
+            after = low // BLOCK_N * BLOCK_N
+            lo = after + tl.maximum(part_lo - num_before, 0)
+            hi = tl.minimum(stop, after + tl.maximum(part_hi - num_before, 0))
+            sink_hi = sink_lo + tl.minimum(part_hi, num_before)
+            sink_lo += tl.minimum(part_lo, num_before)
+        else:
+            sink_hi = tl.where(part == 0, sink_hi, sink_lo)
     if MASK_ALL:
         full_lo = hi
         full_hi = hi
@@ -178,13 +205,13 @@ def attend(
         if (CAUSAL and (WINDOW or CHUNK)) or HAS_STARTS:
             full_lo = tl.minimum(tl.maximum((last_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N, lo), hi)
         if CAUSAL:
-            full_hi = tl.minimum((position + 1) // BLOCK_N * BLOCK_N, hi // BLOCK_N * BLOCK_N)
+            full_hi = tl.minimum(first_stop // BLOCK_N * BLOCK_N, hi // BLOCK_N * BLOCK_N)
         else:
             full_hi = hi // BLOCK_N * BLOCK_N
         full_hi = tl.maximum(full_hi, full_lo)
     for run in tl.static_range(4):
         if (
-            (run == 0 and CAUSAL and WINDOW != 0 and NUM_SINK_TOKENS != 0)
+            (run == 0 and CAUSAL and WINDOW != 0 and (NUM_SINK_TOKENS != 0 or KEEPS_PROMPT))
             or (run == 1 and (MASK_ALL or (CAUSAL and (WINDOW != 0 or CHUNK != 0)) or HAS_STARTS))
             or (run >= 2 and not MASK_ALL)
         ):
@@ -208,10 +235,12 @@ def attend(
                 run_lo,
                 run_hi,
                 positions,
+                stops,
                 is_row,
                 low,
                 stop,
                 seq_start,
+                num_sinks,
                 key,
                 value,
                 key_scale,
@@ -237,7 +266,6 @@ def attend(
                 FORMAT,
                 CAUSAL,
                 WINDOW,
-                NUM_SINK_TOKENS,
                 CHUNK,
                 HAS_STARTS,
                 HAS_SOFT_CAP,

@@ -34,10 +34,12 @@ def attend_run(
     lo,
     hi,
     positions,
+    stops,
     is_row,
     low,
     stop,
     seq_start,
+    num_sinks,
     key,
     value,
     key_scale,
@@ -63,7 +65,6 @@ def attend_run(
     FORMAT: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-    NUM_SINK_TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -86,7 +87,7 @@ def attend_run(
         if HAS_STARTS:
             live = live & (tokens >= seq_start)
         if CAUSAL and (WINDOW or CHUNK):
-            live = live & ((tokens >= low) | (tokens < NUM_SINK_TOKENS))
+            live = live & ((tokens >= low) | (tokens < num_sinks))
         block = next_block.to(tl.int64)
         next_block = load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
         if BLOCK_SIZE % BLOCK_N == 0:
@@ -124,11 +125,9 @@ def attend_run(
             scores = scores + tl.load(bias_rows[:, None] + distance, mask=is_row[:, None], other=0.0)
         if MASKED:
             if CAUSAL:
-                seen = tokens[None, :] <= positions[:, None]
+                seen = tokens[None, :] < stops[:, None]
                 if WINDOW:
-                    seen = seen & (
-                        (tokens[None, :] > positions[:, None] - WINDOW) | (tokens < NUM_SINK_TOKENS)[None, :]
-                    )
+                    seen = seen & ((tokens[None, :] > positions[:, None] - WINDOW) | (tokens < num_sinks)[None, :])
                 if CHUNK:
                     seen = seen & (tokens[None, :] >= (positions - positions % CHUNK)[:, None])
                 seen = seen & live[None, :]

@@ -20,6 +20,7 @@ from kvframe_kernels.triton.attention_tiles import (
     PART,
     PART_BLOCKS,
     POSITION,
+    ROW,
     START,
     STOP,
     ZERO,
@@ -45,10 +46,15 @@ class Mask(NamedTuple):
     Attributes:
         window: The number of positions that a query sees, counted back from its own; 0 for all.
         chunk: Tokens of a chunk that its queries stay within; 0 for none.
+        num_sink_tokens: With ``keeps_prompt``, tokens at the start that are seen in spite of the window. Without it,
+            they are so few that they do not count.
+        keeps_prompt: Whether the tokens of each request's prompt are seen in spite of the window.
     """
 
     window: int = 0
     chunk: int = 0
+    num_sink_tokens: int = 0
+    keeps_prompt: bool = False
 
 
 class Items(NamedTuple):
@@ -72,6 +78,8 @@ def masks_in_effect(batch: Batch, masks: Sequence[Mask]) -> Sequence[Mask]:
     """Return equivalent masks for a batch: one that is too wide to hide a token is replaced by one that hides none."""
     if not batch.causal:
         return [ALL] * len(masks)
+    if batch.prompt_lens is None:
+        masks = [Mask(mask.window, mask.chunk) if mask.keeps_prompt else mask for mask in masks]
     if batch.static or not any(mask.window or mask.chunk for mask in masks):
         return masks
     longest = int(np.maximum.reduceat(batch.seq_lens, FIRST)[0])
@@ -89,8 +97,37 @@ def num_tokens_read(tiles: Tiles, batch: Batch, masks: tuple[Mask, ...]) -> IntA
     for row, chunk in chunks:
         low[row] = position - position % chunk
     np.maximum(low, ZERO if batch.seq_starts is None else items[:, START], out=low)
+    kept = [
+        _move_to_kept(low[row], tiles, batch, mask) if mask.keeps_prompt else None for row, mask in enumerate(masks)
+    ]
     low &= _first_tokens(tiles)
-    return np.subtract(stop, low, out=low)
+    np.subtract(stop, low, out=low)
+    for row, num_kept in enumerate(kept):
+        if num_kept is not None:
+            low[row] += num_kept
+    return low
+
+
+def _move_to_kept(low: IntArray, tiles: Tiles, batch: Batch, mask: Mask) -> IntArray:
+    """Set the first seen token of tiles that hide no token between a prompt and a window; return tokens before others.
+
+    Args:
+        low: ``[num_rows]``: written: the first token in the first query's window.
+        tiles: The tiles.
+        batch: The step.
+        mask: The mask, which keeps prompts.
+
+    Returns:
+        ``[num_rows]``: the tokens of kept blocks before the block of ``low``.
+    """
+    assert batch.prompt_lens is not None
+    items, first_tokens = tiles.items, _first_tokens(tiles)
+    start = items[:, START]
+    kept = np.maximum(batch.prompt_lens.take(items[:, ROW]), mask.num_sink_tokens)
+    last_low = np.maximum(items[:, POSITION] + items[:, NUM_QUERIES] - mask.window, start)
+    np.copyto(low, start, where=kept >= last_low)
+    found: IntArray = np.minimum(-(-kept & first_tokens), low & first_tokens) - (start & first_tokens)
+    return np.maximum(found, ZERO, out=found)
 
 
 @lru_cache(maxsize=256)

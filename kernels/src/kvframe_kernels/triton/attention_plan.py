@@ -134,6 +134,8 @@ class StepPlanner:
             batch.query_start_loc,
             batch.seq_lens,
             batch.seq_starts,
+            batch.prompt_lens,
+            batch.range_ends,
             batch.num_tokens,
             batch.causal,
             batch.static,

@@ -94,6 +94,9 @@ class Batch:
         causal: Whether queries see only their own and earlier positions.
         max_query_len: The most new tokens of one request; with ``static``, the most in any batch of this graph.
         static: Whether the work's shapes must follow from the other sizes and ``max_query_len`` only.
+        prompt_lens: ``[num_reqs]``: tokens of each request's prompt, for masks that keep them; None for none.
+        range_ends: ``[num_tokens]``: if the batch is causal, each query also sees the later tokens before this one, the
+            end of its range; 0 for none. None if there are no ranges.
     """
 
     query_start_loc: IntArray
@@ -103,6 +106,8 @@ class Batch:
     causal: bool
     max_query_len: int
     static: bool = False
+    prompt_lens: IntArray | None = None
+    range_ends: IntArray | None = None
 
     @property
     def num_padding(self) -> int:
@@ -211,6 +216,9 @@ def _tile(requests: IntArray, queries_per_tile: int, batch: Batch) -> IntArray:
     if batch.causal:
         stop = tiles[:, STOP]
         np.add(tiles[:, POSITION], num_queries, out=stop)
+        if batch.range_ends is not None:
+            # Ranges are disjoint, so no query of a tile sees a later token than its last one.
+            np.maximum(stop, batch.range_ends.take(tiles[:, FIRST_QUERY] + num_queries - ONE), out=stop)
         if batch.num_padding:
             # Padding sees no token, at any position.
             np.maximum(stop, ZERO, out=stop)

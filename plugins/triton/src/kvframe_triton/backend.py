@@ -11,7 +11,9 @@ from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
 from kvframe.contract import (
+    NUM_PROMPT_TOKENS,
     PLAIN,
+    RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
     Capabilities,
@@ -32,8 +34,8 @@ class TritonBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk"}),
-        extensions=frozenset({SEQ_STARTS}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "ranges"}),
+        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         formats=frozenset(FORMATS),
         takes_copies=True,
         soft_cap=True,
@@ -73,6 +75,7 @@ class TritonBackend(AttentionBackend):
             causal=mask.causal,
             window=mask.window or 0,
             num_sink_tokens=mask.num_sink_tokens,
+            keeps_prompt=mask.keeps_prompt,
             chunk=mask.chunk or 0,
             soft_cap=query.soft_cap,
             max_distance=0 if query.relative_bias is None else query.relative_bias.max_distance,
@@ -143,6 +146,8 @@ class TritonBackend(AttentionBackend):
             sinks=sinks,
             bias=self.bias_tables.get(layer.name),
             lse=lse,
+            prompt_lens=metadata.prompt_lens,
+            range_ends=metadata.range_ends,
         )
         for launch in launches:
             launch.run()

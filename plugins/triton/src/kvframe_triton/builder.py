@@ -9,9 +9,16 @@ import attrs
 import torch
 from kvframe_kernels.triton.attention import PagedAttention
 from kvframe_kernels.triton.attention_plan import Programs, Work
-from kvframe_kernels.triton.attention_tiles import Batch
+from kvframe_kernels.triton.attention_tiles import Batch, IntArray
 
-from kvframe.contract import SEQ_STARTS, AttentionMetadataBuilder, CommonAttentionMetadata, GraphCapture
+from kvframe.contract import (
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
+    SEQ_STARTS,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    GraphCapture,
+)
 
 
 @attrs.frozen(eq=False)
@@ -24,6 +31,8 @@ class TritonMetadata:
         programs: The programs, by shape.
         causal: Whether queries see only their own and earlier positions.
         has_starts: Whether the batch has hidden tokens.
+        prompt_lens: ``[num_reqs], int32, device``: tokens of each request's prompt; None if no layer keeps them.
+        range_ends: ``[num_tokens], int32, device``: the ends of the tokens' ranges; None for none.
     """
 
     block_table: torch.Tensor
@@ -31,16 +40,31 @@ class TritonMetadata:
     programs: tuple[Programs, ...]
     causal: bool
     has_starts: bool
+    prompt_lens: torch.Tensor | None = None
+    range_ends: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Batch, work: Work, block_table: torch.Tensor) -> Self:
-        """Return work as a tensor on the host, which is copied to the device with the step."""
+    def of(
+        cls, batch: Batch, work: Work, block_table: torch.Tensor, metadata: CommonAttentionMetadata | None = None
+    ) -> Self:
+        """Return work as a tensor on the host, which is copied to the device with the step.
+
+        Args:
+            batch: The step as it was planned.
+            work: Its work.
+            block_table: ``[num_reqs, max_blocks], int32, device``.
+            metadata: The step; None if neither prompts nor ranges count.
+        """
+        extensions = {} if metadata is None else metadata.extensions
+        prompt_lens, range_ends = extensions.get(NUM_PROMPT_TOKENS), extensions.get(RANGE_ENDS)
         return cls(
             with_whole_rows(block_table),
             work.tensor,
             work.programs,
             batch.causal,
             batch.seq_starts is not None,
+            None if batch.prompt_lens is None or prompt_lens is None else prompt_lens.values,
+            None if batch.range_ends is None or range_ends is None else range_ends.values,
         )
 
 
@@ -84,7 +108,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
             batch = batch_of(metadata, builder._causal)
             works = builder._planner.plan(batch, [builds[index][0]._mask for index in indices])
             for index, work in zip(indices, works, strict=True):
-                found[index] = TritonMetadata.of(batch, work, builds[index][1].block_table)
+                step = builds[index][1]
+                found[index] = TritonMetadata.of(batch, work, step.block_table, step)
         return [found[index] for index in range(len(builds))]
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
@@ -94,29 +119,36 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
 
 def batch_of(metadata: CommonAttentionMetadata, causal: bool) -> Batch:
     """Return a step as the planner takes it; ``causal`` is whether the layers' mask is causal."""
-    seq_starts = None
-    if SEQ_STARTS in metadata.extensions:
-        values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
-        assert values_cpu is not None
-        seq_starts = values_cpu.numpy()
     return Batch(
         query_start_loc=metadata.query_start_loc_cpu.numpy(),
         seq_lens=metadata.seq_lens_cpu.numpy(),
-        seq_starts=seq_starts,
+        seq_starts=_host_values(metadata, SEQ_STARTS),
         num_tokens=metadata.slot_mapping.shape[0],
         causal=metadata.causal and causal,
         max_query_len=metadata.max_query_len,
         static=metadata.static_shapes,
+        prompt_lens=_host_values(metadata, NUM_PROMPT_TOKENS),
+        range_ends=_host_values(metadata, RANGE_ENDS) if metadata.causal and causal else None,
     )
+
+
+def _host_values(metadata: CommonAttentionMetadata, name: str) -> IntArray | None:
+    """Return the values of an extension; None if the step does not have it."""
+    if name not in metadata.extensions:
+        return None
+    values_cpu = metadata.extensions[name].values_cpu
+    assert values_cpu is not None
+    found: IntArray = values_cpu.numpy()
+    return found
 
 
 def batch_key(metadata: CommonAttentionMetadata, causal: bool) -> Hashable:
     """Return a key that is equal for equal results of ``batch_of``, among values that exist at the same time."""
-    starts = metadata.extensions.get(SEQ_STARTS)
+    extensions = (metadata.extensions.get(name) for name in (SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS))
     return (
         id(metadata.query_start_loc_cpu),
         id(metadata.seq_lens_cpu),
-        None if starts is None else id(starts.values_cpu),
+        *(None if each is None else id(each.values_cpu) for each in extensions),
         metadata.slot_mapping.shape[0],
         metadata.causal and causal,
         metadata.max_query_len,

@@ -24,11 +24,12 @@ typedef struct {
 } Tiling;
 
 typedef struct {
-    int32_t window, chunk;
+    int32_t window, chunk, num_sink_tokens;
+    int keeps_prompt;
 } Mask;
 
 typedef struct {
-    Py_buffer query_start_loc, seq_lens, seq_starts;
+    Py_buffer query_start_loc, seq_lens, seq_starts, prompt_lens, range_ends;
     int64_t num_reqs, num_tokens, max_query_len;
     int causal, is_static;
 } Batch;
@@ -67,14 +68,17 @@ static Item request_of(const Batch *batch, int64_t row) {
 }
 
 // Write the tiles of a request of any length; return their number.
-static int64_t tile_request(Item request, int64_t queries_per_tile, int causal, Item *tiles) {
+static int64_t tile_request(Item request, int64_t queries_per_tile, const Batch *batch, Item *tiles) {
     int64_t count = 0;
     for (int64_t done = 0; done < request.num_queries; done += queries_per_tile, count++) {
         Item tile = request;
         tile.first_query += done;
         tile.position += done;
         tile.num_queries = least(request.num_queries - done, queries_per_tile);
-        if (causal) tile.stop = most(tile.position + tile.num_queries, 0);
+        if (batch->causal) tile.stop = most(tile.position + tile.num_queries, 0);
+        // Ranges are disjoint, so no query of a tile sees a later token than its last one.
+        if (batch->causal && batch->range_ends.buf)
+            tile.stop = most(tile.stop, at(&batch->range_ends, tile.first_query + tile.num_queries - 1));
         tiles[count] = tile;
     }
     return count;
@@ -118,7 +122,7 @@ static int tiles_of(const Batch *batch, int64_t heads, const Tiling *tilings, in
         } else {
             int64_t count = ceil_div(request.num_queries, per_tile);
             large -= count;
-            num_large += tile_request(request, per_tile, batch->causal, large);
+            num_large += tile_request(request, per_tile, batch, large);
         }
     }
     qsort(large, num_large, sizeof(Item), later_first);
