@@ -8,6 +8,7 @@ from types import MappingProxyType
 import attrs
 
 from kvframe.contract import declared_words
+from kvframe.contract.capture import GraphCapture
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import TOKENS, LayerSpec
@@ -56,6 +57,9 @@ class Capabilities:
         block_size_multiple: The block size must be a multiple of this.
         spec_sizes: For fields of specs, the values that it supports (``{"latent_size": frozenset({512})}``).
             Another value is refused with the field's name as the code. A field that is not listed may have any value.
+        capture: For which batches its steps can be captured as graphs: the ``capture`` of its builders. If a stack
+            names sizes of graphs, ``backend = "auto"`` takes a backend that can be captured, if one can serve the
+            layer.
         preference: If several backends can serve a layer, ``backend = "auto"`` takes the one with the highest.
     """
 
@@ -88,6 +92,7 @@ class Capabilities:
         validator=declared_words.sizes_by_field,
         hash=False,
     )
+    capture: GraphCapture = attrs.field(default=GraphCapture.NEVER, validator=declared_words.batches)
     preference: int = attrs.field(default=0, validator=declared_words.whole_number)
 
     @property

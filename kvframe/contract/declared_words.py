@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, UnknownNameError
 from kvframe.contract.formats import ITEM_BYTES
 from kvframe.contract.metadata import (
@@ -115,6 +116,12 @@ def flag(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     """Check, as an attrs validator, that a value is True or False."""
     if not isinstance(value, bool):
         raise _error(f"{_shown(value)} is neither True nor False", attribute)
+
+
+def batches(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that a value is a ``GraphCapture``."""
+    if not isinstance(value, GraphCapture):
+        raise _error(f"{_shown(value)} is no GraphCapture, like GraphCapture.ALWAYS", attribute)
 
 
 def whole_number(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

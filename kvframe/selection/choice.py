@@ -26,6 +26,8 @@ class Candidate:
             times decide.
         on_copies: Whether it would get copies of the layer's pages, because it does not read their format. A backend
             that reads the format is chosen before one that does not.
+        in_graphs: Whether its steps can be captured for the graphs whose sizes the stack names; None if the stack names
+            none, or if a wrapper of the layer cannot be captured with any backend.
         time: The measured time for such a layer on this device; None if it was not measured.
     """
 
@@ -33,6 +35,7 @@ class Candidate:
     refusals: tuple[Refusal, ...] = ()
     preference: int = 0
     on_copies: bool = False
+    in_graphs: bool | None = None
     time: MeasuredTime | None = None
 
 
@@ -70,6 +73,11 @@ class Choice:
             return ""
         if candidate.refusals:
             return "; ".join(refusal.reason for refusal in candidate.refusals)
+        if candidate.in_graphs is False and self.candidates[0].in_graphs:
+            return (
+                f"can serve this layer; the stack names sizes of graphs, and its steps cannot be captured, as those of "
+                f"{self.backend} can"
+            )
         if self.by_time:
             if candidate.time is None:
                 return f"can serve this layer; it was not measured, and {self.backend} was"

@@ -12,12 +12,13 @@ from kvframe.config.options import AUTO, Use, make_with_options
 from kvframe.config.wrapper_order import check_order
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capabilities import Refusal
+from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError, listed
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
 from kvframe.loading.packages import to_install
-from kvframe.selection.chains import bind_chain, divides_keys
+from kvframe.selection.chains import bind_chain, chain_capture, divides_keys
 from kvframe.selection.choice import Candidate, Choice
 from kvframe.selection.identity import Identity
 from kvframe.selection.skipping import why_not_skipped
@@ -37,9 +38,10 @@ def select_backends(
 
     The chain is the stack's, or otherwise the default of the layer's cache spec. If the stack names a backend, that
     backend serves the layer or the layer is refused; no other one is tried. ``"auto"`` considers the backends whose
-    declared capabilities cover the layer after its chain. Of these, it prefers those that read the layer's format
-    themselves, then the highest preference, then the first name. If the preferred backend was measured on this device
-    (``kvframe tune``), ``"auto"`` chooses the fastest of the measured ones instead.
+    declared capabilities cover the layer after its chain. If the stack names sizes of graphs, it considers only those
+    whose steps can be captured, if there are any. Of these, it prefers those that read the layer's format themselves,
+    then the highest preference, then the first name. If the preferred backend was measured on this device (``kvframe
+    tune``), ``"auto"`` chooses the fastest of the measured ones instead.
 
     A layer that keeps state and does not attend is computed by the model, so no backend is chosen for it.
 
@@ -142,14 +144,18 @@ def _choose(
     except PluginError as error:
         raise PluginError(f"layer {layer.name!r}: {error}") from error
     lse = divides_keys(wrappers)
+    asks_graphs = not isinstance(stack.engine.graphs, str) and chain_capture(wrappers) is not GraphCapture.NEVER
     names = registry.backends.names() if rule.backend == AUTO else (rule.backend.name,)
     made_of: dict[str, _Usable] = {}
     candidates = []
     for name in names:
         candidate, usable = _consider(name, rule.backend, wrapped, extensions, registry, device, lse=lse)
-        candidates.append(candidate)
         if usable is not None:
             made_of[candidate.name] = usable
+            if asks_graphs:
+                can = usable.backend_class.capabilities.capture is not GraphCapture.NEVER
+                candidate = attrs.evolve(candidate, in_graphs=can)
+        candidates.append(candidate)
     if rule.backend == AUTO and times.times:
         shape = layer_shape(wrapped, wrappers)
         candidates = [
@@ -182,8 +188,10 @@ def _choose(
 def _best(able: Sequence[Candidate]) -> tuple[Candidate, bool]:
     """Return the chosen candidate, and whether measured times decided.
 
-    Times decide only if the preferred candidate was measured, and another one to compare it with.
+    Candidates that can be captured are chosen before others, if graphs are asked for: with the others, the engine would
+    not start. Times decide only if the preferred candidate was measured, and another one to compare it with.
     """
+    able = [candidate for candidate in able if candidate.in_graphs] or able
     preferred = min(able, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
     measured = [(candidate.time.score, candidate.name, candidate) for candidate in able if candidate.time is not None]
     if preferred.time is None or len(measured) < 2:

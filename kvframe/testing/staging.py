@@ -93,6 +93,8 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
     Functions outside of torch do not work on such a device: replace them by functions that return tensors of the right
     shape. Copies inside a library are not counted.
 
+    What each builder can be captured for must be what the capabilities declare.
+
     A builder that builds on the host is also given metadata whose undeclared fields lie on the device only, as another
     host may have them.
 
@@ -102,7 +104,8 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
 
     Raises:
         ConformanceError: The backend makes a copy itself, reads a value of the device, or returns a wrong shape; or its
-            builder reads a field on the host that it does not declare in ``on_host``.
+            builder reads a field on the host that it does not declare in ``on_host``, or can be captured for other
+            batches than the capabilities declare.
     """
     form, capabilities = form_of(backend_class), backend_class.capabilities
     found = formats_of(capabilities, formats)
@@ -182,6 +185,7 @@ def _copies_of_a_step(
     )
     metadata, num_tokens = build_metadata(batch, manager.tables, HOST), int(query_lens.sum())
     for group in attention.groups:
+        _check_capture(group.builder, backend_class)
         _check_host_fields(group.builder, metadata[group.cache_group])
     captured = None
     if is_replayed:
@@ -198,6 +202,16 @@ def _copies_of_a_step(
             _attend(attention[name], views[name], case, learned[name], num_tokens, with_lse=with_lse)
     found: list[str] = copies.found
     return found
+
+
+def _check_capture(builder: AttentionMetadataBuilder, backend_class: type[AttentionBackend]) -> None:
+    """Check that a builder can be captured for what the capabilities declare, so that ``auto`` knows it."""
+    declared = backend_class.capabilities.capture
+    if builder.capture is not declared:
+        raise ConformanceError(
+            f"{backend_class.__name__} declares capture = GraphCapture.{declared.name} in its capabilities, and its "
+            f"builder declares GraphCapture.{builder.capture.name}: declare the builder's in both"
+        )
 
 
 def _check_host_fields(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> None:

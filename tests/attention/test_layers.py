@@ -21,6 +21,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.config.stack import Stack
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.capabilities import Capabilities
+from kvframe.contract.capture import GraphCapture
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import BackendError, PlanError, SpecError, StackError, UnknownNameError
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
@@ -29,6 +30,7 @@ from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.loading.plugins import PluginPolicy, load_plugins
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import plan_cache
+from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
 from tests.attention.attending import plugin
 from tests.cache.plans import full, make_plan, ranged
@@ -192,6 +194,35 @@ def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None
     assert not choice.backend.endswith(":recorder")
     reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates}
     assert "does not cap scores" in next(reason for name, reason in reasons.items() if name.endswith(":recorder"))
+
+
+class Captured(Recorder):
+    """Says that decodes can be captured, and is preferred less."""
+
+    capabilities = attrs.evolve(Recorder.capabilities, preference=98, capture=GraphCapture.DECODE)
+
+
+def test_auto_takes_a_backend_that_can_be_captured_if_the_stack_names_sizes_of_graphs() -> None:
+    mine = plugin("mine", backends={"captured": Captured})
+    registry = load_plugins(plugins=[registering(), mine]).registry
+
+    def chosen(graphs: Any, **rule: Any) -> Choice:
+        stack = Stack.from_mapping({"engine": {"graphs": graphs}, "rules": [{"layers": "*", **rule}]})
+        return select_backends(attending("a"), stack, registry, "cpu")[0]
+
+    for graphs in ("off", "auto"):
+        assert chosen(graphs).backend.endswith(":recorder")
+    choice = chosen([4])
+    assert choice.backend.endswith(":captured")
+    reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates}
+    expected = (
+        "can serve this layer; the stack names sizes of graphs, and its steps cannot be captured, as those of "
+        f"{choice.backend} can"
+    )
+    assert {expected} == {reasons[name] for name in reasons if name.endswith((":recorder", ":torch_reference"))}
+    # A chain that cannot be captured leaves nothing to choose by.
+    assert chosen([4], wrappers=["halve"]).backend.endswith(":recorder")
+    assert chosen([4], backend="recorder").backend.endswith(":recorder")
 
 
 def test_a_named_backend_is_taken_or_refused_never_replaced() -> None:

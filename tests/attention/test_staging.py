@@ -267,7 +267,7 @@ class IsTooShort(TorchBackend):
 class CountsSteps(OnHost):
     """Has a number in its metadata that differs between steps, which a graph cannot read."""
 
-    capabilities = attrs.evolve(OnHost.capabilities, returns_lse=False)
+    capabilities = attrs.evolve(OnHost.capabilities, returns_lse=False, capture=GraphCapture.ALWAYS)
 
     def make_builder(self) -> AttentionMetadataBuilder:
         @attrs.frozen(eq=False)
@@ -289,6 +289,12 @@ class CountsSteps(OnHost):
         self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
     ) -> torch.Tensor:
         return query.new_empty(*query.shape[:2], kv_cache["v"].shape[-1])  # type: ignore[no-any-return]
+
+
+class DeclaresNoCapture(CountsSteps):
+    """Has a builder that can be captured, which its capabilities do not say."""
+
+    capabilities = attrs.evolve(CountsSteps.capabilities, capture=GraphCapture.NEVER)
 
 
 class ReadsUndeclared(OnHost):
@@ -332,6 +338,11 @@ class ServesNothing(TorchBackend):
             r"'IsTooShort' returned a tensor \[2, 4, 8\] of torch.float32 on meta for layer 'layers.0', and not",
         ),
         (CountsSteps, "CountsSteps on decodes of a graph, stored as plain, differs from what was captured: .*number"),
+        (
+            DeclaresNoCapture,
+            r"DeclaresNoCapture declares capture = GraphCapture.NEVER in its capabilities, and its builder declares "
+            "GraphCapture.ALWAYS: declare the builder's in both",
+        ),
         (ReadsUndeclared, r"reads other fields on the host than on_host = \['seq_lens'\]"),
         (MixesUndeclared, r"reads other fields on the host .*: aten.index_select.* mixes tensors"),
         (ServesNothing, "ServesNothing serves no layer of the kit"),

@@ -54,6 +54,7 @@ RIGHT: Mapping[str, Any] = {"devices": {"cpu"}, "dtypes": {"float32"}, "masks": 
         ("spec_sizes", [64], "sets of sizes by field name are needed"),
         ("spec_sizes", {"latent_size": 512}, "a set is needed, and 512 is given"),
         ("spec_sizes", {"latent-size": {512}}, "'latent-size' must be snake_case"),
+        ("capture", 3, "3 is no GraphCapture"),
         ("preference", "high", "'high' is not a whole number"),
         ("masks", {"x" * 100_000}, "there is no mask feature named"),
     ],

@@ -12,9 +12,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_torch.backend import TorchBackend
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.config.stack import Stack
+from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import FileError, StackError
 from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe.engine import tuning
@@ -150,6 +152,15 @@ def test_a_time_of_something_else_does_not_count(changes: dict[str, str], table:
 def test_without_a_time_of_the_preferred_one_the_preference_decides(table: Path) -> None:
     TimesTable({key(REFERENCE): took(1)}).write(table)
     assert (TORCH, False) == (choose().backend, choose().by_time)
+
+
+def test_a_faster_backend_that_cannot_be_captured_is_passed_over_for_graphs(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TimesTable({key(TORCH): took(2), key(REFERENCE): took(1)}).write(table)
+    capturable = attrs.evolve(TorchBackend.capabilities, capture=GraphCapture.ALWAYS)
+    monkeypatch.setattr(TorchBackend, "capabilities", capturable)
+    assert (REFERENCE, TORCH) == (choose({"graphs": "auto"}).backend, choose({"graphs": [1]}).backend)
 
 
 def test_a_backend_that_was_not_measured_says_so(table: Path) -> None:

@@ -75,6 +75,7 @@ class CpuBackend(AttentionBackend):
         separate_value_size=True,
         takes_copies=True,
         returns_lse=True,
+        capture=GraphCapture.ALWAYS,
         preference=10,
     )
 

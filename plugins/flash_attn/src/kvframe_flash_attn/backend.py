@@ -84,6 +84,7 @@ class FlashAttnBackend(FlashBackend):
         takes_copies=True,
         reads_dead_tokens=True,
         returns_lse=True,
+        capture=GraphCapture.UNIFORM,
         preference=20,
     )
 

@@ -83,6 +83,7 @@ class FlashAttn3Backend(FlashBackend):
         takes_copies=True,
         reads_dead_tokens=True,
         returns_lse=True,
+        capture=GraphCapture.ALWAYS,
         preference=21,
     )
 

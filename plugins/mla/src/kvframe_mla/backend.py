@@ -14,6 +14,7 @@ from kvframe.contract import (
     AttentionBackend,
     BackendError,
     Capabilities,
+    GraphCapture,
     KVCache,
     LayerSpec,
     Slots,
@@ -45,6 +46,7 @@ class MLABackend(AttentionBackend):
         state=frozenset({"latent"}),
         separate_value_size=True,
         returns_lse=True,
+        capture=GraphCapture.ALWAYS,
     )
     conformance_form = "kvframe_mla.testing:Latents"
 

@@ -74,6 +74,7 @@ class TorchVarlenBackend(AttentionBackend):
         takes_copies=True,
         reads_dead_tokens=True,
         returns_lse=True,
+        capture=GraphCapture.UNIFORM,
         preference=5,
     )
 

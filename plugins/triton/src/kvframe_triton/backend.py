@@ -17,6 +17,7 @@ from kvframe.contract import (
     SEQ_STARTS,
     AttentionBackend,
     Capabilities,
+    GraphCapture,
     KVCache,
     LayerSpec,
     PageCopier,
@@ -43,6 +44,7 @@ class TritonBackend(AttentionBackend):
         relative_bias=True,
         separate_value_size=True,
         returns_lse=True,
+        capture=GraphCapture.ALWAYS,
         preference=10,
     )
 

@@ -19,6 +19,7 @@ from kvframe.contract import (
     AttentionBackend,
     BackendError,
     Capabilities,
+    GraphCapture,
     KVCache,
     LayerSpec,
     PageCopier,
@@ -43,6 +44,7 @@ class TritonMLABackend(AttentionBackend):
         state=frozenset({"latent"}),
         separate_value_size=True,
         returns_lse=True,
+        capture=GraphCapture.ALWAYS,
         preference=10,
     )
     conformance_form = "kvframe_mla.testing:Latents"
