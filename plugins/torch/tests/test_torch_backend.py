@@ -31,12 +31,12 @@ class TestTorch(BackendTests):
 @pytest.mark.parametrize(
     ("module", "limit"),
     [
-        (builder_module, "MAX_BATCH_KEYS"),
-        (builder_module, "MAX_BATCH_BYTES"),
-        (builder_module, "FREE_PADDING_ELEMENTS"),
+        (tiles_module, "MAX_BATCH_BYTES"),
+        (tiles_module, "FREE_PADDING_ELEMENTS"),
+        (tiles_module, "MAX_BATCH_PAIRS"),
+        (builder_module, "MAX_KEPT_PAIRS"),
         (tiles_module, "MAX_ROWS"),
         (tiles_module, "MAX_BIAS_ROWS"),
-        (tiles_module, "LEAST_PROMPT"),
         (backend_module, "MAX_SCRATCH_ELEMENTS"),
     ],
 )

@@ -17,8 +17,7 @@ from kvframe_torch import builder as builder_module
 from kvframe_torch import tiles as tiles_module
 from kvframe_torch.backend import TorchBackend
 from kvframe_torch.builder import TorchMetadata, TorchMetadataBuilder
-from kvframe_torch.spans import NO_WINDOW, Rules, Spans
-from kvframe_torch.tiles import ChunkMasks
+from kvframe_torch.tiles import Rules, batch_edges
 
 from kvframe import load_plugins
 from kvframe.contract.backend import AttentionBackend
@@ -107,8 +106,7 @@ def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: Co
 
 def build(backend: AttentionBackend, metadata: CommonAttentionMetadata) -> Any:
     """Return what the layers of a backend read."""
-    builder = backend.make_builder()
-    return builder.finish(builder.build(metadata))
+    return backend.make_builder().build(metadata)
 
 
 def built_for(layer: LayerSpec, metadata: CommonAttentionMetadata) -> TorchMetadata:
@@ -119,14 +117,13 @@ def built_for(layer: LayerSpec, metadata: CommonAttentionMetadata) -> TorchMetad
 
 @contextlib.contextmanager
 def limits(small: bool) -> Iterator[None]:
-    """Divide into many batches and tiles if ``small``; otherwise compute all whole prompts without a mask."""
+    """Divide into many batches and tiles if ``small``, and keep no mask."""
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(builder_module, "MAX_BATCH_KEYS", 48)
+            patch.setattr(tiles_module, "MAX_BATCH_PAIRS", 48)
+            patch.setattr(builder_module, "MAX_KEPT_PAIRS", 0)
             patch.setattr(tiles_module, "MAX_ROWS", 6)
-            patch.setattr(builder_module, "FREE_PADDING_ELEMENTS", 0)
-        else:
-            patch.setattr(tiles_module, "LEAST_PROMPT", 2)
+            patch.setattr(tiles_module, "FREE_PADDING_ELEMENTS", 0)
         yield
 
 
@@ -172,7 +169,7 @@ def test_a_refresh_from_a_wider_table_reads_the_same_pages() -> None:
 @any_time
 @given(requests=rows())
 def test_layers_with_equal_reuse_keys_get_equal_metadata(requests: list[Request]) -> None:
-    query = QuerySpec(num_heads=4, head_size=4, scale=9.0, soft_cap=1.0, has_sinks=True)
+    query = QuerySpec(num_heads=2, head_size=4, scale=9.0, soft_cap=1.0, has_sinks=True)
     layers = (layer_of(window=5), attrs.evolve(layer_of(window=5), query=query))
     one, other = (TorchBackend([layer], CPU).make_builder() for layer in layers)
     assert one.reuse_key == other.reuse_key
@@ -199,12 +196,13 @@ def test_groups_whose_windows_no_request_has_reached_differ_in_their_pages_alone
     tables = [metadata_of([Request(9, 1), Request(4, 1)], seed).block_table for seed in range(3)]
     steps = [attrs.evolve(step, block_table=table) for table in tables]
     full, reached, hides = TorchMetadataBuilder.build_together([*zip(builders, steps, strict=True)])
-    assert full.hidden is reached.hidden
+    assert full.dead is reached.dead
     assert tables[1][0].tolist() == reached.pages[:3].tolist() != full.pages[:3].tolist() == tables[0][0].tolist()
     # The window of nine hides the first token of ten.
-    assert 0 not in full.hidden.tolist()
-    assert 0 in hides.hidden.tolist()
+    assert 0 not in full.dead.tolist()
+    assert 0 in hides.dead.tolist()
     assert_same(reached, builders[1].build(steps[1]))
+    assert full.batches()[0].mask(torch.float32) is reached.batches()[0].mask(torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +210,6 @@ def test_groups_whose_windows_no_request_has_reached_differ_in_their_pages_alone
     [
         layer_of(window=6),
         layer_of(window=5, num_sink_tokens=1),
-        layer_of(window=5, dtype="float16"),
         layer_of(window=5, num_kv_heads=2),
         layer_of(RelativeBias(num_buckets=4, max_distance=9), window=5),
     ],
@@ -297,17 +294,13 @@ def test_repeated_queries_are_not_taken_for_tokens_that_are_not_computed() -> No
 def test_a_tile_with_a_bias_that_differs_from_head_to_head_has_fewer_queries() -> None:
     query = QuerySpec(num_heads=64, head_size=4, scale=0.5)
     plain = attrs.evolve(layer_of(num_kv_heads=64), query=query)
-    bias = RelativeBias(num_buckets=4, max_distance=9)
-    biased = attrs.evolve(plain, query=attrs.evolve(query, relative_bias=bias))
-    (chunk,) = built_for(plain, metadata_of([Request(4000, 256)])).chunks
-    sizes = [
-        [tile.stop - tile.first for tile in ChunkMasks(layer, CPU).tiles(chunk, causal=True, at_once=False)]
-        for layer in (plain, biased)
-    ]
-    assert [[256], [32] * 8] == sizes
+    biased = attrs.evolve(plain, query=attrs.evolve(query, relative_bias=RelativeBias(num_buckets=4, max_distance=9)))
+    prompts = [built_for(layer, metadata_of([Request(4000, 256)])) for layer in (plain, biased)]
+    tiles = [[each.num_queries for each in built.batches() for _ in range(each.num_tiles)] for built in prompts]
+    assert [[256], [32] * 8] == tiles
     # Decodes are as many to a batch as without a bias.
     decodes = metadata_of([Request(4000, 1)] * 100)
-    assert built_for(plain, decodes).batches == built_for(biased, decodes).batches
+    assert built_for(plain, decodes).sizes == built_for(biased, decodes).sizes
 
 
 def test_a_batch_gathers_as_much_as_a_cache_holds() -> None:
@@ -315,30 +308,31 @@ def test_a_batch_gathers_as_much_as_a_cache_holds() -> None:
         layer_of(block_size=16, num_kv_heads=8, head_size=128),
         query=QuerySpec(num_heads=8, head_size=128, scale=0.1),
     )
-    short = built_for(layer, metadata_of([Request(511, 1)] * 64, block_size=16)).batches
-    assert [(4, 32)] * 16 == [(batch.num_requests, batch.num_pages) for batch in short]
-    assert [*range(0, 64 * 32, 4 * 32)] == [batch.first_page for batch in short]
+    short = built_for(layer, metadata_of([Request(511, 1)] * 64, block_size=16)).batches()
+    assert [(4, 512)] * 16 == [(batch.num_tiles, batch.num_keys) for batch in short]
 
 
-def test_what_no_query_of_a_batch_sees_is_counted_from_the_batchs_first_token() -> None:
-    with limits(True):
-        built = built_for(layer_of(), metadata_of([Request(201, 1, num_hidden=98), Request(201, 1, num_hidden=97)]))
+def test_what_no_query_of_a_tile_sees_is_counted_from_the_batchs_first_token() -> None:
+    requests = [Request(201, 1, num_hidden=98), Request(201, 1, num_hidden=97)]
+    built = built_for(layer_of(), metadata_of(requests))
     # 4 tokens to a page; pages before the hidden tokens' last one are not read.
-    assert [0, 1, 106, 107, 108, 214, 215] == built.hidden.tolist()
-    assert [(0, 4), (4, 3)] == [(batch.first_hidden, batch.num_hidden) for batch in built.batches]
+    assert [0, 1, 106, 107, 108, 214, 215] == built.dead.tolist()
+    with limits(True):
+        built = built_for(layer_of(), metadata_of(requests))
+    assert [[0, 1, 106, 107], [0, 106, 107]] == [batch.dead.tolist() for batch in built.batches()]
 
 
 def test_padding_repeats_a_page_of_which_each_token_is_seen() -> None:
     common = metadata_of([Request(40, 1), Request(29, 1)], starts=False)
     built = built_for(layer_of(), common)
     assert [*common.block_table[1, :8].tolist(), *common.block_table[1, [1] * 3].tolist()] == built.pages[11:].tolist()
-    assert [41, 42, 43, 44 + 30, 44 + 31] == built.hidden.tolist()
+    assert [41, 42, 43, 44 + 30, 44 + 31] == built.dead.tolist()
 
 
 def test_requests_without_keys_are_not_computed() -> None:
     common = metadata_of([Request(0, 3, num_keys=9), Request(0, 200, num_keys=0), Request(0, 1, num_keys=2)])
     built = built_for(layer_of(causal=False), common)
-    assert ([3], [203]) == ([chunk.num_queries for chunk in built.chunks], built.rows.tolist())
+    assert [[203], [0, 1, 2]] == [batch.rows.tolist() for batch in built.batches()]
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
@@ -370,21 +364,19 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
 # --- how requests become batches --------------------------------------------------------------------------------------
 
 
-def batched(lengths: list[int], free_padding: int = 0, max_keys: int = 1 << 16) -> list[list[int]]:
+def batched(lengths: list[int], free_padding: int = 0, max_keys: int = 1 << 15) -> list[list[int]]:
     """Return the lengths of each batch of decodes, with pages of one token."""
-    steps, rules = (
-        [make_metadata([Request(each - 1, 1) for each in lengths], 1)],
-        [Rules(True, NO_WINDOW, 0, max_keys, free_padding)],
-    )
-    spans = Spans.of(steps, rules)
-    return [spans.stop[first:stop].tolist() for first, stop in itertools.pairwise(spans.batch_bounds(rules).tolist())]
+    rules = Rules.of(layer_of(), CPU)._replace(max_keys=max_keys, free_padding=free_padding)
+    num_pages = np.array(sorted(lengths, reverse=True))
+    edges = batch_edges(np.ones_like(num_pages), num_pages, 1, rules).tolist()
+    return [num_pages[first:stop].tolist() for first, stop in itertools.pairwise(edges)]
 
 
 @any_time
 @given(
     lengths=st.lists(st.integers(1, 9000), min_size=1, max_size=20),
     free_padding=st.sampled_from([0, 10_000]),
-    max_keys=st.sampled_from([100, 20_000, 1 << 16]),
+    max_keys=st.sampled_from([100, 20_000]),
 )
 def test_padding_is_less_than_half_of_a_batch_or_little(lengths: list[int], free_padding: int, max_keys: int) -> None:
     found = batched(lengths, free_padding, max_keys)
@@ -408,35 +400,48 @@ def test_a_request_that_fills_a_batch_alone_is_one() -> None:
     assert [[700], [300, 300]] == batched([300, 700, 300], max_keys=600)
 
 
-def test_only_a_whole_prompt_is_computed_without_a_mask() -> None:
-    steps = ([Request(0, 9)], [Request(1, 9)], [Request(0, 12)], [Request(9, 9, num_hidden=9)])
-    with limits(small=False):
-        chunks = [built_for(layer_of(), metadata_of(step)).chunks[0] for step in steps]
-        masks = [ChunkMasks(layer, CPU) for layer in (layer_of(), layer_of(window=9))]
-    assert [[True, False, True, False], [True, False, False, False]] == [
-        [*map(each.is_prompt, chunks)] for each in masks
-    ]
+def test_tiles_of_as_many_queries_are_one_batch_if_their_mask_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = metadata_of([Request(8, 4), Request(4, 4), Request(4, 2), Request(8, 4)])
+    assert [(1, 2), (3, 4)] == [(each.num_tiles, each.num_queries) for each in built_for(layer_of(), common).batches()]
+    monkeypatch.setattr(tiles_module, "MAX_BATCH_PAIRS", 4 * 12 * 2)
+    assert [1, 2, 1] == [batch.num_tiles for batch in built_for(layer_of(), common).batches()]
 
 
-def test_whole_prompts_without_a_mask_equal_the_reference() -> None:
-    common = metadata_of([Request(0, 9), Request(3, 1), Request(0, 5)], starts=False)
-    with limits(small=False):
-        computed = attend(TorchBackend, layer_of(), common)
-    torch.testing.assert_close(computed, attend(TorchReferenceBackend, layer_of(), common))
+# --- masks ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_masks_of_all_chunks_are_parts_of_one() -> None:
-    with limits(small=True):
-        masks = ChunkMasks(layer_of(window=4), CPU)
-    chunks = [built_for(layer_of(window=4), metadata_of([step])).chunks[0] for step in (Request(2, 2), Request(30, 5))]
-    (short,), (first, _) = ([*masks.tiles(chunk, causal=True, at_once=False)] for chunk in chunks)
-    seen = [[[1, 1, 1, 0], [1, 1, 1, 1]], [[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]]
-    # Two query heads share the KV head, so each row is there twice.
-    assert seen == [(masks.mask(tile, torch.float32)[::2] == 0).int().tolist() for tile in (short, first)]
+def seen(layer: LayerSpec, *requests: Request) -> list[Any]:
+    """Return, for each batch, which gathered tokens each query of each tile sees."""
+    batches = built_for(layer, metadata_of([*requests])).batches()
+    return [(batch.mask(torch.float32)[:, 0] == 0).int().tolist() for batch in batches]
 
 
-def test_a_step_of_full_pages_needs_no_mask() -> None:
-    assert built_for(layer_of(), metadata_of([Request(7, 1), Request(7, 1)], starts=False)).mask is None
+def test_a_mask_hides_what_a_querys_window_has_passed_and_what_follows_the_query() -> None:
+    # The first gathered token is at position 4.
+    assert [[[[0, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0]]]] == seen(layer_of(window=4), Request(8, 2))
+
+
+def test_sink_tokens_lie_before_the_window() -> None:
+    layer = layer_of(window=2, num_sink_tokens=3)
+    # Far from the window they are in a page of their own; near it they are in its first page.
+    assert [[[[1, 1, 1, 0, 0, 1, 1, 0]]]] == seen(layer, Request(22, 1))
+    assert [[[[1, 1, 1, 0, 1, 1, 0, 0]]]] == seen(layer, Request(5, 1))
+    assert [[[[0, 1, 1, 1]]]] == seen(layer, Request(3, 1, num_hidden=1))
+
+
+def test_layers_share_the_masks_of_a_step_if_these_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = metadata_of([Request(5, 3)])
+    one, other = (built_for(layer_of(), common).batches()[0].mask for _ in range(2))
+    assert one(torch.float32) is one(torch.float32)
+    assert one(torch.float32) is not other(torch.float32)
+    assert torch.float16 == one(torch.float16).dtype
+    monkeypatch.setattr(builder_module, "MAX_KEPT_PAIRS", 3 * 8 - 1)
+    (batch,) = built_for(layer_of(), common).batches()
+    assert batch.mask(torch.float32) is not batch.mask(torch.float32)
+
+
+def test_pages_that_are_seen_whole_have_no_dead_tokens() -> None:
+    assert [] == built_for(layer_of(), metadata_of([Request(7, 1), Request(7, 1)], starts=False)).dead.tolist()
 
 
 def test_what_is_built_says_what_depends_on_the_block_table() -> None:

@@ -146,8 +146,8 @@ class _OneTokenShort(TorchVarlenBackend):
     def forward(
         self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
     ) -> torch.Tensor:
-        common = attrs.evolve(metadata.common, seq_lens=metadata.common.seq_lens - 1)
-        return super().forward(layer, query, kv_cache, attrs.evolve(metadata, common=common), sinks)
+        short = attrs.evolve(metadata, seq_lens=metadata.seq_lens - 1)
+        return super().forward(layer, query, kv_cache, short, sinks)
 
 
 class _WithoutDeadTokens(TorchVarlenBackend):

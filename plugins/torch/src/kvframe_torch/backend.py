@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import NUM_PROMPT_TOKENS, RANGE_ENDS, SEQ_STARTS
-from kvframe.contract.relative_bias import bias_columns
-from kvframe.contract.specs import LayerSpec
-from kvframe_torch.attend import Part, attend, attend_by_scores, folded, score_dtype
-from kvframe_torch.builder import TorchMetadata, TorchMetadataBuilder
-from kvframe_torch.tiles import ChunkMasks
+from kvframe.contract.specs import LayerSpec, QuerySpec
+from kvframe_torch.builder import Batch, TorchMetadata, TorchMetadataBuilder
 
 MAX_SCRATCH_ELEMENTS = 1 << 24
 """Up to so many elements, the memory of gathered tokens is kept for the next call."""
 
-
-class Scratch:
-    """Memory for gathered tokens that calls reuse, because the system takes long to map new memory.
-
-    Invariant: only the last tensor that ``take`` returned is in use.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0)
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor in the reused memory; a large tensor gets memory of its own."""
-        num_elements = math.prod(shape)
-        if num_elements > MAX_SCRATCH_ELEMENTS:
-            return torch.empty(shape, dtype=dtype, device=device)
-        buffer = self._buffer
-        if buffer.shape[0] < num_elements or buffer.dtype != dtype:
-            # A tensor made outside of inference mode can be written to in both modes.
-            with torch.inference_mode(False):
-                buffer = self._buffer = torch.empty(num_elements, dtype=dtype, device=device)
-        return buffer[:num_elements].view(shape)
+MAX_FOLDED_QUERIES = 16
+"""From more queries on, torch's attention on a CPU reads the keys of several query heads as fast as those of one."""
 
 
 class TorchBackend(AttentionBackend):
@@ -63,11 +41,11 @@ class TorchBackend(AttentionBackend):
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
         super().__init__(layers, device)
-        self._masks = ChunkMasks(layers[0], device)
-        self._scratch = {"k": Scratch(), "v": Scratch()}
+        # Calls reuse memory, because the system takes long to map new memory.
+        self._scratch: dict[str, torch.Tensor] = {}
 
     def make_builder(self) -> TorchMetadataBuilder:
-        """Return the builder that divides a step into batches and chunks."""
+        """Return the builder that divides a step into batches."""
         return TorchMetadataBuilder(self.layers[0], self.device)
 
     def forward(
@@ -79,7 +57,7 @@ class TorchBackend(AttentionBackend):
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute the batches one after the other, then the chunks."""
+        """Compute the batches one after the other."""
         return self._forward(layer, query, kv_cache, metadata, sinks, out, None)
 
     def forward_with_lse(
@@ -106,91 +84,100 @@ class TorchBackend(AttentionBackend):
         assert isinstance(metadata, TorchMetadata)
         assert layer.query is not None
         by_scores = lse is not None or sinks is not None or layer.query.soft_cap is not None
+        # Some CPUs multiply low precision twenty times as slowly as float32.
+        dtype = torch.promote_types(query.dtype, torch.float32) if by_scores else query.dtype
         output = query.new_zeros(*query.shape[:2], kv_cache["v"].shape[-1]) if out is None else out.zero_()
-        inputs = layer, query, kv_cache, metadata
-        for part in chain(self._batches(*inputs), self._tiles(*inputs, by_scores)):
+        num_pages = [num_tiles * of_tile for num_tiles, _, of_tile, _ in metadata.sizes]
+        for batch, pages in zip(metadata.batches(), metadata.pages.split(num_pages), strict=True):
+            key, value = (self._gather(kv_cache, name, pages, batch).to(dtype) for name in "kv")
+            bias = batch.mask(dtype)
+            if layer.query.relative_bias is not None:
+                bias = bias + batch.learned_bias(self.bias_tables[layer.name]).to(dtype)
+            queries = query.index_select(0, batch.rows).to(dtype)
+            queries = queries.view(batch.num_tiles, batch.num_queries, *query.shape[1:]).transpose(1, 2)
             if by_scores:
-                result, of_rows = attend_by_scores(part, layer.query, sinks)
+                result, of_rows = attend_by_scores(queries, key, value, bias, layer.query, sinks)
                 if lse is not None:
-                    lse[part.rows] = of_rows
+                    lse.index_copy_(0, batch.rows, of_rows.transpose(1, 2).flatten(0, 1))
             else:
-                result = attend(part, layer.query.scale)
-            output[part.rows] = result
+                result = attend(queries, key, value, bias, layer.query.scale)
+            output.index_copy_(0, batch.rows, result.transpose(1, 2).flatten(0, 1).to(query.dtype))
         return output
 
-    def _batches(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: TorchMetadata
-    ) -> Iterator[Part]:
-        """Gather one batch after the other and yield it; its requests have one query each."""
-        block_size = metadata.block_size
-        for batch in metadata.batches:
-            num_pages = batch.num_requests * batch.num_pages
-            pages = metadata.pages[batch.first_page : batch.first_page + num_pages]
-            first_token = batch.first_page * block_size
-            hidden = metadata.hidden[batch.first_hidden : batch.first_hidden + batch.num_hidden]
-            dead = hidden - first_token if first_token else hidden
-            key, value = (self._gather(kv_cache, name, pages, dead, batch.num_requests) for name in "kv")
-            tokens, bias = slice(first_token, first_token + num_pages * block_size), None
-            if metadata.mask is not None:
-                bias = metadata.mask[tokens].view(batch.num_requests, 1, 1, -1).to(query.dtype)
-            if metadata.bias_columns is not None:
-                columns = metadata.bias_columns[tokens].view(batch.num_requests, 1, -1)
-                bias = self._learned_bias(layer, columns, key.shape[1], query.dtype, bias)
-            rows = metadata.rows[batch.first_row : batch.first_row + batch.num_requests]
-            of_rows = query.index_select(0, rows).unsqueeze(1)
-            yield Part(rows, of_rows, key.to(query.dtype), value.to(query.dtype), bias)
+    def _gather(self, kv_cache: KVCache, name: str, pages: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the keys or values of pages, a strided view ``[num_tiles, num_kv_heads, num_keys, size]``."""
+        state, scratch = kv_cache[name], self._scratch.get(name)
+        shape = pages.shape[0], *state.shape[1:]
+        num_elements = math.prod(shape)
+        if scratch is None or scratch.shape[0] < num_elements or scratch.dtype != state.dtype:
+            # A tensor made outside of inference mode can be written to in both modes.
+            with torch.inference_mode(False):
+                scratch = torch.empty(num_elements, dtype=state.dtype, device=state.device)
+            if num_elements <= MAX_SCRATCH_ELEMENTS:
+                self._scratch[name] = scratch
+        gathered = torch.index_select(state, 0, pages, out=scratch[:num_elements].view(shape))
+        gathered.view(-1, *state.shape[2:]).index_fill_(0, batch.dead, 0)
+        return gathered.view(batch.num_tiles, batch.num_keys, *state.shape[2:]).transpose(1, 2)
 
-    def _tiles(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: TorchMetadata, by_scores: bool
-    ) -> Iterator[Part]:
-        """Gather one chunk after the other and yield its tiles."""
-        assert layer.query is not None
-        dtype = score_dtype(query.dtype) if by_scores else query.dtype
-        for chunk in metadata.chunks:
-            pages = metadata.pages[chunk.first_page : chunk.first_page + chunk.num_pages]
-            keys, values = (self._gather(kv_cache, name, pages, None, 1).to(dtype) for name in "kv")
-            ends = metadata.range_ends_cpu
-            is_prompt = metadata.causal and not by_scores and ends is None and self._masks.is_prompt(chunk)
-            for tile in self._masks.tiles(chunk, metadata.causal, is_prompt, ends):
-                rows = slice(chunk.first_row + tile.first, chunk.first_row + tile.stop)
-                bias = None
-                if metadata.causal and not is_prompt:
-                    of_rows = None if metadata.range_ends is None else metadata.range_ends[rows]
-                    bias = self._masks.mask(tile, dtype, of_rows)
-                if layer.query.relative_bias is not None:
-                    columns = bias_columns(tile.distances(query.device), layer.query.relative_bias.max_distance)
-                    bias = self._learned_bias(layer, columns.unsqueeze(0), keys.shape[1], dtype, bias)
-                key, value = tile.cut(keys, chunk), tile.cut(values, chunk)
-                yield Part(rows, query[rows].unsqueeze(0), key, value, bias, is_prompt)
 
-    def _gather(
-        self, kv_cache: KVCache, name: str, pages: torch.Tensor, dead: torch.Tensor | None, num_requests: int
-    ) -> torch.Tensor:
-        """Gather the keys or values of pages; return a strided view, ``[num_requests, num_kv_heads, num_keys, size]``.
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return attention by torch's own function, ``[num_tiles, num_heads, num_queries, head_size_v]``.
 
-        Args:
-            kv_cache: The layer's state tensors.
-            name: ``k`` or ``v``.
-            pages: ``[num_pages], device``: the block ids.
-            dead: The gathered tokens that are set to 0, because their values may be NaN; None for none.
-            num_requests: The number of requests that the pages belong to.
-        """
-        state = kv_cache[name]
-        gathered = self._scratch[name].take((pages.shape[0], *state.shape[1:]), state.dtype, state.device)
-        torch.index_select(state, 0, pages, out=gathered)
-        if dead is not None:
-            gathered.view(-1, *state.shape[2:]).index_fill_(0, dead, 0)
-        return gathered.view(num_requests, -1, *state.shape[2:]).transpose(1, 2)
+    Args:
+        query: ``[num_tiles, num_heads, num_queries, head_size]``.
+        key: ``[num_tiles, num_kv_heads, num_keys, head_size]``.
+        value: ``[num_tiles, num_kv_heads, num_keys, head_size_v]``.
+        bias: ``[num_tiles, num_heads or 1, num_queries, num_keys]``, added to the scores.
+        scale: The layer's scale.
+    """
+    (num_tiles, num_heads, num_queries, _), num_kv_heads = query.shape, key.shape[1]
+    if num_queries > MAX_FOLDED_QUERIES and query.device.type == "cpu":
+        return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
+    # The query heads of a KV head become further queries of a single head, so that keys need not be repeated.
+    query = query.reshape(num_tiles, num_kv_heads, -1, query.shape[3])
+    if bias.shape[1] > 1:
+        bias = bias.reshape(num_tiles, num_kv_heads, -1, bias.shape[3])
+    elif num_queries > 1:
+        bias = bias.repeat(1, 1, num_heads // num_kv_heads, 1)
+    result = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    return result.view(num_tiles, num_heads, num_queries, -1)
 
-    def _learned_bias(
-        self,
-        layer: LayerSpec,
-        columns: torch.Tensor,
-        num_kv_heads: int,
-        dtype: torch.dtype,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return a layer's learned bias for ``columns: [num_requests, num_queries, num_keys]``, plus a mask."""
-        values = self.bias_tables[layer.name].index_select(1, columns.view(-1)).to(dtype)
-        bias = folded(values.view(-1, *columns.shape).permute(1, 2, 0, 3), num_kv_heads)
-        return bias if mask is None else bias + mask
+
+def attend_by_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    layer: QuerySpec,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ``attend`` returns, and the log-sum-exp. It serves soft caps and learned sinks, unlike torch's."""
+    num_kv_heads = key.shape[1]
+    folded = (query * layer.scale).reshape(query.shape[0], num_kv_heads, -1, query.shape[3])
+    scores = _products(folded, key.transpose(2, 3)).view(*query.shape[:3], -1)
+    if layer.soft_cap is not None:
+        scores.div_(layer.soft_cap).tanh_().mul_(layer.soft_cap)
+    scores += bias
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        # A sink is one more logit in the denominator, so it scales every weight by the same factor.
+        logits = sinks.to(scores.dtype)[:, None, None]
+        weights *= torch.sigmoid(lse - logits)
+        lse = torch.logaddexp(lse, logits)
+    output = _products(weights.view(*folded.shape[:3], -1), value)
+    return output.view(*query.shape[:3], -1), lse[..., 0]
+
+
+def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the matrix products of ``[num_tiles, num_kv_heads, …]`` and ``[num_tiles, num_kv_heads, …]``.
+
+    A single product over tiles and heads would copy the keys or values, because their heads lie apart.
+    """
+    products = left.new_empty(*left.shape[:3], right.shape[3])
+    axis = 0 if left.shape[0] < left.shape[1] else 1
+    for product, *factors in zip(products.unbind(axis), left.unbind(axis), right.unbind(axis), strict=True):
+        torch.bmm(*factors, out=product)
+    return products

@@ -1,150 +1,232 @@
-"""Divide a chunk, one request with several queries, into tiles: some queries and the tokens that they see."""
+"""Divide a step into tiles, in flat NumPy arrays on the host, and find out which tokens each query sees.
+
+A *tile* is some consecutive queries of one request. Together they see two runs of tokens: those of the window, and sink
+tokens. The pages of both runs are gathered side by side, those of sink tokens first. From then on, a token is known by
+its place among the gathered tokens of its tile, so no layer needs its position. A *batch* is tiles of equally many
+queries, which one call computes; it gathers equally many pages for each tile.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from bisect import bisect_left, bisect_right
+from typing import Any, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvframe.contract.specs import LayerSpec
-from kvframe_torch.builder import Chunk
-from kvframe_torch.spans import NO_WINDOW
+from kvframe.contract.metadata import NUM_PROMPT_TOKENS, RANGE_ENDS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.specs import AttentionMask, LayerSpec
+
+IntArray = npt.NDArray[np.signedinteger[Any]]
 
 MAX_ROWS = 256
-"""The most rows of a tile's mask: its queries times the query heads of a KV head."""
+"""The most queries of a tile, times the query heads of a KV head."""
 
 MAX_BIAS_ROWS = 2048
-"""The most rows of a tile's learned bias: its queries times all query heads, because each head has its own bias."""
+"""The most queries of a tile, times all query heads, if each head has a learned bias of its own."""
 
-LEAST_PROMPT = 1024
-"""From so many tokens on, a CPU computes a whole prompt by torch's causal attention faster than by masks."""
+MAX_BATCH_BYTES = 1 << 23
+"""The most bytes of keys, or of values, that a CPU gathers at once; they then stay in its cache until they are read."""
+
+MAX_BATCH_PAIRS = 1 << 15
+"""The most pairs of a query and a key in a batch with several tiles; it bounds the memory of copies and masks."""
+
+FREE_PADDING_ELEMENTS = 3 << 17
+"""Elements of keys and values that a batch may gather as padding; a second batch would cost more."""
 
 
-class Tile(NamedTuple):
-    """Consecutive queries of a chunk, and the runs of tokens that they see: one run, or two with sink tokens.
+class Rules(NamedTuple):
+    """The properties of a group's layers that decide what is gathered and seen.
 
     Attributes:
-        first: The index of its first query in the chunk.
-        stop: The index after that of its last query.
-        position: The first query's position in the request; meaningless if the keys are of another sequence.
-        runs: For each run, the position of its first token, and the position after its last token.
-        num_sinks: The number of sink tokens at the start, which the window does not hide.
-        has_ranges: Whether a query sees later tokens, up to the end of a range.
+        mask: The layers' mask.
+        max_queries: The most queries of a tile.
+        max_keys: The most gathered tokens of a batch with several tiles.
+        free_padding: The most gathered padding of a batch, in tokens, that costs less than a further batch.
+        max_distance: From which distance on a learned bias stays the same; None without a learned bias.
     """
 
-    first: int
-    stop: int
-    position: int
-    runs: tuple[tuple[int, int], ...]
-    num_sinks: int
-    has_ranges: bool = False
+    mask: AttentionMask
+    max_queries: int
+    max_keys: int
+    free_padding: int
+    max_distance: int | None
 
-    def cut(self, gathered: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Return the keys or values of the tile's runs from those gathered for the chunk, ``[1, num_kv_heads, …]``."""
-        runs = [
-            gathered.narrow(2, begin - shift, end - begin)
-            for (begin, end), shift in zip(reversed(self.runs), (chunk.shift, chunk.sink_shift), strict=False)
-        ]
-        return runs[0] if len(runs) == 1 else torch.cat(runs[::-1], dim=2)
-
-    def distances(self, device: torch.device) -> torch.Tensor:
-        """Return the position of each token minus that of each query, ``[num_queries, num_keys], int64, device``."""
-        keys = torch.cat([torch.arange(*run, device=device) for run in self.runs])
-        return keys - torch.arange(self.position, self.position + self.stop - self.first, device=device)[:, None]
-
-
-class ChunkMasks:
-    """Makes the tiles of chunks and their masks, for the layers of a group."""
-
-    def __init__(self, layer: LayerSpec, device: torch.device) -> None:
-        """Read the mask from one layer.
-
-        Args:
-            layer: Any layer of the group; all have the same mask.
-            device: The layers' device.
-        """
+    @classmethod
+    def of(cls, layer: LayerSpec, device: torch.device) -> Self:
+        """Return the rules of a layer whose cache lies on a device."""
         assert layer.spec is not None
         assert layer.query is not None
-        mask, num_heads = layer.spec.mask, layer.query.num_heads
-        assert mask is not None
-        self._device, self._group_size = device, num_heads // layer.spec.state_tensors()["k"].shape[1]
-        self._window = NO_WINDOW if mask.window is None else mask.window
-        self._least_prompt = LEAST_PROMPT if device.type == "cpu" else 2
-        max_queries = MAX_ROWS // self._group_size
-        if layer.query.relative_bias is not None:
-            self._least_prompt, max_queries = NO_WINDOW, min(max_queries, MAX_BIAS_ROWS // num_heads)
-        self._max_queries = max(1, max_queries)
-        # By dtype, the mask of ``max_queries`` queries over the tokens up to the last query.
-        self._bands: dict[torch.dtype, torch.Tensor] = {}
+        assert layer.spec.mask is not None
+        state, num_heads, bias = layer.spec.state_tensors(), layer.query.num_heads, layer.query.relative_bias
+        max_keys, max_queries = MAX_BATCH_PAIRS, MAX_ROWS * state["k"].shape[1] // num_heads
+        if device.type == "cpu":
+            token_bytes = max(tensor.num_bytes // tensor.shape[0] for tensor in state.values())
+            max_keys = min(max_keys, MAX_BATCH_BYTES // token_bytes)
+        if bias is not None:
+            max_queries = min(max_queries, MAX_BIAS_ROWS // num_heads)
+        free_padding = FREE_PADDING_ELEMENTS // sum(math.prod(tensor.shape[1:]) for tensor in state.values())
+        max_distance = None if bias is None else bias.max_distance
+        return cls(layer.spec.mask, max(1, max_queries), max_keys, free_padding, max_distance)
 
-    def is_prompt(self, chunk: Chunk) -> bool:
-        """Return whether torch's own causal attention computes a causal chunk at once; it must be a whole prompt."""
-        return self._least_prompt <= chunk.num_queries == chunk.stop <= self._window
+    def reached(self, step: CommonAttentionMetadata) -> Self:
+        """Return the rules of a step. A window that no request has reached hides nothing."""
+        if not (step.causal and self.mask.causal):
+            return self._replace(mask=AttentionMask(causal=False))
+        is_reached = self.mask.window is not None and step.max_seq_len > self.mask.window
+        return self if is_reached else self._replace(mask=AttentionMask())
 
-    def tiles(
-        self, chunk: Chunk, causal: bool, at_once: bool, range_ends: tuple[int, ...] | None = None
-    ) -> Iterator[Tile]:
-        """Yield the tiles of a chunk.
+
+class Queries(NamedTuple):
+    """The queries of a step, in the order of the packed tokens.
+
+    Attributes:
+        request: ``[num_queries]``: the request of each query.
+        number: ``[num_queries]``: its number among the request's queries.
+        num_left: ``[num_queries]``: the request's queries from this one on.
+        position: ``[num_queries]``: its position in the request; meaningless if the keys are of another sequence.
+        runs: ``[2 or 4, num_queries]``: the first token of its window and the token after the last one that it sees;
+            then the same of sink tokens, if there may be any.
+    """
+
+    request: IntArray
+    number: IntArray
+    num_left: IntArray
+    position: IntArray
+    runs: IntArray
+
+    @classmethod
+    def of(cls, metadata: CommonAttentionMetadata, rules: Rules) -> Self:
+        """Return the queries of a step for a group's rules."""
+        bounds, seq_len = metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy()
+        request = np.arange(metadata.num_reqs).repeat(bounds[1:] - bounds[:-1])
+        token, ends = np.arange(len(request)), bounds[1:][request]
+        position, start = token + seq_len[request] - ends, _values(metadata, SEQ_STARTS)[request]
+        runs, mask = [start, seq_len[request]], rules.mask
+        if mask.causal:
+            runs[1] = position + 1
+            if mask.window is not None:
+                num_kept = np.maximum(_values(metadata, NUM_PROMPT_TOKENS) * mask.keeps_prompt, mask.num_sink_tokens)
+                sink_stop = np.minimum(num_kept[request], position + 1)
+                runs = [np.maximum(position + 1 - mask.window, start), position + 1]
+                if num_kept.any():
+                    runs += [np.minimum(start, sink_stop), sink_stop]
+            if RANGE_ENDS in metadata.extensions:
+                runs[1] = np.maximum(runs[1], _values(metadata, RANGE_ENDS)[: len(position)])
+        return cls(request, token - bounds[request], ends - token, position, np.array(runs, dtype=np.int64))
+
+
+class Tiles(NamedTuple):
+    """The tiles of a step: those with fewer queries first, of these those with more pages.
+
+    Attributes:
+        first: ``[num_tiles]``: the first query of each tile.
+        num_queries: ``[num_tiles]``: its queries.
+        num_pages: ``[num_tiles]``: its pages.
+        num_sinks: ``[num_tiles]``: how many of these are sink tokens' alone.
+        skipped: ``[1 or 2, num_tiles]``: by how many blocks each run lies earlier among the gathered pages than in the
+            request.
+        low: ``[1 or 2, num_tiles]``: the first token of each run, counted among the gathered tokens.
+        stop: ``[1 or 2, num_tiles]``: likewise, the token after the last one.
+    """
+
+    first: IntArray
+    num_queries: IntArray
+    num_pages: IntArray
+    num_sinks: IntArray
+    skipped: IntArray
+    low: IntArray
+    stop: IntArray
+
+    @classmethod
+    def of(cls, queries: Queries, block_size: int, max_queries: int) -> Self:
+        """Return tiles of at most ``max_queries`` queries; a query that sees no token is in none."""
+        runs = queries.runs
+        first = np.flatnonzero((queries.number % max_queries == 0) & (runs[0] < runs[1]))
+        num_queries = np.minimum(queries.num_left[first], max_queries)
+        low, stop = runs[0::2, first], runs[1::2, first + num_queries - 1]
+        skipped, stop_page = low // block_size, -(-stop // block_size)
+        num_pages, num_sinks = stop_page[0] - skipped[0], np.zeros_like(first)
+        if len(skipped) > 1:
+            num_sinks = np.maximum(np.minimum(stop_page[1], skipped[0]) - skipped[1], 0)
+            num_pages, skipped[0] = num_pages + num_sinks, skipped[0] - num_sinks
+        low, stop = low - skipped * block_size, stop - skipped * block_size
+        order = np.argsort(num_queries * (num_pages.max(initial=0) + 1) - num_pages, kind="stable")
+        arrays = first, num_queries, num_pages, num_sinks, skipped, low, stop
+        return cls(*(each[..., order] for each in arrays))
+
+    def places(self, rows: IntArray, widths: IntArray) -> IntArray:
+        """Return where the block ids of all pages are in the flattened block table, ``[num_pages], int32``.
 
         Args:
-            chunk: The chunk.
-            causal: Whether queries see only their own and earlier positions.
-            at_once: Whether the whole chunk is one tile.
-            range_ends: For each packed token, where the range ends whose later tokens it sees; None for no ranges.
+            rows: ``[num_tiles]``: the place of the first block id of each tile's request.
+            widths: ``[num_tiles]``: the number of pages to gather for each tile; one with fewer pages repeats a page.
         """
-        size = chunk.num_queries if at_once else self._max_queries
-        for first in range(0, chunk.num_queries, size):
-            stop = min(first + size, chunk.num_queries)
-            position, begin, end = chunk.position + first, chunk.start, chunk.stop
-            if causal:
-                begin, end = max(position + 1 - self._window, begin), chunk.position + stop
-            last_end = 0
-            if causal and range_ends is not None:
-                last_end = max(range_ends[chunk.first_row + first : chunk.first_row + stop])
-                end = max(end, last_end)
-            num_sinks = max(0, min(chunk.sink_stop, end) - chunk.start)
-            runs: tuple[tuple[int, int], ...] = ((begin, end),)
-            if num_sinks:
-                is_one_run = begin <= chunk.sink_stop
-                runs = ((chunk.start, end),) if is_one_run else ((chunk.start, chunk.sink_stop), (begin, end))
-            yield Tile(first, stop, position, runs, num_sinks, last_end > 0)
+        begins, first, num_repeated = widths.cumsum() - widths, rows + self.skipped[0], widths - self.num_pages
+        places: IntArray = (first - begins).astype(np.int32).repeat(widths)
+        places += np.arange(len(places), dtype=np.int32)
+        if len(self.skipped) > 1:
+            places[ranges(begins, self.num_sinks)] -= (self.skipped[0] - self.skipped[1]).repeat(self.num_sinks)
+        if num_repeated.any():
+            repeated = (first + self.num_sinks + self._has_inner_page).repeat(num_repeated)
+            places[ranges(begins + self.num_pages, num_repeated)] = repeated
+        return places
 
-    def mask(self, tile: Tile, dtype: torch.dtype, range_ends: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the mask of a causal tile, which is added to its scores: ``[num_queries * group_size, num_keys]``.
+    @property
+    def _has_inner_page(self) -> npt.NDArray[np.bool_]:
+        """Whether there is a page between the window's first and last one; every token of such a page is seen."""
+        return self.num_pages > self.num_sinks + 2
 
-        Its rows are the query heads of a KV head, query after query. Without sink tokens, a value depends only on the
-        distance between token and query, so the mask is a part of one matrix that is kept for later chunks.
+    def dead(self, widths: IntArray, offsets: IntArray, block_size: int) -> tuple[IntArray, IntArray]:
+        """Return the gathered tokens that no query of their tile sees, and how many each tile has.
+
+        They lie around both runs. If there is no better page to repeat, the tokens of repeated pages are dead too.
 
         Args:
-            tile: The tile.
-            dtype: The type of the scores.
-            range_ends: ``[num_queries], int64, device``: where the range of each query ends; None for no ranges.
+            widths: As for ``places``.
+            offsets: ``[num_tiles]``: the index of each tile's first page, from where on tokens are counted.
+            block_size: Tokens per page.
         """
-        if range_ends is not None and tile.has_ranges:
-            queries = torch.arange(tile.position, tile.position + len(range_ends), device=self._device)
-            return self._values(tile.distances(self._device), tile.num_sinks, dtype, range_ends - queries)
-        if tile.num_sinks:
-            return self._values(tile.distances(self._device), tile.num_sinks, dtype)
-        num_rows = (tile.stop - tile.first) * self._group_size
-        before, band = tile.position - tile.runs[0][0], self._bands.get(dtype)
-        if band is None or band.shape[1] < before + self._max_queries:
-            queries = torch.arange(self._max_queries, device=self._device)
-            tokens = torch.arange(-2 * before, self._max_queries, device=self._device)
-            band = self._bands[dtype] = self._values(tokens - queries[:, None], 0, dtype)
-        first = band.shape[1] - self._max_queries - before
-        mask = band[:num_rows, first : first + before + tile.stop - tile.first]
-        # Other devices need rows that begin at multiples of 16 bytes.
-        return mask if self._device.type == "cpu" else mask.contiguous()
+        ends_of_pages = np.where(self._has_inner_page, self.num_pages, widths) * block_size
+        begins = np.array([np.zeros_like(self.first), *self.stop[::-1]])
+        counts = np.maximum(np.array([*self.low[::-1], ends_of_pages]) - begins, 0)
+        begins += offsets * block_size
+        return ranges(begins.T.ravel(), counts.T.ravel()), counts.sum(axis=0)
 
-    def _values(
-        self, distances: torch.Tensor, num_sinks: int, dtype: torch.dtype, ends: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the mask for distances: the position of each token, and of each end of a range, minus the query's."""
-        hidden = distances > 0
-        if ends is not None:
-            hidden &= distances >= ends[:, None]
-        hidden[:, num_sinks:] |= distances[:, num_sinks:] <= -self._window
-        values = torch.zeros_like(distances, dtype=dtype).masked_fill_(hidden, -math.inf)
-        return values.repeat_interleave(self._group_size, dim=0)
+
+def batch_edges(num_queries: IntArray, num_pages: IntArray, block_size: int, rules: Rules) -> IntArray:
+    """Return the first tile of each batch, and the number of tiles at the end.
+
+    Tiles are sorted: those with fewer queries first, of these those with more pages. If the padding of a batch exceeds
+    ``free_padding``, it ends before the first tile with at most half of the pages of its first one.
+    """
+    sizes, sums, queries = (-num_pages).tolist(), [0, *num_pages.cumsum().tolist()], num_queries.tolist()
+    edges = [0]
+    while (first := edges[-1]) < len(sizes):
+        most, of_tile = -sizes[first], queries[first]
+        max_keys = min(rules.max_keys, MAX_BATCH_PAIRS // of_tile)
+        stop = min(first + max(1, max_keys // (most * block_size)), bisect_right(queries, of_tile))
+        padding = (stop - first) * most - (sums[stop] - sums[first])
+        if padding * block_size * of_tile > rules.free_padding:
+            stop = bisect_left(sizes, -most / 2 if of_tile == 1 else 1 - most, first, stop)
+        edges.append(stop)
+    return np.array(edges)
+
+
+def _values(metadata: CommonAttentionMetadata, extension: str) -> IntArray:
+    """Return the values of an extension on the host; 0 for each request if the step does not have it."""
+    if extension not in metadata.extensions:
+        return np.zeros(metadata.num_reqs, dtype=np.int64)
+    values_cpu = metadata.extensions[extension].values_cpu
+    assert values_cpu is not None
+    return values_cpu.numpy().astype(np.int64)
+
+
+def ranges(begins: IntArray, counts: IntArray) -> IntArray:
+    """Return the members of many ranges, given their first members and their lengths."""
+    ends = counts.cumsum()
+    numbers: IntArray = (begins - ends + counts).repeat(counts)
+    numbers += np.arange(len(numbers))
+    return numbers

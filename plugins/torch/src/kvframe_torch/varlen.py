@@ -25,20 +25,6 @@ except ImportError:  # Older versions of torch lack it.
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
 
-@attrs.frozen(eq=False)
-class VarlenMetadata:
-    """A step as ``varlen_attn`` takes it.
-
-    Attributes:
-        common: The batch.
-        max_query_len: The most new tokens of a request as the function is told. The function reads 1 as a promise that
-            row ``r`` is the query of request ``r``; if that is not so, it is told 2.
-    """
-
-    common: CommonAttentionMetadata
-    max_query_len: int
-
-
 class VarlenMetadataBuilder(AttentionMetadataBuilder):
     """Finds out whether row ``r`` of a step of decodes is the query of request ``r``."""
 
@@ -47,18 +33,15 @@ class VarlenMetadataBuilder(AttentionMetadataBuilder):
     needs_exact_lens = False
     reuse_key = ("varlen",)
 
-    def build(self, metadata: CommonAttentionMetadata) -> VarlenMetadata:
-        """Return the step's metadata."""
-        return VarlenMetadata(
-            metadata, metadata.max_query_len if _in_rows(metadata) else max(2, metadata.max_query_len)
-        )
+    def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the step, with the most new tokens of a request as ``varlen_attn`` is told.
 
-
-def _in_rows(metadata: CommonAttentionMetadata) -> bool:
-    """Return whether there are as many rows as requests, and each query is in its request's row."""
-    num_tokens = metadata.num_actual_tokens
-    rows = metadata.query_start_loc_cpu.numpy()[:num_tokens]
-    return metadata.slot_mapping.shape[0] == metadata.num_reqs and bool((rows == np.arange(num_tokens)).all())
+        The function reads 1 as a promise that row ``r`` is the query of request ``r``. If that is not so, it is told 2.
+        """
+        num_tokens = metadata.num_actual_tokens
+        rows = metadata.query_start_loc_cpu.numpy()[:num_tokens]
+        is_in_rows = metadata.slot_mapping.shape[0] == metadata.num_reqs and (rows == np.arange(num_tokens)).all()
+        return metadata if is_in_rows else attrs.evolve(metadata, max_query_len=max(2, metadata.max_query_len))
 
 
 class TorchVarlenBackend(AttentionBackend):
@@ -125,29 +108,28 @@ class TorchVarlenBackend(AttentionBackend):
         with_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output, and the log-sum-exp without learned sinks, ``[num_tokens, num_heads]``."""
-        assert isinstance(metadata, VarlenMetadata)
+        assert isinstance(metadata, CommonAttentionMetadata)
         assert layer.query is not None
         assert layer.spec is not None
-        common, keys = metadata.common, kv_cache["k"]
-        mask = layer.spec.mask
+        keys, mask = kv_cache["k"], layer.spec.mask
         assert mask is not None
         window = (-1, -1)
-        if common.causal and mask.causal and (metadata.max_query_len > 1 or mask.window is not None):
+        if metadata.causal and mask.causal and (metadata.max_query_len > 1 or mask.window is not None):
             window = (-1 if mask.window is None else mask.window - 1, 0)
         result = varlen.varlen_attn(
             query.to(keys.dtype),
             keys,
             kv_cache["v"],
-            common.query_start_loc,
+            metadata.query_start_loc,
             None,
             metadata.max_query_len,
-            common.max_seq_len,
+            metadata.max_seq_len,
             return_aux=varlen.AuxRequest(lse=True) if with_lse else None,
             scale=layer.query.scale,
             window_size=window,
             enable_gqa=query.shape[1] > keys.shape[2],
-            seqused_k=common.seq_lens,
-            block_table=common.block_table,
+            seqused_k=metadata.seq_lens,
+            block_table=metadata.block_table,
         )
         if isinstance(result, torch.Tensor):
             return result.to(query.dtype), None
