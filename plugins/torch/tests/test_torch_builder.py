@@ -364,11 +364,13 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
 # --- how requests become batches --------------------------------------------------------------------------------------
 
 
-def batched(lengths: list[int], free_padding: int = 0, max_keys: int = 1 << 15) -> list[list[int]]:
-    """Return the lengths of each batch of decodes, with pages of one token."""
+def batched(
+    lengths: list[int], free_padding: int = 0, max_keys: int = 1 << 15, num_queries: int = 1
+) -> list[list[int]]:
+    """Return the lengths of each batch of tiles, with pages of one token."""
     rules = Rules.of(layer_of(), CPU)._replace(max_keys=max_keys, free_padding=free_padding)
     num_pages = np.array(sorted(lengths, reverse=True))
-    edges = batch_edges(np.ones_like(num_pages), num_pages, 1, rules).tolist()
+    edges = batch_edges(np.full_like(num_pages, num_queries), num_pages, 1, rules).tolist()
     return [num_pages[first:stop].tolist() for first, stop in itertools.pairwise(edges)]
 
 
@@ -394,6 +396,12 @@ def test_lengths_within_a_factor_of_two_are_one_batch() -> None:
 def test_other_lengths_are_divided_from_the_longest_down() -> None:
     assert [[700, 640], [100, 90]] == batched([100, 640, 700, 90])
     assert [[700, 640, 100, 90]] == batched([100, 640, 700, 90], free_padding=2000)
+
+
+def test_padding_costs_more_if_tiles_have_several_queries() -> None:
+    assert [[31], [20], [16, 16]] == batched([16, 31, 20, 16], num_queries=2)
+    # 3 * 31 - 67 tokens of padding, for 2 queries each.
+    assert [[[31, 20, 16]], [[31], [20, 16]]] == [batched([16, 31, 20], most, num_queries=2) for most in (52, 51)]
 
 
 def test_a_request_that_fills_a_batch_alone_is_one() -> None:
@@ -427,6 +435,13 @@ def test_sink_tokens_lie_before_the_window() -> None:
     assert [[[[1, 1, 1, 0, 0, 1, 1, 0]]]] == seen(layer, Request(22, 1))
     assert [[[[1, 1, 1, 0, 1, 1, 0, 0]]]] == seen(layer, Request(5, 1))
     assert [[[[0, 1, 1, 1]]]] == seen(layer, Request(3, 1, num_hidden=1))
+
+
+def test_a_learned_bias_counts_the_tokens_between_sinks_and_window() -> None:
+    layer = layer_of(RelativeBias(num_buckets=4, max_distance=30), window=2, num_sink_tokens=3)
+    (batch,) = built_for(layer, metadata_of([Request(22, 1)])).batches()
+    by_distance = torch.arange(-30, 31)[None]
+    assert [-22, -21, -20, -19, -2, -1, 0, 1] == batch.learned_bias(by_distance).flatten().tolist()
 
 
 def test_layers_share_the_masks_of_a_step_if_these_are_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ class Tiles(NamedTuple):
         skipped, stop_page = low // block_size, -(-stop // block_size)
         num_pages, num_sinks = stop_page[0] - skipped[0], np.zeros_like(first)
         if len(skipped) > 1:
-            num_sinks = np.maximum(np.minimum(stop_page[1], skipped[0]) - skipped[1], 0)
+            num_sinks = np.minimum(stop_page[1], skipped[0]) - skipped[1]
             num_pages, skipped[0] = num_pages + num_sinks, skipped[0] - num_sinks
         low, stop = low - skipped * block_size, stop - skipped * block_size
         order = np.argsort(num_queries * (num_pages.max(initial=0) + 1) - num_pages, kind="stable")
@@ -200,7 +200,8 @@ def batch_edges(num_queries: IntArray, num_pages: IntArray, block_size: int, rul
     """Return the first tile of each batch, and the number of tiles at the end.
 
     Tiles are sorted: those with fewer queries first, of these those with more pages. If the padding of a batch exceeds
-    ``free_padding``, it ends before the first tile with at most half of the pages of its first one.
+    ``free_padding``, it ends before the first tile with at most half of the pages of its first one. Padding costs more
+    if tiles have several queries; then the batch ends before the first tile with fewer pages.
     """
     sizes, sums, queries = (-num_pages).tolist(), [0, *num_pages.cumsum().tolist()], num_queries.tolist()
     edges = [0]
