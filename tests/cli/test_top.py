@@ -14,7 +14,8 @@ from kvframe_transformers.testing import save_tiny
 
 from kvframe.cli import main
 from kvframe.cli import top as module
-from kvframe.cli.top import GroupUse, Snapshot, lines_of, read_metrics
+from kvframe.cli.snapshot import COUNTERS, GroupUse, Snapshot, UnreachableError, read_metrics
+from kvframe.cli.top import lines_of
 from kvframe.engine.engine import Engine
 from tests.cli.test_width import run_on_terminal
 
@@ -169,7 +170,7 @@ METRICS = "\n".join(
         "kvframe_step_seconds_count 1120",
         "kvframe_step_seconds_sum 30.0",
         f"kvframe_cache_bytes {8 << 20}",
-        *(f"kvframe_{name}_total {getattr(NOW, name)}" for name in module._COUNTERS),
+        *(f"kvframe_{name}_total {getattr(NOW, name)}" for name in COUNTERS),
         "",
     ]
 )
@@ -185,10 +186,10 @@ def test_a_server_is_watched_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -
     def fetch(url: str) -> str:
         assert "http://there:8000/metrics" == url
         if not answers:
-            raise module.UnreachableError(f"{url} cannot be read: Connection refused")
+            raise UnreachableError(f"{url} cannot be read: Connection refused")
         return answers.pop(0)
 
-    monkeypatch.setattr(module, "_fetch", fetch)
+    monkeypatch.setattr(module, "fetch", fetch)
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
     result = top("--url", "there:8000/v1/")
     assert (1, 2) == (result.exit_code, result.stdout.count("requests: 8 run, 3 wait\n"))
@@ -216,6 +217,6 @@ def test_what_cannot_be_shown_is_one_sentence(arguments: tuple[object, ...], sen
 
 @pytest.mark.parametrize("text", ["", "<html>", "some_other_total 3\n", METRICS.replace("step_seconds", "x")])
 def test_other_metrics_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_fetch", lambda url: text)
+    monkeypatch.setattr(module, "fetch", lambda url: text)
     result = top("--url", "there")
     assert (2, True) == (result.exit_code, "are not those of `kvframe serve` of this version: 'kvf" in result.stderr)
