@@ -32,6 +32,7 @@ INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C: 128 plus the number of the signal, as in shells."""
 
 _MAX_SENTENCE = 2_000
+_MAX_NEAR = 2
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EAGAIN)
 _MEMORY_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -97,8 +98,11 @@ def _sentence_of(error: BaseException) -> str | None:
     if import_failure is not None:
         return import_failure
     if isinstance(error, click.ClickException):
+        if isinstance(error, click.NoSuchOption) and error.possibilities:
+            near = " or ".join(map(repr, sorted(error.possibilities)[:_MAX_NEAR]))
+            return f"No such option {error.option_name!r}; did you mean {near}?"
         context = error.ctx if isinstance(error, click.UsageError) else None
-        hint = "" if context is None else f"; `{context.command_path} --help` shows what there is"
+        hint = "" if context is None else f"; see `{context.command_path} --help`"
         return f"{' '.join(error.format_message().split()).rstrip('.')}{hint}"
     if isinstance(error, OSError):
         reason = error.strerror or str(error)

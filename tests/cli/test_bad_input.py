@@ -438,8 +438,22 @@ def test_a_lack_of_memory_is_one_sentence(error: Exception, capsys: pytest.Captu
 
 def test_a_mistake_in_the_options_is_one_line() -> None:
     result = run("plan")
-    says = "kvframe: error: Missing argument 'MODEL_OR_CONFIG'; `main plan --help` shows what there is\n"
+    says = "kvframe: error: Missing argument 'MODEL_OR_CONFIG'; see `main plan --help`\n"
     assert (2, says) == (result.exit_code, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--memry", "No such option '--memry'; did you mean '--memory'?"),
+        ("--jsom", "No such option '--jsom'; did you mean '--json'?"),
+        ("--unheard-of", "No such option '--unheard-of'; see `main plan --help`"),
+    ],
+)
+def test_an_unknown_option_is_one_short_line(option: str, says: str) -> None:
+    result = run("plan", "layers.json", option)
+    assert (2, f"kvframe: error: {says}\n") == (result.exit_code, result.stderr)
+    assert len(result.stderr) <= 80
 
 
 def test_json_is_json_in_every_encoding(tmp_path: Path) -> None:
