@@ -14,9 +14,8 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.attention.cpu_kvframe import KVFrame
-from benchmarks.attention.cpu_shapes import map_pool, pool_bytes, standard_shapes, tiny_shapes
-from benchmarks.attention.shapes import Shape
+from benchmarks.attention.cpu_systems import VLLM, map_pool, pool_bytes, why_refused
+from benchmarks.attention.shapes import Requests, Shape, decodes
 from benchmarks.harness import options
 from benchmarks.harness.layers import usable_backends
 from benchmarks.harness.pages import Column, case_page, figures, named_versions, spread
@@ -24,11 +23,32 @@ from benchmarks.harness.process import EngineProcess, find_vllm, start_engines, 
 from benchmarks.harness.record import benchmark, by_turns, in_columns, measure_each, ratios
 from kvframe.loading.plugins import load_plugins
 
-VLLM = "vllm"
 MATRIX_SIZE = 2048
 CEILING_REPEATS = 5
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """The largest allowed error as a share of the largest output: rounding of the dtype, but no mistake."""
+
+
+STEPS: dict[str, tuple[str, Requests, dict[str, Any]]] = {
+    "decode-16x2048": ("decode", decodes(16, 2048), {}),
+    "decode-16x2048-page128": ("decode", decodes(16, 2048), {"block_size": 128}),
+    "decode-1x32768": ("decode", decodes(1, 32768), {}),
+    "decode-64x512": ("decode", decodes(64, 512), {}),
+    "decode-16x2048-window1024": ("decode", decodes(16, 2048), {"window": 1024}),
+    "prefill-2048": ("prefill", ((0, 2048),), {}),
+    "mixed-15x2048-512": ("mixed", (*decodes(15, 2048), (1024, 512)), {}),
+}
+SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32}
+SHAPES = (
+    *(
+        Shape(name=f"{name}-{dtype}", kind=kind, requests=requests, dtype=dtype, **fields)
+        for dtype in TOLERANCE
+        for name, (kind, requests, fields) in STEPS.items()
+    ),
+    Shape(name="tiny-decode", kind="decode", requests=((40, 1), (17, 1), (0, 1)), dtype="float32", **SMALL),
+    Shape(name="tiny-window", kind="decode", requests=((40, 1), (17, 1), (0, 1)), window=20, **SMALL),
+    Shape(name="tiny-mixed", kind="mixed", requests=((40, 1), (0, 9), (17, 5)), dtype="float32", **SMALL),
+)
 
 
 def read_bandwidth(pool: torch.Tensor) -> float:
@@ -47,13 +67,10 @@ def matrix_rate(dtype: torch.dtype) -> float:
 def measure(
     shape: Shape, systems: Mapping[str, EngineProcess], file: int, rounds: int, advance: Callable[[int], object]
 ) -> dict[str, Any]:
-    """Let the systems take turns on one shape.
+    """Let the systems take turns on one shape; end the program if an output differs from dense attention.
 
     Returns:
         The shape, the ceiling in each round, and the figures of each system in each round.
-
-    Raises:
-        SystemExit: A system's output differs from dense attention.
     """
     described, pool = dataclasses.asdict(shape), map_pool(file, shape)
 
@@ -72,7 +89,7 @@ def measure(
     refused = {name: values["refused"][0] for name, values in columns.items() if "refused" in values}
     measured: dict[str, Any] = {name: values for name, values in columns.items() if name not in refused}
     # The share of a time that the shape's bytes or operations take at the ceiling of the same round.
-    least = [(shape.read_bytes if shape.kind == "decode" else shape.num_flops) / each for each in ceilings]
+    least = [(shape.kv_bytes() if shape.kind == "decode" else shape.num_flops) / each for each in ceilings]
     for values in measured.values():
         values |= {"error": max(values["error"]), "share": ratios(least, values["seconds"])}
         if VLLM in measured:
@@ -85,7 +102,7 @@ def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> S
     if VLLM in names and find_vllm(peer) is None:
         raise click.UsageError(f"vLLM is not in {peer}; run make peer")
     usable = usable_backends(load_plugins().registry, "cpu")[0]
-    return names or [*(name for name in usable if not all(map(KVFrame(name).why_not, shapes))), VLLM]
+    return names or [*(name for name in usable if not all(why_refused(name, shapes))), VLLM]
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -132,10 +149,10 @@ def _requests(requests: list[list[int]]) -> str:
     )
 
 
-@benchmark("cpu_attention", write_report, cases="shapes", epilog=options.on_a_busy_machine("attention.cpu"))
+@benchmark("cpu_attention", write_report, cases="shapes")
 @options.repeats(7, flag="--rounds")
 @options.threads(os.cpu_count() or 1)
-@options.choose("--shape", "shapes", (*standard_shapes(), *tiny_shapes()))
+@options.choose("--shape", "shapes", SHAPES)
 @click.option(
     "--system",
     "systems",
@@ -148,7 +165,7 @@ def main(rounds: int, threads: int, shapes: Sequence[Shape], systems: Sequence[s
     file = os.memfd_create("pool")
     os.truncate(file, max(map(pool_bytes, shapes)))
     modules = {
-        name: (f"benchmarks.attention.cpu_{VLLM if name == VLLM else 'kvframe'}", name, str(threads), str(file))
+        name: ("benchmarks.attention.cpu_systems", name, str(threads), str(file))
         for name in find_systems(systems, shapes, peer)
     }
     with start_engines(modules, peer, threads=threads, files=[file]) as engines:

@@ -5,51 +5,70 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import attrs
 import click
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.attention.format_layers import Decode, Stored, memory_of
 from benchmarks.engine.workloads import SEED
 from benchmarks.harness import models, options
-from benchmarks.harness.layers import usable_backends
+from benchmarks.harness.layers import page_views, usable_backends
+from benchmarks.harness.machine import ROOT
 from benchmarks.harness.pages import Column, figures, heading, medians, page, spread, table
 from benchmarks.harness.process import timed
 from benchmarks.harness.record import benchmark, by_turns, counted
-from kvframe import Engine, SamplingParams, Stack
-from kvframe.contract.formats import PLAIN
-from kvframe.loading.plugins import load_plugins
+from kvframe import Engine, FullAttentionSpec, Registry, SamplingParams, Stack, group_layers, load_plugins
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
+from kvframe.attention.layers import AttentionLayers
+from kvframe.cache.block_table import BlockTables
+from kvframe.contract import LayerSpec, QuerySpec
+from kvframe.contract.formats import PLAIN, KVFormat
+from kvframe.contract.slots import Slots
+from kvframe.planning.groups import make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.sizing import plan_for_stack
+from kvframe.selection.select import select_backends
 from kvframe.testing.formats import installed_formats
 
 TEXT_TOKENS = 384
 LEARNED, OTHER = ("shlex", "textwrap"), ("cmd", "getopt")
 """Modules whose source the demo's model was trained on, and modules of a similar style that it has not seen."""
-
-NUM_BEGUN = 256
-"""A greedy continuation starts after so many tokens of a text."""
-
-NUM_NEW_TOKENS = 48
+NUM_ANSWER_TOKENS = 48
 TASKS_IN_A_ROW = 4
 """Copy tasks in a row; the model answers the last one. It was trained on rows of up to five."""
-
 MIN_COPIED = 0.95
 """The least share of right copied tokens in float32. Below it, wrong tokens would show the model and not the format."""
 
-NUM_REQS = 8
-SPEED_DTYPES = ("float32", "bfloat16")
+NUM_REQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 32, 8, 128, 16
+LLAMA = ROOT / "examples" / "layers" / "llama_3_1_8b.toml"
+MEMORY_BYTES = 8 * 2**30
+CPU = torch.device("cpu")
 Tasks = Sequence[tuple[list[int], list[int]]]
 """Prompts, and the right tokens after each."""
+
+
+@attrs.frozen
+class Stored:
+    """One way to store keys and values: its name in the record, the format, and the dtype of the attention."""
+
+    title: str
+    kv_format: KVFormat
+    dtype: str
 
 
 def ways() -> list[Stored]:
     """Return plain storage in three dtypes, and every installed format with attention in float32."""
     plain = [Stored(dtype, PLAIN, dtype) for dtype in ("float32", "float16", "bfloat16")]
     return [*plain, *(Stored(each.name, each, "float32") for each in installed_formats())]
+
+
+# --- the demo's trained model -----------------------------------------------------------------------------------------
 
 
 def make_texts(path: Path, count: int) -> dict[str, list[list[int]]]:
@@ -74,14 +93,13 @@ def make_copy_tasks(count: int) -> Tasks:
 
 
 def serve(path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], tasks: Tasks) -> dict[str, Any]:
-    """Return the model's log-probabilities, continuations and answers with keys and values stored in one way."""
+    """Return the log-probabilities of texts, the answers to tasks, and the backends, with one way to store."""
     cache = {"memory": "64MiB", "dtype": stored.dtype, "format": stored.kv_format.name}
     stack = Stack.from_mapping({"cache": cache, "engine": {"dtype": "float32"}})
-    greedy = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+    greedy = SamplingParams(max_new_tokens=NUM_ANSWER_TOKENS, ignore_eos=True)
     scoring = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
     with Engine.from_pretrained(path, stack=stack) as engine:
         scored = {kind: engine.generate(found, scoring) for kind, found in texts.items()}
-        continued = engine.generate([text[:NUM_BEGUN] for found in texts.values() for text in found], greedy)
         copied = engine.generate([prompt for prompt, _ in tasks], greedy)
         backends = sorted({choice.backend for choice in engine.choices})
     return {
@@ -90,7 +108,6 @@ def serve(path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], 
             kind: torch.tensor([value for output in outputs for value in (output.prompt_logprobs or [])[1:]])
             for kind, outputs in scored.items()
         },
-        "continued": [list(output.token_ids) for output in continued],
         "copied": [list(output.token_ids) for output in copied],
     }
 
@@ -99,15 +116,12 @@ def compare(found: Mapping[str, Any], exact: Mapping[str, Any], tasks: Tasks) ->
     """Return how the results of one way to store differ from those of float32."""
     logprobs: Mapping[str, torch.Tensor] = found["logprobs"]
     differences = torch.cat([(ours - exact["logprobs"][kind]).abs() for kind, ours in logprobs.items()])
-    pairs = list(zip(found["continued"], exact["continued"], strict=True))
     return {
         "backends": found["backends"],
         "perplexity_learned": math.exp(-float(logprobs["learned"].mean())),
         "perplexity": math.exp(-float(logprobs["other"].mean())),
         "logprob_difference_mean": float(differences.mean()),
         "logprob_difference_max": float(differences.max()),
-        "equal_continuations": fmean(ours == theirs for ours, theirs in pairs),
-        "tokens_before_the_first_difference": fmean(_num_alike(*pair) for pair in pairs),
         "copied_right": share_right(found["copied"], tasks),
     }
 
@@ -130,35 +144,90 @@ def check_copying(copied_right: float | None) -> None:
         )
 
 
-def _num_alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    pairs = enumerate(zip(ours, theirs, strict=True))
-    return next((index for index, (one, other) in pairs if one != other), len(ours))
+# --- one layer --------------------------------------------------------------------------------------------------------
 
 
-def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
-    """Return a row for every backend, dtype and format. All formats of one backend and dtype take turns."""
-    registry, rows = load_plugins().registry, []
+def memory_of(stored: Stored, registry: Registry) -> dict[str, int]:
+    """Return the bytes of a token of Llama 3.1 8B, and the number of tokens that fit into 8 GiB."""
+    description = read_layer_file(LLAMA)
+    dtype = stored.dtype if stored.kv_format == PLAIN else "bfloat16"
+    stack = Stack.from_mapping({"cache": {"memory": MEMORY_BYTES, "dtype": dtype, "format": stored.kv_format.name}})
+    layers = make_layer_specs(description, registry, stack, dtype)
+    plan = plan_for_stack(group_layers(layers), stack, description.max_model_len, description.max_input_lens)
+    num_pages = sum(plan.num_slabs * group.pages_per_slab for group in plan.groups)
+    return {"bytes_per_token": plan.bytes_per_token, "tokens": num_pages * plan.groups[0].block_size}
+
+
+def decode(
+    stored: Stored, backend: str, registry: Registry, context: int
+) -> tuple[Callable[[], torch.Tensor], dict[str, Any]]:
+    """Return a call that stores a token of each request and attends, and the facts of its row.
+
+    Each request has ``context`` random tokens, a multiple of 16, in pages of its own.
+    """
+    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": NUM_KV_HEADS, "head_size": HEAD_SIZE}
+    spec = FullAttentionSpec(dtype=stored.dtype, format=stored.kv_format, **sizes)
+    query = QuerySpec(num_heads=NUM_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5)
+    layer = LayerSpec(name="layer", spec=spec, query=query)
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]})
+    choices = select_backends([layer], stack, registry, "cpu")
+    num_blocks = context // BLOCK_SIZE
+    # Pages go to the requests by turns, so that no request's pages lie side by side.
+    table = 1 + torch.arange(NUM_REQS * num_blocks).view(num_blocks, NUM_REQS).T
+    views = page_views(spec, torch.zeros((1 + table.numel()) * spec.block_bytes, dtype=torch.uint8))
+    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, stored.dtype)
+
+    def draw(num_tokens: int, num_heads: int) -> torch.Tensor:
+        return torch.randn(num_tokens, num_heads, HEAD_SIZE, generator=generator).to(dtype)
+
+    key, value = draw(context, NUM_KV_HEADS), draw(context, NUM_KV_HEADS)
+    for row in table:
+        slots = Slots.at(row.repeat_interleave(BLOCK_SIZE), torch.arange(context) % BLOCK_SIZE, BLOCK_SIZE)
+        stored.kv_format.write(key, value, views, slots)
+    tables = BlockTables(NUM_REQS, context, [BLOCK_SIZE])
+    tables.stacks[0].ids[0] = table.numpy()
+    ones, rows = np.ones(NUM_REQS, dtype=np.int64), np.arange(NUM_REQS)
+    batch = StepBatch(rows=rows, num_computed=ones * (context - 1), query_lens=ones, generating_indices=rows)
+    layers = AttentionLayers([layer], choices, group_layers([layer]), {"layer": views}, CPU)
+    layers.begin_step(build_metadata(batch, tables, CPU))
+    inputs = draw(NUM_REQS, NUM_HEADS), draw(NUM_REQS, NUM_KV_HEADS), draw(NUM_REQS, NUM_KV_HEADS)
+    facts = {"on_copies": choices[0].on_copies, "num_bytes": NUM_REQS * num_blocks * spec.block_bytes}
+    return lambda: layers["layer"](*inputs), facts
+
+
+def measure_speed(registry: Registry, wanted: Sequence[str], context: int, repeats: int) -> list[dict[str, Any]]:
+    """Return a row for every wanted backend, dtype and format. All formats of one backend and dtype take turns."""
+    rows = []
     for backend, backend_class in usable_backends(registry, "cpu")[0].items():
-        if backend_class.capabilities.state != {"k", "v"} or backend_class.capabilities.preference < 0:
-            continue  # It keeps latents, or is a fallback that is never preferred.
-        for dtype in SPEED_DTYPES:
+        capabilities = backend_class.capabilities
+        if capabilities.state != {"k", "v"} or capabilities.preference < 0 or backend not in (wanted or [backend]):
+            continue  # It keeps latents, or is a fallback that is never preferred, or is not wanted.
+        for dtype in ("float32", "bfloat16"):
             stored = [Stored(each.name, each, dtype) for each in (PLAIN, *installed_formats())]
-            decodes = {each.title: Decode(each, backend, registry, NUM_REQS, context) for each in stored}
-            turns = by_turns([*decodes], repeats, lambda name, _: timed(decodes[name])[0], warm_up=True)  # noqa: B023
+            calls = {each.title: decode(each, backend, registry, context) for each in stored}
+            turns = by_turns([*calls], repeats, lambda name, _: timed(calls[name][0])[0], warm_up=True)  # noqa: B023
             seconds = counted(turns)
             rows += [
-                {
-                    "backend": backend,
-                    "dtype": dtype,
-                    "format": name,
-                    "on_copies": decode.on_copies,
-                    "num_bytes": decode.num_bytes,
-                    "seconds": seconds[name],
-                }
-                for name, decode in decodes.items()
+                {"backend": backend, "dtype": dtype, "format": name, **facts, "seconds": seconds[name]}
+                for name, (_, facts) in calls.items()
             ]
             click.echo(f"{backend} {dtype} done", err=True)
     return rows
+
+
+WAYS: dict[str, Column] = {
+    "perplexity_learned": ("perplexity, learned text", "{:.4f}"),
+    "perplexity": ("perplexity, other text", "{:.2f}"),
+    "logprob_difference_mean": ("log-probability of a token differs by, on average", "{:.2g}"),
+    "logprob_difference_max": ("at most", "{:.2g}"),
+    "copied_right": ("copied tokens right", "{:.1%}"),
+}
+MEMORY: dict[str, Column] = {
+    "bytes_per_token": ("bytes of a token", "{:,}"),
+    "tokens": ("tokens that fit", "{:,}"),
+    "times": ("times as many as bfloat16", "{:.2f}"),
+}
+SPEED = ("backend", "computes in", "stored as", "reads", "MB stored", "ms a call", "times as long as plain")
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -169,8 +238,8 @@ def write_report(record: Mapping[str, Any]) -> str:
         heading("Formats of stored keys and values", record, medians(record), "float32, unless a dtype is named."),
         "## The demo's trained model",
         f"{model['num_texts']} texts of {model['text_tokens']} tokens, teacher-forced, half of them of source "
-        "that it was trained on and nearly repeats; greedy continuations of their first 256 tokens; "
-        f"{model['num_tasks']} random segments to copy. The model computes in float32 throughout.",
+        f"that it was trained on and nearly repeats; {model['num_tasks']} random segments to copy. The model computes "
+        "in float32 throughout.",
         _ticked(model["ways"], WAYS),
         "## Memory",
         "Llama 3.1 8B, 32 layers of 8 KV heads of 128, in 8 GiB of cache.",
@@ -178,26 +247,8 @@ def write_report(record: Mapping[str, Any]) -> str:
         "## Decoding on a CPU",
         f"One layer, {speed['num_reqs']} requests of {speed['context']:,} tokens, pages of 16; a call stores a token "
         "of each request and attends. A backend that does not read a format itself is given copies of the pages.",
-        _speed(speed["rows"]),
+        table(SPEED, _speed(speed["rows"])),
     )
-
-
-WAYS: dict[str, Column] = {
-    "perplexity_learned": ("perplexity, learned text", "{:.4f}"),
-    "perplexity": ("perplexity, other text", "{:.2f}"),
-    "logprob_difference_mean": ("log-probability of a token differs by, on average", "{:.2g}"),
-    "logprob_difference_max": ("at most", "{:.2g}"),
-    "equal_continuations": ("continuations equal to float32's", "{:.0%}"),
-    "tokens_before_the_first_difference": ("tokens before the first difference, of 48", "{:.1f}"),
-    "copied_right": ("copied tokens right", "{:.1%}"),
-}
-"""The columns for a way to store."""
-
-MEMORY: dict[str, Column] = {
-    "bytes_per_token": ("bytes of a token", "{:,}"),
-    "tokens": ("tokens that fit", "{:,}"),
-    "times": ("times as many as bfloat16", "{:.2f}"),
-}
 
 
 def _ticked(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
@@ -205,9 +256,9 @@ def _ticked(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column]
     return figures({f"`{name}`": row for name, row in rows.items()}, columns, "stored as", "not measured")
 
 
-def _speed(measured: list[Mapping[str, Any]]) -> str:
-    middle = {(row["backend"], row["dtype"], row["format"]): median(row["seconds"]) for row in measured}
-    rows = [
+def _speed(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    middle = {(row["backend"], row["dtype"], row["format"]): median(row["seconds"]) for row in rows}
+    return [
         (
             f"`{row['backend']}`",
             row["dtype"],
@@ -217,11 +268,8 @@ def _speed(measured: list[Mapping[str, Any]]) -> str:
             spread(row["seconds"], "{:.1f}", scale=1000),
             f"{median(row['seconds']) / middle[row['backend'], row['dtype'], 'plain']:.2f}",
         )
-        for row in measured
+        for row in rows
     ]
-    return table(
-        ("backend", "computes in", "stored as", "reads", "MB stored", "ms a call", "times as long as plain"), rows
-    )
 
 
 @benchmark("formats", write_report)
@@ -229,37 +277,30 @@ def _speed(measured: list[Mapping[str, Any]]) -> str:
 @options.threads(2)
 @click.option("--texts", "num_texts", type=click.IntRange(min=2), default=16)
 @click.option("--context", type=click.IntRange(min=16), default=2048, help="Tokens of each request, a multiple of 16.")
-@click.option(
-    "--model",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="A checkpoint's folder; the default is the demo's model.",
-)
-def main(repeats: int, threads: int, num_texts: int, context: int, model: Path | None) -> dict[str, Any]:
+@click.option("--backend", "backends", multiple=True, help="Time this backend alone; may be given several times.")
+@click.option("--model", type=click.Path(path_type=Path), help="A checkpoint's folder instead of the demo's model.")
+def main(
+    repeats: int, threads: int, num_texts: int, context: int, backends: Sequence[str], model: Path | None
+) -> dict[str, Any]:
     """Measure accuracy, memory and time of every format; write one JSON file and one page."""
     models.silence_transformers()
-    path = models.path_of("demo") if model is None else model
+    path, registry = model or models.path_of("demo"), load_plugins().registry
     texts = make_texts(path, num_texts)
     tasks = make_copy_tasks(num_texts) if model is None else []
     served = {stored.title: serve(path, stored, texts, tasks) for stored in ways()}
     check_copying(share_right(served["float32"]["copied"], tasks))
     click.echo("the model is done", err=True)
-    registry = load_plugins().registry
+    compared = {title: compare(found, served["float32"], tasks) for title, found in served.items()}
+    numbers = {"num_texts": num_texts, "text_tokens": TEXT_TOKENS, "num_tasks": len(tasks)}
     return {
         "repeats": repeats,
-        "model": {
-            "num_texts": num_texts,
-            "text_tokens": TEXT_TOKENS,
-            "num_tasks": len(tasks),
-            "ways": {title: compare(found, served["float32"], tasks) for title, found in served.items()},
+        "model": {**numbers, "ways": compared},
+        "memory": {stored.title: memory_of(stored, registry) for stored in ways()},
+        "speed": {
+            "num_reqs": NUM_REQS,
+            "context": context,
+            "rows": measure_speed(registry, backends, context, repeats),
         },
-        "memory": {
-            stored.title: memory_of(
-                stored.kv_format, stored.dtype if stored.kv_format == PLAIN else "bfloat16", registry
-            )
-            for stored in ways()
-        },
-        "speed": {"num_reqs": NUM_REQS, "context": context, "rows": measure_speed(context, repeats)},
     }
 
 

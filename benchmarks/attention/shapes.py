@@ -8,6 +8,14 @@ from typing import Any
 import torch
 
 SEED = 11
+BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+Requests = tuple[tuple[int, int], ...]
+"""For each request, the number of tokens computed before and the number of new ones."""
+
+
+def decodes(batch: int, context: int) -> Requests:
+    """Return requests of one new token each."""
+    return ((context - 1, 1),) * batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,24 +25,24 @@ class Shape:
     Attributes:
         name: The name on the command line and in the record.
         kind: ``decode``, ``prefill`` or another kind; results of one kind are shown together.
-        requests: For each request, the number of tokens computed before and the number of new ones.
-        dtype: The dtype of queries, keys and values.
-        block_size: Tokens per page.
         window: The number of tokens that a query sees, its own included; None for all earlier ones.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_size: The head size of keys and values.
+        chunk: The tokens of a chunk, for the wrapper ``chunked_local``; None for no chunks.
+        skips: Whether only generating tokens are computed, by the wrapper ``decode_only`` over a shared cache.
+        format: The registered name of the format of keys and values.
     """
 
     name: str
     kind: str
-    requests: tuple[tuple[int, int], ...]
+    requests: Requests
     dtype: str = "bfloat16"
     block_size: int = 16
     window: int | None = None
     num_heads: int = 32
     num_kv_heads: int = 8
     head_size: int = 128
+    chunk: int | None = None
+    skips: bool = False
+    format: str = "plain"
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Shape:
@@ -53,11 +61,13 @@ class Shape:
         return [computed + new for computed, new in self.requests]
 
     def positions(self, computed: int, new: int) -> torch.Tensor:
-        """Return the positions of a request's queries."""
-        return torch.arange(computed, computed + new)
+        """Return the positions of a request's computed queries."""
+        return torch.arange(computed, computed + new)[-1 if self.skips else 0 :]
 
     def num_seen(self, positions: torch.Tensor) -> torch.Tensor:
         """Return how many keys the queries at these positions see."""
+        if self.chunk is not None:
+            return positions % self.chunk + 1
         return positions + 1 if self.window is None else (positions + 1).clamp(max=self.window)
 
     def first_seen(self, computed: int, new: int) -> int:
@@ -80,10 +90,14 @@ class Shape:
         """The number of pairs of a query and a key that it sees."""
         return sum(int(self.num_seen(self.positions(*request)).sum()) for request in self.requests)
 
-    @property
-    def read_bytes(self) -> int:
-        """The least bytes to be read: the keys and values that at least one query sees."""
-        return 2 * self.num_keys * self.num_kv_heads * self.head_size * self.torch_dtype.itemsize
+    def kv_bytes(self) -> int:
+        """Return the least bytes to be read: the keys and values that at least one query sees; a code has one byte."""
+        element = self.torch_dtype.itemsize if self.format == "plain" else 1
+        return 2 * self.num_keys * self.num_kv_heads * self.head_size * element
+
+    def num_bytes(self) -> int:
+        """Return the least bytes that are moved, those of queries and outputs included."""
+        return self.kv_bytes() + 2 * self.num_queries * self.num_heads * self.head_size * BFLOAT16_BYTES
 
     @property
     def num_flops(self) -> int:

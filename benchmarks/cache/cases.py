@@ -17,14 +17,10 @@ AT_MOST_TWICE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A work with its sizes, and the cores that do it.
+    """A work with its sizes, and the cores that do it; the others are compared with the first.
 
     Attributes:
-        name: The name on the command line and in the record.
         title: The title on the page.
-        work: The kind of work.
-        sizes: The work's sizes.
-        sides: The cores; the others are compared with the first.
         words: What is timed, for people.
         aim: How many times as fast as the first side kvframe is to be; None for no aim.
     """
@@ -44,19 +40,12 @@ def setting_of(work: Work, sizes: Mapping[str, int], **options: Any) -> Setting:
 
 
 def _case(
-    name: str,
-    title: str,
-    work: Work,
-    sizes: Mapping[str, int],
-    aim: float | None = None,
-    **options: Any,
+    name: str, title: str, work: Work, sizes: Mapping[str, int], aim: float | None = None, **options: Any
 ) -> Case:
     """Return a case. If it has windows, kvframe also does it with a group for each layer; decodes also one by one."""
     forced, each = len(options.get("windows", ())) > 1, work is decode
-    words = work.words.format(**sizes)
-    return Case(
-        name, title, work, sizes, sides(setting_of(work, sizes, **options), forced=forced, each=each), words, aim
-    )
+    found = sides(setting_of(work, sizes, **options), forced=forced, each=each)
+    return Case(name, title, work, sizes, found, work.words.format(**sizes), aim)
 
 
 def _slow(name: str, title: str, work: Work, **sizes: int) -> Case:
@@ -65,8 +54,12 @@ def _slow(name: str, title: str, work: Work, **sizes: int) -> Case:
 
 
 DECODE = {"length": 2048, "num_requests": 256, "num_cycles": 4}
+FEW = DECODE | {"num_requests": 32}
+SHORT = DECODE | {"length": 512, "num_cycles": 2}
 SERVE = {"length": 2048, "num_calls": 64, "num_before": 8}
 HIT, MISS = {"length": 8192, "num_prompts": 4, "num_calls": 24}, {"length": 8192, "num_prompts": 0, "num_calls": 24}
+LONG_MISS = {"length": 131_072, "num_prompts": 0, "num_calls": 4}
+KEYS, BUILD = {"length": 8192, "num_calls": 16}, {"length": 2048, "num_calls": 3}
 TURNS = {"length": 64, "reasoned": 128, "answered": 64, "window": 1024}
 CHAIN = {"length": 2048, "chunk": 2048, "window": 1024}
 LOCKSTEP = {"length": 131_072, "num_requests": 8, "chunk": 256}
@@ -75,9 +68,13 @@ FAR_STATE = {"length": 131_072, "first": 2048, "num_calls": 4}
 
 def standard_cases() -> tuple[Case, ...]:
     """Return the cases that are measured by default."""
-    six, of_six = hybrid(5), "5 layers with windows and 1 full"
-    of_long = " of 131,072 tokens, nothing cached, one layer with a window"
-    full, nothing = ", 8,192 tokens cached", ", nothing cached"
+    six, many, one = hybrid(5), hybrid(40), {"windows": (1024,), "max_model_len": 262_144}
+    step, full = "Decode step, 256 requests", ", 8,192 tokens cached"
+    of_six, of_many = "5 layers with windows and 1 full", "40 layers with windows and 1 full"
+    of_short = f"{step} of 512 tokens, 40 layers with windows of 256 and 1 full"
+    of_states = f"{step}, one layer of full attention and one with a recurrent state"
+    of_ranges = f"{step}, one layer with a window that only its live ranges say"
+    of_long = "Prefix lookup of 131,072 tokens, nothing cached, one layer with a window"
     of_turns = "Slowest decode step of a conversation after {} turns with reasoning"
     branches = "Slowest step among {:,} branches of one chain, {:,} tokens a step"
     chains = {
@@ -86,41 +83,12 @@ def standard_cases() -> tuple[Case, ...]:
         "chain-4000-blocks": CHAIN | {"depth": 4000, "length": 4096, "chunk": 16},
     }
     return (
-        _case("decode-256x1", "Decode step, 256 requests, full attention", decode, DECODE, 20),
-        _case("decode-256x6", f"Decode step, 256 requests, {of_six}", decode, DECODE, 40, windows=six),
-        _case(
-            "decode-32x41",
-            "Decode step, 32 requests, 40 layers with windows and 1 full",
-            decode,
-            DECODE | {"num_requests": 32},
-            40,
-            windows=hybrid(40),
-        ),
-        _case(
-            "decode-256x41",
-            "Decode step, 256 requests of 512 tokens, 40 layers with windows of 256 and 1 full",
-            decode,
-            DECODE | {"length": 512, "num_cycles": 2},
-            windows=hybrid(40, 256),
-            num_blocks=655_361,
-        ),
-        _case(
-            "decode-256-state",
-            "Decode step, 256 requests, one layer of full attention and one with a recurrent state",
-            decode,
-            DECODE,
-            20,
-            num_states=1,
-        ),
-        _case(
-            "decode-256-no-mask",
-            "Decode step, 256 requests, one layer with a window that only its live ranges say",
-            decode,
-            DECODE,
-            20,
-            windows=(1024,),
-            has_masks=False,
-        ),
+        _case("decode-256x1", f"{step}, full attention", decode, DECODE, 20),
+        _case("decode-256x6", f"{step}, {of_six}", decode, DECODE, 40, windows=six),
+        _case("decode-32x41", f"Decode step, 32 requests, {of_many}", decode, FEW, 40, windows=many),
+        _case("decode-256x41", of_short, decode, SHORT, windows=hybrid(40, 256), num_blocks=655_361),
+        _case("decode-256-state", of_states, decode, DECODE, 20, num_states=1),
+        _case("decode-256-no-mask", of_ranges, decode, DECODE, 20, windows=(1024,), has_masks=False),
         _case("pass-uncached", "2,048 tokens, caching off", serve, SERVE, 5, caching=False),
         _case("pass-cached", "2,048 tokens, caching on", serve, SERVE, 8),
         _case(
@@ -133,27 +101,11 @@ def standard_cases() -> tuple[Case, ...]:
         ),
         _case("hit-1", f"Prefix lookup{full}, full attention", look_up, HIT, 20),
         _case("hit-6", f"Prefix lookup{full}, {of_six}", look_up, HIT, 20, windows=six),
-        _case("miss-1", f"Prefix lookup{nothing}, full attention", look_up, MISS, 1),
-        _case("miss-6", f"Prefix lookup{nothing}, {of_six}", look_up, MISS, 1, windows=six),
-        _case(
-            "miss-long",
-            f"Prefix lookup{of_long}",
-            look_up,
-            {"length": 131_072, "num_prompts": 0, "num_calls": 4},
-            1,
-            windows=(1024,),
-            max_model_len=262_144,
-        ),
-        _case("keys", "Prefix keys of 8,192 tokens", keys, {"length": 8192, "num_calls": 16}, 5, num_blocks=257),
-        _case(
-            "build",
-            "Build a pool of 131,073 blocks",
-            build,
-            {"length": 2048, "num_calls": 3},
-            10,
-            max_num_seqs=1,
-            max_model_len=4096,
-        ),
+        _case("miss-1", "Prefix lookup, nothing cached, full attention", look_up, MISS, 1),
+        _case("miss-6", f"Prefix lookup, nothing cached, {of_six}", look_up, MISS, 1, windows=six),
+        _case("miss-long", of_long, look_up, LONG_MISS, 1, **one),
+        _case("keys", "Prefix keys of 8,192 tokens", keys, KEYS, 5, num_blocks=257),
+        _case("build", "Build a pool of 131,073 blocks", build, BUILD, 10, max_num_seqs=1, max_model_len=4096),
         *(_slow(f"turns-{count}", of_turns.format(count), turns, **TURNS, num_turns=count) for count in (25, 100, 300)),
         *(_slow(name, branches.format(size["depth"], size["chunk"]), chain, **size) for name, size in chains.items()),
         _slow("lockstep", "Step of 8 identical prompts of 131,072 tokens", lockstep, **LOCKSTEP),
@@ -171,14 +123,7 @@ def tiny_cases() -> tuple[Case, ...]:
         _case("tiny-state", "Decode step, tiny", decode, steps, num_states=1, num_blocks=1024),
         _case("tiny-no-mask", "Decode step, tiny", decode, steps, windows=(32,), has_masks=False, num_blocks=1024),
         _case("tiny-pass", "Pass", serve, few | {"num_before": 32}, 1, num_blocks=65),
-        _case(
-            "tiny-pass-uncached",
-            "Pass, caching off",
-            serve,
-            few | {"num_before": 32},
-            caching=False,
-            num_blocks=65,
-        ),
+        _case("tiny-pass-uncached", "Pass", serve, few | {"num_before": 32}, caching=False, num_blocks=65),
         _case("tiny-hit", "Prefix lookup, tiny", look_up, hit, 1, windows=windows, num_blocks=257),
         _case("tiny-miss", "Prefix lookup, tiny", look_up, miss, 1, windows=windows, num_blocks=257),
         _case("tiny-keys", "Keys", keys, few, num_blocks=257),

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from benchmarks.harness import options
 from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.record import benchmark
 from tests.cache.lives import Tally, draw_lives
@@ -91,25 +92,15 @@ def write_report(record: Mapping[str, Any]) -> str:
     )
 
 
+def _count(flag: str, default: int, what: str, least: int = 1) -> options.Option:
+    return click.option(flag, type=click.IntRange(min=least), default=default, show_default=True, help=what)
+
+
 @benchmark("cache_model", write_report, fails=lambda record: bool(record["failures"]))
-@click.option(
-    "--operations", type=click.IntRange(min=1), default=10_000_000, show_default=True, help="The number of operations."
-)
-@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="The first seed.")
-@click.option(
-    "--check-every",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="The number of operations after which all pages are counted, and of events after which all hits are compared.",
-)
-@click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="The number of processes; they share the seeds.",
-)
+@_count("--operations", 10_000_000, "The number of operations.")
+@_count("--seed", 1, "The first seed.", least=0)
+@_count("--check-every", 10, "Operations between two counts of all pages, and events between comparisons of all hits.")
+@_count("--processes", 1, "The number of processes; they share the seeds.")
 def main(operations: int, seed: int, check_every: int, processes: int) -> dict[str, Any]:
     """Run the cache manager beside the model; write one JSON file and one page."""
     share = -(-operations // processes)

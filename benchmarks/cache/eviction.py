@@ -6,27 +6,27 @@ No model is loaded. See benchmarks/README.md.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
 
-from benchmarks.cache.eviction_bound import BLOCK, block_ids, most_found
 from benchmarks.cache.eviction_traces import LONGEST, TRACES, TracedRequest
 from benchmarks.harness import options
 from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.plots import plots
+from benchmarks.harness.process import map_in_processes
 from benchmarks.harness.record import benchmark
 from kvframe import FullAttentionSpec, KVCacheManager, Stack, group_layers, load_plugins, plan_cache
 from kvframe.config.eviction_choice import make_policy
 from kvframe.contract import LayerSpec
 
+BLOCK = 16
+_NEVER = 1 << 60
 SIZE = 1_000
 POLICIES = ("lru", "scan_resistant")
 BOUND = "at best"
@@ -52,7 +52,6 @@ def replay(requests: Sequence[TracedRequest], policy: str, num_tokens: int) -> d
     """Serve requests one after the other; return what the counted ones found."""
     manager, first = make_manager(policy, num_tokens), int(COUNTED_FROM * len(requests))
     found = num_shared = num_shared_found = 0
-    start = time.perf_counter()
     for index, each in enumerate(requests):
         hit = manager.start("request", each.token_ids[: each.prompt_end])
         if not manager.extend("request", len(each.token_ids)):
@@ -63,8 +62,70 @@ def replay(requests: Sequence[TracedRequest], policy: str, num_tokens: int) -> d
             found += hit
             num_shared += each.num_shared > 0
             num_shared_found += 0 < each.num_shared <= hit
-    seconds = time.perf_counter() - start
-    return {"found": found, "shared_found": num_shared_found / max(1, num_shared), "us": 1e6 * seconds / len(requests)}
+    return {"found": found, "shared_found": num_shared_found / max(1, num_shared)}
+
+
+# --- the most that any cache could find: it evicts the block with the farthest next use (Belady, 1966) ----------------
+
+
+def block_ids(requests: Sequence[TracedRequest]) -> list[list[int]]:
+    """Return, for each request, the ids of its full blocks, prompt and reply; equal prefixes have equal ids."""
+    known: dict[tuple[int, bytes], int] = {}
+    found = []
+    for each in requests:
+        data, parent, ids = each.token_ids.tobytes(), -1, []
+        for start in range(0, len(data) - 4 * BLOCK + 1, 4 * BLOCK):
+            parent = known.setdefault((parent, data[start : start + 4 * BLOCK]), len(known))
+            ids.append(parent)
+        found.append(ids)
+    return found
+
+
+def most_found(
+    requests: Sequence[TracedRequest], blocks: Sequence[Sequence[int]], num_tokens: int, first: int = 0
+) -> int:
+    """Return the prompt tokens that are found if evictions know the future.
+
+    As in any cache, a running request occupies its blocks. Blocks that no later request needs are not kept. Counting
+    begins with the request ``first``; ``num_tokens`` is the cache's capacity.
+    """
+    capacity, found = num_tokens // BLOCK, 0
+    following = _next_uses(requests, blocks)
+    cached: dict[int, int] = {}
+    farthest: list[tuple[int, int, int]] = []
+    for index, (request, ids, uses) in enumerate(zip(requests, blocks, following, strict=True)):
+        most = (request.prompt_end - 1) // BLOCK
+        hit = next((place for place, block in enumerate(ids[:most]) if block not in cached), most)
+        found += BLOCK * hit if index >= first else 0
+        for block in ids:
+            cached.pop(block, None)
+        left = capacity - -(-len(request.token_ids) // BLOCK)
+        _evict(cached, farthest, left)
+        for depth, (block, use) in enumerate(zip(ids, uses, strict=True)):
+            if use < _NEVER:
+                cached[block] = use
+                # Of several blocks with the same next use, the last one of a prefix is evicted first.
+                heappush(farthest, (-use, -depth, block))
+        _evict(cached, farthest, capacity)
+    return found
+
+
+def _evict(cached: dict[int, int], farthest: list[tuple[int, int, int]], capacity: int) -> None:
+    while len(cached) > max(0, capacity):
+        use, _, block = heappop(farthest)
+        if cached.get(block) == -use:
+            del cached[block]
+
+
+def _next_uses(requests: Sequence[TracedRequest], blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return, for each block of each request, the index of the next request whose prompt contains it."""
+    upcoming: dict[int, int] = {}
+    found: list[list[int]] = []
+    for index in range(len(requests) - 1, -1, -1):
+        found.append([upcoming.get(block, _NEVER) for block in blocks[index]])
+        most = (requests[index].prompt_end - 1) // BLOCK
+        upcoming.update(dict.fromkeys(blocks[index][:most], index))
+    return found[::-1]
 
 
 def run(name: str, size: int) -> dict[str, Any]:
@@ -106,7 +167,7 @@ def write_report(record: Mapping[str, Any]) -> str:
 
     sizes = ((f"{trace['requests']:,}", _thousands(trace["tokens"])) for trace in traces.values())
     has_shared = (trace["has_shared"] for trace in traces.values())
-    note = "What is found depends on no machine; times are of this one, with others at work on it."
+    note = "What is found depends on no machine."
     return page(
         heading("Eviction policies", record, ".", note, how="Replayed"),
         "![Share of prompt tokens that are found, by the size of the cache](eviction.svg)",
@@ -124,9 +185,6 @@ def write_report(record: Mapping[str, Any]) -> str:
         "## Requests whose shared prompt is found as a whole",
         "In %, by `lru` and by `scan_resistant`.",
         table(("", *heads), [*itertools.compress(rows(_shared), has_shared)]),
-        "## Time",
-        "Microseconds a request, all of the cache's work: by `lru` and by `scan_resistant`.",
-        table(("", *heads), rows(_times)),
     )
 
 
@@ -153,10 +211,6 @@ def _shared(trace: Mapping[str, Any], pool: str) -> str:
     return " / ".join(f"{100 * trace['pools'][pool][side]['shared_found']:.0f}" for side in POLICIES)
 
 
-def _times(trace: Mapping[str, Any], pool: str) -> str:
-    return " / ".join(f"{trace['pools'][pool][side]['us']:,.0f}" for side in POLICIES)
-
-
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
     """Draw the tokens found over the size of the cache, one plot for each trace."""
     with plots([*record["traces"]], path) as places:
@@ -174,10 +228,8 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
 )
 def main(names: tuple[str, ...], size: int) -> dict[str, Any]:
     """Count the tokens that the cache finds under eviction policies; write one JSON file, one page and a plot."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), mp_context=context) as pool:
-        traces = dict(zip(names, pool.map(run, names, [size] * len(names)), strict=True))
-    return {"size": size, "pools": list(POOLS), "traces": traces}
+    found = map_in_processes(run, [(name, size) for name in names], min(len(names), os.cpu_count() or 1))
+    return {"size": size, "pools": list(POOLS), "traces": dict(zip(names, found, strict=True))}
 
 
 if __name__ == "__main__":

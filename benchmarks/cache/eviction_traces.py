@@ -18,13 +18,7 @@ LONGEST = 32_768
 
 @attrs.frozen
 class TracedRequest:
-    """One request.
-
-    Attributes:
-        token_ids: The tokens of the prompt and the reply.
-        prompt_end: The number of tokens of the prompt.
-        num_shared: The number of tokens at the beginning that many requests share; 0 if it shares none.
-    """
+    """One request: its tokens with the reply, the end of its prompt, and how many tokens begin other requests too."""
 
     token_ids: Tokens[int]
     prompt_end: int

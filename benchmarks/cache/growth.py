@@ -26,14 +26,7 @@ from benchmarks.harness.record import benchmark, progress
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A size that grows, and a case for each of its values.
-
-    Attributes:
-        name: The name on the command line and in the record.
-        title: The size, in words.
-        words: What stays the same.
-        cases: The case of each value.
-    """
+    """A size that grows (its title says which), what stays the same in words, and the case of each value."""
 
     name: str
     title: str
@@ -50,9 +43,8 @@ def _axis(name: str, title: str, words: str, points: Mapping[int, Point]) -> Axi
     cases = {}
     for value, (work, sizes, fields) in points.items():
         setting = setting_of(work, sizes, **fields)
-        cases[value] = Case(
-            str(value), "", work, sizes, (Side(VLLM, "vllm", setting), Side(KVFRAME, "kvframe", apart(setting)))
-        )
+        both = Side(VLLM, "vllm", setting), Side(KVFRAME, "kvframe", apart(setting))
+        cases[value] = Case(str(value), "", work, sizes, both)
     return Axis(name, title, words, cases)
 
 
@@ -65,62 +57,40 @@ def _full_steps(num_branches: int) -> Point:
     """Return steps in a pool full of cached prompts with a common beginning: each new block evicts another one."""
     shared, num_requests, length = 8192, 8, 512
     blocks_of_a_layer = shared // BLOCK_SIZE + num_branches + num_requests * (length // BLOCK_SIZE - 8)
-    sizes = {"length": length, "num_requests": num_requests, "num_cycles": 2, "num_branches": num_branches}
     options = {"windows": hybrid(1, 256), "num_blocks": 2 * blocks_of_a_layer + 1, "max_model_len": shared + 2048}
-    return decode, sizes | {"shared": shared}, options
+    work, sizes, _ = _steps(num_requests, length)
+    return work, sizes | {"num_branches": num_branches, "shared": shared}, options
 
 
 def standard_axes() -> tuple[Axis, ...]:
     """Return the axes that are measured by default."""
     full = "and the pool is full of cached blocks"
+    both = f"a window of 1,024 and full attention, {full}"
+    requests = {size: _steps(size, 512) for size in (1, 4, 16, 64, 256, 1024)}
+    groups = {
+        size: _steps(16, 1536, windows=hybrid(size - 1, 256), num_blocks=131_073) for size in (1, 2, 4, 8, 16, 32, 64)
+    }
+    of_groups = "16 requests of 1,536 tokens, one layer of full attention and the others with windows"
+    of_branches = f"8 requests of 512 tokens, a window of 256 and full attention; 8,192 tokens are in common, {full}"
+    of_depth = f"Slowest step of 16 tokens of a request of 1,024; {both}"
+    of_turns = f"Slowest of the 192 decode steps of a turn; {both}"
+    widths = (10, 100, 1000, 10_000)
+    branches = {size: _full_steps(size) for size in widths}
+    depths = {size: (chain, CHAIN | {"depth": size, "length": 1024, "chunk": BLOCK_SIZE}, {}) for size in widths}
+    talks = {size: (turns, TURNS | {"num_turns": size}, {}) for size in (10, 30, 100, 300, 1000)}
     return (
-        _axis(
-            "requests",
-            "requests",
-            "512 tokens each, full attention, 65,536 blocks",
-            {size: _steps(size, 512) for size in (1, 4, 16, 64, 256, 1024)},
-        ),
-        _axis(
-            "groups",
-            "groups",
-            "16 requests of 1,536 tokens, one layer of full attention and the others with windows",
-            {
-                size: _steps(16, 1536, windows=hybrid(size - 1, 256), num_blocks=131_073)
-                for size in (1, 2, 4, 8, 16, 32, 64)
-            },
-        ),
-        _axis(
-            "branches",
-            "cached prompts with a common beginning",
-            f"8 requests of 512 tokens, a window of 256 and full attention; 8,192 tokens are in common, {full}",
-            {size: _full_steps(size) for size in (10, 100, 1000, 10_000)},
-        ),
-        _axis(
-            "depth",
-            "blocks of a chain, with a branch at each",
-            f"Slowest step of 16 tokens of a request of 1,024; a window of 1,024 and full attention, {full}",
-            {
-                size: (chain, CHAIN | {"depth": size, "length": 1024, "chunk": BLOCK_SIZE}, {})
-                for size in (10, 100, 1000, 10_000)
-            },
-        ),
-        _axis(
-            "turns",
-            "turns of a conversation whose reasoning is stripped",
-            f"Slowest of the 192 decode steps of a turn; a window of 1,024 and full attention, {full}",
-            {size: (turns, TURNS | {"num_turns": size}, {}) for size in (10, 30, 100, 300, 1000)},
-        ),
+        _axis("requests", "requests", "512 tokens each, full attention, 65,536 blocks", requests),
+        _axis("groups", "groups", of_groups, groups),
+        _axis("branches", "cached prompts with a common beginning", of_branches, branches),
+        _axis("depth", "blocks of a chain, with a branch at each", of_depth, depths),
+        _axis("turns", "turns of a conversation whose reasoning is stripped", of_turns, talks),
     )
 
 
 def tiny_axis() -> Axis:
     """Return a small axis that tries the script."""
-    return _axis(
-        "tiny",
-        "groups",
-        "2 requests of 64 tokens",
-        {size: _steps(2, 64, windows=hybrid(size - 1, 32), num_blocks=257) for size in (1, 2)},
-    )
+    points = {size: _steps(2, 64, windows=hybrid(size - 1, 32), num_blocks=257) for size in (1, 2)}
+    return _axis("tiny", "groups", "2 requests of 64 tokens", points)
 
 
 STYLES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import numpy as np
 from kvframe_mamba.spec import MambaSpec
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
-from benchmarks.cache.setting import BLOCK_SIZE, Setting
+from benchmarks.cache.setting import BLOCK_SIZE, STATE, Setting
 from benchmarks.cache.work import Mistake, TokenIds
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
@@ -24,8 +24,6 @@ from kvframe.planning.plan import KVCachePlan, plan_cache
 
 SIZES: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
 PAGE_BYTES = FullAttentionSpec(**SIZES).block_bytes
-STATE = 2
-"""A state needs the last token of the past, so its blocks are those of a window of two."""
 
 
 @attrs.frozen(kw_only=True)
@@ -42,25 +40,17 @@ class LiveRangeSpec(AttentionSpec):
 
 @attrs.frozen(eq=False)
 class Prompt:
-    """A request.
-
-    Attributes:
-        name: The request's id.
-        token_ids: The request's tokens. The manager reads them, and a step appends to them.
-    """
+    """A request. The manager reads its tokens, and a step appends to them."""
 
     name: str
     token_ids: MutableSequence[int]
 
 
 class KVFrame:
-    """The manager, with the groups that kvframe plans. Every measured core has the methods of this class.
-
-    Attributes:
-        release_lag: The number of tokens by which a core releases a block later than its window has passed it.
-    """
+    """The manager, with the groups that kvframe plans. Every measured core has the methods of this class."""
 
     release_lag = 0
+    """The number of tokens by which a core releases a block later than its window has passed it."""
 
     def __init__(self) -> None:
         """Start without a manager."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 BLOCK_SIZE = 16
+STATE = 2
+"""A state needs the last token of the past, so its blocks are those of a window of two."""
 VLLM, KVFRAME, MORE_GROUPS = "vLLM", "kvframe", "kvframe, as many groups"
 ONE_BY_ONE = ", one by one"
 
@@ -20,8 +22,6 @@ class Setting:
         has_masks: Whether a window has a mask, which says what a query sees, or live ranges alone.
         num_blocks: The memory in pages of one layer; one of them is the null page.
         caching: Whether computed blocks become findable.
-        max_num_seqs: The most requests at a time.
-        max_model_len: The longest request, in tokens.
         one_by_one: Whether a core that can take all requests of a step together handles them one by one.
     """
 
@@ -37,13 +37,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A core that does a case's work.
-
-    Attributes:
-        name: The name in the record.
-        engine: ``vllm`` or ``kvframe``.
-        setting: How the core is set up.
-    """
+    """A core that does a case's work: its name in the record, its engine (``vllm`` or ``kvframe``), and its setting."""
 
     name: str
     engine: str
@@ -53,10 +47,7 @@ class Side:
 def sides(setting: Setting, *, forced: bool = False, each: bool = False) -> tuple[Side, ...]:
     """Return the sides that do a case's work; the others are compared with the first.
 
-    Args:
-        setting: The model and the memory, the same for all.
-        forced: Whether kvframe also does the work with a group for each layer.
-        each: Whether kvframe also does it with the requests of a step one by one.
+    kvframe also does it with a group for each layer (``forced``), and with a step's requests one by one (``each``).
     """
     settings = {KVFRAME: setting}
     if forced:

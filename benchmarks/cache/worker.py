@@ -34,12 +34,7 @@ def make_core(engine: str) -> Core:
 
 
 class Answers:
-    """Answers the questions of ``cache/core.py``.
-
-    Attributes:
-        works: By the side's name, the core and the work that was set up on it.
-        kept_memory: What ``touch_memory`` returned.
-    """
+    """Answers the questions of ``cache/core.py``; ``works`` are the cores and works that were set up, by side."""
 
     def __init__(self, make: Callable[[], Core]) -> None:
         """Start without a work; ``make`` makes the core of each."""

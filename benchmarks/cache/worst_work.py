@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.cache.setting import BLOCK_SIZE, Setting, hybrid
-from benchmarks.cache.work import CHUNK, Client, Facts, TokenIds, Turns, expect, work
+from benchmarks.cache.work import CHUNK, Client, TokenIds, Turns, expect, work
 from benchmarks.harness.process import timed
 
 if TYPE_CHECKING:
@@ -20,36 +20,11 @@ MAX_ROUNDS = 8
 """The most turns of a work: a conversation grows in each of them, and its pool is made for so many."""
 
 
-class TimedClient(Client):
-    """A client that also times the lookup and the release of each request."""
-
-    def __init__(self, core: Core, setting: Setting) -> None:
-        """Build the core's manager."""
-        super().__init__(core, setting)
-        self.forget_times()
-
-    def forget_times(self) -> None:
-        """Forget the times so far."""
-        self._lookups: list[float] = []
-        self._releases: list[float] = []
-
-    def begin(self, tokens: TokenIds, expected: int) -> Any:
-        """Begin a request, so many of whose tokens must be cached; return its prompt."""
-        prompt = self.core.prepare([*tokens])
-        seconds, hit = timed(lambda: self.core.begin(prompt))
-        expect(expected, hit, "tokens found of a request that begins")
-        self._lookups.append(seconds)
-        return prompt
-
-    def end(self, prompt: Any) -> None:
-        """End a request."""
-        self._releases.append(timed(lambda: self.core.let_go(prompt))[0])
-
-    def facts(self) -> Facts:
-        """Check that no block is held; return the medians of the lookups and releases."""
-        expect(0, self.core.num_held(), "blocks held")
-        lookup, release = (1e6 * statistics.median(seconds) for seconds in (self._lookups, self._releases))
-        return {"lookup_us": lookup, "release_us": release}
+def begin(client: Client, tokens: TokenIds, expected: int) -> Any:
+    """Begin a request, so many of whose tokens must be cached; return its prompt."""
+    prompt = client.core.prepare([*tokens])
+    expect(expected, client.core.begin(prompt), "tokens found of a request that begins")
+    return prompt
 
 
 def _limits_of_turns(sizes: Any) -> dict[str, Any]:
@@ -73,7 +48,7 @@ def turns(
     core: Core, setting: Setting, *, length: int, num_turns: int, reasoned: int, answered: int, window: int
 ) -> Turns:
     """Continue a conversation after ``num_turns`` turns; each next prompt leaves its reasoning out."""
-    client, kept, first = TimedClient(core, setting), TokenIds(), TokenIds()
+    client, kept, first = Client(core, setting), TokenIds(), TokenIds()
 
     def draw() -> tuple[TokenIds, TokenIds]:
         return client.draw(length), client.draw(reasoned + answered)
@@ -89,21 +64,21 @@ def turns(
 
     def turn() -> list[float]:
         question, reply = draw()
-        prompt = client.begin([*kept, *question], len(kept) - answered)
+        prompt = begin(client, [*kept, *question], len(kept) - answered)
         core.advance([prompt], len(kept) + length)
         core.generate_from([prompt])
         steps = [timed(partial(core.step, [token]))[0] for token in reply]
-        client.end(prompt)
+        core.let_go(prompt)
         keep(question, reply)
         return [max(steps)]
 
     seconds = turn()
-    client.forget_times()
     while (yield seconds):
         seconds = turn()
     expect(len(kept) - answered, client.find([*kept, 0]), "tokens found of the conversation")
     expect(True, client.find([*first, 0]) <= length, "the oldest reasoning is evicted")
-    return client.facts()
+    expect(0, core.num_held(), "blocks held")
+    return {}
 
 
 @work(
@@ -118,7 +93,7 @@ def turns(
 )
 def chain(core: Core, setting: Setting, *, length: int, depth: int, chunk: int, window: int) -> Turns:
     """Serve requests, ``chunk`` tokens in a step, that evict a chain of ``depth`` blocks with a branch at each."""
-    client = TimedClient(core, setting)
+    client = Client(core, setting)
     trunk = client.draw(depth * BLOCK_SIZE)
     for index in range(1, depth + 1):
         hit = client.serve([*trunk[: index * BLOCK_SIZE], *client.draw(BLOCK_SIZE)])
@@ -127,13 +102,14 @@ def chain(core: Core, setting: Setting, *, length: int, depth: int, chunk: int, 
     seconds: list[float] = []
     while (yield seconds):
         tokens = client.draw(length)
-        prompt = client.begin(tokens, 0)
+        prompt = begin(client, tokens, 0)
         ends = [min(start + chunk, length) for start in range(0, length, chunk)]
         steps = [timed(partial(core.advance, [prompt], end))[0] for end in ends]
-        client.end(prompt)
+        core.let_go(prompt)
         seconds = [max(steps)]
     expect(length, client.find([*tokens, 0]), "tokens found of the last request")
-    return client.facts()
+    expect(0, core.num_held(), "blocks held")
+    return {}
 
 
 @work(

@@ -135,7 +135,7 @@ def _section(measured: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-@benchmark("beside_vllm", write_report, cases="workloads", epilog=options.on_a_busy_machine("engine.beside_vllm"))
+@benchmark("beside_vllm", write_report, cases="workloads")
 @options.repeats(7)
 @options.threads(os.cpu_count() or 1)
 @options.choose("--workload", "workloads", WORKLOADS)

@@ -53,12 +53,9 @@ class Text(Workload):
     """Prompts of one kind.
 
     Attributes:
-        what: The prompts, in words.
-        draw: Draws a prompt.
         aim: How many times as fast as kvframe without drafts the system with drafts has to be.
         temperature: If it is not 0, tokens are sampled. transformers is then left out, because its random numbers
             differ.
-        systems: The systems that are measured; one of them is kvframe with drafts.
         draft_model: The draft model's name in ``harness/models.py``; empty for none.
     """
 
@@ -81,23 +78,10 @@ class Text(Workload):
 
 
 SIZES: dict[str, Any] = {"memory": "64MiB", "shortest": 64}
-OF_PAIR: dict[str, Any] = {
-    **SIZES,
-    "model": "bench-demo-deep",
-    "num_new_tokens": 40,
-    "draw": draw_copy,
-    "systems": (PLAIN, WITH_DRAFT_MODEL),
-}
+COPY: dict[str, Any] = {**SIZES, "num_new_tokens": 40, "draw": draw_copy}
+OF_PAIR: dict[str, Any] = {**COPY, "model": "bench-demo-deep", "systems": (PLAIN, WITH_DRAFT_MODEL)}
 TEXTS = (
-    Text(
-        name="copy",
-        model="demo",
-        **SIZES,
-        what="the copy task of its training",
-        num_new_tokens=40,
-        draw=draw_copy,
-        aim=1.5,
-    ),
+    Text(name="copy", model="demo", what="the copy task of its training", aim=1.5, **COPY),
     Text(
         name="sampled",
         model="demo",

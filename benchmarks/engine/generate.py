@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from benchmarks.engine.serving import (
-    CONTINUOUS,
-    KVFRAME,
-    Engines,
-    load,
-    serve,
-    serve_by_turns,
-    setting_of,
-    start_servers,
-)
+from benchmarks.engine.serving import CONTINUOUS, KVFRAME, Engines, load, serve_by_turns, setting_of, start_servers
+from benchmarks.engine.stepping import Prompts
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import options
 from benchmarks.harness.pages import Column, case_page, figures
@@ -39,55 +30,26 @@ WORKLOADS = (
 
 
 def measure(workload: Workload, engines: Engines, repeats: int, advance: Callable[[int], object]) -> dict[str, Any]:
-    """Let all systems take turns on the same batches, and time one request's first token if there is a prefix."""
+    """Let all systems take turns on the same batches."""
     longest = workload.prefix + workload.longest + workload.num_new_tokens
     setting, config = setting_of(workload, max_model_len=longest, prefix_caching=workload.prefix > 0)
-    batches = {repeat: workload.prompts(repeat, config["vocab_size"]) for repeat in range(-1, repeats)}
     load(engines, setting)
-    served = serve_by_turns(
-        workload.name, engines, repeats, lambda repeat: (batches[repeat], workload.num_new_tokens), advance
-    )
+
+    def draw(repeat: int) -> tuple[Prompts, int]:
+        return workload.prompts(repeat, config["vocab_size"]), workload.num_new_tokens
+
+    served = serve_by_turns(workload.name, engines, repeats, draw, advance)
     num_tokens = workload.num_prompts * workload.num_new_tokens
     speeds = {name: [num_tokens / each["seconds"] for each in rounds] for name, rounds in served.items()}
-    found = {
+    return {
         "batch": attrs.asdict(workload),
         "model": Path(setting.path).name,
         "tokens_per_second": speeds,
         "cache_bytes": {name: rounds[-1]["cache_bytes"] for name, rounds in served.items()},
-        "tokens_equal": True,
         "times_as_fast": {
             name: statistics.median(ratios(speeds[KVFRAME], each)) for name, each in speeds.items() if name != KVFRAME
         },
-        "dense_bytes": dense_bytes(workload, config, max(len(each) for batch in batches.values() for each in batch)),
     }
-    if workload.prefix:
-        load(engines, setting)
-        found["first_token_seconds"] = measure_first_token(workload.name, engines, batches)
-    return found
-
-
-def dense_bytes(workload: Workload, config: Mapping[str, Any], longest: int) -> int:
-    """Return the bytes of the largest batch if every layer keeps every token in float32, in one padded tensor."""
-    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    of_token = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_size * 4
-    return int(workload.num_prompts * (longest + workload.num_new_tokens) * of_token)
-
-
-def measure_first_token(
-    name: str, engines: Engines, batches: Mapping[int, Sequence[Sequence[int]]]
-) -> dict[str, list[float]]:
-    """Time the first token of a prompt in transformers and in kvframe, and of a second prompt with its prefix."""
-    seconds: dict[str, list[float]] = {system: [] for system in (GENERATE, KVFRAME, "kvframe, prefix served before")}
-    for repeat, (first, second, *_) in batches.items():
-        turns = ((GENERATE, first), (KVFRAME, first), (KVFRAME, second), (GENERATE, second))
-        served = [serve(engines[system], [prompt], 1) for system, prompt in turns]
-        theirs, ours, ours_again, theirs_again = (each["tokens"] for each in served)
-        if (theirs, theirs_again) != (ours, ours_again):
-            sys.exit(f"{name}: the first token differs")
-        if repeat >= 0:
-            for times, each in zip(seconds.values(), served, strict=False):
-                times.append(each["seconds"])
-    return seconds
 
 
 COLUMNS: dict[str, Column] = {
@@ -118,9 +80,7 @@ def _section(measured: Mapping[str, Any]) -> Iterator[str]:
         }
         for name, speeds in measured["tokens_per_second"].items()
     }
-    yield figures({**rows, "every layer full, padded, contiguous": {"held": measured["dense_bytes"]}}, COLUMNS)
-    times = {system: {"seconds": each} for system, each in measured.get("first_token_seconds", {}).items()}
-    yield figures(times, {"seconds": ("time to its first token, ms", "{:,.1f}", 1000)}, "one request alone")
+    yield figures(rows, COLUMNS)
 
 
 @benchmark("generate", write_report, cases="workloads")

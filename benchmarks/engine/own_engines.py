@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from benchmarks.engine.stepping import (
     SteppedEngine,
     cpu_seconds,
 )
-from benchmarks.harness.models import silence_transformers
+from benchmarks.harness.models import plugins_of, silence_transformers
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.attention.layer import AttentionLayer
 
@@ -43,13 +44,15 @@ class KVFrame(SteppedEngine):
             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
             "max_num_seqs": setting.max_num_seqs,
             **({"drafts": drafts} if setting.max_drafts else {}),
+            **({"prefill_skipping": "decode_only"} if setting.is_skipping else {}),
         }
         tables = {
             "cache": {"memory": setting.memory, "prefix_caching": setting.prefix_caching},
             "engine": engine,
             "plugin": {"transformers": {"pack_weights": setting.is_packed}},
         }
-        self._engine = Engine.from_pretrained(setting.path, stack=Stack.from_mapping(tables))
+        plugins = plugins_of(Path(setting.path).name)
+        self._engine = Engine.from_pretrained(setting.path, stack=Stack.from_mapping(tables), plugins=plugins)
         self._sampling: dict[str, Any] = {"ignore_eos": True, "temperature": setting.temperature, "seed": 0}
         self._numbers: dict[str, int] = {}
         adapter: Any = self._engine.model
@@ -95,11 +98,7 @@ class Transformers(BatchEngine):
 
 
 class FirstToken(StoppingCriteria):
-    """Reads the clock when all prompts have a token, and never stops generating.
-
-    Attributes:
-        time: The time of the first token; 0 before it.
-    """
+    """Reads the clock when all prompts have a token (``time`` is 0 before it), and never stops generating."""
 
     time = 0.0
 

@@ -13,7 +13,7 @@ import attrs
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
 from benchmarks.harness.pages import heading, page, spread, table
-from benchmarks.harness.record import benchmark, measure_each
+from benchmarks.harness.record import benchmark, in_columns, measure_each
 from kvframe import Engine
 from kvframe.attention.layer import AttentionLayer
 from kvframe.engine.requests.request import SamplingParams
@@ -27,12 +27,7 @@ CACHE_VERBS = ("start", "fork", "has_capacity", "extend", "extend_rows", "commit
 
 @attrs.frozen(kw_only=True)
 class Steps(Workload):
-    """Requests that all run at once.
-
-    Attributes:
-        backend: The backend of all layers.
-        is_compiled: Whether the model around its attention is compiled.
-    """
+    """Requests that all run at once, on one backend; the model around its attention may be compiled."""
 
     backend: str = "auto"
     is_compiled: bool = False
@@ -106,7 +101,7 @@ def profiled(engine: Engine) -> Iterator[Clock]:
                 setattr(owner, name, own)
 
 
-def measure(workload: Steps, num_steps: int) -> dict[str, Any]:
+def measure(workload: Steps, num_steps: int, advance: Callable[[int], object]) -> dict[str, Any]:
     """Serve the workload; return the seconds of each part of each step, by kind of step."""
     path, num_requests = models.path_of(workload.model), workload.num_prompts
     of_engine = {"max_num_seqs": num_requests, "self_check": False, "compile": workload.is_compiled}
@@ -128,6 +123,7 @@ def measure(workload: Steps, num_steps: int) -> dict[str, Any]:
                     {part: clock.seconds[part] - before[part] for part in PARTS} | {"tokens": num_computed}
                 )
         backends = sorted({choice.backend for choice in engine.choices})
+    advance(1)
     steps["decode"] = [step for step in steps["decode"] if step["tokens"] == num_requests][WARM_STEPS:]
     return {
         "model": path.name,
@@ -141,7 +137,7 @@ def measure(workload: Steps, num_steps: int) -> dict[str, Any]:
 
 def _in_columns(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return each part's seconds of all steps, the steps' tokens, and the median of the host's share of a step."""
-    columns: dict[str, Any] = {part: [step[part] for step in steps] for part in (*PARTS, "tokens")}
+    columns: dict[str, Any] = in_columns(steps)
     shares = [sum(step[part] for part in HOST_PARTS) / sum(step[part] for part in PARTS) for step in steps]
     columns["host_share"] = statistics.median(shares)
     return columns
@@ -186,13 +182,7 @@ def _steps(steps: Mapping[str, Any]) -> str:
 @options.choose("--workload", "workloads", WORKLOADS)
 def main(steps: int, threads: int, workloads: Sequence[Steps]) -> dict[str, Any]:
     """Measure the workloads; write one JSON file and one page."""
-
-    def one(workload: Steps, advance: Callable[[int], object]) -> dict[str, Any]:
-        found = measure(workload, steps)
-        advance(1)
-        return found
-
-    found = measure_each(workloads, 1, one)
+    found = measure_each(workloads, 1, lambda each, advance: measure(each, steps, advance))
     return {"repeats": steps, "workloads": found}
 
 

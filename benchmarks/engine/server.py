@@ -68,12 +68,9 @@ def running(system: str, path: Path, batch: Workload, threads: int) -> Iterator[
     else:
         command = [bin_folder / "transformers", "serve", path, "--continuous-batching", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        [*map(str, command), "--port", str(port), *(["--host", "127.0.0.1"] if system == PEER else [])],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command += ["--port", str(port), *(["--host", "127.0.0.1"] if system == PEER else [])]
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*map(str, command)], env=environment, **quiet)
     try:
         for _ in range(600):
             try:

@@ -20,7 +20,8 @@ from benchmarks.harness.record import by_turns
 from kvframe.loading.checks import parse_bytes
 
 KVFRAME, VLLM, TRANSFORMERS, CONTINUOUS = "kvframe", "vLLM", "transformers", "transformers continuous batching"
-COMPILED, PACKED, NGRAM, LOOKUP, DRAFTED = ", compiled", ", packed", ", ngram", ", prompt lookup", ", draft model"
+COMPILED, PACKED, SKIPPING = ", compiled", ", packed", ", prefill skipping"
+NGRAM, LOOKUP, DRAFTED = ", ngram", ", prompt lookup", ", draft model"
 """Suffixes of a system's name; each switches an option of its engine on."""
 
 Engines = Mapping[str, EngineProcess]
@@ -51,6 +52,7 @@ def load(engines: Engines, setting: Setting, max_drafts: int = 0, draft_model: s
         ways = {
             "is_compiled": COMPILED in name,
             "is_packed": PACKED in name,
+            "is_skipping": SKIPPING in name,
             "max_drafts": max_drafts if name.endswith((NGRAM, LOOKUP, DRAFTED)) else 0,
             "draft_model": draft_model if name.endswith(DRAFTED) else "",
         }
@@ -72,15 +74,9 @@ def serve_by_turns(
     *,
     are_equal: bool = True,
 ) -> dict[str, list[Served]]:
-    """Return the results of each engine in each round, without those of a first round that warms up.
+    """Return the results of each engine in each round, without those of a first round (-1) that warms up.
 
-    Args:
-        what: The batch's name in messages.
-        engines: Engines with a loaded model.
-        repeats: The number of counted rounds.
-        batch: Returns the prompts of a round, and the number of new tokens of each; the first round is -1.
-        advance: Called with 1 after each round.
-        are_equal: Whether all engines must generate the same tokens.
+    ``batch`` returns the prompts of a round, and the number of new tokens of each.
 
     Raises:
         SystemExit: Two engines generated different tokens, though all must be equal.

@@ -20,21 +20,18 @@ WARM_STEPS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The model that an engine loads, and its options.
+    """The checkpoint that an engine loads, and its options.
 
     Attributes:
-        path: The checkpoint's folder.
         memory: The cache's bytes.
-        max_num_seqs: The most requests at a time.
         max_model_len: Tokens of the longest request, for an engine that needs this number.
-        dtype: The dtype of weights, keys and values.
-        prefix_caching: Whether requests share blocks.
         temperature: The temperature of sampling; 0 for greedy tokens.
         max_drafts: The most draft tokens of a proposal, from the text before them unless there is a draft model; 0 for
             no drafts.
         draft_model: The draft model's folder; empty for none.
         is_compiled: Whether the engine compiles the model, if it can.
         is_packed: Whether kvframe keeps packed copies of weights; vLLM always packs them.
+        is_skipping: Whether kvframe skips prompts in layers that only read other layers' caches.
     """
 
     path: str
@@ -48,6 +45,7 @@ class Setting:
     draft_model: str = ""
     is_compiled: bool = False
     is_packed: bool = False
+    is_skipping: bool = False
 
 
 STEP_PARTS = ("step", "host", "attention")
@@ -55,11 +53,7 @@ STEP_PARTS = ("step", "host", "attention")
 
 
 class ModelClock:
-    """Adds up the time of a model's functions.
-
-    Attributes:
-        seconds: The sum so far.
-    """
+    """Adds up the time of a model's functions in ``seconds``."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -88,10 +82,9 @@ class BatchEngine(ABC):
 
         Returns:
             ``tokens`` of each prompt; ``seconds`` of the batch; ``first_seconds`` until each request had a token;
-            ``cpu_seconds`` of all threads. kvframe and transformers add ``cache_bytes``, the most bytes of the cache,
-            or None if the engine does not report them. An engine that shows its steps adds
-            ``first_attention_seconds``, the attention's part of ``first_seconds``, and ``steps``: by ``STEP_PARTS``,
-            the seconds of each step in which every request got a token.
+            ``cpu_seconds`` of all threads; ``cache_bytes``, the most bytes of the cache, where they are reported. An
+            engine that shows its steps adds ``first_attention_seconds``, a part of ``first_seconds``, and ``steps``: by
+            ``STEP_PARTS``, the seconds of each step in which every request got a token.
         """
 
     def close(self) -> None:  # noqa: B027

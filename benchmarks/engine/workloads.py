@@ -17,10 +17,7 @@ class Workload:
     """A batch, and the model that serves it.
 
     Attributes:
-        name: The name on the command line and in the record.
         model: The model's name in ``harness/models.py``.
-        memory: The memory of kvframe's cache.
-        num_prompts: Requests in the batch.
         shortest: Tokens of the shortest prompt, without the prefix.
         longest: Tokens of the longest prompt, without the prefix; the default is ``shortest``.
         prefix: Tokens at the beginning that all prompts of a batch have in common.

@@ -11,23 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import torch
 
-from benchmarks.attention.shapes import Shape
+from benchmarks.attention.shapes import BFLOAT16_BYTES, FLOAT32_BYTES, Requests, Shape, decodes
 
 KILO = 1024
-BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
-Requests = tuple[tuple[int, int], ...]
 
 
 @attrs.frozen(kw_only=True)
 class Ceilings:
-    """The limits of a device.
-
-    Attributes:
-        bytes_per_second: The rate of a large copy on the device, bytes read and bytes written together.
-        flops_per_second: The rate of a large product of bfloat16 matrices.
-    """
+    """The limits of a device: the rate of a large copy, read and written, and that of a large bfloat16 product."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -39,38 +31,12 @@ ISSUED = Ceilings(bytes_per_second=4.3e12, flops_per_second=790e12)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(Shape):
-    """One layer's attention in one step. Its kind is the heading of its table.
-
-    Attributes:
-        chunk: The tokens of a chunk, for the wrapper ``chunked_local``; None for no chunks.
-        skips: Whether only generating tokens are computed, by the wrapper ``decode_only`` over a shared cache.
-        format: The registered name of the format of keys and values.
-    """
-
-    chunk: int | None = None
-    skips: bool = False
-    format: str = "plain"
+    """One layer's attention in one step. Its kind is the heading of its table."""
 
     @property
     def key(self) -> str:
         """The name in the record."""
         return f"{self.kind}: {self.name}"
-
-    def positions(self, computed: int, new: int) -> torch.Tensor:
-        """Return the positions of a request's computed queries."""
-        return super().positions(computed, new)[-1 if self.skips else 0 :]
-
-    def num_seen(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return how many keys the queries at these positions see."""
-        return super().num_seen(positions) if self.chunk is None else positions % self.chunk + 1
-
-    def kv_bytes(self) -> int:
-        """Return the bytes of the keys and values that are read."""
-        return self.read_bytes if self.format == "plain" else self.read_bytes // BFLOAT16_BYTES
-
-    def num_bytes(self) -> int:
-        """Return the least bytes that are moved."""
-        return self.kv_bytes() + 2 * self.num_queries * self.num_heads * self.head_size * BFLOAT16_BYTES
 
     def floor(self, ceilings: Ceilings) -> float:
         """Return the least seconds under these limits."""
@@ -79,14 +45,7 @@ class Case(Shape):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentCase(Case):
-    """Decodes over latents by absorbed attention, with the sizes of DeepSeek-V3.
-
-    Attributes:
-        latent_size: Elements of a latent.
-        rope_size: Elements of the rotated part of a key.
-        nope_size: Elements of the other part.
-        head_size_v: Elements of a value.
-    """
+    """Decodes over latents by absorbed attention, with the sizes of DeepSeek-V3; a key has a rotated part (rope)."""
 
     num_heads: int = 128
     latent_size: int = 512
@@ -111,15 +70,12 @@ class LatentCase(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateCase(Case):
-    """One token's step of Mamba-2's states in float32, with the sizes of its model of 2.7 billion parameters.
-
-    Attributes:
-        state_size: Elements of the state of each element of a head.
-    """
+    """One token's step of Mamba-2's states in float32, with the sizes of its model of 2.7 billion parameters."""
 
     num_heads: int = 80
     head_size: int = 64
     state_size: int = 128
+    num_flops = 0  # Matrix units do nothing, and five operations for each element take no time.
 
     def kv_bytes(self) -> int:
         """Return the bytes of the states, which are read and written."""
@@ -128,16 +84,6 @@ class StateCase(Case):
     def num_bytes(self) -> int:
         """Return the bytes of the states; those of other inputs are few."""
         return self.kv_bytes()
-
-    @property
-    def num_flops(self) -> int:
-        """Return 0: matrix units do nothing, and five operations for each element take no time."""
-        return 0
-
-
-def decodes(batch: int, context: int) -> Requests:
-    """Return requests of one new token each."""
-    return ((context - 1, 1),) * batch
 
 
 def prompt(length: int) -> Requests:

@@ -15,36 +15,28 @@ from typing import Any
 import torch
 
 from benchmarks.engine.workloads import Workload
-from benchmarks.gpu.timing import in_a_sentence
+from benchmarks.gpu.measure import in_a_sentence
 from benchmarks.harness.process import timed
 from kvframe import Engine
 from kvframe.engine.requests.request import SamplingParams
 
-NUM_STEPS = 24
-"""The number of timed steps; the profiler sees as many further steps."""
-
-WARM_STEPS = 3
+NUM_STEPS, WARM_STEPS = 24, 3
+"""The number of timed steps, of which the profiler sees as many further ones, and of steps before them."""
 GRAPHS = ("off", "decode")
 """Without graphs, and with a graph of the steps in which every request decodes."""
 
-WORKLOAD = Workload(
-    name="128 decodes at 1,024, 8 layers", model="bench-llama-8b", num_prompts=128, shortest=1024, memory="8GiB"
-)
-TINY_WORKLOAD = Workload(
-    name="3 decodes at 20, 2 layers", model="bench-llama-tiny", num_prompts=3, shortest=20, memory="8MiB"
-)
-
+LARGE, TINY = "128 decodes at 1,024, 8 layers", "3 decodes at 20, 2 layers"
+WORKLOAD = Workload(name=LARGE, model="bench-llama-8b", num_prompts=128, shortest=1024, memory="8GiB")
+TINY_WORKLOAD = Workload(name=TINY, model="bench-llama-tiny", num_prompts=3, shortest=20, memory="8MiB")
 
 Found = dict[str, Any]
 """The median ``seconds`` of a step, the mean ``busy_seconds`` in which the device works in a step, and the layers'
 ``backends``. If the times could not be measured, both are None and ``reason`` says why."""
 
 
-def found(
-    seconds: float | None = None, busy: float | None = None, backends: Sequence[str] = (), why: str = ""
-) -> Found:
-    """Return the figures of an engine's steps."""
-    return {"seconds": seconds, "busy_seconds": busy, "backends": list(backends), "reason": why}
+def not_measured(why: str) -> Found:
+    """Return the figures of steps that could not be measured."""
+    return {"seconds": None, "busy_seconds": None, "backends": [], "reason": why}
 
 
 def measure_steps(workload: Workload, device: torch.device, backend: str = "auto") -> dict[str, Found]:
@@ -52,32 +44,22 @@ def measure_steps(workload: Workload, device: torch.device, backend: str = "auto
 
     def measured(path: Path, graphs: str) -> Found:
         try:
+            from benchmarks.harness.models import save_random
+
             if not any(path.iterdir()):
-                save_model(workload, path, device)
+                with device:
+                    save_random(workload.model, path, dtype_on(device))
             return _measure(workload, path, device, graphs, backend)
         except Exception as problem:  # An error of a library must not end the run; transformers may be missing.
-            return found(why=in_a_sentence(problem))
+            return not_measured(in_a_sentence(problem))
 
     with tempfile.TemporaryDirectory() as folder:
         return {graphs: measured(Path(folder), graphs) for graphs in GRAPHS}
 
 
-def dtype_on(device: torch.device) -> str:
+def dtype_on(device: torch.device) -> torch.dtype:
     """Return the dtype of engines."""
-    return "bfloat16" if device.type == "cuda" else "float32"
-
-
-def save_model(workload: Workload, path: Path, device: torch.device) -> None:
-    """Draw a random model on the device and save it."""
-    from benchmarks.harness.models import save_random
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype_on(device)))
-    try:
-        with device:
-            save_random(workload.model, path)
-    finally:
-        torch.set_default_dtype(before)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, backend: str) -> Found:
@@ -90,9 +72,10 @@ def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, 
         runner: Any = engine
         replayed = runner._runner.graphs
         if graphs != "off" and (replayed is None or replayed.num_replays < NUM_STEPS):
-            return found(why="not replayed")
+            return not_measured("not replayed")
         backends = sorted({choice.backend for choice in engine.choices})
-    return found(seconds, busy or None, backends, "" if busy else "no kernels were seen")
+    why = "" if busy else "no kernels were seen"
+    return {"seconds": seconds, "busy_seconds": busy or None, "backends": backends, "reason": why}
 
 
 @contextmanager
@@ -101,7 +84,7 @@ def decoding(workload: Workload, path: Path, device: torch.device, graphs: str, 
     count, length = workload.num_prompts, workload.shortest
     options: dict[str, Any] = {
         "device": str(device),
-        "dtype": dtype_on(device),
+        "dtype": str(dtype_on(device)).removeprefix("torch."),
         "max_num_seqs": count,
         "max_num_batched_tokens": max(count, min(16384, count * length)),
         "max_model_len": 2 * length + 2 * NUM_STEPS,
@@ -133,16 +116,13 @@ def busy_seconds(engine: Engine, device: torch.device) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize(device)
-    return covered(intervals(profile.events() or ())) / NUM_STEPS
-
-
-def intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
-    """Return the intervals in which the profiler saw the device at work: start and end in microseconds."""
-    return [
+    events: Iterable[Any] = profile.events() or ()
+    at_work = [
         (event.time_range.start, event.time_range.end)
         for event in events
         if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
     ]
+    return covered(at_work) / NUM_STEPS
 
 
 def covered(times: Sequence[tuple[float, float]]) -> float:

@@ -50,11 +50,7 @@ def make_layer(case: Case, block_size: int, registry: Registry, dtype: str = "bf
     pages: dict[str, Any] = {"block_size": block_size, "dtype": dtype}
     size = case.head_size
     if isinstance(case, LatentCase):
-        latents: dict[str, Any] = {
-            "latent_size": case.latent_size,
-            "rope_size": case.rope_size,
-            "head_size_v": case.head_size_v,
-        }
+        latents: dict[str, Any] = {name: getattr(case, name) for name in ("latent_size", "rope_size", "head_size_v")}
         spec, size = MLASpec(**pages, **latents), case.nope_size + case.rope_size
     else:
         stored = PLAIN if case.format == "plain" else registry.formats.load(case.format)()
@@ -73,10 +69,8 @@ def make_chain(case: Case) -> list[MetadataWrapper]:
 class Step:
     """One step over pages of its own, which can be called any number of times.
 
-    Attributes:
-        run: Computes the layer's attention; returns ``[num_rows, num_heads, head_size_v], device``.
-        build: Builds the metadata on the host and returns it.
-        check: Returns the error of an output, by norms.
+    ``run`` returns the layer's attention, ``[num_rows, num_heads, head_size_v], device``; ``build`` builds the metadata
+    on the host; ``check`` returns the error of an output, by norms.
     """
 
     run: Callable[[], torch.Tensor]
@@ -95,24 +89,16 @@ def needed_bytes(case: Case) -> int:
 
 
 class PagedLayer:
-    """A case's layer on one backend, with random keys, values and queries.
+    """A case's layer on one backend that serves it, with random keys, values and queries.
 
-    Attributes:
-        views: The state tensors by name, each ``[num_pages, …], device``; page 0 is the null page.
-        query: ``[num_tokens, num_heads, head_size], device``.
+    ``views`` are the state tensors by name, each ``[num_pages, …], device``; page 0 is the null page. ``query`` is
+    ``[num_tokens, num_heads, head_size], device``.
     """
 
     def __init__(
         self, case: Case, backend_class: type[AttentionBackend], registry: Registry, device: torch.device
     ) -> None:
-        """Make the layer and fill its pages.
-
-        Args:
-            case: The case.
-            backend_class: The backend; its capabilities cover the layer.
-            registry: Finds formats.
-            device: The device.
-        """
+        """Make the layer and fill its pages."""
         self._case, self._device, self._form = case, device, form_of(backend_class)
         dtype_name = "bfloat16" if "bfloat16" in backend_class.capabilities.dtypes else "float32"
         self._dtype: torch.dtype = getattr(torch, dtype_name)

@@ -37,12 +37,7 @@ def usable_backends(registry: Registry, device: str) -> tuple[dict[str, type[Att
 
 
 def page_views(spec: KVCacheSpec, pool: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a layer's state tensors by name, each ``[num_pages, …]``, over a pool of its pages, block-major.
-
-    Args:
-        spec: The layer's cache spec.
-        pool: ``[num_pages * block_bytes], uint8``.
-    """
+    """Return a layer's state tensors by name, each ``[num_pages, …]``, over ``[num_pages * block_bytes], uint8``."""
     pages = pool.view(-1, spec.block_bytes)
     views, start = {}, 0
     for name, tensor in spec.state_tensors().items():

@@ -19,12 +19,7 @@ PEER = ROOT / ".cache" / "peers" / "vllm"
 
 
 def describe_machine(threads: int, *others: str) -> dict[str, Any]:
-    """Return the machine, the commit, the command, and the versions of the packages that figures depend on.
-
-    Args:
-        threads: The number of torch's threads.
-        others: Further packages whose versions are recorded.
-    """
+    """Return the machine, the commit, the command, and the versions of the packages that figures depend on."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
     )

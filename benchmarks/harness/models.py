@@ -47,11 +47,16 @@ def path_of(name: str) -> Path:
     return path
 
 
-def save_random(name: str, path: Path) -> None:
-    """Draw a random model from a fixed seed, on torch's default device in its default dtype, and save it."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        RANDOM[name](path)
+def save_random(name: str, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Draw a random model from a fixed seed, on torch's default device, and save it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            RANDOM[name](path)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def plugins_of(name: str) -> Sequence[ModuleType]:

@@ -13,12 +13,10 @@ from benchmarks.harness.machine import PEER
 Option = Callable[[Any], Any]
 
 
-def repeats(default: int, *, flag: str = "--repeats", least: int = 1, most: int | None = None) -> Option:
+def repeats(default: int, *, flag: str = "--repeats", most: int | None = None) -> Option:
     """Return the option for the number of rounds."""
-    known = click.IntRange(least, most)
-    return click.option(
-        flag, type=known, default=default, show_default=True, help="Rounds in which all systems take turns."
-    )
+    words = "Rounds in which all systems take turns."
+    return click.option(flag, type=click.IntRange(1, most), default=default, show_default=True, help=words)
 
 
 def threads(default: int) -> Option:
@@ -29,14 +27,10 @@ def threads(default: int) -> Option:
 
 
 def choose(flag: str, name: str, known: Iterable[Any]) -> Option:
-    """Return the option that chooses cases by name; it may be given several times.
+    """Return the option ``flag``, which chooses from the known names, or objects with a ``name``, several if repeated.
 
-    The default is all cases but those whose name begins with ``tiny``, which only try a script.
-
-    Args:
-        flag: The option on the command line.
-        name: The function's argument; it gets the list of the chosen cases.
-        known: All cases: names, or objects with a ``name``.
+    The function's argument ``name`` gets the list. The default is all but those whose name begins with ``tiny``, which
+    only try a script.
     """
     by_name = {each if isinstance(each, str) else each.name: each for each in known}
     return click.option(
@@ -53,11 +47,3 @@ def choose(flag: str, name: str, known: Iterable[Any]) -> Option:
 peer = click.option(
     "--peer", type=click.Path(path_type=Path), default=PEER, help="The folder in which make peer installed vLLM."
 )
-
-
-def on_a_busy_machine(module: str) -> str:
-    """Return the last words of a command's help: how other programs are kept away from what is timed."""
-    return (
-        f"On a machine with other work, `chrt -f 1 python -m benchmarks.{module} …` (as root) keeps that work from the "
-        "processor while something is timed; without it, threads that wait for each other wait for that work too."
-    )

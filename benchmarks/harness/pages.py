@@ -15,12 +15,7 @@ def page(*parts: str) -> str:
 def heading(title: str, record: Mapping[str, Any], what: str, note: str = "", *, how: str = "Measured") -> str:
     """Return a page's title, and a paragraph that names the command, the machine and the versions.
 
-    Args:
-        title: The page's title.
-        record: The record, with its entry ``machine``.
-        what: Follows the command and says what kind of figures it wrote.
-        note: A last sentence, about all figures.
-        how: The first word of the paragraph.
+    ``how`` is its first word; ``what`` follows the command, and ``note`` is a last sentence about all figures.
     """
     machine = record["machine"]
     return (
@@ -43,12 +38,7 @@ def case_page(
 ) -> str:
     """Return the page of a record of cases: its heading, and a section with each case's parts.
 
-    Args:
-        title: The page's title.
-        record: The record; its figures are medians over alternating rounds.
-        entry: The entry of the record that holds the cases by name.
-        section: Returns the parts of one case's section.
-        note: A sentence about all figures.
+    ``entry`` names the record's cases. Figures are medians over alternating rounds; ``note`` is about all of them.
     """
     sections = (part for name, case in record[entry].items() for part in (f"## {name}", *section(case)))
     return page(heading(title, record, medians(record), note), *sections)
@@ -79,13 +69,9 @@ Column = tuple[str, str] | tuple[str, str, float]
 def figures(
     rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column], corner: str = "", missing: str = ""
 ) -> str:
-    """Return a table of figures. A list is shown as its median with its range, a number or a text as it is.
+    """Return a table of named rows. A list is shown as its median with its range, a number or a text as it is.
 
-    Args:
-        rows: By the name of the row, its figures by name.
-        columns: The columns by the name of their figure.
-        corner: The head of the first column.
-        missing: Shown if a row lacks a figure.
+    ``corner`` is the head of the first column, and ``missing`` is shown if a row lacks a figure.
     """
 
     def cell(value: Any, form: str, scale: float = 1) -> str:

@@ -19,12 +19,7 @@ mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvframe", "font.si
 
 @contextmanager
 def plots(titles: list[str], path: Path) -> Iterator[list[Axes]]:
-    """Yield one plot for each title; then add one legend for all plots and write the file.
-
-    Args:
-        titles: The title of each plot.
-        path: The SVG file.
-    """
+    """Yield one plot for each title; then add one legend for all plots and write the SVG file."""
     rows = max(1, -(-len(titles) // COLUMNS))
     figure = Figure(figsize=(11, 3.1 * rows), layout="constrained")
     places = [*figure.subplots(rows, COLUMNS, squeeze=False).flat]

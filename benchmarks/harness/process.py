@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -25,21 +27,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class EngineProcess:
-    """The end that asks.
-
-    Attributes:
-        name: The engine's name in messages.
-        versions: The versions that the engine's figures depend on; empty before ``wait``.
-    """
+    """The end that asks; ``versions`` are those that the engine's figures depend on, empty before ``wait``."""
 
     def __init__(self, name: str, command: Sequence[str | Path], **options: Any) -> None:
-        """Start the process.
-
-        Args:
-            name: The engine's name in messages.
-            command: The command of the end that answers; it is run in the repository's root.
-            options: Further arguments of ``subprocess.Popen``.
-        """
+        """Start the end that answers in the repository's root; ``options`` are arguments of ``subprocess.Popen``."""
         self.name, self.versions = name, dict[str, str]()
         self._process = subprocess.Popen(
             [str(part) for part in command],
@@ -51,19 +42,11 @@ class EngineProcess:
         )
 
     def wait(self) -> None:
-        """Wait until the engine is loaded.
-
-        Raises:
-            SystemExit: The process ended instead.
-        """
+        """Wait until the engine is loaded; end this program if the process ends instead."""
         self.versions = self._answer()
 
     def ask(self, question: Mapping[str, Any]) -> Any:
-        """Return the answer.
-
-        Raises:
-            SystemExit: The process ended instead.
-        """
+        """Return the answer; end this program if the process ends instead."""
         assert self._process.stdin is not None
         print(json.dumps(question), file=self._process.stdin, flush=True)
         return self._answer()
@@ -112,9 +95,6 @@ def start_engines(
         threads: The number of OpenMP's threads in each process.
         files: Descriptors of files that the processes inherit.
         variables: Environment variables beside those of this process.
-
-    Raises:
-        SystemExit: A process does not start.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(variables or {})}
     without_paths = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
@@ -145,6 +125,15 @@ def answer_questions(module: str, *arguments: str) -> None:
     print(json.dumps(versions), file=answers)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers)
+
+
+def map_in_processes(run: Callable[..., T], jobs: Sequence[Sequence[Any]], workers: int) -> Iterator[T]:
+    """Yield the results of calls with each job's arguments, in order; a single worker is this process."""
+    if workers == 1:
+        yield from (run(*job) for job in jobs)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(run, *zip(*jobs, strict=True))
 
 
 def timed(run: Callable[[], T]) -> tuple[float, T]:

@@ -27,21 +27,19 @@ def benchmark(
     plots: Mapping[str, Callable[[Any, Path], None]] | None = None,
     fails: Callable[[Record], bool] | None = None,
     cases: str | None = None,
-    epilog: str | None = None,
 ) -> Callable[[Callable[..., dict[str, Any]]], click.Command]:
     """Turn a function that returns its measurements into a command that writes a record and prints its page.
 
     The command has the options of the function, and ``--results``. If the function has the option ``--threads``, torch
-    gets this number of threads. The record begins with the machine.
+    gets this number of threads. The record begins with the machine; its files are called ``name``.
 
     Args:
-        name: The file name of the record and the page, without its suffix.
+        name: The name of the record.
         page: Returns a record as Markdown.
         plots: By file name, functions that draw a record into an SVG file.
         fails: Returns whether the command ends with exit code 1 for a record.
         cases: The entry of the record that holds the measured cases by name. A later call adds its cases to those of
             earlier calls on the same machine, commit and versions, so a long record can be made case by case.
-        epilog: The last words of the command's help.
     """
 
     def decorate(measure: Callable[..., dict[str, Any]]) -> click.Command:
@@ -62,7 +60,7 @@ def benchmark(
                 sys.exit(1)
 
         place = click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="Where to write.")
-        return click.command(epilog=epilog)(place(command))
+        return click.command()(place(command))
 
     return decorate
 
@@ -128,15 +126,9 @@ def progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
 def measure_each(
     cases: Iterable[Any], num_rounds: int, measure: Callable[[Any, Callable[[int], object]], T]
 ) -> dict[str, T]:
-    """Measure cases one after the other under one progress bar.
+    """Measure cases one after the other under one progress bar; return what ``measure`` returned, by the case's name.
 
-    Args:
-        cases: Each has a ``name``.
-        num_rounds: Rounds of each case, those that warm up included.
-        measure: Called with a case, and with a function that is to be called with 1 after each round.
-
-    Returns:
-        What ``measure`` returned, by the case's name.
+    ``measure`` gets a case and a function, which it calls with 1 after each of its ``num_rounds`` rounds.
     """
     chosen = [*cases]
     with progress("measuring", len(chosen) * num_rounds) as advance:
@@ -153,12 +145,8 @@ def by_turns(
 ) -> Iterator[tuple[int, dict[Side, T]]]:
     """Let sides take turns: each round begins with the next side. Yield each round's number and results by side.
 
-    Args:
-        sides: The systems that take turns.
-        count: The number of rounds; they are numbered from 0.
-        run: Does one side's turn in the round of this number.
-        advance: Called with 1 after each round.
-        warm_up: Whether a round with the number -1, which is not counted, comes first.
+    ``run`` does one side's turn in the round of a number, and ``advance`` is called with 1 after each round. If
+    ``warm_up`` is true, a round with the number -1 comes first.
     """
     for number in range(-warm_up, count):
         first = number % len(sides) if sides else 0

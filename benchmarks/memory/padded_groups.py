@@ -33,12 +33,11 @@ NEARLY_EQUAL = 1.5
 
 @attrs.frozen(kw_only=True)
 class PaddedGroups:
-    """A model in equal groups.
+    """A model in equal groups; a block of each layer has ``page_bytes``.
 
     Attributes:
         types: For each type of layers, its spec with the block size that it gets, and the layers' names.
         group_size: Layers of each group, those that do not exist included.
-        page_bytes: Bytes of a block of one layer, the same for all layers.
     """
 
     types: tuple[tuple[KVCacheSpec, tuple[str, ...]], ...]
@@ -49,10 +48,8 @@ class PaddedGroups:
     def of(cls, layers: Sequence[LayerSpec], *, has_longer_states: bool = False) -> PaddedGroups:
         """Group a model's layers.
 
-        Args:
-            layers: Its layers in the order of the model.
-            has_longer_states: Whether one state is kept for each block of attention, as in vLLM; otherwise as many
-                states are kept as in kvframe.
+        With ``has_longer_states``, one state is kept for each block of attention, as in vLLM; otherwise as many as in
+        kvframe.
         """
         names: dict[KVCacheSpec, list[str]] = {}
         for layer in layers:
@@ -73,16 +70,6 @@ class PaddedGroups:
             group_size=most if most < NEARLY_EQUAL * fewest else fewest,
             page_bytes=page_bytes,
         )
-
-    @property
-    def num_missing(self) -> int:
-        """The number of layers that do not exist and take memory."""
-        return sum(-len(names) % self.group_size for _, names in self.types)
-
-    @property
-    def num_groups(self) -> int:
-        """The number of groups of all types."""
-        return sum(-(-len(names) // self.group_size) for _, names in self.types)
 
     def plan(
         self, memory_bytes: int, max_model_len: int, max_num_batched_tokens: int, max_input_lens: Mapping[str, int]
@@ -107,11 +94,7 @@ class PaddedGroups:
 
 
 def _page_bytes(specs: Sequence[KVCacheSpec]) -> int:
-    """Return the least bytes of a block of one layer that every type can have.
-
-    Raises:
-        ValueError: No whole number of tokens makes a type's block as large.
-    """
+    """Return the least bytes of a block of one layer that a whole number of tokens of every type can have."""
     attention = [spec for spec in specs if not spec.is_per_block]
     states = [spec.block_bytes for spec in specs if spec.is_per_block]
     if not attention:

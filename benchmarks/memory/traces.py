@@ -18,13 +18,7 @@ VOCABULARY = 32_000
 
 @attrs.frozen
 class Turn:
-    """One request of a conversation.
-
-    Attributes:
-        prompt_end: The end of its prompt in the conversation's tokens.
-        end: The end of its reply.
-        pause: Steps between the last reply and its arrival.
-    """
+    """One request: where its prompt and its reply end in the conversation's tokens, and the steps before it comes."""
 
     prompt_end: int
     end: int
@@ -33,12 +27,7 @@ class Turn:
 
 @attrs.frozen
 class Conversation:
-    """A text that grows turn by turn.
-
-    Attributes:
-        token_ids: The whole text, replies included.
-        turns: The turns in order.
-    """
+    """A text that grows turn by turn; its tokens include the replies."""
 
     token_ids: Tokens[int]
     turns: tuple[Turn, ...]
@@ -46,13 +35,10 @@ class Conversation:
 
 @attrs.frozen
 class Lengths:
-    """The distributions of a trace's conversations; lengths are in tokens.
+    """The distributions of a trace's conversations: medians in tokens, and spreads, the deviation of the logarithm.
 
     Attributes:
         prompt: The median of the first prompt, without the system prompt.
-        prompt_spread: The standard deviation of its logarithm; 0 for a constant.
-        reply: The median of a reply.
-        reply_spread: The standard deviation of its logarithm.
         more: The median of what each later turn adds.
         turns: The least and the most turns; all numbers between them are equally likely.
         shared: The length of the system prompt at the beginning of a conversation.
@@ -92,14 +78,10 @@ TRACES: Mapping[str, Lengths] = {
 
 
 def draw(lengths: Lengths, count: int, longest: int, seed: int = 0) -> list[Conversation]:
-    """Return a trace's conversations.
+    """Return ``count`` conversations; equal seeds give equal ones.
 
-    Args:
-        lengths: Their distributions.
-        count: Their number.
-        longest: The most tokens of a request. If a typical request has more than half of it, all lengths are made
-            shorter by one factor; a turn that is still too long ends its conversation.
-        seed: Equal seeds give equal traces.
+    A request has at most ``longest`` tokens. If a typical one has more than half of it, all lengths are made shorter by
+    one factor; a turn that is still too long ends its conversation.
     """
     random = np.random.default_rng(seed)
     scale = min(1.0, longest / (2 * typical_tokens(lengths)))

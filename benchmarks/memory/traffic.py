@@ -5,10 +5,8 @@ See benchmarks/README.md.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,20 +17,21 @@ import click
 from benchmarks.harness import options
 from benchmarks.harness.pages import heading, page, table
 from benchmarks.harness.plots import plots
+from benchmarks.harness.process import map_in_processes
 from benchmarks.harness.record import benchmark, progress
-from benchmarks.memory.plans import DTYPE, MODELS
-from benchmarks.memory.shapes import (
+from benchmarks.memory.plans import (
+    DTYPE,
     FEW_STATES,
     KVFRAME,
     MAX_NUM_SEQS,
+    MODELS,
     PADDED,
     STATE_BLOCK,
     TOKENS_A_STEP,
     Shape,
 )
-from benchmarks.memory.simulator import Outcome, Simulation
+from benchmarks.memory.simulator import MemoryUse, Outcome, Simulation
 from benchmarks.memory.traces import TRACES, Lengths, draw, typical_tokens
-from benchmarks.memory.use import MemoryUse
 
 SIZE = 32
 USERS = {True: 2.5, False: 1.5}
@@ -43,14 +42,7 @@ CONVERSATIONS = {True: 1.2, False: 1.6}
 
 
 def run(file: str, trace: str, size: int, layout: str = KVFRAME) -> dict[str, Any]:
-    """Run a trace over a model's cache and return the row of the record.
-
-    Args:
-        file: The model's layer file.
-        trace: The trace's name.
-        size: The number of requests that the memory is made for.
-        layout: The layout's name.
-    """
+    """Run a trace over the cache of a layer file's model, made for ``size`` requests; return the row of the record."""
     shape, lengths = Shape.read(file, size), TRACES[trace]
     num_users = users(shape, lengths)
     outcome = Simulation(
@@ -125,14 +117,6 @@ def write_report(record: Mapping[str, Any]) -> str:
         "Beyond unfinished blocks: free pages in partly used slabs, and padding. Shares of all memory, on average over "
         "all traces.",
         table(("", *SHORT.values()), _per_shape(rows)),
-        "By trace; only those in which so much was in use.",
-        table(
-            (
-                *("", "", "", "unfinished blocks", "free pages in partly used slabs", "padding"),
-                *("wasted beyond unfinished blocks", "at most", "cached pages in partly used slabs"),
-            ),
-            [_memory(row) for row in rows if row["use"] is not None],
-        ),
     )
 
 
@@ -193,12 +177,6 @@ def _per_shape(rows: Rows) -> list[tuple[str, ...]]:
     return found
 
 
-def _memory(row: Mapping[str, Any]) -> tuple[str, ...]:
-    use = row["use"]
-    shares = (use["unfinished"], use["partly_used"], use["padding"], wasted(row), row["most_wasted"], use["cached"])
-    return (row["title"], row["trace"], SHORT[row["layout"]], *(f"{share:.2%}" for share in shares))
-
-
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
     """Draw, for each trace, the most requests at once over those of equal padded groups."""
     rows = record["layouts"]
@@ -228,10 +206,9 @@ def main(files: Sequence[str], traces: Sequence[str], size: int, workers: int) -
     """Run the traces; write one JSON file, one page and one plot."""
     layouts = {file: layouts_of(file, size) for file in files}
     jobs = [(file, trace, size, layout) for file in files for trace in traces for layout in layouts[file]]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context) as pool, progress("traces on layouts", len(jobs)) as advance:
+    with progress("traces on layouts", len(jobs)) as advance:
         rows = []
-        for row in pool.map(run, *zip(*jobs, strict=True)):
+        for row in map_in_processes(run, jobs, workers):
             rows.append(row)
             advance(1)
     return {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cache import eviction, eviction_bound, eviction_traces
+from benchmarks.cache import eviction, eviction_traces
 from tests.benchmarks.calling import record_of
 
 SCANS = ("shared prompts, one-off documents between", "shared prompts, one-off documents in bursts")
@@ -45,8 +45,8 @@ def ask(*texts: str) -> list[Any]:
 )
 def test_the_bound_knows_the_future(texts: list[str], room: int, found: int) -> None:
     asked = ask(*texts)
-    blocks = eviction_bound.block_ids(asked)
-    assert 16 * found == eviction_bound.most_found(asked, blocks, 16 * room)
+    blocks = eviction.block_ids(asked)
+    assert 16 * found == eviction.most_found(asked, blocks, 16 * room)
 
 
 def test_no_policy_finds_more_than_the_bound() -> None:

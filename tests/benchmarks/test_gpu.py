@@ -21,7 +21,8 @@ from kvframe_triton.backend import TritonBackend
 from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
-from benchmarks.gpu import cases, engine, measure, report, steps, suite, timing
+from benchmarks.attention import shapes
+from benchmarks.gpu import cases, engine, measure, steps, suite
 from kvframe import load_plugins
 from kvframe.attention.nested import host_tensors
 from kvframe.attention.staging import Staging
@@ -103,7 +104,7 @@ def test_a_time_stands_beside_that_of_the_fastest_other(results: Path) -> None:
     measured = record["cases"]["tiny: 3 x 40"]["measured"]
     for name, seconds in (("torch", 2e-6), ("SDPA, dense", 1.5e-6)):
         measured[name]["seconds"] = seconds
-    page = report.write_report(record, cases.TINY)
+    page = suite.write_report(record, cases.TINY)
     assert re.search(r"\| 2\.0 \(\d+ %, x 0\.75\) \| \*\*1\.5 \(\d+ %, x 1\.33\)\*\* \|", page)
 
 
@@ -128,13 +129,13 @@ def test_steps_are_measured_without_graphs_and_with_one() -> None:
     assert {"off": "", "decode": ""} == {name: each["reason"] for name, each in found.items()}
     assert all(each["seconds"] > 0 and each["busy_seconds"] > 0 for each in found.values())
     record = {"name": "some", "graphs": found}
-    assert 2 == report._steps(record).count("| `kvframe-cpu:cpu` |")
+    assert 2 == suite._steps(record).count("| `kvframe-cpu:cpu` |")
 
 
 def test_steps_that_cannot_be_measured_say_why() -> None:
     found = engine.measure_steps(engine.TINY_WORKLOAD, torch.device("cpu"), "nothing")
     record = {"name": "some", "graphs": found}
-    assert 8 == report._steps(record).count("'nothing'")
+    assert 8 == suite._steps(record).count("'nothing'")
 
 
 def test_time_that_kernels_share_is_counted_once() -> None:
@@ -196,7 +197,7 @@ interpreted = pytest.mark.skipif(
 
 @pytest.fixture
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_time = timing.Measured(seconds=1.0, how="clock")
+    no_time = measure.Measured(seconds=1.0, how="clock")
     monkeypatch.setattr(measure, "time_calls", lambda calls, device, error: no_time)
     monkeypatch.setattr(steps, "MAX_ROTATION", 3)  # sets of pages, which an interpreter fills
 
@@ -216,7 +217,7 @@ def test_tritons_kernels_compute_every_kind_of_case() -> None:
 @pytest.mark.usefixtures("_untimed")
 def test_the_kernel_of_states_is_measured_beside_plain_torch() -> None:
     case = cases.StateCase(
-        name="tiny", kind="tiny", requests=cases.decodes(2, 1), num_heads=2, head_size=16, state_size=16
+        name="tiny", kind="tiny", requests=shapes.decodes(2, 1), num_heads=2, head_size=16, state_size=16
     )
     found = measure.measure_states(case, torch.device("cpu"))
     assert {"kernel": "", "plain torch": ""} == {name: each.reason for name, each in found.items()}
@@ -242,12 +243,12 @@ def test_the_committed_page_has_a_row_for_every_case() -> None:
     path = RESULTS / "gpu.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     page = page_of("gpu")
-    assert report.write_report(record, tuple(cases.cases())) == page
+    assert suite.write_report(record, tuple(cases.cases())) == page
     assert all(f"| {case.name} |" in page for case in cases.cases())
 
 
 def test_cases_without_a_figure_are_rows_that_say_so(results: Path) -> None:
-    page = report.write_report(record_of("gpu", results), tuple(cases.cases()))
+    page = suite.write_report(record_of("gpu", results), tuple(cases.cases()))
     assert "| 16 x 2k | 31.3 | not measured yet |" in page
 
 

