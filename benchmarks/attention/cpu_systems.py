@@ -213,7 +213,8 @@ def load(system: str, threads: str, file: str) -> tuple[dict[str, str], Callable
     ``system`` is a backend's registered name or ``vllm``; ``file`` is the descriptor of the pool's memory.
     """
     torch.set_num_threads(int(threads))
-    prepare = prepare_vllm if system == VLLM else functools.partial(prepare_backend, system)
+    prepare: Callable[[Shape, Inputs, torch.Tensor], Step] = functools.partial(prepare_backend, system)
+    prepare = prepare_vllm if system == VLLM else prepare
 
     @torch.inference_mode()
     def do_turn(question: dict[str, Any]) -> dict[str, Any]:
