@@ -291,16 +291,13 @@ def main(
     check_copying(share_right(served["float32"]["copied"], tasks))
     click.echo("the model is done", err=True)
     compared = {title: compare(found, served["float32"], tasks) for title, found in served.items()}
+    rows = measure_speed(registry, backends, context, repeats)
     numbers = {"num_texts": num_texts, "text_tokens": TEXT_TOKENS, "num_tasks": len(tasks)}
     return {
         "repeats": repeats,
         "model": {**numbers, "ways": compared},
         "memory": {stored.title: memory_of(stored, registry) for stored in ways()},
-        "speed": {
-            "num_reqs": NUM_REQS,
-            "context": context,
-            "rows": measure_speed(registry, backends, context, repeats),
-        },
+        "speed": {"num_reqs": NUM_REQS, "context": context, "rows": rows},
     }
 
 

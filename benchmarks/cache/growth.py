@@ -76,8 +76,9 @@ def standard_axes() -> tuple[Axis, ...]:
     of_turns = f"Slowest of the 192 decode steps of a turn; {both}"
     widths = (10, 100, 1000, 10_000)
     branches = {size: _full_steps(size) for size in widths}
-    depths = {size: (chain, CHAIN | {"depth": size, "length": 1024, "chunk": BLOCK_SIZE}, {}) for size in widths}
-    talks = {size: (turns, TURNS | {"num_turns": size}, {}) for size in (10, 30, 100, 300, 1000)}
+    deep = CHAIN | {"length": 1024, "chunk": BLOCK_SIZE}
+    depths: dict[int, Point] = {size: (chain, deep | {"depth": size}, {}) for size in widths}
+    talks: dict[int, Point] = {size: (turns, TURNS | {"num_turns": size}, {}) for size in (10, 30, 100, 300, 1000)}
     return (
         _axis("requests", "requests", "512 tokens each, full attention, 65,536 blocks", requests),
         _axis("groups", "groups", of_groups, groups),

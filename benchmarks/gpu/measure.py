@@ -164,7 +164,7 @@ def measure_host(backends: Backends, registry: Registry, device: torch.device) -
     lengths = torch.randint(101, 2001, (HOST_REQUESTS,), generator=torch.Generator().manual_seed(5)).tolist()
     requests = tuple(request for length in lengths for request in decodes(1, length))
     case = Case(name="host", kind="host", requests=requests, num_heads=8, num_kv_heads=2, head_size=64)
-    found = {}
+    found: dict[str, list[float]] = {}
     for name, backend_class in backends.items():
         if why_refused(case, backend_class, registry, device.type):
             continue
