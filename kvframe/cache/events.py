@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.free_list import AnyBlockIds
-from kvframe.cache.input_index import InputBlocks, Pages
+from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.keys import PrefixHash, input_key
+from kvframe.cache.live_range import Pages
 from kvframe.cache.radix_tree import RadixNode, RadixTree
 from kvframe.contract.specs import TOKENS
 from kvframe.planning.plan import PlannedGroup
