@@ -36,9 +36,11 @@ def save_headed(path: Path, family: str, num_heads: int = 1, *, agrees: bool = F
         torch.manual_seed(seed)
         heads: Any = MtpModel(model, num_heads)
         own = {name: value for name, value in heads.state_dict().items() if name.startswith("layers.")}
-        for value in own.values():
+        for name, value in own.items():
             if value.dim() >= 2:
-                value.copy_(0.16 * torch.randn_like(value))
+                # Attention to few keys, which outweighs the rest, so that one wrong key shows.
+                scale = 1.0 if "self_attn" in name else 0.16
+                value.copy_(scale * torch.randn_like(value))
             else:
                 value.add_(0.3 * torch.randn_like(value))
         if agrees:

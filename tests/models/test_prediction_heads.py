@@ -17,6 +17,7 @@ import attrs
 import pytest
 import torch
 from kvframe_mtp.proposer import MTPProposer
+from kvframe_transformers.prediction_heads import TransformersHeads
 from safetensors.torch import load_file, save_file
 
 from kvframe import RequestOutput, SamplingParams, load_plugins
@@ -32,7 +33,7 @@ from kvframe.contract import (
     StackError,
     hookimpl,
 )
-from kvframe.engine.assembly import check_draft_of_ranks
+from kvframe.engine import assembly
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_values
 from tests.models.headed import HEADED, Reference, save_headed
@@ -45,6 +46,8 @@ GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 CONTINUED: list[tuple[list[int], list[int]]] = []
 """What the heads drafted, and after which tokens."""
+TOO_FEW: list[DraftRequest] = []
+"""The requests that got fewer drafts of the heads than were asked for."""
 ANSWERS: list[list[int]] = []
 """The tokens of requests, prompt and answer, that are known to be right."""
 
@@ -61,6 +64,8 @@ class Meddling(MTPProposer):
     def drafts_of(self, request: DraftRequest) -> list[int]:
         known, drafted = list(request.token_ids), list(request.continuation)
         CONTINUED.append((known, drafted))
+        if len(drafted) < request.max_drafts:
+            TOO_FEW.append(request)
         right = next((each for each in ANSWERS if each[: len(known)] == known), known)[len(known) :][: len(drafted)]
         chance = random.Random(sum(known) + len(known))
         match chance.randrange(5):
@@ -135,8 +140,7 @@ def check(
     params: SamplingParams = GREEDY,
     prompts: Sequence[Any] = SOME,
     *,
-    drafts: str = "meddling",
-    rounds: int = 2,
+    drafts: Any = "meddling",
     compares: bool = True,
     **options: Any,
 ) -> Any:
@@ -145,20 +149,23 @@ def check(
     wanted = expected(model, params, prompts)
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     CONTINUED.clear()
+    TOO_FEW.clear()
     with model.engine(drafts=drafts, **options) as engine:
-        for _ in range(rounds):
+        for _ in range(2):
             assert shown(wanted) == shown(engine.generate(prompts, params))
         assert 0 == engine._manager.num_held_pages
         assert not engine._runner.draft.is_set_aside  # type: ignore[attr-defined]
         stats = engine.stats()
     if compares:
         assert len(CONTINUED) > len(prompts)
+        assert [] == TOO_FEW
         assert [] == [
             (len(known), found)
             for known, found in CONTINUED
             if found != headed.reference.drafts_after(known)[: len(found)]
         ]
-        assert MODELS[headed.model.path.name] == max(len(found) for _, found in CONTINUED)
+        most = drafts["max_drafts"] if isinstance(drafts, dict) else MODELS[headed.model.path.name]
+        assert most == max(len(found) for _, found in CONTINUED)
     return stats
 
 
@@ -173,8 +180,19 @@ def test_the_drafts_are_those_of_transformers_after_rejections_and_hits(models: 
 
 
 @pytest.mark.parametrize("family", HEADED)
-def test_a_head_begins_with_the_first_token_that_has_a_hidden_state_before_it(models: Models, family: str) -> None:
+def test_a_head_begins_with_the_first_token_that_has_a_hidden_state_before_it(
+    models: Models, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    firsts: dict[int, int] = {}
+    forward = TransformersHeads.forward_head
+
+    def noting(self: Any, head: int, input_ids: torch.Tensor, positions: torch.Tensor, *inputs: Any) -> Any:
+        firsts[head] = min(firsts.get(head, 99), int(positions.min()))
+        return forward(self, head, input_ids, positions, *inputs)
+
+    monkeypatch.setattr(TransformersHeads, "forward_head", noting)
     check(models(family), prompts=[[5], [7, 9], [7, 9, 3]], block_size=1, audit=True)
+    assert {head: head + 1 for head in range(MODELS[family])} == firsts
 
 
 @pytest.mark.parametrize("family", HEADED)
@@ -215,6 +233,23 @@ def test_settings_change_no_draft(models: Models, family: str, setting: str) -> 
     elif family == "glm4_moe" and "backends" in options:
         options["backends"] = {"full_attention": "torch_reference"}
     check(models(family), **options)
+
+
+def test_fewer_drafts_than_heads_are_those_of_the_first_heads(models: Models) -> None:
+    check(models("glm4_moe"), drafts={"name": "meddling", "max_drafts": 2})
+
+
+@pytest.mark.whole
+def test_pages_of_fewer_bits_hold_the_keys_of_heads_too(models: Models) -> None:
+    headed = models("glm4_moe")
+    with headed.model.engine(format="int8_token_head") as engine:
+        wanted = engine.generate(SOME, GREEDY)
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
+    with headed.model.engine(format="int8_token_head", drafts="meddling") as engine:
+        for _ in range(2):
+            assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
+        assert engine.stats().accepted_draft_tokens > 0
+        assert not engine._runner.draft.is_set_aside  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("family", "preemption"), cover_values(HEADED, ["recompute", "swap"]))
@@ -352,7 +387,14 @@ def test_heads_of_several_ranks_are_refused(models: Models) -> None:
     model = models("glm4_moe").model
     stack = make_stack(drafts="mtp")
     with pytest.raises(StackError, match="prediction heads do not run on several ranks"):
-        check_draft_of_ranks(stack, model.registry)
+        assembly.check_draft_of_ranks(stack, model.registry)
+
+
+def test_heads_beside_prefill_skipping_are_refused(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = assembly._choose
+    monkeypatch.setattr(assembly, "_choose", lambda *given: (("a layer",), choose(*given)[1]))
+    with pytest.raises(StackError, match=r"prediction heads of .*prefill_skipping leaves some out"):
+        models("glm4_moe").model.engine(drafts="mtp")
 
 
 def test_heads_that_fail_are_set_aside(
