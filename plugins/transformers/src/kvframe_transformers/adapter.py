@@ -136,7 +136,7 @@ def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int
         if length is not None and not config.is_encoder_decoder:
             length -= num_unused_positions(model)
         layers = discover_layers(model, name, length or 0, generates=generating)
-        num_heads, head_layers = describe_heads(model, name, length or 0) if generating else (0, ())
+        num_heads, head_layers = describe_heads(model, name) if generating else (0, ())
     if length is None and not any(layer.query for layer in layers):
         length = UNLIMITED
     encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None

@@ -26,6 +26,9 @@ from kvframe_transformers.routing import RunningStep, running
 LAST_HIDDEN = "last_hidden_states"
 """The name of the layer that keeps the hidden states after a request's last token."""
 
+_EXAMINED = 1024
+"""The positions up to which masks of heads are examined: those of the model's own layers were examined to their end."""
+
 _UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
 """The attribute of a model for patterns of weights that it leaves out; transformers finds the heads' weights by it."""
 
@@ -35,13 +38,12 @@ def num_heads_of(model: Any) -> int:
     return getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
 
 
-def describe_heads(model: Any, name: str, max_model_len: int) -> tuple[int, tuple[LayerDescription, ...]]:
+def describe_heads(model: Any, name: str) -> tuple[int, tuple[LayerDescription, ...]]:
     """Return how many prediction heads a model has, and their layers; none if they cannot be built or served.
 
     Args:
         model: The model on the meta device, whose layers were discovered: its implementations are those of a probe.
         name: Its name in errors.
-        max_model_len: The most tokens of a request.
     """
     count = num_heads_of(model)
     if not count:
@@ -59,7 +61,7 @@ def describe_heads(model: Any, name: str, max_model_len: int) -> tuple[int, tupl
                     "mtp_cache": MtpCache(config=heads.config),
                 }
             heads = heads.to(model.dtype)
-            found = discover_layers(heads, f"the prediction heads of {name}", max_model_len, inputs=inputs)
+            found = discover_layers(heads, f"the prediction heads of {name}", _EXAMINED, inputs=inputs)
     except Exception:  # a model without heads that transformers can build is served without them
         return 0, ()
     number_of = {each.name: int(each.name.split(".")[1]) for each in found}
