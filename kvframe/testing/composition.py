@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 
+from kvframe.attention.group import honours_ranges
 from kvframe.attention.wrapping import MISTAKES
 from kvframe.config.files import as_text, check_place, read_bytes, write_text
 from kvframe.contract.backend import AttentionBackend
@@ -42,12 +43,17 @@ MAX_CHAIN = 2
 
 NOT_CAUSAL = ", batch not causal"
 CROSS = ", keys of another sequence"
+RANGES = ", ranges both ways"
 SHARING = ", sharing a cache"
 
 LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
     "full": lambda block_size: {},
     f"full{NOT_CAUSAL}": lambda block_size: {},
+    f"full{RANGES}": lambda block_size: {},
     "window": lambda block_size: {"window": 5},
+    f"window{RANGES}": lambda block_size: {"window": 5},
+    "window and kept prompt": lambda block_size: {"window": 5, "keeps_prompt": True},
+    f"window and kept prompt{RANGES}": lambda block_size: {"window": 5, "keeps_prompt": True},
     "window and sink tokens": lambda block_size: {"window": 5, "num_sink_tokens": 3},
     "chunks of whole blocks": lambda block_size: {"chunk": 2 * block_size},
     "chunks that end within a block": lambda block_size: {"chunk": block_size + 3},
@@ -78,6 +84,22 @@ CROSS_STEPS: Mapping[str, tuple[Request, ...]] = {
     "decodes": (Request(0, 1, num_keys=13), Request(0, 1, num_keys=0), Request(0, 3, 3, num_keys=2)),
 }
 """Likewise over keys of another sequence, which may be shorter than the queries, or empty."""
+
+RANGE_STEPS: Mapping[str, tuple[Request, ...]] = {
+    "mixed": (
+        Request(13, 1),
+        Request(0, 9, ranges=((2, 7),)),
+        Request(0, 6, 0, ranges=((0, 6),)),
+        Request(11, 4, 4, ranges=((12, 15),)),
+        Request(5, 9, 0, ranges=((5, 9), (9, 13))),
+        Request(3, 8),
+    ),
+    "unfinished": (Request(0, 9, 0, ranges=((1, 8),)), Request(7, 6, 0)),
+}
+"""Likewise with ranges of prompts that see each other in both directions."""
+
+NUM_PROMPT = 4
+"""The length of the prompts, for layers that keep them."""
 
 NUM_PADDING = 2
 
@@ -175,6 +197,8 @@ def _judge(
     causal = NOT_CAUSAL not in label
     if not codes and not causal and capabilities.not_causal is not None:
         codes = [capabilities.not_causal.code]
+    if not codes and RANGES in label and not honours_ranges(capabilities, chain):
+        codes = ["mask_ranges"]
     if codes:
         return " ".join(codes), ""
     try:
@@ -192,7 +216,9 @@ def _judge(
 
 def make_cases_of(chain: WrapperChain, label: str, layer: LayerSpec, causal: bool) -> Iterator[Case]:
     """Yield the steps of a layer of this kind after a chain, also padded if its shapes are known beforehand."""
-    for step, requests in (CROSS_STEPS if CROSS in label else STEPS).items():
+    steps = CROSS_STEPS if CROSS in label else RANGE_STEPS if RANGES in label else STEPS
+    for step, requests in steps.items():
+        requests = tuple(attrs.evolve(each, num_prompt=NUM_PROMPT) for each in requests)
         name = f"{label}: {step}"
         case = Case(name=name, layer=layer, requests=requests, causal=causal, wrappers=chain)
         yield case

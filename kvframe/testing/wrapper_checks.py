@@ -17,14 +17,14 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.selection.chains import bind_chain
 from kvframe.testing.case import Case
 from kvframe.testing.checks import Check, Checks
-from kvframe.testing.composition import CROSS, LAYERS, NOT_CAUSAL, SHARING, make_cases_of, make_labelled_layer
+from kvframe.testing.composition import CROSS, LAYERS, NOT_CAUSAL, RANGES, SHARING, make_cases_of, make_labelled_layer
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import chain_refusals
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.state import form_of
 from kvframe.testing.wrappers import check_wrapper
 
-_OF_A_BATCH = (NOT_CAUSAL, CROSS)
+_OF_A_BATCH = (NOT_CAUSAL, CROSS, RANGES)
 """Kinds that differ in their batches only; a layer's declarations are checked once."""
 
 

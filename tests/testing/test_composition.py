@@ -39,7 +39,7 @@ def cells(request: pytest.FixtureRequest, registry: Registry) -> Iterator[tuple[
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "mixed":
-            for steps in ("STEPS", "CROSS_STEPS"):
+            for steps in ("STEPS", "CROSS_STEPS", "RANGE_STEPS"):
                 patch.setattr(composition, steps, {"mixed": getattr(composition, steps)["mixed"]})
         yield compose(registry)
 
