@@ -12,7 +12,7 @@ import click
 
 from kvframe.cli.completion import complete_registered
 from kvframe.cli.options import device_option, dtype_option, json_option, load_checked_plugins, read_stack, stack_option
-from kvframe.cli.render import compact_names, print_json, print_table
+from kvframe.cli.render import compact_names, print_json, print_reasons, print_table
 from kvframe.config.hub import find_model
 from kvframe.contract.errors import FileError, KVFrameError, StackError
 
@@ -104,7 +104,7 @@ def tune(
     if as_json:
         print_json({"table": str(path), "context": context, "results": [_in_json(result) for result in results]})
         return
-    _print(description.name, results, path)
+    print_results(description.name, results, path)
 
 
 @attrs.frozen(kw_only=True)
@@ -187,7 +187,14 @@ def _in_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _print(model: str, results: Sequence[Result], path: Path) -> None:
+def print_results(model: str, results: Sequence[Result], path: Path) -> None:
+    """Print a table of the measured times, and then why other backends could not be measured.
+
+    Args:
+        model: The model's name.
+        results: One for each shape of layer and each backend.
+        path: The table to which the times were added.
+    """
     from kvframe.selection.times import WEIGHTS
 
     if not results:
@@ -196,7 +203,7 @@ def _print(model: str, results: Sequence[Result], path: Path) -> None:
 
     def in_ms(result: Result) -> list[str]:
         if result.time is None:
-            return [result.problem, *[""] * len(WEIGHTS)]
+            return ["-"] * (1 + len(WEIGHTS))
         return [f"{1e3 * seconds:.3f}" for seconds in (*result.time.seconds.values(), result.time.score)]
 
     rows = [(f"{len(each.layers)}: {compact_names(each.layers)}", each.backend, *in_ms(each)) for each in results]
@@ -205,4 +212,10 @@ def _print(model: str, results: Sequence[Result], path: Path) -> None:
         ("layers", "backend", *(f"{kind} ({weight})" for kind, weight in WEIGHTS.items()), "weighted mean"),
         rows,
     )
+    problems: dict[str, list[str]] = {}
+    for each in results:
+        if each.time is None:
+            problems.setdefault(each.problem, []).append(f"{each.backend} on {compact_names(each.layers)}")
+    if problems:
+        print_reasons("Not measured", problems)
     click.echo(f"written to {path}" if any(result.time for result in results) else "nothing was measured")
