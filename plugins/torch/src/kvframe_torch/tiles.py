@@ -36,6 +36,8 @@ MAX_BATCH_PAIRS = 1 << 15
 FREE_PADDING_ELEMENTS = 3 << 17
 """Elements of keys and values that a batch may gather as padding; a second batch would cost more."""
 
+_CAUSAL, _BIDIRECTIONAL = AttentionMask(), AttentionMask(causal=False)
+
 
 class Rules(NamedTuple):
     """The properties of a group's layers that decide what is gathered and seen.
@@ -74,9 +76,9 @@ class Rules(NamedTuple):
     def reached(self, step: CommonAttentionMetadata) -> Self:
         """Return the rules of a step. A window that no request has reached hides nothing."""
         if not (step.causal and self.mask.causal):
-            return self._replace(mask=AttentionMask(causal=False))
+            return self._replace(mask=_BIDIRECTIONAL)
         is_reached = self.mask.window is not None and step.max_seq_len > self.mask.window
-        return self if is_reached else self._replace(mask=AttentionMask())
+        return self if is_reached else self._replace(mask=_CAUSAL)
 
 
 class Queries(NamedTuple):
@@ -108,11 +110,11 @@ class Queries(NamedTuple):
         if mask.causal:
             runs[1] = position + 1
             if mask.window is not None:
+                runs[0] = np.maximum(position + 1 - mask.window, start)
+            if mask.num_sink_tokens or mask.keeps_prompt:
                 num_kept = np.maximum(_values(metadata, NUM_PROMPT_TOKENS) * mask.keeps_prompt, mask.num_sink_tokens)
                 sink_stop = np.minimum(num_kept[request], position + 1)
-                runs = [np.maximum(position + 1 - mask.window, start), position + 1]
-                if num_kept.any():
-                    runs += [np.minimum(start, sink_stop), sink_stop]
+                runs += [np.minimum(start, sink_stop), sink_stop]
             if RANGE_ENDS in metadata.extensions:
                 runs[1] = np.maximum(runs[1], _values(metadata, RANGE_ENDS)[: len(position)])
         return cls(request, token - bounds[request], ends - token, position, np.array(runs, dtype=np.int64))
