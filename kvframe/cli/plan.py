@@ -194,7 +194,7 @@ def _print(
         click.echo(f"{description.name}: {len(description.layers)} layers, no cache is needed")
         print_note(grouping.note or "")
         return
-    of_draft = f"; {num_draft_layers} more of the draft model" if num_draft_layers else ""
+    of_draft = f"; {num_draft_layers} more for draft tokens" if num_draft_layers else ""
     print_table(
         f"{description.name}: {len(description.layers)} layers{sharing}{of_draft}",
         ("group", "kind", "layers", "needs of the past"),

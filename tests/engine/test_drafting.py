@@ -102,6 +102,20 @@ def test_requests_begin_with_fewer_drafts_if_many_of_them_generate(num_requests:
     assert num_requests * [1 + num_first] == step.num_scheduled.tolist()
 
 
+@pytest.mark.parametrize(("num_requests", "pauses"), [(1, [1, 2, 4]), (16, [2, 4, 8]), (24, [3, 6, 12])])
+def test_requests_pause_longer_if_many_of_them_generate(num_requests: int, pauses: list[int]) -> None:
+    proposer = Counting(max_drafts=1)
+    scheduled, _ = scheduler(proposer, budget=1024, max_num_seqs=num_requests)
+    for number in range(num_requests):
+        scheduled.add(request(str(number), new=40))
+    run_step(scheduled)
+    has_drafts = [bool(run_step(scheduled, num_right=0).drafts) for _ in range(sum(pauses) + 4)]
+    expected = [True]
+    for pause in pauses:
+        expected += [*pause * [False], True]
+    assert expected == has_drafts
+
+
 def test_after_a_rejection_a_request_gets_as_many_drafts_as_were_accepted() -> None:
     pace = Pace(num_drafts=8)
     pace.learn(8, 4, most=8)

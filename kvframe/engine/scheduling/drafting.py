@@ -3,7 +3,8 @@
 A step of few tokens computes further ones almost for free, and a step of many tokens does not. So a request begins with
 many drafts if few requests generate, and with one if many do. If a step rejects a draft, the next step asks for as many
 as were accepted. If it accepts all of them, the next step asks for twice as many. If it accepts fewer than half, drafts
-cost more than they save: the request pauses for one step, and for twice as many after each further step of that kind.
+cost more than they save: the request pauses for one step, or for more if many requests generate, and for twice as many
+after each further step of that kind.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ MAX_PAUSE = 32
 FIRST_DRAFTS = 32
 """The drafts that requests begin with, divided by the number of requests that generate."""
 
+REQUESTS_PER_PAUSE = 8
+"""The first pause of a request has a step for so many requests that generate, and at least one."""
+
 
 Continue = Callable[[Sequence[RequestT], IntArray, IntArray, Sequence[int]], Sequence[Sequence[int]]]
 """Lets a draft model continue requests, given their rows, their known tokens and how many tokens each is to get."""
@@ -43,12 +47,14 @@ class Pace:
 
     Attributes:
         num_drafts: Drafts of its next step with drafts, at least one.
-        pause: Steps that it pauses after the next step that accepts fewer than half; doubled each time.
+        first_pause: Steps that it pauses after a step that accepts fewer than half.
+        pause: Steps that it pauses after the next step of that kind; doubled each time.
         num_waiting: Steps without drafts that come first.
     """
 
     num_drafts: int
-    pause: int = 1
+    first_pause: int = 1
+    pause: int = attrs.field(default=attrs.Factory(lambda self: self.first_pause, takes_self=True))
     num_waiting: int = 0
 
     def learn(self, num_proposed: int, num_accepted: int, most: int) -> None:
@@ -57,7 +63,7 @@ class Pace:
         if 2 * num_accepted < num_proposed:
             self.num_waiting, self.pause = self.pause, min(2 * self.pause, MAX_PAUSE)
         else:
-            self.pause = 1
+            self.pause = self.first_pause
 
 
 class Drafting(Generic[RequestT]):
@@ -166,10 +172,11 @@ class Drafting(Generic[RequestT]):
         """
         counts = []
         num_first = max(1, min(self.max_drafts, FIRST_DRAFTS // len(requests)))
+        first_pause = max(1, min(MAX_PAUSE, len(requests) // REQUESTS_PER_PAUSE))
         for request in requests:
             pace = self._paces.get(request.request_id)
             if pace is None:
-                pace = self._paces[request.request_id] = Pace(num_first)
+                pace = self._paces[request.request_id] = Pace(num_first, first_pause)
             if pace.num_waiting:
                 pace.num_waiting -= 1
                 counts.append(0)
