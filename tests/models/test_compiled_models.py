@@ -49,7 +49,8 @@ def compiled(engine: Engine, backend: Any) -> Engine:
         pytest.param("gemma3_text", {}, 1, marks=WHOLE),
         # Its experts broadcast over tokens, which a single token changes.
         pytest.param("llama4_text", {}, 2, marks=WHOLE),
-        ("gemma3n_text", {"prefill_skipping": "decode_only"}, 1),
+        # Steps that leave rows out have a graph of their own.
+        ("gemma3n_text", {"prefill_skipping": "decode_only"}, 2),
     ],
 )
 def test_a_compiled_model_gives_the_same_tokens_from_one_graph(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,38 @@ def test_skipped_layers_have_no_projection_of_keys_or_values(family: str, tmp_pa
     paths = [path for path, _ in load(tmp_path, family).model.named_modules() if path.startswith(SKIPPED)]
     assert f"{SKIPPED[0]}.q_proj" in paths
     assert not [path for path in paths if path.endswith(("k_proj", "v_proj", "k_norm", "v_norm"))]
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.whole)])
+def test_compiled_steps_have_the_logits_of_the_kept_rows(family: str, tmp_path: Path, dense_layers: Any) -> None:
+    steps: list[tuple[dict[int, list[int]], list[int] | None]] = [
+        (BATCH, [8, 32, 33]),
+        ({0: [3], 1: [4, 5, 6], 2: [8]}, [0, 3, 4]),
+        ({0: [1, 2, 3]}, [2]),
+        ({1: [1, 2, 3]}, [1, 2, 2]),  # as many as the tokens
+        ({2: [5, 6]}, None),
+        ({0: [4]}, [0]),
+    ]
+    model = load(tmp_path, family)
+    layers = attached(model, dense_layers)
+    expected = [layers.run_batch(model, *step) for step in steps]
+    model.detach()
+    layers = attached(model, dense_layers)
+    model.compile("eager")
+    assert model.compiled is not None
+    num_rows: set[int] = set()
+    model.compiled.keeping = counting(model.compiled.keeping, num_rows)  # type: ignore[method-assign]
+    for wanted, step in zip(expected, steps, strict=True):
+        torch.testing.assert_close(layers.run_batch(model, *step), wanted, rtol=0, atol=2e-4)
+    assert ({1, 3}, 0) == (num_rows, model.compiled.num_graph_breaks)
+
+
+def counting(keeping: Callable[..., Any], num_rows: set[int]) -> Callable[..., Any]:
+    def counted(kept_rows: torch.Tensor) -> Any:
+        num_rows.add(len(kept_rows))
+        return keeping(kept_rows)
+
+    return counted
 
 
 # --- attaching and detaching ------------------------------------------------------------------------------------------

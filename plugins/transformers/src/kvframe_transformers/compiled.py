@@ -14,6 +14,7 @@ from torch.fx.experimental import _config as fx_config
 
 from kvframe.contract import OpaqueAttention
 from kvframe_transformers.routing import OPAQUE, attend_now
+from kvframe_transformers.skipping import RowCutter
 
 _log = logging.getLogger("kvframe")
 
@@ -28,20 +29,26 @@ def for_any_size() -> AbstractContextManager[None]:
 class CompiledBody:
     """A compiled model with the call of the original, for any number of tokens.
 
+    If layers can leave rows out, steps that do so have a graph of their own.
+
     Invariant: until ``remove``, each attention module has an attribute that the compiled code calls instead of it.
 
     Attributes:
         num_graphs: Graphs that were compiled so far, for all numbers of tokens.
-        num_graph_breaks: Times that the model returns to Python in a run; 0 if it is one graph.
+        num_graph_breaks: Times that the model returns to Python in a run; 0 if it is one graph. Of runs that leave rows
+            out and of others, those of both.
     """
 
-    def __init__(self, body: nn.Module, head_sizes: Mapping[nn.Module, int], backend: Any) -> None:
+    def __init__(
+        self, body: nn.Module, head_sizes: Mapping[nn.Module, int], backend: Any, cutter: RowCutter | None = None
+    ) -> None:
         """Prepare the model; it is compiled when it first runs.
 
         Args:
             body: The model.
             head_sizes: Its attention modules, and the size of the heads of their outputs.
             backend: The compiler: a name that torch knows, or a callable.
+            cutter: Leaves rows out; None if no layer does.
         """
         self._modules = list(head_sizes)
         for module, size in head_sizes.items():
@@ -59,19 +66,41 @@ class CompiledBody:
         def run(**inputs: Any) -> Any:
             return body(**inputs)
 
-        # torch keeps compiled code with the code object, which would be shared by all functions made here.
-        run.__code__ = run.__code__.replace()
-        self._run = torch.compile(run, backend=counted, dynamic=True)
+        def run_kept(cutter: RowCutter, kept_rows: torch.Tensor, **inputs: Any) -> Any:
+            with cutter.traced(kept_rows, inputs["input_ids"].shape[1]):
+                return body(**inputs)
+
+        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+            # torch keeps compiled code with the code object, which would be shared by all functions made here.
+            function.__code__ = function.__code__.replace()
+            return torch.compile(function, backend=counted, dynamic=True)
+
+        self._run = compiled(run)
+        self._run_kept = None if cutter is None else partial(compiled(run_kept), cutter)
+        self._num_probes = 0
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the model."""
         return self._run(**inputs)
 
+    def keeping(self, kept_rows: torch.Tensor) -> Callable[..., Any]:
+        """Return the call of a step whose last layers compute some rows only.
+
+        Args:
+            kept_rows: ``[num_kept], int64, device``: these rows.
+        """
+        assert self._run_kept is not None
+        return partial(self._run_kept, kept_rows)
+
     def note_probe(self) -> None:
-        """Record the number of graphs of one run."""
-        self.num_graph_breaks = self.num_graphs - 1
-        if self.num_graph_breaks:
-            _log.warning("the compiled model goes back to Python in %d places", self.num_graph_breaks)
+        """Record the number of graphs of one more run, of another kind than those before."""
+        self._num_probes += 1
+        num_graph_breaks = self.num_graphs - self._num_probes
+        if num_graph_breaks > self.num_graph_breaks:
+            _log.warning(
+                "the compiled model goes back to Python in %d places", num_graph_breaks - self.num_graph_breaks
+            )
+        self.num_graph_breaks = num_graph_breaks
 
     def remove(self) -> None:
         """Remove the attributes from the attention modules."""

@@ -187,12 +187,15 @@ class TransformersModel(LoadedModel):
             }
         modules = self._modules()
         sizes = {modules[layer.name]: _value_size(layer) for layer in self._attending}
-        self.compiled = CompiledBody(self._body, sizes, backend)
+        self.compiled = CompiledBody(self._body, sizes, backend, self._cutter)
         try:
             # Called as in a step: with other arguments, the first step would compile the model again.
             with for_any_size():
                 self._note_rows(modules, 3, None, num_wanted=2)
-            self.compiled.note_probe()
+                self.compiled.note_probe()
+                if self._cutter is not None:
+                    self._note_rows(modules, 5, torch.tensor([1, 3], device=self.model.device))
+                    self.compiled.note_probe()
             # Some models, and some compilers, need code of its own for a single token.
             self._note_rows(modules, 1, None, num_wanted=1)
         except Exception as error:  # a compiler may raise anything
@@ -377,10 +380,10 @@ class TransformersModel(LoadedModel):
     def _running_body(self) -> Any:
         """What computes a step: the compiled model, if it can."""
         step = running_step()
-        # Rows are left out by hooks, which compiled code ignores; plain runs use the model as it was loaded.
-        if self.compiled is not None and step is not None and step.kept_rows is None:
-            return self.compiled
-        return self._body
+        # Plain runs use the model as it was loaded.
+        if self.compiled is None or step is None:
+            return self._body
+        return self.compiled if step.kept_rows is None else self.compiled.keeping(step.kept_rows)
 
     def _run_plain(self, prompt: list[int]) -> torch.Tensor:
         """Return the logits ``[len(prompt), vocab_size]``, or hidden states, of the model's own attention."""

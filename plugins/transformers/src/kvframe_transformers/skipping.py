@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ def _place(path: str, lists: Mapping[str, nn.ModuleList]) -> tuple[str, int] | N
 class RowCutter:
     """Hooks on blocks: in a step that keeps only some rows, inputs with a row per token are sliced before a block runs.
 
+    A compiler traces the hooks into the code for such steps, inside ``traced``. The code serves any number of rows, and
+    as many as there are tokens too. So a block's input counts as cut if it is the output of the block before.
+
     Invariant: if no step runs, or the step keeps all rows, the hooks change nothing.
     """
 
@@ -64,6 +68,7 @@ class RowCutter:
         """Hook ``blocks``, in the order they run."""
         self._first = blocks[0]
         self._cut_already: tuple[torch.Tensor, ...] = ()
+        self._traced: tuple[torch.Tensor, int] | None = None
         self._handles: list[RemovableHandle] = []
         for block in blocks:
             self._handles += [
@@ -77,26 +82,47 @@ class RowCutter:
             handle.remove()
         self._handles = []
 
+    @contextmanager
+    def traced(self, rows: torch.Tensor, num_tokens: int) -> Iterator[None]:
+        """Let the hooks leave rows out in what a compiler traces inside the block.
+
+        Args:
+            rows: ``[num_kept], int64, device``: the rows that are kept.
+            num_tokens: The packed tokens.
+        """
+        self._traced = rows, num_tokens
+        try:
+            yield
+        finally:
+            self._traced, self._cut_already = None, ()
+
     def _cut_inputs(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if torch.compiler.is_compiling():
-            return None  # compiled code runs the steps that keep all rows
-        step = running_step()
-        if step is None or step.kept_rows is None:
-            return None
+            if self._traced is None:
+                return None
+            rows, num_tokens = self._traced
+            is_ambiguous = True
+        else:
+            step = running_step()
+            if step is None or step.kept_rows is None:
+                return None
+            rows, num_tokens = step.kept_rows, len(step.positions)
+            is_ambiguous = _is_ambiguous(step)
         if block is self._first:
             self._cut_already = ()
-        elif _is_ambiguous(step) and not self._has_output(args, kwargs):
+        elif is_ambiguous and not self._has_output(args, kwargs):
             raise ModelError(
                 f"{type(block).__name__} does not get the output of the block before it, so rows that were cut "
                 "cannot be distinguished from others; turn prefill skipping off for this model"
             )
-        rows, num_tokens = step.kept_rows, len(step.positions)
         return self._cut(args, rows, num_tokens), {
             name: self._cut(value, rows, num_tokens) for name, value in kwargs.items()
         }
 
     def _note_output(self, block: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
+            if self._traced is not None:
+                self._cut_already = tuple(_tensors(output))
             return
         step = running_step()
         if step is not None and _is_ambiguous(step):
