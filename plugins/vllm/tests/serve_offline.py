@@ -129,6 +129,7 @@ def main() -> None:
     found |= {
         "layers": sorted(context),
         "impls": sorted({type(layer.impl).__name__ for layer in context.values()}),
+        "caches_prefixes": core.scheduler.kv_cache_manager.enable_caching,
         "managers": [type(manager).__name__ for manager in managers],
         "most_blocks": most_blocks[0],
         "peak_blocks": managers[0].max_admission_blocks_per_request,

@@ -51,15 +51,19 @@ def test_tokens_equal_those_of_vllms_own_backend(family: str, impl: str, vllm_ru
     own, hosted = serve_both(family, 64, vllm_runs, vllm_runs.stack)
 
     assert own["tokens"] == hosted["tokens"]
-    # Prefixes were found. Of windows, vLLM caches only those at the end of a prompt.
-    assert max(sum(own["cached"]), 1000) <= sum(hosted["cached"])
+    # vLLM computes latents in whole prompts, without a prefix cache, on a processor without AMX.
+    assert hosted["caches_prefixes"] or family == "DeepseekV2"
+    if hosted["caches_prefixes"]:
+        # Prefixes were found. Of windows, vLLM caches only those at the end of a prompt.
+        assert max(sum(own["cached"]), 1000) <= sum(hosted["cached"])
     # Every layer ran here in every step, and nothing was copied on the way.
     assert [impl] == hosted["impls"]
     assert {"LiveBlockManager"} == set(hosted["managers"])
     num_steps = set(hosted["calls"]["attend"].values())
     assert len(num_steps) == 1
-    num_computed = sum(map(len, vllm_runs.make_prompts(64))) - sum(hosted["cached"])
-    assert min(num_steps) >= num_computed // vllm_runs.engine["max_num_batched_tokens"] > 30
+    if hosted["caches_prefixes"]:
+        num_computed = sum(map(len, vllm_runs.make_prompts(64))) - sum(hosted["cached"])
+        assert min(num_steps) >= num_computed // vllm_runs.engine["max_num_batched_tokens"] > 30
     assert hosted["layers"] == sorted(hosted["calls"]["attend"])
     sharing = 2 if family == "Gemma3nText" else 0  # the last layers keep nothing
     assert hosted["layers"][: len(hosted["layers"]) - sharing] == sorted(hosted["calls"]["write"])
