@@ -50,14 +50,19 @@ def check_count(what: str, given: Any, least: int = 0, most: int | None = None) 
     return int(given)
 
 
-def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
-    """Refuse a value that is no sequence (``bad_token``), is too short (``empty_prompt``) or too long."""
+def check_sequence(token_ids: Any) -> None:
+    """Refuse tokens that are no sequence (``bad_token``)."""
     if type(token_ids) not in _SEQUENCES:
         is_sequence = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")
         if not is_sequence or isinstance(token_ids, str | bytes | Mapping):
             raise RequestError(
                 f"the tokens must be a sequence of whole numbers, not {safe_repr(token_ids)}", code="bad_token"
             )
+
+
+def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
+    """Refuse a value that is no sequence (``bad_token``), is too short (``empty_prompt``) or too long."""
+    check_sequence(token_ids)
     if len(token_ids) < least:
         raise RequestError("there are no tokens; give at least one", code="empty_prompt")
     if len(token_ids) > most:
@@ -90,7 +95,9 @@ def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> lis
         if not all(isinstance(copy, int) for of_group in copies for copy in of_group):
             raise TypeError
         places = [np.array(of_group, dtype=np.int64) for of_group in copies]
-        is_right = all((of_group[needed] != 0).all() for of_group, needed in zip(places, is_needed, strict=True))
+        is_right = all(
+            (of_group >= 0).all() and of_group[needed].all() for of_group, needed in zip(places, is_needed, strict=True)
+        )
     except (TypeError, ValueError, IndexError, OverflowError):
         is_right = False
     if not is_right:

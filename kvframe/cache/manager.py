@@ -14,6 +14,7 @@ from kvframe.cache.arguments import (
     check_inputs,
     check_name,
     check_salt,
+    check_sequence,
     check_tokens,
     too_many_tokens,
 )
@@ -255,7 +256,7 @@ class KVCacheManager:
             )
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
-        """Return how many tokens ``start`` would find cached."""
+        """Return how many tokens ``start`` would find cached of a prompt without ranges."""
         namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
         return self._cache.find_prefix(namespace, token_ids, len(token_ids) - 1, of_inputs).num_tokens
 
@@ -311,7 +312,8 @@ class KVCacheManager:
             num_computed: How many are computed; fewer than it was extended for if draft tokens were rejected.
 
         Raises:
-            RequestError: It was not extended for so many (``not_extended``).
+            RequestError: The tokens are no sequence (``bad_token``), or it was not extended for so many
+                (``not_extended``).
             RequestError: A token is not a token id, or is missing (``bad_token``). Tokens are read by this verb or
                 before it. The commit is done, but blocks from this token on do not become findable.
         """
@@ -319,7 +321,9 @@ class KVCacheManager:
         if type(num_computed) is not int or num_computed < 0:
             num_computed = check_count("num_computed", num_computed)
         self._coordinator.check_commit_of(entry.row, num_computed)
-        entry.token_ids = token_ids
+        if token_ids is not entry.token_ids:
+            check_sequence(token_ids)
+            entry.token_ids = token_ids
         if entry.row in self._fresh:
             self._first_commit(self._fresh.pop(entry.row))
         self._coordinator.commit_row(entry.row, num_computed)
@@ -526,7 +530,7 @@ class KVCacheManager:
         """Cache a prefix whose pages are outside of the pool, as if it had been computed here, and pin it.
 
         The table must have a free row. The pin may leave too few pages for a request: when all prefixes are restored,
-        release their pins before a request runs.
+        release their pins before a request runs. Without prefix caching nothing is copied, and the pin is empty.
 
         Args:
             token_ids: Its tokens, whole blocks in every group.
@@ -547,7 +551,7 @@ class KVCacheManager:
         row = self._rows.next_free()
         namespace, of_inputs = self._check_prompt(token_ids, salt, inputs, least=0)
         state = RowState(namespace, token_ids, of_inputs, ranges=ranges)
-        if not self._swapper.restore_prefix(row, state, copies, fetch):
+        if not self._swapper.restore_prefix(row, state, copies, fetch, is_caching=self.prefix_caching):
             return None
         return self.pin(token_ids, salt=salt, inputs=inputs, ranges=ranges, checks_capacity=False)
 

@@ -160,16 +160,17 @@ class Publisher:
         """Publish the full blocks of a row, except those that another request has published."""
         cursor = self._cursors[row]
         assert cursor is not None
-        if self._states[row].ranges:
-            self._stop_within_range(cursor, row)
         try:
-            self._publish_up_to(cursor, row, self._end_of(cursor, row))
+            self._publish_tokens(cursor, row)
         except RequestError as error:
             self._stop_at_unreadable(cursor, row, error)
-            self._publish_up_to(cursor, row, self._end_of(cursor, row))
+            self._publish_tokens(cursor, row)
 
-    def _publish_up_to(self, cursor: _Cursor, row: int, end: int) -> None:
-        """Follow a row's tokens ``[offset, end)`` through the tree, and add a leaf for those that it does not have."""
+    def _publish_tokens(self, cursor: _Cursor, row: int) -> None:
+        """Follow a row's tokens after the offset through the tree, and add a leaf for those that it does not have."""
+        if self._states[row].ranges:
+            self._stop_within_range(cursor, row)
+        end = self._end_of(cursor, row)
         node, offset = self._find_offset(cursor, row)
         tokens = self._states[row].token_ids
         while offset < end:

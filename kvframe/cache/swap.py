@@ -20,8 +20,9 @@ from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.prefix_lookup import PrefixCache
-from kvframe.cache.radix_tree import NO_MATCH, as_bytes
+from kvframe.cache.radix_tree import NO_MATCH, as_bytes, num_readable
 from kvframe.cache.ranged_tokens import before_range
+from kvframe.contract.errors import RequestError
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages of a group to the pool: from some places outside of it to as many block ids. It may raise."""
@@ -123,11 +124,15 @@ class Swapper:
             held = np.concatenate([np.zeros(0, dtype=np.int64), *copies])
             audit_pool(self.host_pool, self._plan, held.astype(np.int32))
 
-    def restore_prefix(self, row: int, state: RowState, copies: list[list[int]], fetch: FetchPages) -> bool:
+    def restore_prefix(
+        self, row: int, state: RowState, copies: list[list[int]], fetch: FetchPages, *, is_caching: bool
+    ) -> bool:
         """Do ``KVCacheManager.restore`` through a free row, without the pin; return False if pages are short."""
         num_tokens = len(state.token_ids)
         as_bytes(state.token_ids, 0, num_tokens)
         stored = StoredRow(check_copies(copies, self._needed_blocks(num_tokens, state.inputs)), num_tokens)
+        if not is_caching:
+            return True
         if not self._fill_row(row, state, stored, num_tokens, fetch, use_prefix=True):
             return False
         try:
@@ -185,7 +190,11 @@ class Swapper:
         tree, most = self._cache.tree, stored.num_computed
         if state.num_prompt_tokens is not None:
             most = min(most, state.num_prompt_tokens)
-        match = tree.match_prefix(state.namespace, state.token_ids, most)
+        try:
+            match = tree.match_prefix(state.namespace, state.token_ids, most)
+        except RequestError:
+            # The request published no block from its first unreadable token on.
+            match = tree.match_prefix(state.namespace, state.token_ids, min(most, num_readable(state.token_ids)))
         while (start := before_range(state.ranges, match.length)) < match.length:
             # The state of a range depends on all its tokens.
             match = tree.match_prefix(state.namespace, state.token_ids, start)

@@ -27,9 +27,10 @@ PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
 }
 NAMES = ("unknown", 5, None, [], b"running", float("nan"))
 COUNTS = (-1, 2.0, True, None, "3", np.float64(4), 10**30, MAX_LEN + 1)
-PROMPTS = ([], (), 5, None, "text", b"bytes", iter([1]), [1] * (MAX_LEN + 1), {1: 2})
+NO_SEQUENCES = (5, None, "text", b"bytes", iter([1]), {1: 2})
+PROMPTS = ([], (), *NO_SEQUENCES, [1] * (MAX_LEN + 1))
 SALTS = (5, None, b"salt", "\ud800", "x" * (MAX_SALT_CHARS + 1))
-WRONG_COPIES: tuple[Any, ...] = (5, ["x"], [1], [1] * 19, [1] * 1000, [0] * 5, [1, 0, 2, 3, 0], [10**30] * 5)
+WRONG_COPIES: tuple[Any, ...] = (5, ["x"], [1], [1] * 19, [1] * 1000, [0] * 5, [1, 0, 2, 3, 0], [10**30] * 5, [-1] * 5)
 INPUTS = (5, [], {5: InputSequence(3, b"x")}, {ENCODER: 3}, {ENCODER: (3, b"x")})
 
 
@@ -105,6 +106,7 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
     wrong["has_capacity"] += [lambda count=count: manager.has_capacity("running", count) for count in COUNTS]
     wrong["extend"] += [lambda count=count: manager.extend("running", count) for count in COUNTS]
     wrong["commit"] += [lambda count=count: manager.commit("running", TOKENS, count) for count in (*COUNTS, 25)]
+    wrong["commit"] += [lambda each=each: manager.commit("running", each, 20) for each in NO_SEQUENCES]
     wrong["swap_in"] += [lambda count=count: manager.swap_in("swapped", count) for count in COUNTS]
     wrong["fork"] += [lambda each=each: manager.fork("running", "new", each) for each in PROMPTS]
     wrong["fork"] += [lambda name=name: manager.fork("running", name, TOKENS) for name in NAMES[1:]]

@@ -76,6 +76,20 @@ def test_of_what_is_not_cached_nothing_is_pinned() -> None:
     assert 0 == manager.pin(SYSTEM).num_tokens
 
 
+def test_without_prefix_caching_nothing_is_restored() -> None:
+    plan = make_plan(full(), encoder(), num_slabs=20)
+    manager = KVCacheManager(plan, max_num_seqs=1, prefix_caching=False, audited=True)
+    inputs = {ENCODER: InputSequence(9, b"x")}
+    fetched: list[int] = []
+    pin = manager.restore(
+        SYSTEM, [[1, 2, 3], [4, 5, 6]], lambda group, copies, block_ids: fetched.extend(copies), inputs=inputs
+    )
+    assert pin is not None
+    assert (0, [], 0) == (pin.num_tokens, fetched, manager.num_held_pages)
+    compute(manager, SYSTEM, inputs=inputs)
+    assert 0 == manager.num_held_pages
+
+
 def test_the_input_of_an_encoder_is_pinned_with_the_prefix() -> None:
     plan = make_plan(full(), encoder(), num_slabs=40, max_model_len=32, max_num_batched_tokens=32)
     manager = KVCacheManager(plan, max_num_seqs=2)

@@ -14,6 +14,7 @@ import pytest
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import as_bytes
+from kvframe.cache.ranged_tokens import RangedTokens
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.definition import HostCopies
@@ -221,6 +222,7 @@ def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
 WITHOUT_ASSERTIONS = """
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import as_bytes
+from kvframe.cache.ranged_tokens import RangedTokens
 from kvframe.contract.errors import RequestError
 from tests.cache.plans import full, make_plan
 assert False, "assertions are on"
@@ -373,6 +375,32 @@ def test_a_request_that_follows_another_up_to_its_unreadable_token_continues_alo
     for name in tokens:
         manager.free(name)
     assert 24 == manager.find([*range(25)])
+
+
+def test_a_request_with_an_unreadable_token_is_swapped_in_up_to_that_token() -> None:
+    manager, others, tokens = make_manager(full(), max_num_seqs=2), [*KNOWN, 9, 9, 9, 9], [*KNOWN, 9, -1, 9, 9]
+    manager.start("other", others)
+    run_on(manager, "other", others, 12)
+    manager.start("one", tokens, use_prefix=False)
+    with pytest.raises(RequestError, match="-1 is not a token id"):
+        run_on(manager, "one", tokens, 12)
+    assert manager.swap_out("one")
+    assert manager.swap_in("one", 13)
+    assert manager.block_ids("other")[0][:2] == manager.block_ids("one")[0][:2]
+    manager.free("one")
+    manager.free("other")
+    assert 0 == manager.num_held_pages
+
+
+def test_a_row_with_ranges_and_too_few_tokens_releases_what_its_window_passed() -> None:
+    manager = make_manager(full(), masked(window=5), max_num_seqs=2)
+    start(manager, "other")
+    tokens, ranges = RangedTokens(array("I", TOKENS[:14]), [(6, 12)]), [(6, 12)]
+    manager.start("one", tokens, ranges=ranges)
+    assert manager.extend("one", 20)
+    with pytest.raises(RequestError, match=r"^the request 'one' is committed, .* there are 14 token ids of more"):
+        manager.commit("one", tokens, 20)
+    assert [5, 1] == [sum(map(bool, block_ids)) for block_ids in manager.block_ids("one")]
 
 
 def test_a_page_that_a_request_gets_twice_is_counted_once_when_a_token_cannot_be_read() -> None:
