@@ -11,8 +11,10 @@ import attrs
 import pytest
 import torch
 from kvframe_transformers.adapter import TransformersAdapter
+from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.model import TransformersModel
-from kvframe_transformers.skipping import blocks_from
+from kvframe_transformers.routing import RunningStep, running
+from kvframe_transformers.skipping import RowCutter, blocks_from
 from kvframe_transformers.testing import save_tiny
 from torch import nn
 
@@ -127,6 +129,40 @@ def test_compiled_steps_have_the_logits_of_the_kept_rows(family: str, tmp_path: 
     for wanted, step in zip(expected, steps, strict=True):
         torch.testing.assert_close(layers.run_batch(model, *step), wanted, rtol=0, atol=2e-4)
     assert ({1, 3}, 0) == (num_rows, model.compiled.num_graph_breaks)
+
+
+class Unchained(nn.Module):
+    """Blocks that do not get the very output of the block before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        first, second = self.blocks
+        output: torch.Tensor = second(first(input_ids).clone())
+        return output
+
+
+def test_compiled_blocks_that_are_not_chained_compute_and_refuse_what_others_do() -> None:
+    body, rows = Unchained(), torch.randn(1, 5, 4)
+    expected = body(rows)
+    cutter = RowCutter(tuple(body.blocks))
+    compiled = CompiledBody(body, {}, "eager", cutter)
+
+    def run(kept: list[int]) -> torch.Tensor:
+        kept_rows = torch.tensor(kept)
+        with torch.inference_mode(), running(RunningStep({}, torch.arange(5), kept_rows)):
+            output: torch.Tensor = compiled.keeping(kept_rows)(input_ids=rows)
+            return output
+
+    for kept in ([1, 4], [3], [0, 2, 3]):
+        torch.testing.assert_close(run(kept), expected[:, kept])
+    # Such code serves any number of rows, so it returns to Python, which sees whether this step's can be distinguished.
+    compiled.note_probe()
+    assert compiled.num_graph_breaks > 0
+    with pytest.raises(ModelError, match="Linear does not get the output of the block before it"):
+        run([0, 1, 4, 4, 4])
 
 
 def counting(keeping: Callable[..., Any], num_rows: set[int]) -> Callable[..., Any]:
