@@ -307,6 +307,37 @@ def test_idle_slabs_that_are_reserved_keep_their_cached_blocks() -> None:
     assert [True] * per_slab == pool.is_cached(idle).tolist()
 
 
+def test_an_idle_slab_that_lost_a_block_is_as_old_as_before() -> None:
+    plan = make_plan(masked(window=9), full(num_kv_heads=2), num_slabs=3)
+    pool = BlockPool(plan, on_evicted=lambda owner, groups, indices: None)
+    sizes = [group.pages_per_slab for group in plan.groups]
+
+    def fill_a_slab(group: int, num_cached: int) -> BlockIds:
+        blocks = pool.allocate_blocks([sizes[group] * (each == group) for each in range(2)])
+        assert blocks is not None
+        pool.publish_blocks(1, blocks[:num_cached], np.arange(num_cached))
+        pool.release_blocks(blocks[:num_cached], group)
+        return blocks[:num_cached]
+
+    idle, of_held_slab, _ = fill_a_slab(0, sizes[0]), fill_a_slab(1, 1), fill_a_slab(0, 0)
+    pool.evict_blocks(idle[:1])
+    # The idle slab was released before the cached block of the other group, so its blocks are evicted first.
+    assert pool.allocate_blocks([0, 1]) is not None
+    assert ([False] * len(idle), [True]) == (pool.is_cached(idle).tolist(), pool.is_cached(of_held_slab).tolist())
+
+
+def test_a_held_slab_whose_cached_blocks_are_evicted_stays_held() -> None:
+    plan = make_plan(masked(window=9), full(num_kv_heads=2), num_slabs=8)
+    pool = BlockPool(plan, on_evicted=lambda owner, groups, indices: None)
+    blocks = pool.allocate_blocks([2, 0])
+    assert blocks is not None
+    pool.publish_blocks(1, blocks[:1], np.arange(1))
+    pool.release_blocks(blocks[:1], 0)
+    assert 7 == pool.num_idle_slabs
+    pool.evict_blocks(blocks[:1])
+    assert (7, [1, 0]) == (pool.num_idle_slabs, pool.blocks_held)
+
+
 def test_tokens_may_be_arrays_that_grow() -> None:
     manager = make_manager(full())
     tokens = array("I", range(10))

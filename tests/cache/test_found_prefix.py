@@ -104,6 +104,31 @@ def test_evicted_blocks_are_the_reason() -> None:
     ) == found(manager, TOKENS)
 
 
+def test_a_last_known_block_that_was_evicted_is_the_reason() -> None:
+    manager = make_manager(full())
+    manager.start("first", TOKENS)
+    assert manager.extend("first", 22)
+    last = manager.block_ids("first")[0][4]
+    manager.commit("first", TOKENS, 22)
+    manager.free("first")
+    evict(manager, last)
+    result = found(manager, TOKENS)
+    assert (16, 20, "the blocks after token 16 were evicted") == (result.num_tokens, result.known_tokens, result.why)
+
+
+def test_each_group_is_named_if_others_have_its_block_size() -> None:
+    manager = make_manager(full(), full(2, num_kv_heads=3), masked(window=9))
+    assert [4, 2, 4] == [group.block_size for group in manager.plan.groups]
+    manager.start("first", TOKENS)
+    assert manager.extend("first", 22)
+    third = manager.block_ids("first")[2][3]
+    manager.commit("first", TOKENS, 22)
+    manager.free("first")
+    evict(manager, third)
+    result = found(manager, TOKENS)
+    assert ({0: 20, 1: 20, 2: 12}, (2,)) == (result.of_groups, result.limited_by)
+
+
 def test_a_request_that_looks_nothing_up_says_so() -> None:
     manager = make_manager(full())
     compute(manager, TOKENS)

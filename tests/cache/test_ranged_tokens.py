@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.ranged_tokens import RangedTokens, before_range, whole_ranges
-from tests.cache.plans import full, make_plan, masked
+from kvframe.contract.specs import ENCODER
+from tests.cache.plans import encoder, full, make_plan, masked
 
 TOKENS = [*range(10, 34)]
 
@@ -78,6 +80,35 @@ def test_a_restored_prefix_takes_no_page_of_another_range() -> None:
     # Only the block before the range is the same. From the range on, nothing is cached for the second one.
     assert (4, [2, 3, 4, 5, 6]) == (restore(other), fetched)
     assert [20, 4] == [start(manager, name, tokens, ranges) for name, tokens in (("a", TOKENS), ("b", other))]
+
+
+def test_a_hit_before_a_range_ends_within_no_earlier_one() -> None:
+    manager, ranges = manager_of(full()), [(2, 7), (7, 15)]
+    assert 0 == start(manager, "a", TOKENS, ranges)
+    # The second range differs, and the last whole block before it ends within the first.
+    assert 0 == start(manager, "b", [*TOKENS[:13], 1, *TOKENS[14:]], ranges)
+
+
+def test_a_fork_publishes_no_part_of_a_range_after_that_of_another_request() -> None:
+    plan, ranges, other = make_plan(full(), num_slabs=99), [(6, 15)], [*TOKENS[:13], 1, *TOKENS[14:]]
+    manager = KVCacheManager(plan, max_num_seqs=4, copier=lambda group, pages, copies: None, audited=True)
+    start(manager, "a", TOKENS, ranges)
+    ranged = RangedTokens(array("I", other), ranges)
+    assert 4 == manager.start("b", ranged, ranges=ranges)
+    manager.fork("b", "c", ranged)
+    assert manager.extend("c", len(other))
+    manager.commit("c", ranged, len(other))
+    assert 4 == start(manager, "d", other, ranges)
+
+
+def test_the_inputs_of_a_prompt_whose_hit_is_shortened_are_found() -> None:
+    manager, ranges, inputs = manager_of(full(), encoder()), [(6, 15)], {ENCODER: InputSequence(9, b"x")}
+    for name, tokens, hit in (("a", TOKENS, 0), ("b", [*TOKENS[:13], 1, *TOKENS[14:]], 4)):
+        ranged = RangedTokens(array("I", tokens), ranges)
+        assert hit == manager.start(name, ranged, ranges=ranges, inputs=inputs)
+        assert frozenset(() if hit else (ENCODER,)) == manager.missing_inputs(name)
+        assert manager.extend(name, len(tokens))
+        manager.commit(name, ranged, len(tokens))
 
 
 def test_a_hit_ends_at_no_place_within_a_range() -> None:

@@ -392,6 +392,18 @@ def test_a_request_with_an_unreadable_token_is_swapped_in_up_to_that_token() -> 
     assert 0 == manager.num_held_pages
 
 
+def test_the_request_that_took_the_row_of_a_swapped_one_is_named() -> None:
+    manager, tokens = make_manager(full(), max_num_seqs=1), [*KNOWN, -1, 9, 9, 9]
+    start(manager, "swapped")
+    row = manager.row("swapped")
+    assert manager.swap_out("swapped")
+    manager.start("one", tokens, use_prefix=False)
+    assert row == manager.row("one")
+    manager.record_events(b"s" * 32)
+    with pytest.raises(RequestError, match=r"^the request 'one' is committed"):
+        run_on(manager, "one", tokens, 12)
+
+
 def test_a_row_with_ranges_and_too_few_tokens_releases_what_its_window_passed() -> None:
     manager = make_manager(full(), masked(window=5), max_num_seqs=2)
     start(manager, "other")

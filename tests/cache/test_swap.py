@@ -19,14 +19,15 @@ from triton import knobs
 
 from kvframe import Engine
 from kvframe.attention.storage import HostStorage
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, PageCopier
 from kvframe.contract.errors import PlanError
-from kvframe.contract.specs import KVCacheSpec
+from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.engine.assembly import find_page_copier
 from kvframe.engine.requests.request import RequestOutput, SamplingParams
 from kvframe.engine.scheduling.stats import EngineStats
-from tests.cache.plans import evict_all, full, make_plan, ranged
+from tests.cache.plans import encoder, evict_all, full, make_plan, ranged
 from tests.cache.test_manager import SPECS
 from tests.covering import cover_values
 from tests.engine.test_scheduler_under_pressure import MAX_LEN, serve
@@ -240,6 +241,20 @@ def test_a_block_that_is_not_full_is_never_shared() -> None:
     (mine,), (others,) = manager.block_ids("a"), manager.block_ids("b")
     assert mine[0] == others[0]
     assert mine[1] != others[1]
+
+
+def test_an_input_that_is_not_computed_gets_no_page_of_an_equal_one() -> None:
+    plan, inputs = make_plan(full(), encoder(), num_slabs=40), {ENCODER: InputSequence(9, b"x")}
+    manager = KVCacheManager(plan, max_num_seqs=2, host_pages=FailingPages(8, set()))
+    for name in "ab":
+        manager.start(name, [1, 2, 3], inputs=inputs)
+        assert manager.extend(name, 3)
+    assert manager.swap_out("a")
+    manager.commit("b", [1, 2, 3], 3)
+    assert manager.swap_in("a", 3)
+    # The next step writes them.
+    assert {ENCODER} == manager.missing_inputs("a")
+    assert set(manager.block_ids("a")[1]).isdisjoint(manager.block_ids("b")[1])
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
