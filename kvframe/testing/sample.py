@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from heapq import heapify, heapreplace
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import KVCacheSpec
@@ -53,8 +53,9 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
         ConformanceError: There is no case.
     """
     _require_some(cases)
-    wanted = {frozenset(pair) for pair in together}
-    pairs = [_pairs(case, wanted) for case in cases]
+    wanted = {(first, second) for first, second in map(sorted, together)}
+    numbers: dict[Hashable, int] = {}
+    pairs = [_pairs(case, wanted, numbers) for case in cases]
     return tuple(cases[index] for index in cover(pairs, [_cost(case) for case in cases]))
 
 
@@ -160,11 +161,12 @@ def _part(request: Request) -> str:
     return "extend" if request.num_computed else "prompt"
 
 
-def _pairs(case: Case, together: Collection[frozenset[str]]) -> set[Hashable]:
-    """Return a case's traits, and those pairs of them that must occur together."""
-    found = traits(case)
-    pairs: set[Hashable] = set(found.items())
-    return pairs.union(pair for pair in combinations(found.items(), 2) if {pair[0][0], pair[1][0]} in together)
+def _pairs(case: Case, together: Collection[tuple[str, str]], numbers: dict[Hashable, int]) -> set[Hashable]:
+    """Return a case's traits, and those pairs of them that must occur together, each trait as its number."""
+    # A mask takes long to hash, so it is hashed once a case and not once a pair.
+    found = {name: numbers.setdefault((name, value), len(numbers)) for name, value in traits(case).items()}
+    pairs = {(found[first], found[second]) for first, second in together if first in found and second in found}
+    return {*found.values(), *pairs}
 
 
 def _cost(case: Case) -> float:
