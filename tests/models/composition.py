@@ -9,7 +9,7 @@ import argparse
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -141,22 +141,22 @@ class Cell:
 
 SWITCHES = ((False, False), (True, False), (False, True), (True, True))
 """Drafts and graphs."""
-COMPILED = {"plain": (SWITCHES[0], SWITCHES[-1])}
-"""With which formats and switches models are compiled: a compiled model sees none of its layers' pages."""
 
 
 def cells() -> Iterator[Cell]:
     """Yield every cell, in the order of the matrix."""
     for kind, each in KINDS.items():
         for chain, kv_format in itertools.product(each.chains, FORMATS if each.has_keys else FORMATS[:1]):
-            for switches in SWITCHES:
-                yield Cell(kind, chain, kv_format, *switches)
-            for switches in COMPILED.get(kv_format, ()):
-                yield Cell(kind, chain, kv_format, *switches, True)
+            for compiled, switches in itertools.product((False, True), SWITCHES):
+                yield Cell(kind, chain, kv_format, *switches, compiled)
 
 
 class Models:
-    """Runs cells on tiny models in float64, which are made once each."""
+    """Runs cells on tiny models in float64, which are made once each.
+
+    A compiled model calls its layers as operators: its graph depends neither on their pages nor on what they see of
+    them. So a model is compiled once for all its cells, unless hooks of its adapter are part of the code.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Take the folder of the models."""
@@ -164,6 +164,8 @@ class Models:
         self._registry = load_plugins(plugins=[plugin("mine", backends={BACKEND: CapturableReference})]).registry
         self.model = cache(self._make)
         self.expected = cache(self._expect)
+        self._compiled: dict[str, tuple[Any, Any]] = {}
+        self._num_compiled_runs = 0
 
     def _make(self, family: str) -> TinyModel:
         saved = attrs.evolve(TinyModel.save(self._folder / family, family), registry=self._registry)
@@ -218,19 +220,44 @@ class Models:
             return self._embed(cell, model, options)
         with model.engine(**options) as engine:
             if cell.compiled:
-                engine.model.compile("eager")
+                self._compile(engine.model, kind)
             prompts: Any = PROMPTS
             if kind.family in WITH_ENCODER:
                 prompts = encoder_decoder.prompts(kind.family)[:4]
             served = [[each.token_ids for each in engine.generate(prompts, PARAMS)] for _ in range(2)]
-            return served[0], _not_done(engine, cell) or ("" if served[0] == served[1] else "tokens, the second time")
+            why = _not_done(engine, cell)
+            if cell.compiled and not self._num_compiled_runs:
+                why = "the compiled model did not run"
+            return served[0], why or ("" if served[0] == served[1] else "tokens, the second time")
+
+    def _compile(self, model: Any, kind: Kind) -> None:
+        """Compile an attached model, or give it what it was compiled to before."""
+        self._num_compiled_runs = 0
+        if model._cutter is not None or kind.family in WITH_ENCODER:
+            # The code depends on the hooks of one attachment.
+            model.compile("eager")
+            model.compiled._run = self._counted(model.compiled._run)
+            return
+        if kind.family not in self._compiled:
+            model.compile("eager")
+            model.compiled.remove = lambda: None  # the code calls its modules by what this would remove
+            model.compiled._run = self._counted(model.compiled._run)
+            self._compiled[kind.family] = model.compiled, model._mode.opaque
+        model.compiled, model._mode.opaque = self._compiled[kind.family]
+
+    def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(**inputs: Any) -> Any:
+            self._num_compiled_runs += 1
+            return run(**inputs)
+
+        return counted
 
     def _embed(self, cell: Cell, model: TinyModel, options: Mapping[str, Any]) -> tuple[list[Any], str]:
         stack = make_stack(**options)
         layers = make_layer_specs(model.loaded.description, model.registry, stack, model.dtype)
         with Embedder(model.loaded, layers, registry=model.registry, stack=stack, poison_freed=True) as embedder:
             if cell.compiled:
-                embedder.model.compile("eager")
+                self._compile(embedder.model, KINDS[cell.kind])
             found = [each.embedding for each in embedder.embed(PROMPTS)]
         return found, "drafts or graphs are ignored" if cell.drafts or cell.graphs else ""
 
@@ -276,9 +303,6 @@ things:
   compilation and wrappers. Drafts were accepted and rejected, steps were replayed, and the compiled model is one graph;
 - a `code`: refused, with a sentence. [Refusals](../docs/refusals.md) explains each code.
 
-Compilation is tried with `plain` pages only, because a compiled model calls its layers as operators and sees none of
-their pages, alone and with drafts and graphs. Other cells with it are a dash.
-
 Latents and states have no format, so a model that keeps nothing else has one row for all formats. Backends differ in
 what they attend to, not in what composes: [which wrappers and backends compose](COMPOSITION.md).
 
@@ -290,6 +314,8 @@ _COLUMNS = {
     "g": (False, True, False),
     "dg": (True, True, False),
     "c": (False, False, True),
+    "dc": (True, False, True),
+    "gc": (False, True, True),
     "dgc": (True, True, True),
 }
 _HEAD = ["model", "wrappers", "format", *_COLUMNS]
@@ -300,8 +326,8 @@ def render(verdicts: Mapping[Cell, str]) -> str:
     rows = [_HEAD]
     for plain in dict.fromkeys(cell.plain for cell in cells()):
         labels = plain.kind, plain.chain, plain.kv_format
-        found = [verdicts.get(Cell(*labels, *switches), "-") for switches in _COLUMNS.values()]
-        shown = [verdict if verdict in (EQUAL, WRONG, "-") else f"`{verdict}`" for verdict in found]
+        found = [verdicts[Cell(*labels, *switches)] for switches in _COLUMNS.values()]
+        shown = [verdict if verdict in (EQUAL, WRONG) else f"`{verdict}`" for verdict in found]
         rows.append([plain.kind, plain.chain or "none", plain.kv_format, *shown])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
@@ -317,8 +343,7 @@ def read(text: str) -> dict[Cell, str]:
         if line.startswith("| ") and parts != _HEAD and set(parts[0]) != {"-"}:
             kind, chain, kv_format, *verdicts = parts
             for switches, verdict in zip(_COLUMNS.values(), verdicts, strict=True):
-                if verdict != "-":
-                    found[Cell(kind, "" if chain == "none" else chain, kv_format, *switches)] = verdict
+                found[Cell(kind, "" if chain == "none" else chain, kv_format, *switches)] = verdict
     return found
 
 

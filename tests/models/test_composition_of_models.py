@@ -25,7 +25,7 @@ def pairs_of(cell: Cell) -> set[Hashable]:
     """Return what the sample must contain of a cell: pairs of what it asks for, and few compilations."""
     drafts, graphs = ("drafts", cell.drafts), ("graphs", cell.graphs)
     if cell.compiled:
-        return {("compiled", drafts, graphs)}
+        return {("compiled", drafts, graphs)} if cell.drafts == cell.graphs else set()
     row = f"{cell.kind}, {cell.chain}"
     return {(part, switch) for part in (row, cell.kv_format) for switch in (drafts, graphs)} | {(drafts, graphs)}
 
