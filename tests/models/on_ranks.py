@@ -167,7 +167,7 @@ def draft_from_hidden_states(folder: Path) -> Result:
 
 def serve_gemma(folder: Path, memory: int | None = None, **options: Any) -> Result:
     """Windows beside full attention; requests are preempted and recomputed."""
-    memory = share_of(36864) if memory is None else memory
+    memory = share_of(135168) if memory is None else memory
     with engine_of(folder / "gemma3_text", memory=memory, max_model_len=96, **options) as engine:
         tokens = tokens_of(engine.generate(PROMPTS, GREEDY))
         return {"tokens": tokens, "counts": counts_of(engine)}

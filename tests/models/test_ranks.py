@@ -65,6 +65,8 @@ def test_the_cases_reach_hits_preemption_and_swaps(pairs: Mapping[str, Any], fol
     assert found["serve_llama"]["cached"] > sum(map(len, PROMPTS))
     assert found["serve_gemma"]["counts"]["preemptions"] > 0 == found["serve_gemma"]["counts"]["swaps"]
     assert found["swap_gemma"]["counts"]["swaps"] > 0
+    for case in ("serve_gemma", "swap_gemma", "draft_gemma", "swap_draft_gemma"):
+        assert sum(map(len, PROMPTS)) == found[case]["counts"]["prompt_tokens"]
     assert 0 == found["embed_bert"]["groups"] == found["embed_eurobert"]["groups"]
     assert 7 == len(found["use_verbs"]["ended"])
 
@@ -100,8 +102,10 @@ def test_rank_0_has_the_hidden_states_of_the_last_tokens(pairs: Mapping[str, Any
 
 
 def test_tokens_are_those_of_transformers(pairs: Mapping[str, Any], folder: Path, references: Any) -> None:
-    expected = [list(tokens) for tokens in references("llama")]
-    assert expected == pairs["run_cases"]["result"]["serve_llama"]["first"]
+    found = pairs["run_cases"]["result"]
+    assert [list(tokens) for tokens in references("llama")] == found["serve_llama"]["first"]
+    expected = [list(tokens) for tokens in references("gemma3_text")]
+    assert [expected] * 2 == [found[case]["tokens"] for case in ("serve_gemma", "swap_gemma")]
 
 
 def test_a_model_that_cannot_be_divided_is_refused_in_one_sentence(pairs: Mapping[str, Any]) -> None:
