@@ -9,11 +9,14 @@ import argparse
 import itertools
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import torch
@@ -24,6 +27,7 @@ from kvframe.planning.groups import make_layer_specs
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
 from tests.models import encoder_decoder
+from tests.models.kept_code import KeptCode
 from tests.models.serving import TinyModel, held_pages, ids, make_stack
 
 EQUAL, WRONG = "equal", "WRONG"
@@ -68,12 +72,14 @@ class Kind:
         chains: Options of its engine by wrapper chain. Those of ``retyped`` change what the model computes.
         retyped: Whether the options change types of layers, so that transformers does not compute the same.
         has_keys: Whether a layer keeps keys and values, which have a format.
+        generates: Whether the model generates tokens; otherwise it gives embeddings.
     """
 
     family: str
     chains: Mapping[str, Mapping[str, Any]] = MappingProxyType({"": {}})
     retyped: bool = False
     has_keys: bool = True
+    generates: bool = True
 
 
 KINDS: Mapping[str, Kind] = {
@@ -105,7 +111,7 @@ KINDS: Mapping[str, Kind] = {
     "encoder and decoder": Kind(family="bart"),
     "encoder and decoder, relative bias": Kind(family="t5"),
     "encoder of sound and decoder": Kind(family="whisper"),
-    "encoder alone": Kind(family="bert", has_keys=False),
+    "encoder alone": Kind(family="bert", has_keys=False, generates=False),
 }
 """Every kind of model by name."""
 
@@ -138,6 +144,12 @@ class Cell:
         """The cell without drafts, graphs and compilation."""
         return Cell(self.kind, self.chain, self.kv_format)
 
+    @property
+    def codes(self) -> frozenset[str]:
+        """The codes of refusals that the cell may have; with another code it is wrong."""
+        is_refused = not KINDS[self.kind].generates and (self.drafts or self.graphs)
+        return frozenset({"nothing_generated"} if is_refused else ())
+
 
 SWITCHES = ((False, False), (True, False), (False, True), (True, True))
 """Drafts and graphs."""
@@ -151,11 +163,32 @@ def cells() -> Iterator[Cell]:
                 yield Cell(kind, chain, kv_format, *switches, compiled)
 
 
+class CountingCompiler:
+    """A compiler for torch that runs graphs as they were traced.
+
+    Attributes:
+        num_runs: Runs of its graphs.
+    """
+
+    def __init__(self) -> None:
+        """Begin to count."""
+        self.num_runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs a graph."""
+
+        def run(*given: Any) -> Any:
+            self.num_runs += 1
+            return graph.forward(*given)
+
+        return run
+
+
 class Models:
     """Runs cells on tiny models in float64, which are made once each.
 
     A compiled model calls its layers as operators: its graph depends neither on their pages nor on what they see of
-    them. So a model is compiled once for all its cells, unless hooks of its adapter are part of the code.
+    them. So a model is compiled once for all its cells, and once more for those that leave rows out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -164,8 +197,8 @@ class Models:
         self._registry = load_plugins(plugins=[plugin("mine", backends={BACKEND: CapturableReference})]).registry
         self.model = cache(self._make)
         self.expected = cache(self._expect)
-        self._compiled: dict[str, tuple[Any, Any]] = {}
-        self._num_compiled_runs = 0
+        self._compiled: dict[tuple[str, tuple[str, ...]], KeptCode] = {}
+        self._compiler = CountingCompiler()
 
     def _make(self, family: str) -> TinyModel:
         saved = attrs.evolve(TinyModel.save(self._folder / family, family), registry=self._registry)
@@ -176,21 +209,25 @@ class Models:
         return exact
 
     def judge(self, cell: Cell) -> tuple[str, str]:
-        """Return a cell's verdict (``EQUAL``, ``WRONG`` or the code of a refusal), and the sentence that says why."""
+        """Return a cell's verdict (``EQUAL``, ``WRONG`` or the code of a refusal), and why it is not equal.
+
+        A cell is refused only with one of its ``codes``: any other error is a mistake.
+        """
         try:
             found, why = self._run(cell)
             if not why and not _are_same(found, self.expected(cell.plain)):
                 why = f"{found}, not {self.expected(cell.plain)}"
             return (WRONG, why) if why else (EQUAL, "")
-        except KVFrameError as error:
-            return getattr(error, "code", WRONG), str(error)
+        except Exception as error:
+            code = getattr(error, "code", None) if isinstance(error, KVFrameError) else None
+            return (code, str(error)) if code in cell.codes else (WRONG, traceback.format_exc())
 
     def _expect(self, cell: Cell) -> list[Any]:
         """Return what a cell without drafts, graphs and compilation gives; by transformers, if it can be."""
         kind = KINDS[cell.kind]
         model = self.model(kind.family)
         loaded: Any = model.loaded
-        if kind.family == "bert":
+        if not kind.generates:
             with torch.inference_mode():
                 states = [loaded.model(torch.tensor([prompt])).last_hidden_state[0].mean(0) for prompt in PROMPTS]
             return [each.tolist() for each in states]
@@ -216,50 +253,54 @@ class Models:
         options |= {"format": cell.kv_format, "rules": rules, "drafts": NGRAM if cell.drafts else None}
         if cell.graphs:
             options |= {"graphs": [4], "graph_query_lens": [1]}
-        if kind.family == "bert":
+        if not kind.generates:
             return self._embed(cell, model, options)
         with model.engine(**options) as engine:
-            if cell.compiled:
-                self._compile(engine.model, kind)
             prompts: Any = PROMPTS
             if kind.family in WITH_ENCODER:
                 prompts = encoder_decoder.prompts(kind.family)[:4]
-            served = [[each.token_ids for each in engine.generate(prompts, PARAMS)] for _ in range(2)]
-            why = _not_done(engine, cell)
-            if cell.compiled and not self._num_compiled_runs:
-                why = "the compiled model did not run"
+            with self._compiled_if(cell, engine.model) as not_compiled:
+                served = [[each.token_ids for each in engine.generate(prompts, PARAMS)] for _ in range(2)]
+            why = _not_done(engine, cell) or not_compiled()
             return served[0], why or ("" if served[0] == served[1] else "tokens, the second time")
 
-    def _compile(self, model: Any, kind: Kind) -> None:
-        """Compile an attached model, or give it what it was compiled to before."""
-        self._num_compiled_runs = 0
-        if model._cutter is not None or kind.family in WITH_ENCODER:
-            # The code depends on the hooks of one attachment.
-            model.compile("eager")
-            model.compiled._run = self._counted(model.compiled._run)
+    @contextmanager
+    def _compiled_if(self, cell: Cell, model: Any) -> Iterator[Callable[[], str]]:
+        """Compile a model if the cell asks for it.
+
+        Yields:
+            A function that returns which steps inside the block did not run as one graph; empty if all did.
+        """
+        if not cell.compiled:
+            yield str
             return
-        if kind.family not in self._compiled:
-            model.compile("eager")
-            model.compiled.remove = lambda: None  # the code calls its modules by what this would remove
-            model.compiled._run = self._counted(model.compiled._run)
-            self._compiled[kind.family] = model.compiled, model._mode.opaque
-        model.compiled, model._mode.opaque = self._compiled[kind.family]
+        self._compile(model, KINDS[cell.kind].family)
+        self._compiler.num_runs = 0
+        with patch.object(model, "forward", wraps=model.forward) as steps:
+            yield (
+                lambda: (
+                    ""
+                    if 0 < steps.call_count == self._compiler.num_runs
+                    else f"{self._compiler.num_runs} graphs ran in {steps.call_count} steps"
+                )
+            )
 
-    def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(**inputs: Any) -> Any:
-            self._num_compiled_runs += 1
-            return run(**inputs)
-
-        return counted
+    def _compile(self, model: Any, family: str) -> None:
+        """Compile an attached model, or give it the code that it was compiled to before."""
+        key = family, tuple(model._layers.skipped)
+        if key in self._compiled:
+            self._compiled[key].put_on(model)
+        else:
+            model.compile(self._compiler)
+            self._compiled[key] = KeptCode(model)
 
     def _embed(self, cell: Cell, model: TinyModel, options: Mapping[str, Any]) -> tuple[list[Any], str]:
         stack = make_stack(**options)
         layers = make_layer_specs(model.loaded.description, model.registry, stack, model.dtype)
         with Embedder(model.loaded, layers, registry=model.registry, stack=stack, poison_freed=True) as embedder:
-            if cell.compiled:
-                self._compile(embedder.model, KINDS[cell.kind])
-            found = [each.embedding for each in embedder.embed(PROMPTS)]
-        return found, "drafts or graphs are ignored" if cell.drafts or cell.graphs else ""
+            with self._compiled_if(cell, embedder.model) as not_compiled:
+                found = [each.embedding for each in embedder.embed(PROMPTS)]
+            return found, "drafts or graphs are ignored" if cell.drafts or cell.graphs else not_compiled()
 
 
 def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
@@ -273,7 +314,7 @@ def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 def _not_done(engine: Engine, cell: Cell) -> str:
     """Return what an engine did not do; empty if it did all that the cell asks for."""
-    stats, model = engine.stats(), engine.model
+    stats = engine.stats()
     graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
     formats = {spec.kv_format for group in engine.grouping.groups for spec in group.stored}
     if held_pages(engine):
@@ -284,8 +325,6 @@ def _not_done(engine: Engine, cell: Cell) -> str:
         return f"{stats.accepted_draft_tokens} of {stats.draft_tokens} drafts were accepted"
     if cell.graphs and (graphs._reasons or not graphs.num_replays):
         return f"{graphs.num_replays} replays; {graphs._reasons}"
-    if cell.compiled and model.compiled.num_graph_breaks:  # type: ignore[attr-defined]
-        return f"the compiled model ends {model.compiled.num_graph_breaks} times"  # type: ignore[attr-defined]
     return ""
 
 
@@ -300,8 +339,10 @@ things:
 
 - equal: the generated tokens are those of transformers' own `generate()` in float64. With another format than `plain`,
   and for a model whose layers were given another type, they are those of the reference backend without drafts, graphs,
-  compilation and wrappers. Drafts were accepted and rejected, steps were replayed, and the compiled model is one graph;
-- a `code`: refused, with a sentence. [Refusals](../docs/refusals.md) explains each code.
+  compilation and wrappers. Drafts were accepted and rejected, steps were replayed, and each step of a compiled model
+  ran as one compiled graph. An encoder alone gives embeddings: the means of the hidden states of transformers;
+- a `code`: refused, with a sentence. [Refusals](../docs/refusals.md) explains each code. Only models that generate
+  nothing are refused anything: drafts, and graphs of some sizes.
 
 Latents and states have no format, so a model that keeps nothing else has one row for all formats. Backends differ in
 what they attend to, not in what composes: [which wrappers and backends compose](COMPOSITION.md).
@@ -348,7 +389,7 @@ def read(text: str) -> dict[Cell, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every cell, and write the matrix; return 1 if a cell is wrong."""
+    """Run every cell, and write the matrix; return 1 if a cell is wrong, or refused with a code that is not its own."""
     parser = argparse.ArgumentParser(prog="python -m tests.models.composition", description=main.__doc__)
     parser.add_argument("file", type=Path, help="where the matrix is written, as Markdown")
     options = parser.parse_args(arguments)

@@ -10,7 +10,9 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from kvframe_transformers.model import TransformersModel
 
+from kvframe.contract.errors import BackendError
 from kvframe.testing.sample import cover
 from tests.models.composition import EQUAL, FORMATS, KINDS, WRONG, Cell, Models, cells, read, render
 
@@ -76,6 +78,28 @@ def test_only_models_that_generate_nothing_are_refused_anything(verdicts: dict[C
     refused = {cell for cell, verdict in verdicts.items() if verdict != EQUAL}
     assert refused == {cell for cell in ALL if KINDS[cell.kind].family == "bert" and (cell.drafts or cell.graphs)}
     assert {"nothing_generated"} == {verdicts[cell] for cell in refused}
+
+
+def test_an_error_with_a_code_that_a_cell_may_not_have_is_wrong(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cell: Cell) -> None:
+        raise BackendError("a mistake")  # its code is not_served
+
+    monkeypatch.setattr(models, "_run", fail)
+    for cell in (Cell("full attention", "", "plain"), Cell("encoder alone", "", "plain", drafts=True)):
+        verdict, why = models.judge(cell)
+        assert WRONG == verdict
+        assert "a mistake" in why
+
+
+def test_a_compiled_model_whose_steps_run_uncompiled_is_wrong(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell("full attention", "", "plain", compiled=True)
+    assert (EQUAL, "") == models.judge(cell)
+    monkeypatch.setattr(TransformersModel, "_running_body", property(lambda model: model._body))
+    verdict, why = models.judge(cell)
+    assert WRONG == verdict
+    assert why.startswith("0 graphs ran in ")
 
 
 def codes_of_matrices() -> set[str]:
