@@ -220,6 +220,10 @@ def test_auto_takes_a_backend_that_can_be_captured_if_the_stack_names_sizes_of_g
         f"{choice.backend} can"
     )
     assert {expected} == {reasons[name] for name in reasons if name.endswith((":recorder", ":torch_reference"))}
+    # Graphs are no reason if the chosen backend cannot be captured either.
+    alike = [attrs.evolve(each, in_graphs=False) for each in choice.candidates]
+    none_captured = attrs.evolve(choice, candidates=tuple(alike))
+    assert not [each.name for each in alike if "graphs" in none_captured.why_not(each)]
     # A chain that cannot be captured leaves nothing to choose by.
     assert chosen([4], wrappers=["halve"]).backend.endswith(":recorder")
     assert chosen([4], backend="recorder").backend.endswith(":recorder")
