@@ -147,12 +147,19 @@ class Slabs:
 
     def _take_free_slabs(self, group: int, count: int, taken: list[int], budget: int) -> None:
         """Cut free slabs into blocks and take these; the last slab may keep some."""
+        size, per_slab = self._ids_per_block[group], self._per_slab[group]
         while count > 0 and budget > 0 and self._free_slabs:
             slab = self._free_slabs.pop()
+            first = self._null_ids + slab * self._slab_ids
+            blocks = range(first, first + per_slab * size, size)
             self._group[slab] = group
-            self._free[slab] = self._blocks_of(slab)[::-1].tolist()
-            self._take_from(slab, count, taken)
-            count -= self._per_slab[group]
+            if count < per_slab:
+                self._free[slab] = [*reversed(blocks)]
+                self._take_from(slab, count, taken)
+            else:  # no block is left, so the slab is in no set
+                taken += blocks
+                self._held[slab] = per_slab
+            count -= per_slab
             budget -= 1
 
     # --- changes of blocks --------------------------------------------------------------------------------------------
@@ -168,32 +175,36 @@ class Slabs:
 
     def _change_counts(self, slab: int, held: int, cached: int, stamp: int) -> None:
         """Change the counts of a slab's held and cached blocks, and put the slab into the sets that it belongs to."""
-        group = self._group[slab]
-        self._available[group] -= self._available_in(slab)
-        self._held[slab] += held
+        group, is_open, before = self._group[slab], bool(self._free[slab]), self._held[slab]
+        now = self._held[slab] = before + held
         self._cached[slab] += cached
-        self._available[group] += self._available_in(slab)
-        is_held, is_open = self._held[slab] > 0, bool(self._free[slab])
-        _put(self._open_held[group], slab, is_held and is_open)
-        _put(self._open_idle[group], slab, not is_held and is_open)
-        _put(self._cached_held[group], slab, is_held and self._cached[slab] > 0)
-        if is_held:
-            self._idle.pop(slab, None)
-        elif not self._cached[slab]:
-            self._idle.pop(slab, None)
-            del self._open_idle[group][slab]
+        # A slab's free and cached blocks are available to its group while the slab is held.
+        if before and now:
+            self._available[group] -= held
+        elif before or now:
+            size = self._num_rest + 1 if slab == self._num_slabs else self._per_slab[group]
+            self._available[group] += size - now if now else before - size
+        if now:
+            if not before and self._idle.pop(slab, None) is not None:
+                self._open_idle[group].pop(slab, None)
+            _put(self._open_held[group], slab, is_open)
+            if cached or not before:
+                _put(self._cached_held[group], slab, self._cached[slab] > 0)
+            return
+        if before:
+            self._open_held[group].pop(slab, None)
+            self._cached_held[group].pop(slab, None)
+        if not self._cached[slab]:
+            if self._idle.pop(slab, None) is not None:
+                self._open_idle[group].pop(slab, None)
             self._group[slab], self._free[slab] = _NO_GROUP, []
             self._free_slabs.append(slab)
-        elif slab not in self._idle:
+            return
+        _put(self._open_idle[group], slab, is_open)
+        if before:
             self._idle[slab] = stamp
             if self._pool.has_policy:
                 self._rank(slab)
-
-    def _available_in(self, slab: int) -> int:
-        """Return the number of blocks of a held slab that are not held; 0 for an idle or free slab."""
-        held = self._held[slab]
-        size = self._num_rest + 1 if slab == self._num_slabs else self._per_slab[self._group[slab]]
-        return size - held if held else 0
 
     # --- the order of idle slabs --------------------------------------------------------------------------------------
 
