@@ -21,7 +21,7 @@ from kvframe import Engine
 from kvframe.engine.requests.request import SamplingParams
 
 NUM_STEPS, WARM_STEPS = 24, 3
-"""The number of timed steps, of which the profiler sees as many further ones, and of steps before them."""
+"""The number of timed steps, and of steps before them. As many steps as are timed are profiled afterwards."""
 GRAPHS = ("off", "decode")
 """Without graphs, and with a graph of the steps in which every request decodes."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import PluginError, WrapperError
@@ -44,20 +44,12 @@ def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, 
     made = call(f"{whose}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
     if type(made) is not type(wrapper):
         raise PluginError(f"{whose}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(made)}")
-    if layer.spec is not None and layer.spec.depends_on_prompt:
-        use = made.extensions.get(NUM_PROMPT_TOKENS)
+    for extension, why in _needed_extensions(layer):
+        use = made.extensions.get(extension)
         if use is None or use is FieldUse.REJECT:
             raise WrapperError(
-                f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: what it sees depends on the length of a "
-                f"request's prompt, and the wrapper does not take the extension {NUM_PROMPT_TOKENS!r}",
-                code="unknown_extension" if use is None else "rejected_extension",
-            )
-    if layer.query is not None and layer.query.first_token:
-        use = made.extensions.get(SEQ_STARTS)
-        if use is None or use is FieldUse.REJECT:
-            raise WrapperError(
-                f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: its queries see no token before "
-                f"{layer.query.first_token}, and the wrapper does not take the extension {SEQ_STARTS!r}",
+                f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: {why}, and the wrapper does not take the "
+                f"extension {extension!r}",
                 code="unknown_extension" if use is None else "rejected_extension",
             )
     added = call(f"{whose}: added_extensions()", made.added_extensions, layer, passes=(WrapperError,))
@@ -69,6 +61,14 @@ def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, 
             f"{whose}: wrapped_layer() must return a LayerSpec with a spec and a query side, not {safe_repr(wrapped)}"
         )
     return made, frozenset(added), wrapped
+
+
+def _needed_extensions(layer: LayerSpec) -> Iterator[tuple[str, str]]:
+    """Yield the extensions that a layer's steps have whatever serves it, each with the reason."""
+    if layer.spec is not None and layer.spec.depends_on_prompt:
+        yield NUM_PROMPT_TOKENS, "what it sees depends on the length of a request's prompt"
+    if layer.query is not None and layer.query.first_token:
+        yield SEQ_STARTS, f"its queries see no token before {layer.query.first_token}"
 
 
 def divides_keys(chain: Sequence[MetadataWrapper]) -> bool:

@@ -79,7 +79,7 @@ class Reference:
             self.generator.mtp_model.eval()
 
     def drafts_after(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the drafts after tokens, of which the model has computed all but the last one."""
+        """Return the drafts after some tokens. The model has computed all of them except for the last one."""
         generator, ids = self.generator, torch.tensor([list(token_ids)])
         generator.is_main_model_prefill = True
         generator.mtp_cache = MtpCache(config=self.model.config.get_mtp_config())

@@ -54,7 +54,7 @@ ANSWERS: list[list[int]] = []
 
 @attrs.define(kw_only=True, eq=False)
 class Meddling(MTPProposer):
-    """Proposes the right tokens, some of them, or wrong ones after some of them, whatever the heads drafted."""
+    """Ignores what the heads drafted. Proposes all right tokens, only the first ones, or these and wrong ones."""
 
     name = "meddling"
 
