@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
+import torch
 
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.layers import AttentionLayers
@@ -40,6 +41,8 @@ class DraftRunner:
     Attributes:
         is_set_aside: Whether the draft model failed: it then computes nothing more.
     """
+
+    _failure: ClassVar[str] = "the draft model failed, and is set aside: it continues no more requests"
 
     def __init__(self, runner: ModelRunner, layers: AttentionLayers) -> None:
         """Take the draft model.
@@ -67,13 +70,14 @@ class DraftRunner:
             counts: How many tokens each is continued with, at least one.
 
         Returns:
-            For each request as many tokens; fewer if the draft model's logits are not numbers.
+            For each request as many tokens, or fewer: if logits are not numbers, and at most one for each head.
         """
         found: list[list[int]] = [[] for _ in requests]
         if self.is_set_aside:
             return found
         try:
-            self._continue(requests, rows, num_known, np.array(counts), found)
+            with torch.inference_mode():
+                self._continue(requests, rows, num_known, np.array(counts), found)
         except Exception as error:
             self._set_aside(error)
             return [[] for _ in requests]
@@ -145,7 +149,7 @@ class DraftRunner:
 
     def _set_aside(self, error: Exception) -> None:
         self.is_set_aside = True
-        _log.error("the draft model failed, and is set aside: it continues no more requests: %s", safe_text(error))
+        _log.error("%s: %s", self._failure, safe_text(error))
 
 
 def num_kept_of(step: ScheduledStep[Request], outcomes: Outcomes) -> IntArray:

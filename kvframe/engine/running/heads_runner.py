@@ -17,7 +17,6 @@ As in transformers, one head gives one draft, and each draft is the input of the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,13 +27,12 @@ import torch
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.layers import AttentionLayers
 from kvframe.cache.block_table import BlockTables
-from kvframe.contract.foreign import safe_text
 from kvframe.contract.metadata import SEQ_STARTS, Axis, Extension
 from kvframe.contract.model import PredictionHeads
 from kvframe.contract.order import IntArray
 from kvframe.contract.state import StateStep
 from kvframe.engine.requests.request import Request
-from kvframe.engine.running.draft_runner import NONE_WANTED, num_done_of, num_kept_of
+from kvframe.engine.running.draft_runner import NONE_WANTED, DraftRunner, num_done_of, num_kept_of
 from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.engine.running.next_tokens import FAILED, sample
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
@@ -42,10 +40,8 @@ from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
 if TYPE_CHECKING:
     from kvframe.engine.running.model_runner import TokenRunner
 
-_log = logging.getLogger("kvframe")
 
-
-class HeadsRunner:
+class HeadsRunner(DraftRunner):
     """Runs prediction heads.
 
     Invariant: between steps, the pages of each running request hold the heads' keys of the same tokens as the served
@@ -55,6 +51,8 @@ class HeadsRunner:
         runner: Runs one head over one batch.
         is_set_aside: Whether a head failed: they then compute nothing more.
     """
+
+    _failure = "a prediction head failed, and the heads are set aside: no drafts"
 
     def __init__(
         self, heads: PredictionHeads, layers: AttentionLayers, tables: BlockTables, served: TokenRunner
@@ -68,7 +66,7 @@ class HeadsRunner:
             served: Runs the served model; its steps give the hidden states of all tokens.
         """
         max_num_seqs, max_model_len = served.tokens.shape
-        self.runner = ModelRunner(
+        runner = ModelRunner(
             heads,
             layers,
             tables,
@@ -79,37 +77,12 @@ class HeadsRunner:
             forward=self._forward,
             keeps_all_rows=True,
         )
-        self._heads, self._layers, self._tables, self._served = heads, layers, tables, served
+        super().__init__(runner, layers)
+        self._heads, self._tables, self._served = heads, tables, served
         self._num_heads = heads.description.num_prediction_heads
         (self._kept,) = layers.states.values()
         self._inputs: torch.Tensor
         self._head = 0
-        self.is_set_aside = False
-
-    def continue_requests(
-        self, requests: Sequence[Request], rows: IntArray, num_known: IntArray, counts: Sequence[int]
-    ) -> list[list[int]]:
-        """Return tokens with which the heads continue requests, sampled as the requests ask for.
-
-        Args:
-            requests: Requests whose tokens are computed except for the last known one.
-            rows: ``[num_reqs], int64, host``: their rows, with slots for their known tokens and those that follow.
-            num_known: ``[num_reqs], int64, host``: their known tokens.
-            counts: How many tokens each is continued with, at least one.
-
-        Returns:
-            For each request as many tokens, at most one for each head; fewer if a head's logits are not numbers.
-        """
-        found: list[list[int]] = [[] for _ in requests]
-        if self.is_set_aside:
-            return found
-        try:
-            with torch.inference_mode():
-                self._continue(requests, rows, num_known, np.array(counts), found)
-        except Exception as error:
-            self._set_aside(error)
-            return [[] for _ in requests]
-        return found
 
     def _continue(
         self,
@@ -267,10 +240,6 @@ class HeadsRunner:
         first_rows, *sources = moves.sources
         assert np.array_equal(first_rows, np.arange(len(rows)))
         return self._pages[tuple(map(self.runner.to_device, sources))]
-
-    def _set_aside(self, error: Exception) -> None:
-        self.is_set_aside = True
-        _log.error("a prediction head failed, and the heads are set aside: no drafts: %s", safe_text(error))
 
 
 @attrs.frozen(eq=False)

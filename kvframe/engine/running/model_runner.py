@@ -29,7 +29,6 @@ from kvframe.planning.memory import allocating
 
 if TYPE_CHECKING:
     from kvframe.engine.running.draft_runner import DraftRunner
-    from kvframe.engine.running.heads_runner import HeadsRunner
 
 SkipPolicy = Callable[[StepBatch], bool]
 """Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
@@ -324,7 +323,7 @@ class TokenRunner(ModelRunner):
         packed: The batch of the last step.
     """
 
-    draft: DraftRunner | HeadsRunner | None = None
+    draft: DraftRunner | None = None
     packed: StepBatch
 
     @property
