@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, Protocol, Self, get_args
 
 from kvframe.config.cache_key import read_secret
 from kvframe.config.stack import Stack
-from kvframe.contract.errors import EngineError, KVFrameError, ModelError, PlanError, RequestError, shown
+from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, adopt, assemble, load_model
@@ -51,10 +51,6 @@ WhenWeightsChange = Literal["recompute", "fail"]
 
 class Runner(Protocol[RequestT]):
     """Runs steps. For a request's last known token it returns a number, or several, which the scheduler takes."""
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether steps may be replayed from graphs."""
 
     def warm_up(self) -> None:
         """Do the slow work of a first step, before the first request has to wait for it."""
@@ -370,28 +366,24 @@ class EngineCore(ABC, Generic[RequestT]):
 
         Cached prefixes stay, except those at the end of a cache that shrinks. Running requests with blocks there are
         preempted, the one admitted last first. During the move, the device holds both the old and the new cache.
+        Captured graphs hold the old cache's addresses, so each is captured again when a step needs it.
 
         Args:
             memory: The most bytes that the cache may take; may be given like ``"2GiB"``.
 
         Raises:
-            PlanError: The new cache would be too small for an unfinished request or for the pinned prefixes, the device
-                does not have enough memory, or the engine replays graphs, which hold the cache's addresses. The cache
-                is unchanged.
+            PlanError: The new cache would be too small for an unfinished request or for the pinned prefixes, or the
+                device does not have enough memory. The cache is unchanged.
             StackError: ``memory`` is not a size.
         """
-        if self._runner.has_graphs:
-            raise PlanError(
-                "an engine that replays graphs cannot resize its cache: the graphs hold its addresses; set graphs to "
-                '"off" in the stack\'s [engine], or make another engine'
-            )
         going_on = [request for request in self._requests.values() if request.finish_reason is None]
         try:
-            self.plan = self._admission.plan = resize(
-                self._manager, self._storage, self._scheduler, going_on, parse_bytes(memory)
-            )
+            plan = resize(self._manager, self._storage, self._scheduler, going_on, parse_bytes(memory))
         finally:
             self._cache_events.deliver()
+        if plan.total_bytes != self.plan.total_bytes:
+            self._runner.drop_graphs()
+        self.plan = self._admission.plan = plan
 
     @verb_when_closed
     def close(self) -> None:

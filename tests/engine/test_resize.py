@@ -93,6 +93,24 @@ def test_what_is_cached_in_the_part_that_stays_is_found_again(model: TinyModel) 
         assert engine.stats().cached_prompt_tokens > 0
 
 
+def test_graphs_are_captured_again_at_the_new_address(llama: TinyModel) -> None:
+    with make(llama, LARGE, backend="cpu") as engine:
+        expected = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+    with make(llama, LARGE, backend="cpu", graphs=[4], graph_query_lens=[1, 16]) as engine:
+        graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+        assert expected == [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+        captured, replays = graphs.num_graphs, graphs.num_replays
+        engine.resize_cache(engine.plan.total_bytes)
+        assert captured == graphs.num_graphs > 0  # the cache did not move
+        for size in (SMALL, LARGE):
+            engine.resize_cache(size)
+            assert 0 == graphs.num_graphs
+            assert expected == [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+            assert graphs.num_graphs > 0
+            assert replays < graphs.num_replays
+            replays = graphs.num_replays
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -139,8 +157,3 @@ def test_memory_that_is_not_there_changes_nothing(
         assert plan == engine.plan == engine._manager.plan
         assert pages == sorted(engine._manager.published())
         assert "length" == engine.generate(PROMPTS[2:3], PARAMS)[0].finish_reason
-
-
-def test_graphs_know_where_the_cache_lies(llama: TinyModel) -> None:
-    with make(llama, SMALL, graphs=[1]) as engine, pytest.raises(PlanError, match="graphs"):
-        engine.resize_cache(LARGE)

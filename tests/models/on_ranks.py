@@ -211,9 +211,11 @@ def embed_eurobert(folder: Path) -> Result:
 
 
 def use_verbs(folder: Path) -> Result:
-    """Abort, pin, reset and resize, between steps and with requests that continue."""
+    """Abort, pin, reset and resize, between steps, some of which are graphs, and with requests that continue."""
     found: Result = {}
-    with engine_of(folder / "llama", memory=share_of(110592), max_num_batched_tokens=16, max_model_len=96) as engine:
+    options: Result = {"memory": share_of(110592), "max_num_batched_tokens": 16, "max_model_len": 96}
+    with engine_of(folder / "llama", **options, graphs=[4, 8], graph_query_lens=[1]) as engine:
+        graphs = engine._runner.graphs  # type: ignore[attr-defined]
         pin = engine.pin_prefix(PROMPTS[7])
         found["pinned"] = pin.num_tokens
         for number, prompt in enumerate(PROMPTS):
@@ -230,6 +232,7 @@ def use_verbs(folder: Path) -> Result:
         engine.abort("3")
         run(2)
         engine.resize_cache(share_of(221184))
+        found["graphs after a resize"] = graphs.num_graphs
         run(8)
         engine.reset_prefix_cache()
         run(1)
@@ -239,6 +242,7 @@ def use_verbs(folder: Path) -> Result:
             run(1)
         found["ended"] = {key: ended[key] for key in sorted(ended) if key != "3"}
         found["counts"] = counts_of(engine)
+        found["replays"] = graphs.num_replays
         try:
             engine.resize_cache("1KiB")
         except KVFrameError as error:

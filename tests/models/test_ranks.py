@@ -69,6 +69,7 @@ def test_the_cases_reach_hits_preemption_and_swaps(pairs: Mapping[str, Any], fol
         assert sum(map(len, PROMPTS)) == found[case]["counts"]["prompt_tokens"]
     assert 0 == found["embed_bert"]["groups"] == found["embed_eurobert"]["groups"]
     assert 7 == len(found["use_verbs"]["ended"])
+    assert 0 == found["use_verbs"]["graphs after a resize"] < found["use_verbs"]["replays"]
 
 
 @pytest.mark.parametrize("case", ["draft_llama", "draft_states"])

@@ -158,8 +158,9 @@ class StepGraphs:
         return len(self._graphs)
 
     def clear(self) -> None:
-        """Forget the captured graphs; each is captured again when a step needs it."""
+        """Forget the captured graphs and the failed captures; each is tried again when a step needs it."""
         self._graphs.clear()
+        self._uncapturable.clear()
 
     def sizes_for(self, batch: StepBatch, num_wanted: int) -> GraphSizes | None:
         """Return the sizes of the graph that can replay a step; None if no graph fits it.

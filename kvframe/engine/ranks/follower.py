@@ -97,7 +97,7 @@ class Follower:
             "step": lambda step: _run(step, runner, tables, limit),
             "copy_pages": storage.copy_pages,
             "fill": storage.fill,
-            "resize": lambda *size: _resize(storage, *size),
+            "resize": lambda *size: _resize(storage, runner, *size),
             "can_reserve": lambda *size: self._link.send(packed(_why_too_large(storage, *size))),
         }
         if host is not None:
@@ -170,6 +170,7 @@ def _why_too_large(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -
     return None
 
 
-def _resize(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -> None:
+def _resize(storage: KVCacheStorage, runner: ModelRunner, num_slabs: int, memory_bytes: int) -> None:
     plan = _resized(storage, num_slabs, memory_bytes)
     storage.move(plan, storage.reserve(plan))
+    runner.drop_graphs()  # they hold the old addresses

@@ -124,11 +124,6 @@ class ModelRunner:
         self._forward = forward
         self.hidden_rows: torch.Tensor | None = None
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether steps may be replayed from graphs."""
-        return self.graphs is not None
-
     def warm_up(self) -> None:
         """Capture the usual graphs, so that the first request need not wait for them. No row may be set yet."""
         if self.graphs is not None:
@@ -325,11 +320,6 @@ class TokenRunner(ModelRunner):
 
     draft: DraftRunner | None = None
     packed: StepBatch
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether steps of either model may be replayed from graphs."""
-        return super().has_graphs or (self.draft is not None and self.draft.runner.has_graphs)
 
     def drop_graphs(self) -> None:
         """Forget the captured graphs of both models."""
