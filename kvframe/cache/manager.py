@@ -47,7 +47,7 @@ class Entry(RowState):
         uncounted: The result of its lookup. Its first commit counts it, because a waiting request is looked up many
             times.
         asked_tokens: The tokens of that lookup; 0 if there was none.
-        num_resets: Resets of the prefix cache before it started.
+        num_resets: Resets of the prefix cache before it started; of a fork, before its first request started.
         stored: Its copies in host memory; None while it is in the table.
     """
 
@@ -395,7 +395,7 @@ class KVCacheManager:
 
         Args:
             request_id: A request that is swapped out.
-            num_tokens: As in every verb; its computed tokens are among them.
+            num_tokens: As in every verb; at least its computed tokens (``bad_count``).
             use_prefix: Whether to reference its own published blocks, or equal ones, that are still cached.
 
         Returns:
@@ -414,6 +414,12 @@ class KVCacheManager:
                 code="not_swapped",
             )
         check_count("num_tokens", num_tokens)
+        if num_tokens < entry.stored.num_computed:
+            raise RequestError(
+                f"the request {request_id!r} has {entry.stored.num_computed} computed tokens, and is swapped in with "
+                f"blocks for them all, not for {num_tokens}; ask for at least {entry.stored.num_computed}",
+                code="bad_count",
+            )
         row, use_prefix = self._rows.next_free(), self.prefix_caching and use_prefix
         if not self._swapper.swap_in_row(row, entry, entry.stored, num_tokens, use_prefix=use_prefix):
             return False

@@ -479,6 +479,7 @@ class Lives:
                 lambda: self.manager.start(known, [7]),
                 lambda: self.manager.fork(known, new, [7]),
                 lambda: self.manager.swap_in(known, num_tokens),
+                lambda: self.manager.swap_in(known, self.swapped[known][0].computed - 1),
             ]
         before = {name: self.manager.block_ids(name) for name in self.running}
         with pytest.raises(RequestError):

@@ -101,6 +101,20 @@ def test_a_request_comes_back_with_room_for_the_longest_at_most(kind: str) -> No
     assert manager.swap_in("one", MAX_LEN)
 
 
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_request_comes_back_with_blocks_for_all_its_computed_tokens(kind: str) -> None:
+    manager = make_manager(*PLANS[kind])
+    start(manager, "one", "two")
+    assert manager.swap_out("one")
+    before = state_of(manager, "two")
+    with pytest.raises(
+        RequestError, match=r"'one' has 20 computed tokens, .* not for 19; ask for at least 20$"
+    ) as caught:
+        manager.swap_in("one", len(TOKENS) - 1)
+    assert ("bad_count", before) == (caught.value.code, state_of(manager, "two"))
+    assert manager.swap_in("one", len(TOKENS))
+
+
 def test_an_input_that_is_longer_than_the_plan_is_for_is_refused() -> None:
     manager = make_manager(full(), encoder())
     before = state_of(manager)
