@@ -103,8 +103,10 @@ class KVCacheCoordinator:
         Raises:
             SpecError: A spec answers wrongly about a prompt of this length; nothing changed.
         """
-        for _, _, deaths in self._dying if self._kinds.plan.depends_on_prompt else ():
-            deaths.begin(row, state.num_prompt_tokens)
+        # A prefix that is restored has no prompt: none of its blocks dies, because the row ends before its next token.
+        if state.num_prompt_tokens is not None:
+            for _, _, deaths in self._dying:
+                deaths.begin(row, state.num_prompt_tokens)
         self._numbers.computed_of[row] = num_computed
         self._numbers.states[row] = state
         # Inputs are computed with the first tokens, so the first commit has work to do.

@@ -142,17 +142,13 @@ class DeathLists:
         if not self._is_by_row:
             self._write(0, self._live)
 
-    def begin(self, row: int, num_prompt_tokens: int | None) -> None:
-        """Write a row's lists, if each row has its own, for a prompt of so many tokens; None if all tokens are prompt.
-
-        Raises:
-            SpecError: A spec answers wrongly; nothing changed.
-        """
+    def begin(self, row: int, num_prompt_tokens: int) -> None:
+        """Write a row's lists, if each row has its own; a spec's wrong answer raises a ``SpecError`` before."""
         if self._is_by_row:
-            of_row = self._live
-            if num_prompt_tokens is not None:
-                of_row = [each if each.for_prompt is None else each.for_prompt(num_prompt_tokens) for each in of_row]
-            self._write(row, of_row)
+            for_prompt = [each.for_prompt for each in self._live]
+            self._write(
+                row, [of(num_prompt_tokens) if of else each for of, each in zip(for_prompt, self._live, strict=True)]
+            )
 
     def _write(self, row: int, live: Sequence[LiveRange]) -> None:
         """Sort the deaths of each group into its list of a row."""

@@ -195,8 +195,8 @@ class Swapper:
         except RequestError:
             # The request published no block from its first unreadable token on.
             match = tree.match_prefix(state.namespace, state.token_ids, min(most, num_readable(state.token_ids)))
-        while (start := before_range(state.ranges, match.length)) < match.length:
-            # The state of a range depends on all its tokens.
+        if (start := before_range(state.ranges, match.length)) < match.length:
+            # The state of a range depends on all its tokens. Those before its start are known.
             match = tree.match_prefix(state.namespace, state.token_ids, start)
         of_stacks = tree.pages_of(match, match.length)
         for group, (s, g) in tree.place.items():

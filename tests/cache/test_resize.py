@@ -158,3 +158,21 @@ def test_cached_pages_at_the_end_are_given_up_and_others_stay(specs: tuple[KVCac
 def test_a_pool_of_nothing_has_no_size() -> None:
     manager = make_manager(num_slabs=0)
     assert manager.resize(0)
+
+
+def test_after_a_change_of_size_slabs_are_kept_for_the_longest_request() -> None:
+    plan = make_manager(*MIXED, num_slabs=20).plan
+    needed = plan.num_slabs_for(group.peak_blocks for group in plan.groups)
+    manager = make_manager(*MIXED, num_slabs=needed - 1)
+    assert manager.resize(needed + 2)
+    for name in ("ended", "running"):
+        manager.start(name, list(range(7)), use_prefix=False)
+        assert manager.extend(name, 6)
+        manager.commit(name, list(range(7)), 6)
+    manager.free("ended")
+    # Three cached blocks are in the slab of the running request's, and all slabs without a held block are kept.
+    assert manager.extend("running", 8)
+    assert [1, 0] == manager.stats.blocks_evicted
+    assert manager.resize(needed + 3)
+    assert manager.extend("running", 10)
+    assert [1, 0] == manager.stats.blocks_evicted
