@@ -20,13 +20,9 @@ from kvframe.planning.answers import Answers
 class _Part:
     """One group, or all groups of a table stack if they store every block: they get their pages together.
 
-    Attributes:
-        groups: Their indices.
-        block_size: Tokens per block.
-        ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``: their block tables.
-        row_pages: Likewise, the pages that rows were given; None if these are the block tables.
-        num_blocks: ``[num_groups, max_num_seqs], int64, host``: their rows of ``RowNumbers.num_blocks``, all equal.
-        answers: The spec's checked answers, if the group stores few blocks; None if every block is stored.
+    ``ids``, ``row_pages`` and ``num_blocks`` are their parts of ``TableStack.ids``, of ``Publisher.row_pages`` (None if
+    these are the block tables), and of ``RowNumbers.num_blocks``, whose rows are equal. Only a group that stores few
+    blocks has ``answers``.
     """
 
     groups: slice
@@ -173,13 +169,8 @@ class BlockAllocator:
     ) -> list[BlockIds] | None:
         """Allocate the pages that several rows lack for their first ``num_tokens`` tokens and their inputs, or none.
 
-        Args:
-            rows: Rows.
-            num_tokens: How many tokens of each.
-            gaps: Of a single row, per group the indices of blocks that it has and that have no page.
-
-        Returns:
-            Per group, the pages of the gaps if there are any; None, and nothing changed, if the pool has too few pages.
+        Of a single row, ``gaps`` are per group the indices of blocks that it has and that have no page. Return the
+        pages of the gaps, per group; None, and nothing changed, if the pool has too few pages.
         """
         for answers in self._kinds.asked:
             answers.check(int(np.maximum.reduce(num_tokens)))

@@ -50,6 +50,12 @@ def check_count(what: str, given: Any, least: int = 0, most: int | None = None) 
     return int(given)
 
 
+def check_num_tokens(given: Any, most: int) -> None:
+    """Refuse a number of first tokens that is not a whole number (``bad_count``), or is too large (``too_long``)."""
+    if check_count("num_tokens", given) > most:
+        raise too_many_tokens(given, most)
+
+
 def check_sequence(token_ids: Any) -> None:
     """Refuse tokens that are no sequence (``bad_token``)."""
     if type(token_ids) not in _SEQUENCES:

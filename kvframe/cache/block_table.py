@@ -51,12 +51,9 @@ class TableStack:
     """The block tables of all groups with one block size that keep state of one sequence, as one array.
 
     Attributes:
-        block_size: Tokens per block.
-        sequence: Which sequence of a request the blocks are of.
-        groups: The groups' indices, in the array's order.
+        groups: The groups' indices, in the array's order; ``index`` is the same as an array.
         ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``; each group's ``BlockTable.ids`` is a view of it.
-        flat: ``[num_groups * max_num_seqs * max_blocks], int32, host``: the same array.
-        index: ``[num_groups], int64, host``: ``groups`` as an array.
+        flat: The same array in one dimension.
     """
 
     block_size: int
@@ -83,10 +80,7 @@ class TableStack:
 class BlockTables:
     """The block tables of all groups, by group index.
 
-    Invariant: the tables of equal block size and sequence lie in one array, so that a step reads all of them at once.
-
-    Attributes:
-        stacks: The arrays, one for each block size and sequence.
+    Invariant: the tables of equal block size and sequence lie in one of ``stacks``: a step reads all of them at once.
     """
 
     def __init__(

@@ -98,11 +98,7 @@ class KVCacheCoordinator:
             self._numbers.capacity[[row, new_row]] = -1
 
     def begin_row(self, row: int, num_computed: int, state: RowState) -> None:
-        """Give a free row to a request with computed tokens; the caller references its live blocks.
-
-        Raises:
-            SpecError: A spec answers wrongly about a prompt of this length; nothing changed.
-        """
+        """Give a free row to a request with computed tokens; it may raise a ``SpecError`` before anything changes."""
         # A prefix that is restored has no prompt: none of its blocks dies, because the row ends before its next token.
         if state.num_prompt_tokens is not None:
             for _, _, deaths in self._dying:

@@ -48,15 +48,9 @@ class InputSequence:
 
 @attrs.frozen
 class InputBlocks:
-    """The blocks of one input of a request in one group.
+    """The blocks of one input of a request in one group: ``sequence`` is the input's name, ``key`` that of its content.
 
-    Attributes:
-        group: The group's index.
-        salt: The request's salt: only requests with the same salt share the blocks.
-        sequence: The input's name (``"encoder"``).
-        key: The key of its content.
-        num_tokens: Its tokens.
-        num_blocks: Blocks for all of its tokens.
+    Only requests with the same salt share them.
     """
 
     group: int

@@ -13,10 +13,10 @@ from kvframe.cache.arguments import (
     check_count,
     check_inputs,
     check_name,
+    check_num_tokens,
     check_salt,
     check_sequence,
     check_tokens,
-    too_many_tokens,
 )
 from kvframe.cache.audit import audit_each_verb, audit_rows, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
@@ -44,8 +44,7 @@ class Entry(RowState):
 
     Attributes:
         row: Its row in the block tables; while it is swapped out, the one that it had.
-        uncounted: The result of its lookup. Its first commit counts it, because a waiting request is looked up many
-            times.
+        uncounted: The result of its lookup, which its first commit counts: a waiting request is looked up many times.
         asked_tokens: The tokens of that lookup; 0 if there was none.
         num_resets: Resets of the prefix cache before it started; of a fork, before its first request started.
         stored: Its copies in host memory; None while it is in the table.
@@ -276,9 +275,7 @@ class KVCacheManager:
         request that has to be preempted before its prompt is computed.
         """
         row = self._entry(request_id).row
-        check_count("num_tokens", num_tokens)
-        if num_tokens > self.plan.max_model_len:
-            raise too_many_tokens(num_tokens, self.plan.max_model_len)
+        check_num_tokens(num_tokens, self.plan.max_model_len)
         return self._coordinator.allocator.could_allocate(row, num_tokens)
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
@@ -413,7 +410,7 @@ class KVCacheManager:
                 f"the request {request_id!r} is not swapped out: {where}; swap in only what 'swap_out' took out",
                 code="not_swapped",
             )
-        check_count("num_tokens", num_tokens)
+        check_num_tokens(num_tokens, self.plan.max_model_len)
         if num_tokens < entry.stored.num_computed:
             raise RequestError(
                 f"the request {request_id!r} has {entry.stored.num_computed} computed tokens, and is swapped in with "

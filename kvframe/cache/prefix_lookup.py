@@ -73,15 +73,9 @@ NO_HIT = PrefixHit()
 
 
 class PrefixCache:
-    """The block pool, the radix tree and the input index, which need each other. It asks no spec for its type.
+    """The block pool, the radix tree with its publisher, and the index of inputs, which need each other.
 
     Invariant: a page is found only through its owner in the pool.
-
-    Attributes:
-        pool: The pages.
-        tree: Finds published blocks of tokens.
-        publisher: Publishes blocks of tokens as requests compute them.
-        inputs: Finds published blocks of inputs.
     """
 
     def __init__(
@@ -116,10 +110,9 @@ class PrefixCache:
     def find_prefix(
         self, namespace: Namespace, tokens: Sequence[int], most: int, inputs: Sequence[InputBlocks] = ()
     ) -> PrefixHit:
-        """Return the hit of a request's inputs and of its first ``most`` tokens.
+        """Return the hit of a request's inputs, with all their blocks, and of its first ``most`` tokens.
 
-        A hit of ``n`` tokens needs exactly the blocks that are live at ``n``, in every group. An input needs all its
-        blocks, in every group that keeps state of it.
+        A hit of ``n`` tokens needs exactly the blocks that are live at ``n``, in every group.
         """
         if not self._is_caching:
             return NO_HIT
@@ -250,13 +243,7 @@ def _reserve(plan: KVCachePlan) -> int:
 
 
 def found_prefix(hit: PrefixHit, num_asked: int, plan: KVCachePlan) -> FoundPrefix:
-    """Return what a lookup found.
-
-    Args:
-        hit: Its result.
-        num_asked: The tokens that were looked up, the last one included; 0 if there was no lookup.
-        plan: The plan of the cache.
-    """
+    """Return the result of a lookup of ``num_asked`` tokens, the last one included, as a value; 0 for no lookup."""
     found = dict(zip(sorted(hit.place, key=hit.place.__getitem__), hit.found, strict=False))
     return FoundPrefix(
         num_tokens=hit.num_tokens,

@@ -195,12 +195,7 @@ class Publisher:
         self._next_publication[row] = cursor.next_publication(self._tree.unit)
 
     def _stop_within_range(self, cursor: _Cursor, row: int) -> None:
-        """Stop publishing a row before a range within which its tokens begin to differ from those of another request.
-
-        The other request would find the row's blocks in the range, and their state depends on the whole range.
-        """
-        if self._leaf_of(row) is not None:
-            return
+        """Stop publishing a row before a range within which its tokens begin to differ from another request's."""
         end, state = self._end_of(cursor, row), self._states[row]
         known = self._tree.match_prefix(state.namespace, state.token_ids, end).length
         if known < end:

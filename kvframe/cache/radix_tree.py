@@ -30,19 +30,13 @@ TOKEN_BYTES = 4
 
 @attrs.define(eq=False, repr=False, weakref_slot=False)
 class RadixNode:
-    """A run of tokens ``[start, stop)`` of a prefix.
+    """A run of tokens ``[start, stop)`` of a prefix, whole units of the tree. Only roots have a namespace.
 
     Attributes:
-        parent: The node before it; None for a root.
-        start: Its first token; a multiple of the tree's unit.
-        stop: The token after its last; likewise.
         first: The bytes of its first unit, by which its parent knows it.
         owner: Its number as the owner of pages; ``NO_OWNER`` for a root.
-        namespace: The namespace of a root; None for other nodes.
         tokens: Its token ids, four bytes each.
         pages: Per table stack ``[num_groups, num_blocks], int32``: the pages of the blocks that end in it, 0 for none.
-        num_pages: The number of these pages.
-        children: The nodes after it, by ``first``.
         row: The row of the running request that it grows with; -1 for none.
     """
 
@@ -64,12 +58,7 @@ class RadixNode:
 
 
 class Match(NamedTuple):
-    """The first tokens of a request that are in the tree: they are *known*.
-
-    Attributes:
-        nodes: The nodes of these tokens, from the first.
-        length: The number of these tokens, a multiple of the tree's unit.
-    """
+    """The first tokens of a request that are in the tree: they are *known*. Their number is a multiple of the unit."""
 
     nodes: tuple[RadixNode, ...]
     length: int
@@ -86,13 +75,12 @@ class RadixTree:
     Attributes:
         unit: Runs are split at multiples of this many tokens, which divides the block sizes of all groups.
         sizes: Per table stack, tokens per block.
-        groups: Per table stack, its groups.
-        place: For each group, the number of its table stack, and its place in the stack.
+        place: For each group, the number of its table stack, and its place in the stack; ``groups`` is the reverse.
         is_needed: Per table stack ``[num_groups, max_blocks], bool, host``: which blocks become findable: those that
             some hit could need, and all of a group in which no block dies.
         pool: The pages; set after both are made, because each needs the other.
-        row_pages: Per table stack, the pages that running rows were given; set by the publisher.
-        catch_up: Updates a node that grows with a row; set by the publisher.
+        row_pages: ``Publisher.row_pages``, set by the publisher.
+        catch_up: Updates a node that grows with a row; likewise.
         on_stored: Called with a node, whose blocks that end in tokens ``(start, stop]`` became findable; or None.
     """
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvframe.cache.block_pool import BlockPool
 
 _NO_GROUP = -1
-_NEVER = int(np.iinfo(np.int64).max)
 _SlabSet = OrderedDict[int, None]
 
 
@@ -217,15 +216,13 @@ class Slabs:
         heappush(self._by_priority, (priority, self._idle[slab], slab))
 
     def _first_idle(self) -> tuple[int, int]:
-        """Return the idle slab with the smallest priority, and that priority."""
+        """Return the idle slab with the smallest priority, and that priority; there is one."""
         if not self._pool.has_policy:
-            return next(iter(self._idle.items()), (0, _NEVER))
-        while self._by_priority:
-            priority, stamp, slab = self._by_priority[0]
-            if self._idle.get(slab) == stamp:
-                return slab, priority
+            return next(iter(self._idle.items()))
+        while self._idle.get(self._by_priority[0][2]) != self._by_priority[0][1]:
             heappop(self._by_priority)
-        return 0, _NEVER
+        priority, _, slab = self._by_priority[0]
+        return slab, priority
 
     # --- all slabs ----------------------------------------------------------------------------------------------------
 

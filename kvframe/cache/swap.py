@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.arguments import check_copies, too_many_tokens
+from kvframe.cache.arguments import check_copies
 from kvframe.cache.audit import audit_pool
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import GroupKinds, RowNumbers, RowState
@@ -45,9 +45,7 @@ class HostPages(Protocol):
 class StoredRow:
     """The data from which a row is restored when its pages are outside of the pool.
 
-    Attributes:
-        copies: Per group ``[num_blocks], int64, host``: the place of each block's copy; 0 for a block without a copy.
-        num_computed: Its computed tokens.
+    ``copies`` is per group ``[num_blocks], int64, host``: the place of each block's copy; 0 for a block without a copy.
     """
 
     copies: list[npt.NDArray[np.int64]]
@@ -55,12 +53,9 @@ class StoredRow:
 
 
 class Swapper:
-    """Copies rows to host memory and back, and restores saved prefixes.
+    """Copies rows to host memory, whose pages are ``host_pool``, and back, and restores saved prefixes.
 
     A method that returns False, returns None or raises has changed nothing.
-
-    Attributes:
-        host_pool: The pages of the host memory; None if there is no host memory.
     """
 
     def __init__(
@@ -101,10 +96,7 @@ class Swapper:
         return stored
 
     def swap_in_row(self, row: int, state: RowState, stored: StoredRow, num_tokens: int, *, use_prefix: bool) -> bool:
-        """Fill a free row from host memory, allocate blocks for its tokens ``[0, num_tokens)``, and release the copies.
-
-        If ``use_prefix``, cached pages are shared and not copied.
-        """
+        """Fill a free row from host memory with blocks for ``num_tokens`` tokens, and release the copies."""
         assert self._host_pages is not None
         if not self._fill_row(row, state, stored, num_tokens, self._host_pages.copy_in, use_prefix=use_prefix):
             return False
@@ -160,8 +152,6 @@ class Swapper:
         self, row: int, state: RowState, stored: StoredRow, num_tokens: int, fetch: FetchPages, *, use_prefix: bool
     ) -> bool:
         """Begin a free row as it was stored, from cached pages and copies; leave it free if pages are short."""
-        if num_tokens > self._plan.max_model_len:
-            raise too_many_tokens(num_tokens, self._plan.max_model_len)
         cached = [np.zeros(len(copies), dtype=np.int32) for copies in stored.copies]
         if use_prefix:
             self._find_cached(state, stored, cached)
