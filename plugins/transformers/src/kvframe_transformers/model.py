@@ -30,7 +30,7 @@ from kvframe.contract import (
 from kvframe_transformers.byte_level import bytes_of, decode_by_bytes
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody, for_any_size
-from kvframe_transformers.head_input import BodyOutput, HeadInput
+from kvframe_transformers.hidden_states import HiddenStates
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.packed import PackedLinears
@@ -89,7 +89,7 @@ class TransformersModel(LoadedModel):
         self._drivers: dict[nn.Module, MixerDriver] = {}
         self._cutter: RowCutter | None = None
         self.compiled: CompiledBody | None = None
-        self._head: HeadInput | BodyOutput | None = None
+        self._noted: HiddenStates | None = None
         self.packs_weights = False
 
     def without_head(self) -> LoadedModel:
@@ -211,9 +211,9 @@ class TransformersModel(LoadedModel):
         if self.compiled is not None:
             self.compiled.remove()
         self.compiled = None
-        if self._head is not None:
-            self._head.remove()
-        self._head = None
+        if self._noted is not None:
+            self._noted.remove()
+        self._noted = None
         if self._cutter is not None:
             self._cutter.remove()
         self._cutter = None
@@ -251,7 +251,7 @@ class TransformersModel(LoadedModel):
 
     def give_hidden_states(self) -> None:
         """Note the input of the model's head in each step."""
-        self._head = HeadInput(self.model.get_output_embeddings())
+        self._noted = HiddenStates(self.model.get_output_embeddings(), of_output=False)
 
     def forward_with_hidden_states(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
@@ -269,9 +269,9 @@ class TransformersModel(LoadedModel):
         Raises:
             ModelError: The model does not call its head.
         """
-        assert self._head is not None
+        assert self._noted is not None
         logits = self.forward(input_ids, positions, logits_indices)
-        rows = self._head.take()
+        rows = self._noted.take()
         if rows is None:
             raise ModelError(
                 f"{self.description.name} does not call its output embeddings, so it has no hidden states; choose "
@@ -292,7 +292,7 @@ class TransformersModel(LoadedModel):
 
     def give_all_hidden_states(self) -> None:
         """Note the output of the model's body in each step."""
-        self._head = BodyOutput(self.model.get_decoder())
+        self._noted = HiddenStates(self.model.get_decoder(), of_output=True)
 
     def forward_with_all_hidden_states(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
@@ -307,8 +307,8 @@ class TransformersModel(LoadedModel):
         Returns:
             The logits, and ``[num_tokens, hidden_size]``.
         """
-        assert self._head is not None
-        logits, rows = self.forward(input_ids, positions, logits_indices), self._head.take()
+        assert self._noted is not None
+        logits, rows = self.forward(input_ids, positions, logits_indices), self._noted.take()
         assert rows is not None
         return logits, rows
 
