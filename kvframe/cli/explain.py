@@ -57,11 +57,10 @@ def explain(
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """
     from kvframe.config.eviction_choice import make_policy
-    from kvframe.planning.draft_model import split_layers
     from kvframe.planning.groups import group_layers, make_layer_specs
     from kvframe.planning.recognise import describe_model
     from kvframe.selection.select import select_backends
-    from kvframe.selection.skipping import find_skippable_layers
+    from kvframe.selection.skipping import find_skipping
 
     stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
@@ -69,20 +68,21 @@ def explain(
     description = describe_model(find_model(model, weights=False), registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(split_layers(layers)[0])
-    choices = select_backends(layers, stack, registry, stack.engine.device.partition(":")[0], skipped)
+    skipping = find_skipping(layers, stack, registry)
+    choices = select_backends(layers, stack, registry, stack.engine.device.partition(":")[0], skipping.layers)
+    note = grouping.note or skipping.note
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
     chosen = {choice.layer: choice for choice in choices}
     explained = [_explain(layer, grouping, chosen.get(layer.name), backends) for layer in layers if layer.spec]
     if html is not None:
-        notes = [note for note in (grouping.note, f"cached pages are evicted by {eviction}") if note]
+        notes = [each for each in (note, f"cached pages are evicted by {eviction}") if each]
         write_page(html, "explain.html", _page(description.name, explained, registry, notes))
     if as_json:
-        print_json({"model": description.name, "note": grouping.note, "eviction": eviction, "layers": explained})
+        print_json({"model": description.name, "note": note, "eviction": eviction, "layers": explained})
         return
     _print(description.name, explained, registry, verbose)
-    if grouping.note is not None:
-        print_note(grouping.note)
+    if note is not None:
+        print_note(note)
     if stack.cache.eviction.name != LRU.name:
         print_note(f"cached pages are evicted by the policy {eviction}")
 

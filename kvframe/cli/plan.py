@@ -82,6 +82,7 @@ def plan(
     from kvframe.planning.groups import group_layers, make_layer_specs
     from kvframe.planning.recognise import describe_model
     from kvframe.planning.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
+    from kvframe.selection.skipping import find_skipping
 
     stack = read_stack(
         stack_file,
@@ -100,25 +101,27 @@ def plan(
         raise click.UsageError(f"--num-tokens: a request has at most {planned.max_model_len} tokens")
     lengths = sorted(set(num_tokens)) or _listed_lens(planned.max_model_len)
     computed = _computed_otherwise(layers, grouping, planned.max_model_len)
+    note = grouping.note or find_skipping(layers, stack, registry).note
     if html is not None and planned.groups:
         concurrency = _concurrency(planned, lengths)
         write_page(html, "plan.html", page_of_plan(description, layers, grouping, planned, concurrency))
     if as_json:
-        print_json(_to_dict(description, grouping, planned, host_bytes, lengths, computed))
+        print_json(_to_dict(description, grouping, planned, host_bytes, lengths, computed, note))
     else:
-        _print(description, len(layers) - len(description.layers), grouping, planned, host_bytes, lengths, computed)
+        _print(
+            description, len(layers) - len(description.layers), grouping, planned, host_bytes, lengths, computed, note
+        )
 
 
 def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> list[LayerSpec]:
     """Return the layers whose pages would be copied in a run; the copies take memory."""
     if all(layer.spec is None or layer.spec.kv_format == PLAIN for layer in layers):
         return []  # no backend has to be imported
-    from kvframe.planning.draft_model import split_layers
     from kvframe.selection.choice import layers_on_copies
     from kvframe.selection.select import select_backends
-    from kvframe.selection.skipping import find_skippable_layers
+    from kvframe.selection.skipping import find_skipping
 
-    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(split_layers(layers)[0])
+    skipped = find_skipping(layers, stack, registry).layers
     device = stack.engine.device.partition(":")[0]
     return layers_on_copies(layers, select_backends(layers, stack, registry, device, skipped))
 
@@ -150,6 +153,7 @@ def _to_dict(
     host_bytes: int,
     lengths: Sequence[int],
     computed: list[dict[str, Any]],
+    note: str | None,
 ) -> dict[str, Any]:
     plain = planned.to_dict()
     for group, stored, entry in zip(planned.groups, grouping.groups, plain["groups"], strict=True):
@@ -165,7 +169,7 @@ def _to_dict(
         "model": description.name,
         **plain,
         "host_bytes": host_bytes,
-        "note": grouping.note,
+        "note": note,
         "follows": dict(grouping.follows),
         "computed_otherwise": computed,
         "concurrency": _concurrency(planned, lengths),
@@ -187,12 +191,13 @@ def _print(
     host_bytes: int,
     lengths: Sequence[int],
     computed: list[dict[str, Any]],
+    note: str | None,
 ) -> None:
     num_following = len(grouping.follows)
     sharing = f", {num_following} of them read another layer's cache" if num_following else ""
     if not planned.groups:
         click.echo(f"{description.name}: {len(description.layers)} layers, no cache is needed")
-        print_note(grouping.note or "")
+        print_note(note or "")
         return
     of_draft = f"; {num_draft_layers} more for draft tokens" if num_draft_layers else ""
     print_table(
@@ -258,8 +263,8 @@ def _print(
         ("tokens each", "requests", "all but one generating"),
         [(f"{n:,}", f"{planned.max_concurrency(n):,}", f"{planned.max_generating(n):,}") for n in lengths],
     )
-    if grouping.note is not None:
-        print_note(grouping.note)
+    if note is not None:
+        print_note(note)
 
 
 def _found_again(planned: KVCachePlan) -> str:

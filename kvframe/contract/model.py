@@ -245,11 +245,15 @@ class LoadedModel(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} gives no hidden states")
 
-    def load_prediction_heads(self) -> PredictionHeads:
+    def load_prediction_heads(self) -> PredictionHeads | None:
         """Return the model's prediction heads (multi-token prediction), with their weights.
 
         Called at set-up, before ``attach``, and only if the stack's proposer uses the heads and the description has
-        ``prediction_layers``.
+        ``prediction_layers``. If several processes serve the model together, each of them calls this, and rank 0 alone
+        runs the heads. So they need all weights in its process, those that they share with the model too.
+
+        Returns:
+            The heads; None on another rank than 0.
 
         Raises:
             ModelError: The checkpoint has no weights of the heads, or they cannot be loaded.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvframe.contract.backend import KVCache, PageCopier
 from kvframe.contract.errors import KVFrameError, PluginError, StackError, shown
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.model import LoadedModel, PredictionHeads
+from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.ranks.agreement import agree
 from kvframe.engine.ranks.follower import Follower
@@ -45,7 +46,9 @@ from kvframe.planning.retyping import EditLayer, edited
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.selection.choice import Choice, layers_on_copies
 from kvframe.selection.select import select_backends
-from kvframe.selection.skipping import find_skippable_layers
+from kvframe.selection.skipping import find_skipping
+
+_log = logging.getLogger("kvframe")
 
 NUM_COMPARED_TOKENS = 256
 """Tokens that the served model and the draft model must read alike."""
@@ -96,8 +99,9 @@ def assemble(
 ) -> Assembly:
     """Plan and allocate the cache, and choose a wrapper chain and a backend for every layer. The model is unchanged.
 
-    If the stack's proposer has a draft model, it is loaded and set up over the same cache. Of several ranks, rank 0
-    alone runs it. The others keep its part of each page free: block ids are places in the pool, the same on all ranks.
+    If the stack's proposer has a draft model, or uses the model's prediction heads, these are loaded and set up over
+    the same cache. Of several ranks, rank 0 alone runs them. The others keep their part of each page free: block ids
+    are places in the pool, the same on all ranks.
 
     Args:
         model: A loaded model.
@@ -119,17 +123,10 @@ def assemble(
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     own, drafted = split_layers(layers)
-    if drafted and ranks is not None:
-        check_draft_of_ranks(stack, registry)
-    has_draft = bool(drafted) and not isinstance(ranks, Follower)
-    draft = load_draft_model(model, drafted, stack, registry) if has_draft else None
-    skipped, choices = _choose(model, own, stack, registry)
-    if skipped and isinstance(draft, PredictionHeads):
-        raise StackError(
-            f"{stack.source}: engine.drafts: the prediction heads of {model.description.name} need hidden states of "
-            "all tokens, and engine.prefill_skipping leaves some out; leave one of the two keys out"
-        )
-    draft_choices = select_backends(drafted, stack, registry, torch.device(stack.engine.device).type)
+    draft = load_draft_model(model, drafted, stack, registry, ranks) if drafted else None
+    skipped, device = _skipped_layers(model, layers, stack, registry), torch.device(stack.engine.device).type
+    choices = select_backends(own, stack, registry, device, skipped)
+    draft_choices = select_backends(drafted, stack, registry, device)
     copied = layers_on_copies(layers, (*choices, *draft_choices))
     num_local_ranks = 1 if ranks is None else ranks.num_local_ranks
     plan = plan_for_stack(grouping, stack, max_model_len, model.description.max_input_lens, copied, num_local_ranks)
@@ -140,25 +137,26 @@ def assemble(
     return made if draft is None else attrs.evolve(made, draft=_assemble_draft(made, draft, drafted, draft_choices))
 
 
-def check_draft_of_ranks(stack: Stack, registry: Registry) -> None:
-    """Raise ``StackError`` if a stack's proposer uses prediction heads: they need the whole model in one process."""
-    proposer = make_proposer(stack, registry)
-    if proposer is not None and proposer.uses_prediction_heads:
-        raise StackError(
-            f"{stack.source}: engine.drafts: prediction heads do not run on several ranks; choose another proposer"
-        )
-
-
-def load_draft_model(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> LoadedModel:
+def load_draft_model(
+    model: LoadedModel,
+    layers: Sequence[LayerSpec],
+    stack: Stack,
+    registry: Registry,
+    ranks: Leader | Follower | None = None,
+) -> LoadedModel | None:
     """Return the draft model that a stack's proposer names, or the prediction heads of the model.
 
-    This process alone runs it.
+    Of several ranks, rank 0 alone runs it. Each rank may have a part of the weights that heads share with the model.
 
     Args:
         model: The model that is served.
         layers: The draft model's layers, as they were planned.
         stack: Its ``[engine] drafts``, device and dtype.
         registry: Where the proposer and model adapters are looked up.
+        ranks: This process among those that serve the model; None if it is alone.
+
+    Returns:
+        The draft model, or the heads; None on another rank than 0.
 
     Raises:
         StackError: The draft model cannot be loaded, or cannot continue the model's requests.
@@ -166,7 +164,10 @@ def load_draft_model(model: LoadedModel, layers: Sequence[LayerSpec], stack: Sta
     """
     where, proposer = f"{stack.source}: engine.drafts", make_proposer(stack, registry)
     if proposer is not None and proposer.uses_prediction_heads:
-        return model.load_prediction_heads()
+        heads = model.load_prediction_heads()
+        return None if isinstance(ranks, Follower) else heads
+    if isinstance(ranks, Follower):
+        return None
     path = draft_path(proposer, stack)
     assert path is not None
     try:
@@ -271,7 +272,8 @@ def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Re
     enough = (len(grouping.groups) + 1) * slab_bytes
     peaks = plan_cache(grouping, memory_bytes=enough, **limits).peak_blocks(limits["max_model_len"])
     plan = plan_cache(grouping, memory_bytes=enough + sum(peaks) * slab_bytes, **limits)
-    skipped, choices = _choose(model, plain, stack, registry)
+    skipped = assembly.layers.skipped
+    choices = select_backends(plain, stack, registry, assembly.device.type, skipped)
     return _assemble(model, plain, stack, grouping, plan, choices, skipped)
 
 
@@ -280,13 +282,6 @@ def plain_layers(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
     return tuple(
         layer if layer.spec is None else attrs.evolve(layer, spec=layer.spec.in_format(PLAIN)) for layer in layers
     )
-
-
-def _choose(
-    model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry
-) -> tuple[tuple[str, ...], tuple[Choice, ...]]:
-    skipped = _skipped_layers(model, layers, stack)
-    return skipped, select_backends(layers, stack, registry, torch.device(stack.engine.device).type, skipped)
 
 
 def _assemble(
@@ -363,8 +358,13 @@ def find_page_copier(choices: Sequence[Choice]) -> PageCopier | None:
     return None
 
 
-def _skipped_layers(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack) -> tuple[str, ...]:
-    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
+def _skipped_layers(
+    model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry
+) -> tuple[str, ...]:
+    skipping = find_skipping(layers, stack, registry)
+    if skipping.note is not None:
+        _log.info("%s: %s", model.description.name, skipping.note)
+    skipped = skipping.layers
     if skipped and not model.can_skip(skipped):
         raise StackError(
             f"{stack.source}: engine.prefill_skipping is on, and {model.description.name} could skip the layers "

@@ -8,8 +8,61 @@ token is used only for that token's own output, and the outputs of a prompt's in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import attrs
+
+from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.specs import LayerSpec
+from kvframe.planning.draft_model import split_layers
+
+if TYPE_CHECKING:
+    from kvframe.config.stack import Stack
+    from kvframe.loading.registry import Registry
+
+
+@attrs.frozen
+class Skipping:
+    """What a stack's prefill skipping does with a model.
+
+    Attributes:
+        layers: The layers that compute only the tokens that generate, in the order they run.
+        note: One sentence that says why no layer does although the stack asks for it and the model alone has some;
+            None if there is nothing to say.
+    """
+
+    layers: tuple[str, ...] = ()
+    note: str | None = None
+
+
+def find_skipping(layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> Skipping:
+    """Return what a stack's prefill skipping does with a model.
+
+    The layers of a draft model change nothing. Prediction heads continue the output of the model's last layer, and keep
+    a cache of their own. So they are layers that run after it: the model then computes every token to its end.
+
+    Args:
+        layers: The layer specs of the model, and of what drafts for it.
+        stack: Its ``[engine] prefill_skipping`` and ``drafts``.
+        registry: Where the proposer is looked up.
+
+    Raises:
+        StackError: The proposer cannot be made.
+    """
+    if stack.engine.prefill_skipping is None:
+        return Skipping()
+    own, _ = split_layers(layers)
+    found, proposer = find_skippable_layers(own), make_proposer(stack, registry)
+    if not found or proposer is None or not proposer.uses_prediction_heads:
+        return Skipping(found)
+    kept = find_skippable_layers(layers)
+    if kept == found:
+        return Skipping(found)
+    return Skipping(
+        kept,
+        f"prefill skipping leaves nothing out: the prediction heads keep a cache of their own, for which {found[0]!r} "
+        "and later layers compute every token of a prompt",
+    )
 
 
 def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from kvframe_transformers import adapter  # noqa: F401  # imported before the pr
 from transformers import AutoModelForCausalLM
 
 from kvframe import Embedder, Engine, SamplingParams, Stack
-from kvframe.contract import DraftRequest, Register, hookimpl
+from kvframe.contract import DraftRequest, Proposer, Register, hookimpl
 from kvframe.contract.errors import EngineError, KVFrameError
 from kvframe.engine.ranks import links
 from kvframe.engine.ranks.follower import Follower
@@ -71,12 +71,30 @@ class Reading(Knowing):
         return super().propose(requests)
 
 
-def reading_plugin() -> ModuleType:
-    manifest = ModuleType("reading_plugin")
+@attrs.define(kw_only=True, eq=False)
+class Noting(Knowing):
+    """Knows some of what requests will generate, and notes what the prediction heads draft for them.
+
+    Attributes:
+        seen: For each request that was continued, its number of tokens and what the heads drafted.
+    """
+
+    name = "noting"
+    uses_prediction_heads: ClassVar[bool] = True
+
+    seen: list[tuple[int, list[int]]] = attrs.field(factory=list, init=False)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        self.seen += [(len(each.token_ids), list(each.continuation)) for each in requests]
+        return super().propose(requests)
+
+
+def plugin_of(name: str, proposer: type[Proposer]) -> ModuleType:
+    manifest = ModuleType(f"{name}_plugin")
 
     @hookimpl
     def kvframe_register_proposers(register: Register) -> None:
-        register("reading", Reading)
+        register(name, proposer)
 
     vars(manifest)["kvframe_register_proposers"] = kvframe_register_proposers
     return manifest
@@ -114,9 +132,9 @@ def counts_of(engine: Engine) -> Result:
 # --- what is compared with one process --------------------------------------------------------------------------------
 
 
-def serve_llama(folder: Path, **options: Any) -> Result:
+def serve_llama(folder: Path, family: str = "llama", **options: Any) -> Result:
     """Chunked prompts with prefix hits, then samples that fork, and a prompt's likelihoods."""
-    with engine_of(folder / "llama", max_num_batched_tokens=24, self_check=True, **options) as engine:
+    with engine_of(folder / family, max_num_batched_tokens=24, self_check=True, **options) as engine:
         first = tokens_of(engine.generate(PROMPTS, GREEDY))
         again = tokens_of(engine.generate(PROMPTS, GREEDY))
         cached = engine.stats().cached_prompt_tokens
@@ -146,11 +164,53 @@ def draft_states(folder: Path) -> Result:
     return serve_llama(folder, drafts=drafts_of(folder, "mamba2"), memory="8MiB")
 
 
+def serve_headed(folder: Path, **options: Any) -> Result:
+    """Likewise, a model with prediction heads that nothing runs."""
+    return serve_llama(folder, "headed", **options)
+
+
+def draft_headed(folder: Path) -> Result:
+    """Likewise, with the drafts of the heads, some of which are right."""
+    return serve_headed(folder, drafts="mtp")
+
+
+def swap_draft_headed(folder: Path) -> Result:
+    """Drafts of prediction heads for requests that are preempted and swapped."""
+    # A rank has half of the model's heads, and pages with all of what the prediction heads keep.
+    memory = 163840 * 7 // 10 if "WORLD_SIZE" in os.environ else 163840
+    options: dict[str, Any] = {"max_model_len": 96, "preemption": "swap", "swap_memory": "1MiB"}
+    with engine_of(folder / "headed", memory=memory, drafts="mtp", **options) as engine:
+        tokens, counts = tokens_of(engine.generate(PROMPTS, GREEDY)), counts_of(engine)
+        # Pages of other sizes divide slabs otherwise, so that other requests are swapped.
+        return {"tokens": tokens, **{key: counts[key] > 0 for key in ("swaps", "accepted_draft_tokens")}}
+
+
+def draft_guessing(folder: Path) -> Result:
+    """What heads draft that are never right, for requests some of whose drafts are right."""
+    options: dict[str, Any] = {
+        "plugins": [plugin_of("noting", Noting)],
+        "drafts": "noting",
+        "max_num_batched_tokens": 24,
+    }
+    with engine_of(folder / "guessing", **options) as engine:
+        ANSWERS.clear()
+        plain = engine.generate(PROMPTS, GREEDY)
+        ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in plain]
+        drafted = engine.generate(PROMPTS, GREEDY)
+        drafting: Any = engine._scheduler._drafting
+        return {
+            "plain": tokens_of(plain),
+            "drafted": tokens_of(drafted),
+            "seen": drafting._proposer.seen,
+            "counts": counts_of(engine),
+        }
+
+
 def draft_from_hidden_states(folder: Path) -> Result:
     """Drafts of a proposer that needs hidden states."""
     drafts = {"name": "reading", "model": str(folder / "llama")}
     options: dict[str, Any] = {"max_num_batched_tokens": 24}
-    with engine_of(folder / "llama", plugins=[reading_plugin()], drafts=drafts, **options) as engine:
+    with engine_of(folder / "llama", plugins=[plugin_of("reading", Reading)], drafts=drafts, **options) as engine:
         ANSWERS.clear()
         plain = engine.generate(PROMPTS, GREEDY)
         ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in plain]
@@ -256,6 +316,10 @@ CASES: Mapping[str, Callable[[Path], Result]] = {
         serve_llama,
         draft_llama,
         draft_states,
+        serve_headed,
+        draft_headed,
+        swap_draft_headed,
+        draft_guessing,
         draft_from_hidden_states,
         serve_gemma,
         swap_gemma,

@@ -6,6 +6,7 @@ What the heads drafted is compared with what transformers' own candidate generat
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,16 +17,20 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from click.testing import CliRunner
 from kvframe_mtp.proposer import MTPProposer
+from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.prediction_heads import TransformersHeads
 from safetensors.torch import load_file, save_file
 
 from kvframe import RequestOutput, SamplingParams, load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.cli import main
 from kvframe.contract import (
     DraftRequest,
     LayerSpec,
+    ModelDescription,
     ModelError,
     PrefixFileError,
     QuerySpec,
@@ -33,11 +38,10 @@ from kvframe.contract import (
     StackError,
     hookimpl,
 )
-from kvframe.engine import assembly
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_values
 from tests.models.headed import HEADED, Reference, save_headed
-from tests.models.serving import PROMPTS, TinyModel, make_stack
+from tests.models.serving import PROMPTS, TinyModel
 
 MODELS = {"deepseek_v3": 2, "glm4_moe": 3, "mellum": 1}
 """The families, with their numbers of heads."""
@@ -362,6 +366,57 @@ def test_a_single_head_computes_each_token_once(tmp_path: Path, monkeypatch: pyt
     assert sum(len(prompt) + 12 - 2 for prompt in PROMPTS[:4]) == sum(counts)
 
 
+# --- prefill skipping -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose heads guess most tokens right. Its last layer reads the cache of the first."""
+    save_headed(tmp_path / "sharing", "glm4_moe", 2, agrees=True)
+    describe = TransformersAdapter.describe
+
+    def described(self: TransformersAdapter, path: Path) -> ModelDescription:
+        found = describe(self, path)
+        *others, last = found.layers
+        return attrs.evolve(found, layers=(*others, attrs.evolve(last, shares_with=others[0].name)))
+
+    monkeypatch.setattr(TransformersAdapter, "describe", described)
+    return tmp_path / "sharing"
+
+
+def test_no_layer_skips_tokens_whose_hidden_states_the_heads_need(sharing: Path) -> None:
+    model, params = load(sharing), SamplingParams(max_new_tokens=24, ignore_eos=True)
+    with model.engine(prefill_skipping="decode_only") as engine:
+        assert ("model.layers.2.self_attn",) == engine._runner._layers.skipped  # type: ignore[attr-defined]
+        wanted = engine.generate(SOME, params)
+    with model.engine(prefill_skipping="decode_only", drafts="mtp") as engine:
+        assert () == engine._runner._layers.skipped  # type: ignore[attr-defined]
+        assert shown(wanted) == shown(engine.generate(SOME, params))
+        stats = engine.stats()
+    assert stats.accepted_draft_tokens > 0.8 * stats.draft_tokens > 0
+    with model.engine(prefill_skipping="decode_only", drafts="ngram") as engine:
+        assert ("model.layers.2.self_attn",) == engine._runner._layers.skipped  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_the_plan_says_why_no_layer_skips_tokens(sharing: Path, tmp_path: Path, command: str) -> None:
+    def said(engine: str) -> tuple[Any, str]:
+        stack = tmp_path / "stack.toml"
+        stack.write_text(f'[engine]\nprefill_skipping = "decode_only"\n{engine}')
+        asked = [command, str(sharing), "--stack", str(stack)]
+        results = [CliRunner().invoke(main, [*asked, *more], env={"COLUMNS": "250"}) for more in (["--json"], [])]
+        assert [0, 0] == [each.exit_code for each in results], results
+        return json.loads(results[0].stdout)["note"], results[1].stdout
+
+    note, text = said('drafts = "mtp"')
+    assert note == (
+        "prefill skipping leaves nothing out: the prediction heads keep a cache of their own, for which "
+        "'model.layers.2.self_attn' and later layers compute every token of a prompt"
+    )
+    assert "prefill skipping leaves nothing out" in text
+    assert (None, False) == (said("")[0], "prefill skipping" in said("")[1])
+
+
 # --- what is refused, and what fails ----------------------------------------------------------------------------------
 
 
@@ -382,20 +437,6 @@ def test_a_checkpoint_without_the_weights_of_its_heads_is_refused(tmp_path: Path
         model.engine(drafts="mtp")
     with model.engine() as engine:
         assert 1 == len(engine.generate(SOME[:1], GREEDY))
-
-
-def test_heads_of_several_ranks_are_refused(models: Models) -> None:
-    model = models("glm4_moe").model
-    stack = make_stack(drafts="mtp")
-    with pytest.raises(StackError, match="prediction heads do not run on several ranks"):
-        assembly.check_draft_of_ranks(stack, model.registry)
-
-
-def test_heads_beside_prefill_skipping_are_refused(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = assembly._choose
-    monkeypatch.setattr(assembly, "_choose", lambda *given: (("a layer",), choose(*given)[1]))
-    with pytest.raises(StackError, match=r"prediction heads of .*prefill_skipping leaves some out"):
-        models("glm4_moe").model.engine(drafts="mtp")
 
 
 def test_heads_that_fail_are_set_aside(

@@ -17,6 +17,7 @@ from filelock import FileLock
 from kvframe_transformers.testing import save_tiny
 
 from tests.models import on_ranks
+from tests.models.headed import save_headed
 from tests.models.serving import PROMPTS, TinyModel
 from tests.programs import run_program
 
@@ -30,6 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
         save_tiny(made / family, family)
+    save_headed(made / "headed", "glm4_moe", 2, agrees=True)
+    save_headed(made / "guessing", "mellum")
     save_tiny(made / "one_kv_head", "llama", num_key_value_heads=1)
     almost = save_tiny(made / "almost_llama", "llama")
     with torch.no_grad():
@@ -78,6 +81,21 @@ def test_drafts_of_another_model_change_no_token(pairs: Mapping[str, Any], case:
     for what in ("first", "again", "samples", "likely"):
         assert plain[what] == drafted[what]
     assert drafted["counts"]["draft_tokens"] > 0 == plain["counts"]["draft_tokens"]
+
+
+def test_rank_0_runs_prediction_heads_for_all(pairs: Mapping[str, Any], folder: Path) -> None:
+    found = pairs["run_cases"]["result"]
+    plain, drafted = found["serve_headed"], found["draft_headed"]
+    for what in ("first", "again", "samples", "likely"):
+        assert plain[what] == drafted[what]
+    counts = drafted["counts"]
+    assert counts["accepted_draft_tokens"] > 0.8 * counts["draft_tokens"] > 0 == plain["counts"]["draft_tokens"]
+    assert counts["steps"] < 0.8 * plain["counts"]["steps"]
+    assert {"tokens": plain["first"], "swaps": True, "accepted_draft_tokens": True} == found["swap_draft_headed"]
+    guessing = found["draft_guessing"]
+    assert guessing["plain"] == guessing["drafted"]
+    assert {1} == {len(tokens) for _, tokens in guessing["seen"]}
+    assert 0 < guessing["counts"]["accepted_draft_tokens"] < guessing["counts"]["draft_tokens"]
 
 
 def test_drafts_are_accepted_rejected_and_survive_preemption(pairs: Mapping[str, Any], references: Any) -> None:

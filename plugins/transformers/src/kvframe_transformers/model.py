@@ -280,8 +280,8 @@ class TransformersModel(LoadedModel):
         # A model that always computes the logits of all rows gives those that are wanted.
         return logits, rows if len(rows) == len(logits) else rows[logits_indices]
 
-    def load_prediction_heads(self) -> PredictionHeads:
-        """Load the heads from the folder of the model's checkpoint.
+    def load_prediction_heads(self) -> PredictionHeads | None:
+        """Load the heads from the folder of the model's checkpoint; on rank 0 only, with the help of the others.
 
         Raises:
             ModelError: It has no weights of them.

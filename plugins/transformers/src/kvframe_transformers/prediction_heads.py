@@ -20,6 +20,7 @@ from kvframe.contract import LayerDescription, ModelDescription, ModelError, Pre
 from kvframe_transformers.checkpoint import one_sentence, quiet
 from kvframe_transformers.discovery import discover_layers
 from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.ranks import is_first_rank, whole_module
 from kvframe_transformers.recording import PROBE_TOKENS
 from kvframe_transformers.routing import RunningStep, running
 
@@ -72,17 +73,26 @@ def describe_heads(model: Any, name: str) -> tuple[int, tuple[LayerDescription, 
     return count, (*layers, LayerDescription(name=LAST_HIDDEN, kind="mamba", options=kept, query={}))
 
 
-def load_heads(model: Any, description: ModelDescription) -> TransformersHeads:
-    """Return the prediction heads of a model that was loaded, with their weights.
+def load_heads(model: Any, description: ModelDescription) -> TransformersHeads | None:
+    """Return the prediction heads of a model that was loaded, with their weights, and whole.
+
+    Of several ranks, each calls this: the heads use the model's embedding and output matrix, and each rank has a part
+    of these.
 
     Args:
         model: The model. Its config says where its checkpoint is.
         description: Its description.
 
+    Returns:
+        The heads; None on another rank than 0.
+
     Raises:
         ModelError: The checkpoint has no weights of the heads, or they cannot be loaded.
     """
     folder = model.config.name_or_path
+    embedding, head = whole_module(model.get_input_embeddings()), whole_module(model.get_output_embeddings())
+    if not is_first_rank():
+        return None
     try:
         with quiet(), _finding_heads(model):
             heads: Any = MtpModel.from_pretrained(model, device_map={"": model.device})
@@ -91,6 +101,10 @@ def load_heads(model: Any, description: ModelDescription) -> TransformersHeads:
             f"the prediction heads of {description.name} cannot be loaded from {folder or 'its checkpoint'}: "
             f"{one_sentence(error)}"
         ) from error
+    if embedding is not model.get_input_embeddings():
+        heads.embed_tokens = embedding
+    if head is not model.get_output_embeddings():
+        heads.shared_head = head
     layers = tuple(each for each in description.prediction_layers if each.query)
     return TransformersHeads(heads.eval(), None, attrs.evolve(description, layers=layers))
 

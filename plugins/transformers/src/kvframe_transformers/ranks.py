@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Collection
@@ -11,6 +12,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
 from kvframe.contract import LayerDescription, ModelDescription, ModelError
 from kvframe_transformers.latents import KIND as LATENT_KIND
@@ -25,6 +27,35 @@ def num_ranks() -> int:
         return max(1, int(os.environ["WORLD_SIZE"]))
     except (KeyError, ValueError):
         return 1
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0, or alone."""
+    return num_ranks() == 1 or os.environ.get("RANK", "0") == "0"
+
+
+def whole_module(module: nn.Module) -> nn.Module:
+    """Return a module with whole weights that computes in this process alone; itself if its weights are whole.
+
+    Every rank calls this, and gets the parts of the others.
+
+    Args:
+        module: A module without modules inside, such as a model's embedding, as transformers has divided it.
+    """
+    if not any(hasattr(each, "full_tensor") for each in module.parameters()):
+        return module
+    whole = copy.copy(module)
+    parameters = {name: None if each is None else _whole(each) for name, each in module._parameters.items()}
+    # transformers has given the module a forward of its own that exchanges parts with other ranks.
+    vars(whole).pop("forward", None)
+    vars(whole)["_parameters"] = parameters
+    return whole
+
+
+def _whole(parameter: Any) -> nn.Parameter:
+    """Return all of a parameter of which each rank has a part."""
+    value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return nn.Parameter(value.detach(), requires_grad=False)
 
 
 def options_of_ranks(model: Any, device: str) -> dict[str, Any]:
