@@ -1,4 +1,4 @@
-"""Measure draft tokens: kvframe with and without them, beside transformers with and without prompt lookup.
+"""Measure draft tokens: kvframe with and without them, beside transformers' two ways to draft and plain generation.
 
 See benchmarks/README.md.
 """
@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from benchmarks.engine.serving import (
+    ASSISTED,
     DRAFTED,
     KVFRAME,
     LOOKUP,
@@ -28,11 +29,12 @@ from benchmarks.harness import models, options
 from benchmarks.harness.pages import Column, case_page, figures
 from benchmarks.harness.record import benchmark, measure_each, ratios
 
-LOOKUP_TOKENS = 8
-"""The most tokens that ``ngram`` and transformers' prompt lookup propose."""
+MAX_DRAFTS = 8
+"""The most draft tokens of a proposal, in every system."""
 PLAIN, WITH_NGRAM, WITH_DRAFT_MODEL = KVFRAME, KVFRAME + NGRAM, KVFRAME + DRAFTED
-GENERATE, WITH_LOOKUP = "transformers generate()", TRANSFORMERS + LOOKUP
-SYSTEMS = (PLAIN, WITH_NGRAM, GENERATE, WITH_LOOKUP)
+GENERATE, WITH_LOOKUP, WITH_ASSISTANT = "transformers generate()", TRANSFORMERS + LOOKUP, TRANSFORMERS + ASSISTED
+BY_LOOKUP = (PLAIN, WITH_NGRAM, GENERATE, WITH_LOOKUP)
+BY_DRAFT_MODEL = (PLAIN, WITH_DRAFT_MODEL, GENERATE, WITH_ASSISTANT)
 BATCHES = (1, 8, 32)
 """The numbers of requests."""
 
@@ -53,6 +55,7 @@ class Text(Workload):
     """Prompts of one kind.
 
     Attributes:
+        systems: kvframe without drafts, kvframe with drafts, and their peers.
         aim: How many times as fast as kvframe without drafts the system with drafts has to be.
         temperature: If it is not 0, tokens are sampled. transformers is then left out, because its random numbers
             differ.
@@ -63,13 +66,13 @@ class Text(Workload):
     draw: Callable[[torch.Generator], torch.Tensor] = attrs.field(repr=False, default=draw_random)
     aim: float
     temperature: float = 0.0
-    systems: tuple[str, ...] = SYSTEMS
+    systems: tuple[str, ...] = BY_LOOKUP
     draft_model: str = ""
 
     @property
     def drafting(self) -> str:
-        """The system with drafts."""
-        return WITH_DRAFT_MODEL if self.draft_model else WITH_NGRAM
+        """The system of kvframe that has drafts."""
+        return self.systems[1]
 
     def prompts(self, repeat: int, vocab_size: int) -> list[list[int]]:
         """Return the prompts of one round; rounds have different prompts."""
@@ -79,7 +82,7 @@ class Text(Workload):
 
 SIZES: dict[str, Any] = {"memory": "64MiB", "shortest": 64}
 COPY: dict[str, Any] = {**SIZES, "num_new_tokens": 40, "draw": draw_copy}
-OF_PAIR: dict[str, Any] = {**COPY, "model": "bench-demo-deep", "systems": (PLAIN, WITH_DRAFT_MODEL)}
+TINY: dict[str, Any] = {**SIZES, "model": "bench-llama-tiny", "what": "64 random tokens", "num_new_tokens": 8}
 TEXTS = (
     Text(name="copy", model="demo", what="the copy task of its training", aim=1.5, **COPY),
     Text(
@@ -93,21 +96,17 @@ TEXTS = (
         systems=(PLAIN, WITH_NGRAM),
     ),
     Text(
-        name="deep",
+        name="draft-model",
+        model="bench-demo-deep",
         what="the copy task; the served model is the demo's with 20 further layers that change nothing, and the draft "
         "model is the demo's, which is therefore always right: the most that a sixth of the layers can bring",
         draft_model="demo",
         aim=1.5,
-        **OF_PAIR,
+        systems=BY_DRAFT_MODEL,
+        **COPY,
     ),
-    Text(
-        name="wrong",
-        what="the same, and the draft model is a random Llama of two layers, which is always wrong",
-        draft_model="bench-llama-512",
-        aim=0.8,
-        **OF_PAIR,
-    ),
-    Text(name="tiny", model="bench-llama-tiny", **SIZES, what="64 random tokens", num_new_tokens=8, aim=0.0),
+    Text(name="tiny", aim=0.0, **TINY),
+    Text(name="tiny-pair", draft_model="bench-llama-tiny", aim=0.0, systems=BY_DRAFT_MODEL, **TINY),
 )
 
 
@@ -120,7 +119,7 @@ def measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int],
 def _measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int], object]) -> dict[str, Any]:
     setting, _ = setting_of(text, temperature=text.temperature)
     draft_model = str(models.path_of(text.draft_model)) if text.draft_model else ""
-    load(engines, setting, max_drafts=LOOKUP_TOKENS, draft_model=draft_model)
+    load(engines, setting, max_drafts=MAX_DRAFTS, draft_model=draft_model)
     served = serve_by_turns(
         f"{text.name}, {text.num_prompts}",
         engines,
@@ -144,8 +143,8 @@ def _measure(text: Text, engines: Engines, repeats: int, advance: Callable[[int]
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
     note = (
-        "float32, the demo's model; greedy tokens of all systems are equal in every repeat. "
-        "transformers' prompt lookup serves one prompt after the other."
+        "float32; greedy tokens of all systems are equal in every repeat. A proposal has at most "
+        f"{MAX_DRAFTS} tokens. transformers drafts for one prompt at a time: it serves prompts one after the other."
     )
     names = iter(record["texts"])
 
@@ -162,16 +161,14 @@ def write_report(record: Mapping[str, Any]) -> str:
             }
             for batch, measured in batches.items()
         }
-        peers = [name for name in SYSTEMS if name in next(iter(rows.values()))]
+        peers = [name for name in text.systems if name != text.drafting]
         columns: dict[str, Column] = {
             "drafts": (f"{text.drafting}, tokens/s", "{:,.0f}"),
             **{name: (f"times as fast as {name}", "{:.2f}") for name in peers},
         }
         yield figures(rows, {**columns, "accepted": ("drafts accepted", "{}")}, "requests")
 
-    return case_page(
-        "Draft tokens: kvframe's proposers and transformers' prompt lookup", record, "texts", section, note
-    )
+    return case_page("Draft tokens, by kvframe and by transformers", record, "texts", section, note)
 
 
 @benchmark("drafts", write_report, cases="texts")

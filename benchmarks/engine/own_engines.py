@@ -86,15 +86,20 @@ class KVFrame(SteppedEngine):
         self._engine.close()
 
 
+def load_model(path: str, dtype: str) -> Any:
+    """Return a model of transformers that generates greedily and ignores end tokens."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    return model
+
+
 class Transformers(BatchEngine):
     """A model as transformers loads it by default; it has no end tokens, so that all requests are equally long."""
 
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
         silence_transformers()
-        dtype = getattr(torch, setting.dtype)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(setting.path, dtype=dtype).eval()
-        self._model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        self._model: Any = load_model(setting.path, setting.dtype)
 
 
 class FirstToken(StoppingCriteria):
@@ -114,13 +119,18 @@ class Generate(Transformers):
     def __init__(self, setting: Setting) -> None:
         """Load a model."""
         super().__init__(setting)
-        self._options = {"prompt_lookup_num_tokens": setting.max_drafts} if setting.max_drafts else {}
+        self._options: dict[str, Any] = {}
+        if setting.draft_model:
+            self._options["assistant_model"] = assistant = load_model(setting.draft_model, setting.dtype)
+            assistant.generation_config.num_assistant_tokens = setting.max_drafts
+        elif setting.max_drafts:
+            self._options["prompt_lookup_num_tokens"] = setting.max_drafts
 
     def serve(self, prompts: Prompts, num_new_tokens: int) -> Served:
         """Serve a batch."""
         tokens: list[list[int]] = []
         start, cpu = time.perf_counter(), cpu_seconds()
-        # Prompt lookup takes one prompt at a time.
+        # Prompt lookup and an assistant model take one prompt at a time.
         for batch in [[prompt] for prompt in prompts] if self._options else [prompts]:
             first, longest = FirstToken(), max(map(len, batch))
             output = self._model.generate(

@@ -21,7 +21,7 @@ from kvframe.loading.checks import parse_bytes
 
 KVFRAME, VLLM, TRANSFORMERS, CONTINUOUS = "kvframe", "vLLM", "transformers", "transformers continuous batching"
 COMPILED, PACKED, SKIPPING = ", compiled", ", packed", ", prefill skipping"
-NGRAM, LOOKUP, DRAFTED = ", ngram", ", prompt lookup", ", draft model"
+NGRAM, LOOKUP, DRAFTED, ASSISTED = ", ngram", ", prompt lookup", ", draft model", ", assistant model"
 """Suffixes of a system's name; each switches an option of its engine on."""
 
 Engines = Mapping[str, EngineProcess]
@@ -53,8 +53,8 @@ def load(engines: Engines, setting: Setting, max_drafts: int = 0, draft_model: s
             "is_compiled": COMPILED in name,
             "is_packed": PACKED in name,
             "is_skipping": SKIPPING in name,
-            "max_drafts": max_drafts if name.endswith((NGRAM, LOOKUP, DRAFTED)) else 0,
-            "draft_model": draft_model if name.endswith(DRAFTED) else "",
+            "max_drafts": max_drafts if name.endswith((NGRAM, LOOKUP, DRAFTED, ASSISTED)) else 0,
+            "draft_model": draft_model if name.endswith((DRAFTED, ASSISTED)) else "",
         }
         engine.ask({"setting": {**dataclasses.asdict(setting), **ways}})
 

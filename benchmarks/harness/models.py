@@ -161,7 +161,6 @@ def _yoco(path: Path, **sizes: int) -> None:
 
 RANDOM: Mapping[str, Callable[[Path], None]] = {
     "bench-demo-deep": _demo_deep,
-    "bench-llama-512": partial(_llama, vocab_size=512, hidden=64, mlp=128, layers=2),
     "bench-llama-tiny": partial(_llama, vocab_size=256, hidden=64, mlp=128, layers=2),
     # Heads of 32, the smallest that vLLM's attention on a CPU takes.
     "bench-llama-small": partial(_llama, vocab_size=256, hidden=128, mlp=256, layers=2, heads=4, kv_heads=2),
