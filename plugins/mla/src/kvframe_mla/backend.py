@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvframe.contract import (
+    RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
     BackendError,
@@ -41,8 +42,8 @@ class MLABackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal"}),
-        extensions=frozenset({SEQ_STARTS}),
+        masks=frozenset({"causal", "ranges"}),
+        extensions=frozenset({SEQ_STARTS, RANGE_ENDS}),
         state=frozenset({"latent"}),
         separate_value_size=True,
         returns_lse=True,

@@ -6,7 +6,13 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.contract import SEQ_STARTS, AttentionMetadataBuilder, CommonAttentionMetadata, GraphCapture
+from kvframe.contract import (
+    RANGE_ENDS,
+    SEQ_STARTS,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    GraphCapture,
+)
 from kvframe_mla.cost import Cost
 from kvframe_mla.dense_batches import (
     ABSORBED,
@@ -78,7 +84,8 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
             return ()
         size = metadata.block_size
         dense_batches = group_tiles(tiles.split(self._num_heads, size), self._num_heads, size)
-        return tuple(_as_tensors(lay_out(part, size), metadata) for part in dense_batches)
+        range_ends = _range_ends(metadata)
+        return tuple(_as_tensors(lay_out(part, size, range_ends), metadata) for part in dense_batches)
 
     def _build_static(self, metadata: CommonAttentionMetadata) -> tuple[DenseBatch, ...]:
         """Return dense batches whose shapes follow from those of the batch: a tile for each request.
@@ -93,6 +100,8 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         own = np.minimum(np.arange(num_queries), np.maximum(counts[request] - 1, 0)[:, None])
         rows = np.minimum(starts[request][:, None] + own, last_row)
         last_seen = np.maximum(stop - counts, 0)[request][:, None] + own
+        if (range_ends := _range_ends(metadata)) is not None:
+            last_seen = np.maximum(last_seen, range_ends[rows] - 1)
         tokens = np.arange(num_tokens)
         hidden = (tokens < low[request][:, None]) | (tokens >= stop[request][:, None])
         pages = metadata.block_table[torch.from_numpy(request)]
@@ -123,7 +132,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         num_queries = np.diff(starts)
         position = stop - num_queries
         absorbs = self._cost.absorbs(num_queries, stop - low)
-        is_square = (position == 0) & (low == 0)
+        is_square = (position == 0) & (low == 0) & (RANGE_ENDS not in metadata.extensions)
         tiles = Tiles(
             form=np.where(absorbs, ABSORBED, np.where(is_square, SQUARE, EXPANDED)),
             request=np.arange(len(stop)),
@@ -147,6 +156,15 @@ def _lengths_of(metadata: CommonAttentionMetadata) -> tuple[IntArray, IntArray, 
         assert values_cpu is not None
         low = values_cpu.numpy().astype(np.int64)
     return starts, stop.astype(np.int64), low
+
+
+def _range_ends(metadata: CommonAttentionMetadata) -> IntArray | None:
+    """Return where the range of each new token ends, 0 for none; None if the step has no ranges."""
+    if RANGE_ENDS not in metadata.extensions:
+        return None
+    values_cpu = metadata.extensions[RANGE_ENDS].values_cpu
+    assert values_cpu is not None
+    return values_cpu.numpy().astype(np.int64)
 
 
 def _as_tensors(dense: HostDenseBatch, metadata: CommonAttentionMetadata) -> DenseBatch:

@@ -144,12 +144,13 @@ def most_tiles(form: int, num_queries: int, num_tokens: int, num_heads: int) -> 
     return max(1, most)
 
 
-def lay_out(tiles: Tiles, block_size: int) -> HostDenseBatch:
+def lay_out(tiles: Tiles, block_size: int, range_ends: IntArray | None = None) -> HostDenseBatch:
     """Return the dense batch of these tiles.
 
     Args:
         tiles: Tiles of one form.
         block_size: Tokens per block.
+        range_ends: ``[num_tokens]``: where the range of each packed token ends, all of whose tokens it sees; 0 for none.
     """
     num_queries, num_pages = int(tiles.num_queries.max()), int(tiles.num_pages.max())
     places = np.arange(num_queries)
@@ -157,13 +158,16 @@ def lay_out(tiles: Tiles, block_size: int) -> HostDenseBatch:
     start = tiles.first_page * block_size
     columns = tiles.first_page[:, None] + np.minimum(np.arange(num_pages), tiles.num_pages[:, None] - 1)
     tokens = start[:, None] + np.arange(num_pages * block_size)
+    query_rows, last_seen = tiles.first_row[:, None] + own, tiles.position[:, None] + own
+    if range_ends is not None:
+        last_seen = np.maximum(last_seen, range_ends[query_rows] - 1)
     return HostDenseBatch(
         form=int(tiles.form[0]),
         num_queries=num_queries,
         num_pages=num_pages,
-        query_rows=(tiles.first_row[:, None] + own).reshape(-1),
+        query_rows=query_rows.reshape(-1),
         outputs=np.flatnonzero(places < tiles.num_queries[:, None]),
-        last_seen=tiles.position[:, None] + own - start[:, None],
+        last_seen=last_seen - start[:, None],
         low=tiles.low - start,
         page_rows=tiles.request.repeat(num_pages),
         page_columns=columns.reshape(-1),
