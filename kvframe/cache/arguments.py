@@ -117,11 +117,7 @@ def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> lis
 
 
 class TableRows:
-    """The rows of the block tables: which ones are free, and whether the rows that a caller gives belong to requests.
-
-    Attributes:
-        free: The free rows. The last one is taken next.
-    """
+    """The rows of the block tables; of those in ``free``, which belong to no request, the last one is taken next."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows

@@ -90,13 +90,8 @@ class BlockPool:
         return self.free_list.num_idle_slabs
 
     @property
-    def has_policy(self) -> bool:
-        """Whether a policy gives cached blocks their priorities; otherwise the priority is the stamp of the release."""
-        return self._policy is not None
-
-    @property
     def eviction(self) -> EvictionPolicy:
-        """Which cached blocks are evicted first."""
+        """The policy that gives cached blocks their priorities; with ``LRU`` they are the stamps of the releases."""
         return LRU if self._policy is None else self._policy.policy
 
     def count_cached(self) -> list[int]:

@@ -133,8 +133,7 @@ class GroupKinds:
     Attributes:
         plan: The plan; the number of its slabs may change.
         tables: The block tables of all groups.
-        of_tokens: Those that keep state of requests' own tokens.
-        of_inputs: Those that keep state of inputs.
+        of_tokens: Those that keep state of requests' own tokens; ``of_inputs`` are the others.
         stacks: The block tables of ``of_tokens``.
         sparse: The groups of tokens that store few blocks, which their types choose at each step. The others are dense:
             they store every block that a step computes.
@@ -180,7 +179,6 @@ class RowState:
     """The request of a row, without the row's numbers; it stays the same object while the request is swapped out.
 
     Attributes:
-        namespace: The request's namespace.
         token_ids: Its tokens: the caller appends to this sequence, and does not change computed ones.
         inputs: Its blocks in the groups of inputs.
         missing: The inputs whose state is not computed.

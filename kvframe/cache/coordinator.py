@@ -273,14 +273,14 @@ class KVCacheCoordinator:
         for stack in self._tables.stacks:
             count = max([numbers.blocks_of[group, row] for group in stack.groups])
             if count:
-                most = max(most, count)
+                most = max(most, count * stack.block_size)
                 # The last blocks of all groups come first.
                 groups = stack.groups[0] if len(stack.groups) == 1 else np.tile(stack.index, count)
                 self._release_resident(stack.ids[:, row, :count][:, ::-1].T, groups)
                 for group in stack.groups:
                     numbers.blocks_of[group, row] = 0
         if self._publisher is not None:
-            self._publisher.forget_pages(row, most)
+            self._publisher.forget_pages(row, 0, most)
         numbers.computed_of[row] = numbers.capacity_of[row] = 0
         numbers.death_of[row] = self._first_death
         numbers.states[row] = NO_REQUEST

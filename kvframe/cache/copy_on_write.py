@@ -26,10 +26,7 @@ WrittenBlocks = dict[int, list[tuple[int, int, int]]]
 class SharedBlocks:
     """The rows that may share a page which is not full.
 
-    Invariant: if a page is not full and several rows reference it, all of these rows, or all but one, are here.
-
-    Attributes:
-        rows: These rows.
+    Invariant: if a page is not full and several rows reference it, all of these rows, or all but one, are in ``rows``.
     """
 
     def __init__(self, kinds: GroupKinds, numbers: RowNumbers, pool: BlockPool, copier: PageCopier) -> None:

@@ -37,7 +37,6 @@ class LiveRange:
     """When the blocks of one group die.
 
     Attributes:
-        block_size: Tokens per block.
         deaths: ``[max_blocks], int64, host``: the number of computed tokens from which on no token needs the block, at
             least the block's end; ``NEVER`` if the longest request needs it to its end.
         is_by_mask: Whether a mask agrees with the live ranges at all sampled positions.
@@ -118,14 +117,11 @@ class DeathLists:
     The blocks of a group die at the same numbers of computed tokens in every request, and in the same order. If that
     depends on the length of the prompt in some group, there is a list for each group and row, which is written when the
     row's request starts. The lists give the blocks that died between two commits, for many rows and groups at once.
-
-    Attributes:
-        places: ``[num_groups], int64, host``: the numbers that the groups were given with.
     """
 
     def __init__(self, live: Sequence[tuple[int, LiveRange]], max_num_seqs: int) -> None:
         """Sort the deaths of groups, each given with a number, for so many rows."""
-        self.places = np.array([place for place, _ in live], dtype=np.int64)
+        self._places = np.array([place for place, _ in live], dtype=np.int64)
         self._live = [each for _, each in live]
         self._is_by_row = any(each.for_prompt is not None for each in self._live)
         num_rows = max_num_seqs if self._is_by_row else 1
@@ -181,10 +177,10 @@ class DeathLists:
             # Of each group and row, the last deaths before ``stop``, in their order.
             offset = stop.reshape(-1) - counts.cumsum()
             blocks = self._blocks[offset[which] + np.arange(len(which))]
-        if len(self.places) == 1:
-            return int(self.places[0]), which, blocks
+        if len(self._places) == 1:
+            return int(self._places[0]), which, blocks
         groups, which = np.divmod(which, start.shape[1])
-        return self.places[groups], which, blocks
+        return self._places[groups], which, blocks
 
 
 class LiveBlocks:

@@ -34,9 +34,6 @@ class Pins:
     """Holds the pages of pins, and checks that the longest request still fits into the rest of the pool.
 
     Invariant: the pool counts one holder of a page for each pin of it that ``is_held``.
-
-    Attributes:
-        plan: The groups, and how many slabs there are.
     """
 
     def __init__(self, plan: KVCachePlan, pool: BlockPool) -> None:

@@ -144,10 +144,10 @@ class Publisher:
         self._leaf_start[...] = NEVER
         self._tree.remove_all()
 
-    def forget_pages(self, row: int, num_blocks: int) -> None:
-        """Forget a row's pages when its blocks are released, ``num_blocks`` in each group at most."""
-        for pages, _ in self._apart:
-            pages[:, row, :num_blocks].fill(0)
+    def forget_pages(self, row: int, start: int, stop: int) -> None:
+        """Forget a row's pages of the blocks in tokens ``[start, stop)``: they are another node's, or are released."""
+        for pages, size in self._apart:
+            pages[:, row, start // size : stop // size].fill(0)
 
     def forget_refused(self, row: int, group: int, start: int, stop: int) -> None:
         """Forget a row's pages of the blocks ``[start, stop)`` of a group, which no computed token is in."""
@@ -189,7 +189,7 @@ class Publisher:
             if offset < min(end, node.stop):
                 lower, node = node, self._tree.split_node(node, offset)
                 if lower.row >= 0:
-                    self._forget_run(lower.row, node.start, offset)
+                    self.forget_pages(lower.row, node.start, offset)
                     self._leaf_start[lower.row] = offset
         cursor.node, cursor.offset = node, max(end, cursor.offset)
         self._next_publication[row] = cursor.next_publication(self._tree.unit)
@@ -228,14 +228,9 @@ class Publisher:
             theirs[groups, blocks] = pages = mine[groups, blocks]
             node.num_pages += len(pages)
             self._tree.pool.publish_blocks(node.owner, pages, first + blocks)
-        self._forget_run(row, start, stop)
+        self.forget_pages(row, start, stop)
         if self._tree.on_stored is not None:
             self._tree.on_stored(node, start, stop)
-
-    def _forget_run(self, row: int, start: int, stop: int) -> None:
-        """Forget a row's pages of the blocks in tokens ``[start, stop)``: they belong to a node that does not grow."""
-        for pages, size in self._apart:
-            pages[:, row, start // size : stop // size] = 0
 
     # --- nodes that grow with a row -----------------------------------------------------------------------------------
 
@@ -251,7 +246,7 @@ class Publisher:
             assert other is not None
             other.offset = parent.stop
             self._next_publication[parent.row] = other.next_publication(self._tree.unit)
-            self._forget_run(parent.row, parent.start, parent.stop)
+            self.forget_pages(parent.row, parent.start, parent.stop)
             self._end_growth(parent)
         leaf = cursor.node = self._tree.add_node(parent, parent.stop, first)
         leaf.row = row

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvframe.cache.eviction import MAX_STALE
 from kvframe.cache.free_list import FULL_SHARE, AnyBlockIds, BlockIds
+from kvframe.contract.eviction import LRU
 from kvframe.planning.plan import KVCachePlan
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ class Slabs:
         _put(self._open_idle[group], slab, is_open)
         if before:
             self._idle[slab] = stamp
-            if self._pool.has_policy:
+            if self._pool.eviction is not LRU:
                 self._rank(slab)
 
     # --- the order of idle slabs --------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class Slabs:
 
     def _first_idle(self) -> tuple[int, int]:
         """Return the idle slab with the smallest priority, and that priority; there is one."""
-        if not self._pool.has_policy:
+        if self._pool.eviction is LRU:
             return next(iter(self._idle.items()))
         while self._idle.get(self._by_priority[0][2]) != self._by_priority[0][1]:
             heappop(self._by_priority)
