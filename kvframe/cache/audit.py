@@ -86,10 +86,7 @@ def _require(is_so: bool, otherwise: str) -> None:
 
 
 def audit_each_verb(manager: Any) -> None:
-    """Audit one cache manager after each of its verbs, whether the verb returns or raises.
-
-    The ``AssertionError`` names the last verb. Other managers pay nothing: the verbs are replaced on this one only.
-    """
+    """Replace the verbs of one cache manager by verbs that audit it when they return or raise."""
     for name in dir(type(manager)):
         if not name.startswith("_") and name not in READERS and callable(getattr(type(manager), name)):
             setattr(manager, name, _audited(manager, name))

@@ -367,4 +367,4 @@ class BlockPool:
     def priorities_of(self, block_ids: BlockIds) -> Numbers:
         """Return the eviction priority of cached blocks; of other blocks, a smaller number than theirs."""
         places = self._places(block_ids)
-        return self._state[places] if self._policy is None else self._policy.priorities_of(places)
+        return (self._state if self._policy is None else self._policy.priority)[places]

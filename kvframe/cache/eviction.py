@@ -189,7 +189,7 @@ class PriorityOrder:
 
 
 class PolicyPriorities:
-    """Asks an eviction policy for the priority of blocks, and keeps the data that the policy needs.
+    """Asks a policy for the ``priority`` of blocks, by place, and keeps the data that the policy needs.
 
     That is how often each block was used, and which share of released blocks was found again, by their uses before.
     These counts fade as content is released, so that the shares are recent ones.
@@ -201,7 +201,7 @@ class PolicyPriorities:
         self._page_bytes = np.array(page_bytes, dtype=np.int64)
         self._capacity = max(capacity, 1)
         self._uses = np.zeros(num_places, dtype=np.int64)
-        self._priority = np.full(num_places, _NOT_RANKED)
+        self.priority = np.full(num_places, _NOT_RANKED)
         self._clock = 0
         # The counts begin as if so many blocks of each number of uses had been released and found again: the first few
         # blocks change the shares little.
@@ -214,7 +214,7 @@ class PolicyPriorities:
         """Return the priority of blocks that are released together; a wrong answer raises a ``PluginError``."""
         num_bytes = np.broadcast_to(self._page_bytes[groups], len(places)).copy()
         # One more for each release, so that no two clocks are equal.
-        passed = 1 + int(num_bytes[self._priority[places] == _NOT_RANKED].sum())
+        passed = 1 + int(num_bytes[self.priority[places] == _NOT_RANKED].sum())
         self._clock += passed
         uses = self._uses[places]
         fading = float(0.5 ** (passed / self._capacity / _MEMORY))
@@ -223,7 +223,7 @@ class PolicyPriorities:
             counts += (1 - fading) * self._assumed
         self._released += _count(uses)
         priorities = self._ask(self._clock, uses, num_bytes)
-        self._priority[places] = priorities
+        self.priority[places] = priorities
         return priorities
 
     def _ask(self, clock: int, uses: Numbers, num_bytes: Numbers) -> Numbers:
@@ -238,10 +238,6 @@ class PolicyPriorities:
             raise PluginError(f"{whose}: priorities() has to return int64 of shape ({count},), not {what}")
         return given
 
-    def priorities_of(self, places: Places) -> Numbers:
-        """Return the priorities of cached blocks; of free ones, the smallest number."""
-        return self._priority[places]
-
     def count_uses(self, places: Places) -> None:
         """Count one more use of blocks that a request found."""
         self._found += _count(self._uses[places])
@@ -250,13 +246,13 @@ class PolicyPriorities:
     def forget_blocks(self, places: Places | slice) -> None:
         """Drop the data of the blocks at some places, because their content ended."""
         self._uses[places] = 0
-        self._priority[places] = _NOT_RANKED
+        self.priority[places] = _NOT_RANKED
 
     def resize(self, capacity: int, num_new: int) -> None:
         """Set another capacity in bytes, and add entries for more blocks."""
         self._capacity = max(capacity, 1)
         self._uses = np.append(self._uses, np.zeros(num_new, dtype=np.int64))
-        self._priority = np.append(self._priority, np.full(num_new, _NOT_RANKED))
+        self.priority = np.append(self.priority, np.full(num_new, _NOT_RANKED))
 
 
 def _count(uses: Numbers) -> Numbers:

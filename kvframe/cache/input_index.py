@@ -6,7 +6,7 @@ and are found by content: requests with equal inputs share the pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -84,6 +84,7 @@ class InputIndex:
     Invariant: a page in the index is held or cached, and its owner in the pool is the number of its input here.
 
     Attributes:
+        entries: By owner number, each input and its pages, 0 for one that is not cached.
         pool: The pages; set after both are made, because each needs the other.
         on_stored: Called with an input, the indices of its blocks that became findable, and all its pages; or None.
     """
@@ -91,7 +92,7 @@ class InputIndex:
     def __init__(self, groups: Sequence[PlannedGroup]) -> None:
         self._groups = groups
         self._owners: dict[InputBlocks, int] = {}
-        self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
+        self.entries: dict[int, tuple[InputBlocks, Pages]] = {}
         self._free_owners: list[int] = []
         self.pool: BlockPool
         self.on_stored: Callable[[InputBlocks, npt.NDArray[np.intp], Pages], None] | None = None
@@ -99,17 +100,17 @@ class InputIndex:
     def find_input(self, blocks: InputBlocks) -> Pages | None:
         """Return the pages of an input in a group, 0 for one that is not cached; None if none is."""
         owner = self._owners.get(blocks)
-        return None if owner is None else self._entries[owner][1]
+        return None if owner is None else self.entries[owner][1]
 
     def publish_input(self, blocks: InputBlocks, pages: Pages) -> None:
         """Publish the pages of an input, except for blocks that are published."""
         owner = self._owners.get(blocks)
         if owner is None:
             # The owners of blocks of tokens have positive numbers.
-            owner = self._free_owners.pop() if self._free_owners else NO_OWNER - 1 - len(self._entries)
+            owner = self._free_owners.pop() if self._free_owners else NO_OWNER - 1 - len(self.entries)
             self._owners[blocks] = owner
-            self._entries[owner] = (blocks, np.zeros(blocks.num_blocks, dtype=np.int32))
-        known = self._entries[owner][1]
+            self.entries[owner] = (blocks, np.zeros(blocks.num_blocks, dtype=np.int32))
+        known = self.entries[owner][1]
         new = np.flatnonzero(known == 0)
         known[new] = pages[new]
         self.pool.publish_blocks(owner, pages[new], new)
@@ -118,25 +119,21 @@ class InputIndex:
 
     def remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
         """Remove evicted pages from an input, and evict the others that no request holds, in all groups."""
-        lost, pages = self._entries[owner]
+        lost, pages = self.entries[owner]
         pages[indices] = 0
         inputs = {lost.sequence: InputSequence(lost.num_tokens, lost.key)}
         for blocks in input_blocks(self._groups, inputs, lost.salt):
             of_group = self._owners.get(blocks)
             if of_group is not None:
-                _, pages = self._entries[of_group]
+                _, pages = self.entries[of_group]
                 pages[self.pool.discard_cached(pages)] = 0
                 if not pages.any():
-                    del self._entries[of_group], self._owners[blocks]
+                    del self.entries[of_group], self._owners[blocks]
                     self._free_owners.append(of_group)
-
-    def cached_inputs(self) -> Iterator[tuple[InputBlocks, Pages]]:
-        """Yield the inputs, each with its pages, 0 for one that is not cached."""
-        yield from self._entries.values()
 
     def remove_all(self) -> None:
         """Remove every input; the pool frees the pages."""
-        self._entries.clear()
+        self.entries.clear()
         self._owners.clear()
         self._free_owners.clear()
 

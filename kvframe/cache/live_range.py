@@ -141,10 +141,8 @@ class DeathLists:
     def begin(self, row: int, num_prompt_tokens: int) -> None:
         """Write a row's lists, if each row has its own; a spec's wrong answer raises a ``SpecError`` before."""
         if self._is_by_row:
-            for_prompt = [each.for_prompt for each in self._live]
-            self._write(
-                row, [of(num_prompt_tokens) if of else each for of, each in zip(for_prompt, self._live, strict=True)]
-            )
+            of_prompt = [each.for_prompt(num_prompt_tokens) if each.for_prompt else each for each in self._live]
+            self._write(row, of_prompt)
 
     def _write(self, row: int, live: Sequence[LiveRange]) -> None:
         """Sort the deaths of each group into its list of a row."""

@@ -216,7 +216,7 @@ class PrefixCache:
             return
         for node in self.tree.walk():
             log.record_stored(node, node.start, node.stop)
-        for blocks, pages in self.inputs.cached_inputs():
+        for blocks, pages in self.inputs.entries.values():
             log.record_stored_input(blocks, np.flatnonzero(pages), pages)
         self.tree.on_stored, self.inputs.on_stored = log.record_stored, log.record_stored_input
         self.pool.on_removed = log.record_removed
@@ -227,7 +227,7 @@ class PrefixCache:
             for pages, groups in zip(node.pages, self.tree.groups, strict=True):
                 for group, row in zip(groups, pages, strict=True):
                     yield from ((group, page) for page in row[row != 0].tolist())
-        for blocks, pages in self.inputs.cached_inputs():
+        for blocks, pages in self.inputs.entries.values():
             yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
 
     def audit(self, plan: KVCachePlan, held: BlockIds) -> None:

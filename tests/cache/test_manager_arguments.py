@@ -226,7 +226,7 @@ def test_numbers_of_evicted_inputs_are_used_again() -> None:
         manager.commit(str(number), TOKENS, 20)
         manager.free(str(number))
         manager.audit()
-    assert [-3, -2, -1] == sorted(index._entries)
+    assert [-3, -2, -1] == sorted(index.entries)
     for number in range(3, 6):
         assert 16 == manager.find([*TOKENS, 1], inputs={ENCODER: InputSequence(5, bytes([number]))}) // 4 * 4 - 4
 
