@@ -18,7 +18,7 @@ from kvframe.cache.arguments import (
     check_sequence,
     check_tokens,
 )
-from kvframe.cache.audit import audit_each_verb, audit_rows, pages_in
+from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.copy_on_write import PageCopier
@@ -642,7 +642,9 @@ class KVCacheManager:
         swapped = [entry.stored for entry in self._entries.values() if entry.stored is not None]
         taken = [entry.row for entry in self._entries.values() if entry.stored is None]
         audit_rows(self.tables, self._rows.free, taken, self._numbers.num_blocks, self._numbers.num_computed)
-        self._cache.audit(self.plan, np.concatenate([pages_in(self.tables), self._pins.pinned_pages()]))
+        held = np.concatenate([pages_in(self.tables), self._pins.pinned_pages()])
+        audit_pool(self._pool, self.plan, held)
+        audit_tree(self._cache.tree)
         self._swapper.audit_copies(swapped)
 
     @property

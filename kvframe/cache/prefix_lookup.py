@@ -10,11 +10,10 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvframe.cache.audit import audit_pool, audit_tree
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.events import EventLog
-from kvframe.cache.free_list import BlockIds, Groups
+from kvframe.cache.free_list import Groups
 from kvframe.cache.input_index import InputBlocks, InputIndex, Namespace
 from kvframe.cache.live_range import LiveRange, Pages, longest_common_prefix
 from kvframe.cache.publisher import Publisher
@@ -229,12 +228,6 @@ class PrefixCache:
                     yield from ((group, page) for page in row[row != 0].tolist())
         for blocks, pages in self.inputs.entries.values():
             yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
-
-    def audit(self, plan: KVCachePlan, held: BlockIds) -> None:
-        """Check pages; ``held`` is ``[n], int32, host``: the held pages, each as often as it is referenced."""
-        audit_pool(self.pool, plan, held)
-        if self._is_caching:
-            audit_tree(self.tree)
 
 
 def _reserve(plan: KVCachePlan) -> int:
