@@ -82,7 +82,6 @@ class Text(Workload):
 
 SIZES: dict[str, Any] = {"memory": "64MiB", "shortest": 64}
 COPY: dict[str, Any] = {**SIZES, "num_new_tokens": 40, "draw": draw_copy}
-TINY: dict[str, Any] = {**SIZES, "model": "bench-llama-tiny", "what": "64 random tokens", "num_new_tokens": 8}
 TEXTS = (
     Text(name="copy", model="demo", what="the copy task of its training", aim=1.5, **COPY),
     Text(
@@ -105,8 +104,16 @@ TEXTS = (
         systems=BY_DRAFT_MODEL,
         **COPY,
     ),
-    Text(name="tiny", aim=0.0, **TINY),
-    Text(name="tiny-pair", draft_model="bench-llama-tiny", aim=0.0, systems=BY_DRAFT_MODEL, **TINY),
+    Text(
+        name="tiny",
+        model="bench-llama-tiny",
+        draft_model="bench-llama-tiny",
+        **SIZES,
+        what="64 random tokens",
+        num_new_tokens=8,
+        aim=0.0,
+        systems=(*BY_DRAFT_MODEL, WITH_NGRAM, WITH_LOOKUP),
+    ),
 )
 
 

@@ -12,15 +12,13 @@ from tests.benchmarks.calling import measured, record_of
 
 
 def test_every_system_serves_every_number_of_requests(tmp_path: Path) -> None:
-    texts = ("--text", "tiny", "--text", "tiny-pair")
-    record = record_of("drafts", measured(tmp_path, "engine.drafts", *texts, "--repeats", "1"))
-    for text, systems in (("tiny", drafts.BY_LOOKUP), ("tiny-pair", drafts.BY_DRAFT_MODEL)):
-        assert ["1", "8", "32"] == list(record["texts"][text])
-        for batch in record["texts"][text].values():
-            assert [*systems] == list(batch["tokens_per_second"])
-            assert {1} == {len(times) for times in batch["tokens_per_second"].values()}
-    from_a_model = record["texts"]["tiny-pair"]["1"]
-    assert from_a_model["draft_tokens"] == from_a_model["accepted_draft_tokens"] > 0
+    record = record_of("drafts", measured(tmp_path, "engine.drafts", "--text", "tiny", "--repeats", "1"))
+    assert ["1", "8", "32"] == list(record["texts"]["tiny"])
+    for batch in record["texts"]["tiny"].values():
+        assert {*drafts.BY_LOOKUP, *drafts.BY_DRAFT_MODEL} == {*batch["tokens_per_second"]}
+        assert {1} == {len(times) for times in batch["tokens_per_second"].values()}
+        # The draft model is the served one, so it is always right.
+        assert batch["draft_tokens"] == batch["accepted_draft_tokens"] > 0
 
 
 def times_as_fast(text: str, batch: int) -> dict[str, float]:
