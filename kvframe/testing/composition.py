@@ -57,6 +57,8 @@ LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
     "window and sink tokens": lambda block_size: {"window": 5, "num_sink_tokens": 3},
     "chunks of whole blocks": lambda block_size: {"chunk": 2 * block_size},
     "chunks that end within a block": lambda block_size: {"chunk": block_size + 3},
+    f"chunks of whole blocks{RANGES}": lambda block_size: {"chunk": 2 * block_size},
+    f"chunks that end within a block{RANGES}": lambda block_size: {"chunk": block_size + 3},
     "bidirectional": lambda block_size: {"causal": False},
     f"bidirectional{CROSS}": lambda block_size: {"causal": False},
     "soft cap and learned sinks": lambda block_size: {"soft_cap": SOFT_CAP, "has_sinks": True},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from kvframe_torch.backend import TorchBackend
-from kvframe_transformers.testing import quiet, tiny_config
+from kvframe_transformers.testing import quiet, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, Gemma3Config
 
 from kvframe import Engine, Prompt, RequestOutput, SamplingParams, Stack
@@ -66,12 +66,17 @@ def own_logprobs(model: Any, tokens: Sequence[int], ranges: Ranges) -> torch.Ten
     return logits.double().log_softmax(-1)
 
 
-def check(model: Any, cases: Sequence[tuple[Sequence[int], Ranges]], outputs: Sequence[RequestOutput]) -> None:
+def check(
+    model: Any,
+    cases: Sequence[tuple[Sequence[int], Ranges]],
+    outputs: Sequence[RequestOutput],
+    logprobs: Callable[[Any, Sequence[int], Ranges], torch.Tensor] = own_logprobs,
+) -> None:
     """Compare every generated token, and all log-probabilities, with the model's own forward over all tokens."""
     for (prompt, ranges), output in zip(cases, outputs, strict=True):
         assert output.error is None, output.error
         tokens, first = [*prompt, *output.token_ids], len(prompt) - 1
-        expected = own_logprobs(model, tokens, ranges)
+        expected = logprobs(model, tokens, ranges)
         assert list(output.token_ids) == expected[first:-1].argmax(-1).tolist()
         found = torch.tensor(output.logprobs, dtype=torch.float64)
         torch.testing.assert_close(found, expected[first:-1].max(-1).values, rtol=0, atol=2e-4)
@@ -103,6 +108,37 @@ def test_everything_is_the_models_own(model: tuple[Path, Any], backend: Any) -> 
         check(own, CASES, generate(engine, CASES))  # on cached prefixes
         for case in CASES:
             check(own, [case], generate(engine, [case]))
+
+
+def masked_logprobs(model: Any, tokens: Sequence[int], ranges: Ranges) -> torch.Tensor:
+    """Return log-probabilities as ``own_logprobs``, of a model without images, given the masks of its layers."""
+    places = torch.arange(len(tokens))
+    later = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for start, stop in ranges:
+        later[start:stop, start:stop] = True
+    later &= places > places[:, None]
+    causal = places <= places[:, None]
+    chunk = getattr(model.config, "attention_chunk_size", len(tokens))
+    seen = {"full_attention": causal, "chunked_attention": causal & (places // chunk == places[:, None] // chunk)}
+    masks = {
+        kind: torch.where(mask | later, 0.0, torch.finfo(torch.float32).min)[None, None] for kind, mask in seen.items()
+    }
+    given = masks if "attention_chunk_size" in model.config.to_dict() else masks["full_attention"]
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens]), attention_mask=given, use_cache=False).logits[0]
+    return logits.double().log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"), [("llama4_text", "torch"), ("llama4_text", "cpu"), ("deepseek_v3", "mla")]
+)
+def test_chunks_and_latents_take_ranges(family: str, backend: str, tmp_path: Path) -> None:
+    own: Any = tiny_model(family)
+    own.save_pretrained(tmp_path)
+    own.set_attn_implementation("eager")
+    with make_engine(tmp_path, backend=backend) as engine:
+        check(own, CASES, generate(engine, CASES, prompt_logprobs=True), masked_logprobs)
+        check(own, CASES, generate(engine, CASES), masked_logprobs)
 
 
 def test_the_cases_differ(model: tuple[Path, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import attrs
@@ -15,6 +16,7 @@ from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe import load_plugins
 from kvframe.contract import (
     NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
     SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
@@ -61,7 +63,24 @@ def requests_of(draw: st.DrawFn, sizes: Sizes) -> tuple[list[int], list[int]]:
 
 
 @st.composite
-def batches(draw: st.DrawFn, make_batch: MakeBatch, sizes: Sizes, is_static: bool) -> CommonAttentionMetadata:
+def range_ends_of(draw: st.DrawFn, num_tokens: int, query_lens: list[int], seq_lens: list[int]) -> Extension:
+    """Return where the range of each token ends; ranges lie within the new tokens of a request."""
+    ends = []
+    for num_new, seq_len in zip(query_lens, seq_lens, strict=True):
+        edges = sorted(draw(st.sets(st.integers(seq_len - num_new, seq_len), max_size=4)))
+        of_request = [0] * num_new
+        for start, stop in itertools.pairwise(edges):
+            if draw(st.booleans()):
+                of_request[start - seq_len + num_new : stop - seq_len + num_new] = [stop] * (stop - start)
+        ends += of_request
+    host = torch.tensor(ends + [0] * (num_tokens - len(ends)), dtype=torch.int32)
+    return Extension(host.clone(), Axis.TOKEN, host)
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn, make_batch: MakeBatch, sizes: Sizes, is_static: bool, has_ranges: bool = False
+) -> CommonAttentionMetadata:
     query_lens, seq_lens = draw(requests_of(sizes))
     batch = make_batch(
         query_lens,
@@ -75,32 +94,48 @@ def batches(draw: st.DrawFn, make_batch: MakeBatch, sizes: Sizes, is_static: boo
     layouts = [table, torch.cat([table, -table], 1)[:, : sizes.max_blocks], table.t().contiguous().t()]
     # A static batch may state a longer longest request than it has; shapes must not depend on the lengths.
     longest = draw(st.integers(max(seq_lens), sizes.block_size * sizes.max_blocks)) if is_static else max(seq_lens)
-    return attrs.evolve(batch, block_table=draw(st.sampled_from(layouts)), max_seq_len=longest)
+    extensions = {RANGE_ENDS: draw(range_ends_of(sizes.num_tokens, query_lens, seq_lens))} if has_ranges else {}
+    return attrs.evolve(batch, block_table=draw(st.sampled_from(layouts)), max_seq_len=longest, extensions=extensions)
 
 
 def visible(metadata: CommonAttentionMetadata) -> list[set[Token]]:
-    """Return the tokens that each packed token sees by causal attention, from ``make_batch``'s block ids."""
+    """Return the tokens that each packed token sees by causal attention and its range, from ``make_batch``'s ids."""
     starts, size = metadata.query_start_loc_cpu.tolist(), metadata.block_size
-    hidden = metadata.extensions.get(SEQ_STARTS)
-    seen = []
+    hidden, ends, seen = metadata.extensions.get(SEQ_STARTS), range_ends(metadata), []
     for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
         first = 0 if hidden is None else int(hidden.values[request])
         num_new = starts[request + 1] - starts[request]
         for position in range(seq_len - num_new, seq_len):
-            ids = [(int(metadata.block_table[request, at // size]), at % size) for at in range(first, position + 1)]
+            stop = max(position + 1, ends[len(seen)])
+            assert stop <= seq_len
+            ids = [(int(metadata.block_table[request, at // size]), at % size) for at in range(first, stop)]
             seen.append({(block // 100 - 1, block % 100 * size + offset) for block, offset in ids})
     return seen
 
 
+def range_ends(metadata: CommonAttentionMetadata) -> list[int]:
+    """Return where the range of each packed token ends, 0 for none."""
+    found = metadata.extensions.get(RANGE_ENDS)
+    if found is None:
+        return [0] * len(metadata.slot_mapping)
+    assert found.values_cpu is not None
+    assert torch.equal(found.values, found.values_cpu)
+    assert len(metadata.slot_mapping) == len(found.values)
+    return [int(end) for end in found.values]
+
+
 def within_chunks(metadata: CommonAttentionMetadata, chunk: int) -> list[set[Token]]:
-    """Return the tokens that each packed token sees by the definition of the mask."""
+    """Return the tokens that each packed token sees by the definition of the mask, and the later ones of its range."""
     num_new = metadata.query_start_loc_cpu.diff().tolist()
     positions = [
         (request, position)
         for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist())
         for position in range(seq_len - num_new[request], seq_len)
     ]
-    return [{(request, at) for at in range(n - n % chunk, n + 1)} for request, n in positions]
+    return [
+        {(request, at) for at in range(n - n % chunk, max(n + 1, end))}
+        for (request, n), end in zip(positions, range_ends(metadata), strict=False)
+    ]
 
 
 def copied(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
@@ -108,11 +143,11 @@ def copied(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
     return [value.clone() for value in values if isinstance(value, torch.Tensor)]
 
 
-@given(data=st.data(), sizes=all_sizes(), chunk=st.integers(1, 20), is_static=st.booleans())
-def test_a_token_sees_its_chunk_and_nothing_is_written(
-    make_batch: MakeBatch, data: st.DataObject, sizes: Sizes, chunk: int, is_static: bool
+@given(data=st.data(), sizes=all_sizes(), chunk=st.integers(1, 20), is_static=st.booleans(), has_ranges=st.booleans())
+def test_a_token_sees_its_chunk_and_its_range_and_nothing_is_written(
+    make_batch: MakeBatch, data: st.DataObject, sizes: Sizes, chunk: int, is_static: bool, has_ranges: bool
 ) -> None:
-    batch = data.draw(batches(make_batch, sizes, is_static))
+    batch = data.draw(batches(make_batch, sizes, is_static, has_ranges))
     before = copied(batch)
     virtual = apply_wrapper(ChunkedLocal(chunk=chunk), batch)
     assert within_chunks(batch, chunk) == visible(virtual)
@@ -121,11 +156,11 @@ def test_a_token_sees_its_chunk_and_nothing_is_written(
     assert all(map(torch.equal, before, copied(batch)))
 
 
-@given(data=st.data(), sizes=all_sizes(), chunk=st.integers(1, 20), is_static=st.booleans())
+@given(data=st.data(), sizes=all_sizes(), chunk=st.integers(1, 20), is_static=st.booleans(), has_ranges=st.booleans())
 def test_the_limits_hold_and_host_and_device_agree(
-    make_batch: MakeBatch, data: st.DataObject, sizes: Sizes, chunk: int, is_static: bool
+    make_batch: MakeBatch, data: st.DataObject, sizes: Sizes, chunk: int, is_static: bool, has_ranges: bool
 ) -> None:
-    virtual = apply_wrapper(ChunkedLocal(chunk=chunk), data.draw(batches(make_batch, sizes, is_static)))
+    virtual = apply_wrapper(ChunkedLocal(chunk=chunk), data.draw(batches(make_batch, sizes, is_static, has_ranges)))
     query_lens, seq_lens = virtual.query_start_loc_cpu.diff(), virtual.seq_lens_cpu
     assert virtual.num_reqs == len(query_lens) == len(seq_lens) == len(virtual.block_table)
     assert torch.equal(virtual.query_start_loc_cpu, virtual.query_start_loc)
@@ -137,14 +172,12 @@ def test_the_limits_hold_and_host_and_device_agree(
         assert (int(query_lens.max()), int(seq_lens.max())) == (virtual.max_query_len, virtual.max_seq_len)
 
 
-@given(data=st.data(), sizes=all_sizes(), chunk=st.integers(1, 20))
+@given(data=st.data(), sizes=all_sizes(), chunk=st.integers(1, 20), has_ranges=st.booleans())
 def test_static_batches_of_equal_sizes_have_equal_shapes(
-    make_batch: MakeBatch, data: st.DataObject, sizes: Sizes, chunk: int
+    make_batch: MakeBatch, data: st.DataObject, sizes: Sizes, chunk: int, has_ranges: bool
 ) -> None:
-    one, other = (
-        apply_wrapper(ChunkedLocal(chunk=chunk), data.draw(batches(make_batch, sizes, is_static=True)))
-        for _ in range(2)
-    )
+    steps = (data.draw(batches(make_batch, sizes, is_static=True, has_ranges=has_ranges)) for _ in range(2))
+    one, other = (apply_wrapper(ChunkedLocal(chunk=chunk), step) for step in steps)
     assert [tensor.shape for tensor in copied(one)] == [tensor.shape for tensor in copied(other)]
     assert (one.num_reqs, one.max_query_len, set(one.extensions)) == (
         other.num_reqs,

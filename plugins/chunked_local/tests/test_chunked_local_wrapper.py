@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvframe import FullAttentionSpec
 from kvframe.contract import (
     NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
     SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
     Extension,
     LayerSpec,
     QuerySpec,
+    RelativeBias,
     WrapperError,
 )
 from kvframe.testing.framework import apply_wrapper, bind_chain, check_order, pad_metadata
@@ -113,6 +115,38 @@ def test_a_request_without_a_new_token_makes_no_virtual_one(make_batch: MakeBatc
 def test_a_batch_without_tokens_makes_one_virtual_request_without_tokens(make_batch: MakeBatch) -> None:
     virtual = apply_wrapper(ChunkedLocal(chunk=4), make_batch([0, 0], [7, 9], num_padding=1))
     assert ([0], [0], (1, 1)) == (query_lens(virtual), seq_lens(virtual), virtual.block_table.shape)
+
+
+def with_ranges(batch: CommonAttentionMetadata, ends: list[int]) -> CommonAttentionMetadata:
+    host = torch.tensor(ends, dtype=torch.int32)
+    return attrs.evolve(batch, extensions={RANGE_ENDS: Extension(host.clone(), Axis.TOKEN, host)})
+
+
+def test_tokens_whose_range_goes_on_in_the_next_chunk_are_a_virtual_request(make_batch: MakeBatch) -> None:
+    # The range is tokens 2 to 5, and the chunks begin at 0, 4 and 8.
+    virtual = apply_wrapper(ChunkedLocal(chunk=4), with_ranges(make_batch([9], [9]), [0, 0, 6, 6, 6, 6, 0, 0, 0]))
+    assert [2, 2, 4, 1] == query_lens(virtual)
+    # Tokens 2 and 3 read up to the range's end; counted from their chunk, tokens 4 and 5 have an end at 2.
+    assert [2, 6, 4, 1] == seq_lens(virtual)
+    assert [[100], [100, 101, 102], [102, 103], [104]] == blocks(virtual)
+    assert [0, 0, 6, 6, 2, 2, 0, 0, 0] == virtual.extensions[RANGE_ENDS].values.tolist()
+
+
+def test_ranges_within_their_chunks_split_nothing(make_batch: MakeBatch) -> None:
+    virtual = apply_wrapper(ChunkedLocal(chunk=4), with_ranges(make_batch([8], [8]), [0, 4, 4, 4, 8, 8, 8, 8]))
+    assert [4, 4] == query_lens(virtual) == seq_lens(virtual)
+    assert [0, 4, 4, 4, 4, 4, 4, 4] == virtual.extensions[RANGE_ENDS].values.tolist()
+
+
+def test_a_range_over_chunks_is_refused_if_scores_depend_on_distances(make_batch: MakeBatch) -> None:
+    biased = ChunkedLocal(chunk=4, has_bias=True)
+    assert 2 == apply_wrapper(biased, with_ranges(make_batch([8], [8]), [0, 4, 4, 4, 0, 0, 0, 0])).num_reqs
+    with pytest.raises(WrapperError, match="let a range end with its chunk") as caught:
+        apply_wrapper(biased, with_ranges(make_batch([8], [8]), [0, 5, 5, 5, 5, 0, 0, 0]))
+    assert "range_over_chunks" == caught.value.code
+    bias = RelativeBias(num_buckets=8, max_distance=16)
+    query = QuerySpec(num_heads=2, head_size=8, scale=1.0, relative_bias=bias)
+    assert ChunkedLocal(chunk=4, has_bias=True) == ChunkedLocal().for_layer(attrs.evolve(layer(4), query=query))
 
 
 # --- static shapes ----------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ IntArray = npt.NDArray[np.int32]
 
 @attrs.frozen(eq=False)
 class VirtualRequests:
-    """Virtual requests, each with the new tokens of one chunk, in the order of the packed batch.
+    """Virtual requests, each with new tokens of one chunk, in the order of the packed batch.
 
     Attributes:
         requests: ``[num_virtual]``: the row of the batch.
         chunk_starts: ``[num_virtual]``: the position of the chunk's first token.
-        seq_ends: ``[num_virtual]``: the position after its last token.
+        seq_ends: ``[num_virtual]``: the position after the last token that it reads.
         query_start_loc: ``[num_virtual + 1]``: the start of each virtual request's tokens in the packed batch.
         one_each: Whether each is a whole request of the batch.
     """
@@ -61,6 +61,36 @@ def make_virtual_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: 
     # In a request, the position and the index in the packed batch differ by the same number for all tokens.
     np.add(seq_ends, (query_start_loc[1:] - seq_lens).repeat(counts), out=virtual_start_loc[1:])
     return VirtualRequests(requests.repeat(counts), chunk_starts, seq_ends, virtual_start_loc, one_each=False)
+
+
+def split_at_ranges(virtual: VirtualRequests, range_ends: IntArray, chunk: int) -> VirtualRequests:
+    """Give the tokens whose range goes on in later chunks virtual requests of their own.
+
+    These are the last tokens of their chunk. All of them see the chunk up to the end of the range. So the end of their
+    virtual request is that of the range, though its own tokens end earlier.
+
+    Args:
+        virtual: The virtual requests of whole chunks.
+        range_ends: ``[num_tokens]``: where the range of each packed token ends; 0 for none.
+        chunk: Tokens of a chunk.
+    """
+    bounds = virtual.query_start_loc
+    of_token = np.arange(len(virtual.requests)).repeat(bounds[1:] - bounds[:-1])
+    goes_on = range_ends[: len(of_token)] > virtual.chunk_starts[of_token] + chunk
+    if not goes_on.any():
+        return virtual
+    begins = np.diff(goes_on, prepend=False) & goes_on
+    starts = np.union1d(bounds[:-1], np.flatnonzero(begins)).astype(np.int32)
+    of_start, new_bounds = of_token[starts], np.append(starts, bounds[-1])
+    # In a chunk, the position and the index in the packed batch differ by the same number for all tokens.
+    own_ends = virtual.seq_ends[of_start] - bounds[1:][of_start] + new_bounds[1:]
+    return VirtualRequests(
+        requests=virtual.requests[of_start],
+        chunk_starts=virtual.chunk_starts[of_start],
+        seq_ends=np.where(goes_on[starts], range_ends[starts], own_ends).astype(np.int32),
+        query_start_loc=new_bounds,
+        one_each=False,
+    )
 
 
 def most_virtual_requests(num_reqs: int, num_tokens: int, max_query_len: int, chunk: int) -> int:

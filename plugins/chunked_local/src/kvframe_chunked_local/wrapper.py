@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from kvframe.contract import (
     NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
     SEQ_STARTS,
     VIRTUAL_REQUESTS,
     AttentionMask,
@@ -28,7 +29,12 @@ from kvframe.contract import (
     field_uses,
 )
 from kvframe_chunked_local.block_runs import BlockRuns
-from kvframe_chunked_local.virtual_requests import IntArray, make_virtual_requests, most_virtual_requests
+from kvframe_chunked_local.virtual_requests import (
+    IntArray,
+    make_virtual_requests,
+    most_virtual_requests,
+    split_at_ranges,
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -40,10 +46,15 @@ class ChunkedLocal(MetadataWrapper):
     without a new token gets no virtual request; a batch without any new token gets one, without tokens. With
     ``static_shapes`` the batch is padded to the most virtual requests that a batch of its sizes can have.
 
+    A range of a prompt (``RANGE_ENDS``) may go on in the next chunks. Its tokens of each earlier chunk become a further
+    virtual request, which ends with the range.
+
     If every request is still in its first chunk, the batch is returned unchanged.
 
     Attributes:
         chunk: Tokens of a chunk; taken from the layer's mask.
+        has_bias: Whether scores depend on the distance of query and key; taken from the layer. Ranges that go on in
+            the next chunk are then refused: the distances in their virtual request are not the true ones.
     """
 
     name: ClassVar[str] = "chunked_local"
@@ -55,9 +66,10 @@ class ChunkedLocal(MetadataWrapper):
         slice=("block_table",),
         reject=("causal", "exact_lens"),
     )
-    # These describe the original request, so each of its virtual requests gets the same value.
+    # The length of a prompt describes the original request, so each of its virtual requests gets the same value.
     extensions: ClassVar[Mapping[str, FieldUse]] = {
         NUM_PROMPT_TOKENS: FieldUse.SLICE,
+        RANGE_ENDS: FieldUse.SLICE,
         SEQ_STARTS: FieldUse.REJECT,
     }
     effects: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})
@@ -66,6 +78,7 @@ class ChunkedLocal(MetadataWrapper):
     capture: ClassVar[GraphCapture] = GraphCapture.ALWAYS
 
     chunk: int | None = None
+    has_bias: bool = False
 
     def for_layer(self, layer: LayerSpec) -> Self:
         """Return the wrapper with the chunk of the layer's mask."""
@@ -86,7 +99,8 @@ class ChunkedLocal(MetadataWrapper):
                 "attention",
                 code="no_full_form",
             )
-        return attrs.evolve(self, chunk=mask.chunk)
+        has_bias = layer.query is not None and layer.query.relative_bias is not None
+        return attrs.evolve(self, chunk=mask.chunk, has_bias=has_bias)
 
     def wrapped_layer(self, layer: LayerSpec) -> LayerSpec:
         """Return the layer as full attention over the same keys and values."""
@@ -108,14 +122,30 @@ class ChunkedLocal(MetadataWrapper):
         if (max_blocks * block_size if is_static else metadata.max_seq_len) <= chunk:
             return metadata
         virtual = make_virtual_requests(metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy(), chunk)
+        range_ends = _range_ends(metadata)
+        if range_ends is not None:
+            whole, virtual = virtual, split_at_ranges(virtual, range_ends, chunk)
+            if self.has_bias and virtual is not whole:
+                raise WrapperError(
+                    f"wrapper {self.name!r}: a range of a prompt goes on in the next chunk, and the layers have a "
+                    "learned bias by distance; let a range end with its chunk, or choose a backend with chunks",
+                    code="range_over_chunks",
+                )
         num_reqs = len(virtual.requests)
         if is_static:
             num_reqs = most_virtual_requests(
                 metadata.num_reqs, len(metadata.slot_mapping), metadata.max_query_len, chunk
             )
+            # Each of them may be split once, and each has a token.
+            num_reqs = num_reqs if range_ends is None else min(2 * num_reqs, max(1, len(metadata.slot_mapping)))
         first_blocks, num_hidden = np.divmod(virtual.chunk_starts, block_size)
         seq_lens = virtual.seq_ends - first_blocks * block_size
-        longest = chunk + block_size - math.gcd(chunk, block_size) if is_static else int(seq_lens.max())
+        if not is_static:
+            longest = int(seq_lens.max())
+        elif range_ends is None:
+            longest = chunk + block_size - math.gcd(chunk, block_size)
+        else:
+            longest = max_blocks * block_size
         num_blocks = min(max_blocks, max(1, -(-longest // block_size)))
 
         runs = BlockRuns(metadata.block_table)
@@ -127,15 +157,18 @@ class ChunkedLocal(MetadataWrapper):
             arrays["query_start_loc"] = virtual.query_start_loc
         if chunk % block_size:
             arrays[SEQ_STARTS] = num_hidden
+        if range_ends is not None:
+            arrays[RANGE_ENDS] = _from_first_blocks(range_ends, virtual.query_start_loc, first_blocks * block_size)
         host, device = _upload(arrays, metadata.block_table.device, num_reqs - len(starts))
 
         requests = requests_cpu = None
         if is_split and metadata.extensions:
             requests, requests_cpu = runs.requests(device["starts"]), runs.requests(host["starts"])
         extensions = self.pass_extensions(metadata, requests=requests, requests_cpu=requests_cpu)
-        if chunk % block_size:
-            starts_seen = Extension(device[SEQ_STARTS], Axis.REQUEST, host[SEQ_STARTS])
-            extensions = MappingProxyType({**extensions, SEQ_STARTS: starts_seen})
+        axes = {SEQ_STARTS: Axis.REQUEST, RANGE_ENDS: Axis.TOKEN}
+        made = {name: Extension(device[name], axes[name], host[name]) for name in axes if name in host}
+        if made:
+            extensions = MappingProxyType({**extensions, **made})
         return self.evolve(
             metadata,
             query_start_loc=device.get("query_start_loc", metadata.query_start_loc),
@@ -150,12 +183,30 @@ class ChunkedLocal(MetadataWrapper):
         )
 
 
+def _range_ends(metadata: CommonAttentionMetadata) -> IntArray | None:
+    """Return where the range of each token ends, 0 for none; None if the step has no ranges."""
+    if RANGE_ENDS not in metadata.extensions:
+        return None
+    values_cpu = metadata.extensions[RANGE_ENDS].values_cpu
+    assert values_cpu is not None
+    return values_cpu.numpy()
+
+
+def _from_first_blocks(range_ends: IntArray, query_start_loc: IntArray, origins: IntArray) -> IntArray:
+    """Return the ends of ranges counted from the first token of each virtual request's first block; 0 stays 0."""
+    ends = range_ends.copy()
+    of_tokens = ends[: query_start_loc[-1]]
+    of_tokens -= origins.repeat(query_start_loc[1:] - query_start_loc[:-1]) * (of_tokens > 0)
+    return ends
+
+
 def _upload(
     arrays: Mapping[str, IntArray], device: torch.device, num_padding: int
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """Return arrays as tensors on the host and on the device, with one copy for all.
 
-    Padding is added after the copy: zeros, but in ``query_start_loc`` its last element.
+    Padding is added after the copy: zeros, but in ``query_start_loc`` its last element. ``RANGE_ENDS``, which has a
+    value for each token, is not padded.
     """
     packed = torch.from_numpy(np.concatenate([*arrays.values()]))
     lengths = [len(array) for array in arrays.values()]
@@ -165,7 +216,10 @@ def _upload(
         if num_padding == 0:
             return parts
         ends = {name: int(array[-1]) if name == "query_start_loc" else 0 for name, array in arrays.items()}
-        return {name: pad(part, (0, num_padding), value=ends[name]) for name, part in parts.items()}
+        return {
+            name: part if name == RANGE_ENDS else pad(part, (0, num_padding), value=ends[name])
+            for name, part in parts.items()
+        }
 
     host = unpack(packed)
     return host, host if device.type == "cpu" else unpack(packed.to(device, non_blocking=True))
