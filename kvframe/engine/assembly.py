@@ -14,6 +14,7 @@ import torch
 
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.local import LocalCaches
+from kvframe.attention.state import StateLayers
 from kvframe.attention.storage import HostStorage, KVCacheStorage
 from kvframe.config.proposer_choice import make_proposer
 from kvframe.config.stack import Stack
@@ -21,7 +22,7 @@ from kvframe.contract.backend import KVCache, PageCopier
 from kvframe.contract.errors import KVFrameError, PluginError, StackError, shown
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.model import LoadedModel
+from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.ranks.agreement import agree
 from kvframe.engine.ranks.follower import Follower
@@ -74,6 +75,7 @@ class Assembly:
         layers: The attention layers over the pool, to which the model is attached.
         draft: The draft model over the same pool and plan; None for none. In it, the layers of the draft model have the
             names that the draft model knows.
+        kept: For prediction heads, the layer that keeps hidden states between steps; otherwise none.
     """
 
     model: LoadedModel
@@ -88,6 +90,7 @@ class Assembly:
     host: HostStorage | None
     layers: AttentionLayers
     draft: Assembly | None = None
+    kept: StateLayers | None = None
 
 
 def assemble(
@@ -221,12 +224,18 @@ def _assemble_draft(
         for choice in choices
     )
     views = {as_draft_name(name): view for name, view in made.storage.views.items()}
+    kept = None
+    if isinstance(draft, PredictionHeads):
+        # What they keep between steps is read and written by their runner, and not in their forward.
+        kept = StateLayers([layer for layer in renamed if layer.query is None], grouping, views)
+        renamed = tuple(layer for layer in renamed if layer.query is not None)
     return attrs.evolve(
         made,
         model=draft,
         grouping=grouping,
         choices=chosen,
         views=views,
+        kept=kept,
         layers=AttentionLayers(
             renamed,
             chosen,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -291,6 +291,7 @@ class Engine(EngineCore[Request]):
             with_hidden_states=self._scheduler.hidden_states is not None,
             with_all_hidden_states=has_heads,
         )
+        max_drafts = self._scheduler.max_drafts
         runner = TokenRunner(
             self.model,
             assembly.layers,
@@ -300,20 +301,20 @@ class Engine(EngineCore[Request]):
             max_model_len=self._max_model_len,
             skip_policy=skip_policy,
             hidden_states=self._scheduler.hidden_states,
-            graphs=self._make_graphs(assembly, forward, self._scheduler.max_drafts),
+            graphs=self._make_graphs(assembly, forward, [1 + max_drafts] if max_drafts else []),
             keeps_all_rows=has_heads,
         )
         if draft is not None:
-            runner.draft = (
-                HeadsRunner(draft.model, draft.layers, self._manager.tables, runner)
-                if isinstance(draft.model, PredictionHeads)
-                else self._make_draft_runner(draft, runner)
-            )
+            runner.draft = self._make_draft_runner(draft, runner)
             self._scheduler.use_draft_model(runner.draft.continue_requests)
         return runner
 
     def _make_draft_runner(self, draft: Assembly, runner: TokenRunner) -> DraftRunner:
-        """Return what runs the draft model over the steps of the served model's runner."""
+        """Return what runs the draft model, or the prediction heads, over the steps of the served model's runner."""
+        if isinstance(draft.model, PredictionHeads):
+            assert draft.kept is not None
+            make_graphs = partial(self._make_graphs, draft)
+            return HeadsRunner(draft.model, draft.layers, draft.kept, self._manager.tables, runner, make_graphs)
         made = ModelRunner(
             draft.model,
             draft.layers,
@@ -321,12 +322,14 @@ class Engine(EngineCore[Request]):
             draft.device,
             max_num_seqs=self.stack.engine.max_num_seqs,
             max_model_len=self._max_model_len,
-            graphs=self._make_graphs(draft, forward_of(draft.model), 0),
+            graphs=self._make_graphs(draft, forward_of(draft.model)),
             tokens=runner.tokens,
         )
         return DraftRunner(made, draft.layers)
 
-    def _make_graphs(self, assembly: Assembly, forward: Forward, max_drafts: int) -> StepGraphs | None:
+    def _make_graphs(
+        self, assembly: Assembly, forward: Forward, more_query_lens: Collection[int] = ()
+    ) -> StepGraphs | None:
         return StepGraphs.of(
             self.stack.engine,
             assembly.layers,
@@ -334,7 +337,7 @@ class Engine(EngineCore[Request]):
             assembly.device,
             max_model_len=self._max_model_len,
             max_input_lens=assembly.model.description.max_input_lens,
-            max_drafts=max_drafts,
+            more_query_lens=more_query_lens,
             source=self.stack.source,
         )
 

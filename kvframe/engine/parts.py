@@ -115,7 +115,7 @@ def attach_models(
 ) -> None:
     """Attach the model and its draft model, compile them, compare each with its own forward, and warm up.
 
-    Prediction heads are attached only: they run as they were loaded.
+    Prediction heads are not compared: a wrong head changes no token.
 
     Args:
         assembly: The set-up.
@@ -147,6 +147,8 @@ def attach_models(
         if draft is not None and has_heads:
             draft.model.attach(draft.layers)
             attached.append(draft.model)
+            if assembly.stack.engine.compile:
+                draft.model.compile()
         elif draft is not None:
             _attach(draft, as_draft_names(drafted), registry, has_ranks=False)
             attached.append(draft.model)

@@ -23,6 +23,7 @@ from kvframe.attention.state import StateLayers
 from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
+from kvframe.contract.metadata import Axis, Extension
 from kvframe.engine.graphs import sizes as graph_sizes
 from kvframe.engine.graphs.device_graphs import CalledGraph
 from kvframe.engine.graphs.sizes import GraphSizes, asked_sizes, auto_sizes, context_sizes
@@ -170,6 +171,20 @@ def test_a_step_that_is_larger_than_all_graphs_runs_without() -> None:
     assert sizes_of(graphs, batch_of(*[(5, 1)] * 5)) is None
     assert sizes_of(graphs, batch_of((5, 4))) is None
     assert sizes_of(graphs, batch_of((5, 3), generating=[])) is None
+
+
+def test_a_step_whose_logits_nobody_reads_has_a_graph_without_them() -> None:
+    found = graphs_for(GraphCapture.ALWAYS).sizes_for(batch_of((5, 2), (9, 3)), 0)
+    assert found is not None
+    assert (2, 0) == (found.num_generating, found.num_wanted)
+
+
+def test_a_step_with_an_extension_is_captured_if_the_host_has_its_values() -> None:
+    values = torch.ones(1, dtype=torch.int32)
+    for on_host in (values, None):
+        extension = Extension(values, Axis.REQUEST, on_host)
+        batch = attrs.evolve(batch_of((5, 1)), extensions={"seq_starts": extension})
+        assert (on_host is None) == (sizes_of(graphs_for(GraphCapture.ALWAYS), batch) is None)
 
 
 def test_decodes_alone_are_captured_where_no_more_can_be() -> None:
@@ -394,8 +409,8 @@ def test_sizes_are_sorted() -> None:
 def test_steps_with_the_most_drafts_are_captured_beside_the_asked_ones() -> None:
     options = EngineOptions(graphs=(4,), graph_query_lens=(1, 8))
     assert ((4,), (1, 8)) == asked_sizes(options, 64)
-    assert ((4,), (1, 5, 8)) == asked_sizes(options, 64, max_drafts=4)
-    assert ((4,), (1,)) == asked_sizes(options, 4, max_drafts=4)
+    assert ((4,), (1, 5, 8)) == asked_sizes(options, 64, [5])
+    assert ((4,), (1,)) == asked_sizes(options, 4, [5])
 
 
 def test_sizes_that_no_step_can_have_cost_nothing(models: Callable[[str], TinyModel]) -> None:

@@ -329,6 +329,8 @@ def test_both_models_run_in_graphs(models: Models, family: str) -> None:
         draft = engine._runner.draft  # type: ignore[attr-defined]
         assert engine._runner.graphs.num_replays > 0  # type: ignore[attr-defined]
         assert draft.runner.graphs.num_replays > 0
+        # It follows in graphs too: no logits are wanted then.
+        assert {True, False} == {sizes.num_wanted > 0 for sizes in draft.runner.graphs._graphs}
 
 
 @pytest.mark.whole

@@ -12,32 +12,39 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
 import torch
 from click.testing import CliRunner
 from kvframe_mtp.proposer import MTPProposer
+from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
 from kvframe_transformers.adapter import TransformersAdapter
+from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.prediction_heads import TransformersHeads
 from safetensors.torch import load_file, save_file
 
 from kvframe import RequestOutput, SamplingParams, load_plugins
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cli import main
 from kvframe.contract import (
+    BatchOrder,
     DraftRequest,
     LayerSpec,
     ModelDescription,
     ModelError,
+    PlanError,
     PrefixFileError,
     QuerySpec,
     Register,
     StackError,
     hookimpl,
 )
+from kvframe.engine.running.heads_runner import HeadsRunner
+from kvframe.engine.running.model_runner import Compute, TokenRunner
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_values
 from tests.models.headed import HEADED, Reference, save_headed
@@ -91,7 +98,11 @@ def manifest() -> ModuleType:
     def kvframe_register_proposers(register: Register) -> None:
         register("meddling", Meddling)
 
-    module.kvframe_register_proposers = kvframe_register_proposers  # type: ignore[attr-defined]
+    @hookimpl
+    def kvframe_register_backends(register: Register) -> None:
+        register("decodes_first", DecodesFirst)
+
+    vars(module).update({each.__name__: each for each in (kvframe_register_proposers, kvframe_register_backends)})
     return module
 
 
@@ -299,23 +310,96 @@ def test_log_probabilities_stay_the_same(models: Models) -> None:
         assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-3)  # type: ignore[index]
 
 
+def check_drafts(reference: Reference) -> None:
+    """Check that everything that the heads drafted is what transformers drafts."""
+    assert len(CONTINUED) > len(SOME)
+    assert [] == [each for each in CONTINUED if each[1] != reference.drafts_after(each[0])[: len(each[1])]]
+
+
 @pytest.mark.parametrize("family", HEADED)
-def test_a_replayed_or_compiled_step_gives_the_heads_the_same_states(models: Models, family: str) -> None:
+def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Models, family: str) -> None:
     headed = models(family)
     wanted = expected(headed.model, GREEDY)
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
+        heads, runner = cast(TransformersHeads, engine._draft), cast(TokenRunner, engine._runner)
         if family == "glm4_moe":
             engine.model.compile("eager")
+            heads.compile("eager")
         assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
-        graphs = engine._runner.graphs  # type: ignore[attr-defined]
-        assert graphs is not None
-        assert graphs.num_replays > 0, graphs._reasons
-        assert set() == graphs._reasons
+        assert runner.draft is not None
         assert engine.stats().accepted_draft_tokens > 0
-    assert len(CONTINUED) > len(SOME)
-    assert [] == [each for each in CONTINUED if each[1] != headed.reference.drafts_after(each[0])[: len(each[1])]]
+        of_heads = cast(HeadsRunner, runner.draft).runners
+        assert MODELS[family] == len(of_heads)
+        for each in (runner, *of_heads):
+            assert each.graphs is not None
+            assert set() == each.graphs._reasons
+            assert each.graphs.num_replays > 0
+        for each in of_heads:
+            # A head continues requests, and computes what a step keeps.
+            assert {True, False} == {sizes.num_wanted > 0 for sizes in each.graphs._graphs}  # type: ignore[union-attr]
+        compiled = [each.num_graphs for each in heads.compiled_heads]
+        assert ([1] * 3 if family == "glm4_moe" else []) == compiled
+    check_drafts(headed.reference)
+    assert [] == heads.compiled_heads
+
+
+def test_the_stack_lets_the_heads_be_compiled_too(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    headed = models("deepseek_v3")
+    for each in (TransformersModel, TransformersHeads):
+        compile_it = each.compile
+        monkeypatch.setattr(each, "compile", lambda loaded, compile_it=compile_it: compile_it(loaded, "eager"))
+    CONTINUED.clear()
+    with headed.model.engine(drafts="meddling", compile=True) as engine:
+        engine.generate(SOME, GREEDY)
+        heads = cast(TransformersHeads, engine._draft)
+        assert [(1, 0)] * 2 == [(each.num_graphs, each.num_graph_breaks) for each in heads.compiled_heads]
+    check_drafts(headed.reference)
+
+
+def test_graphs_of_heads_are_dropped_with_those_of_the_model(models: Models) -> None:
+    headed = models("deepseek_v3")
+    CONTINUED.clear()
+    with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
+        runners = cast(HeadsRunner, cast(TokenRunner, engine._runner).draft).runners
+        engine.generate(SOME, GREEDY)
+        assert all(each.graphs is not None and each.graphs.num_graphs for each in runners)
+        with pytest.raises(PlanError, match="replays graphs"):
+            engine.resize_cache("6MiB")
+        engine.weights_changed()
+        assert [0, 0] == [each.graphs.num_graphs for each in runners if each.graphs is not None]
+        engine.generate(SOME, GREEDY)
+    check_drafts(headed.reference)
+
+
+class DecodesFirst(TorchBackend):
+    """Asks for requests of one token before all others."""
+
+    def make_builder(self) -> TorchMetadataBuilder:
+        builder = super().make_builder()
+        builder.batch_order = BatchOrder()
+        return builder
+
+
+def test_requests_are_packed_as_the_backend_of_the_heads_asks(models: Models) -> None:
+    headed, mixed = models("glm4_moe"), 0
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected(headed.model, GREEDY)]
+    with headed.model.engine(drafts="meddling", backends={"full_attention": "decodes_first"}) as engine:
+        runner = cast(HeadsRunner, cast(TokenRunner, engine._runner).draft)
+        batches: list[StepBatch] = []
+
+        def noting(compute: Compute) -> Compute:
+            return lambda batch, *others: batches.append(batch) or compute(batch, *others)  # type: ignore[func-returns-value]
+
+        # The last head leaves out other tokens of each request.
+        for each in runner.runners[:-1]:
+            each.compute = noting(each.compute)
+        engine.generate(SOME, GREEDY)
+        for batch in batches:
+            assert None is runner._layers.order_for(batch.num_computed, batch.query_lens)
+            mixed += len({*(batch.query_lens > 1).tolist()}) > 1
+    assert mixed > 0
 
 
 # --- how good they are ------------------------------------------------------------------------------------------------
@@ -464,6 +548,29 @@ def test_heads_that_fail_are_set_aside(
         assert ["a prediction head failed, and the heads are set aside: no drafts: RuntimeError: no more memory"] == [
             record.message for record in caplog.records
         ]
+
+
+def test_a_request_whose_logits_are_not_numbers_is_not_continued_by_later_heads(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headed = models("glm4_moe")
+    CONTINUED.clear()
+    with headed.model.engine(drafts="meddling") as engine:
+        heads = cast(TransformersHeads, engine._draft)
+        forward = heads.forward_head
+
+        def fail(head: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits, states = forward(head, *inputs)
+            if head == 0 and len(logits) > 1:
+                logits[1] = torch.nan
+            return logits, states
+
+        monkeypatch.setattr(heads, "forward_head", fail)
+        engine.generate(SOME, SamplingParams(max_new_tokens=6, ignore_eos=True))
+    failed = [each for each in CONTINUED if not each[1]]
+    assert failed
+    CONTINUED[:] = [each for each in CONTINUED if each[1]]
+    check_drafts(headed.reference)
 
 
 def test_a_saved_prefix_holds_the_state_of_the_heads(models: Models, tmp_path: Path) -> None:

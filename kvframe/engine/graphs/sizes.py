@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
 import numpy as np
@@ -88,7 +88,10 @@ class SizeChoice:
         elif needed > self.level or shortest < longest:
             return None
         max_seq_len = _next(self.max_seq_lens, int((batch.num_computed + batch.query_lens).max()))
-        if num_reqs is None or query_len is None or max_seq_len is None or batch.extensions or not num_wanted:
+        if num_reqs is None or query_len is None or max_seq_len is None or not num_generating:
+            return None
+        # Metadata that does not lie on the host cannot be padded there.
+        if any(extension.values_cpu is None for extension in batch.extensions.values()):
             return None
         # A prompt's first token continues from no state.
         if self.max_rounds is not None and (longest > self.max_rounds or not batch.num_computed.all()):
@@ -100,7 +103,8 @@ class SizeChoice:
         )
         assert max_input_len is not None, "an input is no longer than the plan allows"
         rows = num_reqs, num_reqs * query_len
-        wanted, generating = _next(rows, num_wanted), rows[1] if all_generate else _next(rows, num_generating)
+        wanted = _next(rows, num_wanted) if num_wanted else 0
+        generating = rows[1] if all_generate else _next(rows, num_generating)
         if wanted is None or generating is None:
             return None
         return GraphSizes(
@@ -149,7 +153,9 @@ def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def asked_sizes(options: EngineOptions, longest: int, max_drafts: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def asked_sizes(
+    options: EngineOptions, longest: int, more_query_lens: Collection[int] = ()
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the stack's numbers of requests and of tokens per request, ascending, limited to what a step can have.
 
     A number of requests above ``max_num_seqs`` is replaced by ``max_num_seqs``, because padding costs time and memory.
@@ -157,11 +163,11 @@ def asked_sizes(options: EngineOptions, longest: int, max_drafts: int = 0) -> tu
     Args:
         options: The stack's engine options, with graphs on.
         longest: The most tokens of a request in a step that can be captured.
-        max_drafts: The most draft tokens of a request in a step. Steps with drafts are captured too.
+        more_query_lens: Further numbers of tokens of a request, such as those of steps with drafts.
     """
     most = options.max_num_seqs
     num_reqs = auto_sizes(most) if isinstance(options.graphs, str) else {min(size, most) for size in options.graphs}
-    query_lens = {*options.graph_query_lens, 1 + max_drafts} if max_drafts else {*options.graph_query_lens}
+    query_lens = {*options.graph_query_lens, *more_query_lens}
     return tuple(sorted(num_reqs)), tuple(sorted(size for size in query_lens if size <= longest))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -105,7 +105,7 @@ class StepGraphs:
         *,
         max_model_len: int,
         max_input_lens: Mapping[str, int],
-        max_drafts: int,
+        more_query_lens: Collection[int] = (),
         source: str,
     ) -> StepGraphs | None:
         """Return the graphs that a stack asks for; None if its steps run without graphs.
@@ -117,7 +117,7 @@ class StepGraphs:
             device: The device of the model.
             max_model_len: The most tokens of a request.
             max_input_lens: The most tokens of each input that requests bring beside their tokens.
-            max_drafts: The most draft tokens of a request in a step.
+            more_query_lens: Numbers of tokens of a request that are captured beside those of the stack.
             source: Where the stack was read, for errors.
 
         Raises:
@@ -135,7 +135,7 @@ class StepGraphs:
                 f'{source}: engine.graphs names sizes, but {why}; "auto" runs such steps without', code="not_captured"
             )
         longest = min(options.max_num_batched_tokens, max_model_len, layers.states.max_rounds or max_model_len)
-        num_reqs, query_lens = asked_sizes(options, longest, max_drafts)
+        num_reqs, query_lens = asked_sizes(options, longest, more_query_lens)
         if not query_lens:
             raise StackError(
                 f"{source}: engine.graph_query_lens is {list(options.graph_query_lens)}, and a request computes at "
@@ -151,6 +151,11 @@ class StepGraphs:
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_input_len=max(max_input_lens.values(), default=0),
         )
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The most packed tokens of a step that is captured, padding included."""
+        return max(self._choice.num_reqs) * max(self._choice.query_lens)
 
     @property
     def num_graphs(self) -> int:
@@ -223,10 +228,9 @@ class StepGraphs:
 
         Returns:
             What the forward returns: logits of the wanted rows, then of padding; the next step overwrites them. None if
-            a state layer
-            has no page for the state between two of a request's tokens, or if the capture raised any exception. In the
-            second case, steps of these sizes run without a graph from then on, and each reason is logged once. The
-            pages stay correct: the step without a graph writes again what the capture wrote.
+            a state layer has no page for the state between two of a request's tokens, or if the capture raised any
+            exception. In the second case, steps of these sizes run without a graph from then on, and each reason is
+            logged once. The pages stay correct: the step without a graph writes again what the capture wrote.
         """
         states = self._layers.states.rounds(batch, tables, sizes.num_reqs, sizes.query_len)
         return None if states is None else self._run(sizes, metadata, states, token_ids, positions, wanted)

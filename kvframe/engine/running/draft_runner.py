@@ -28,8 +28,6 @@ from kvframe.engine.running.next_tokens import FAILED, sample
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
 
 _log = logging.getLogger("kvframe")
-NONE_WANTED: IntArray = np.zeros(0, dtype=np.int64)
-"""Asks for no row of logits."""
 
 
 class DraftRunner:
@@ -54,6 +52,10 @@ class DraftRunner:
         self.runner = runner
         self._layers = layers
         self.is_set_aside = False
+
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs; each is captured again when a step needs it."""
+        self.runner.drop_graphs()
 
     def continue_requests(
         self, requests: Sequence[Request], rows: IntArray, num_known: IntArray, counts: Sequence[int]
@@ -98,15 +100,12 @@ class DraftRunner:
             going_on = going_on[counts[going_on] > place]
             if not len(going_on):
                 break
-            num_computed, query_lens = num_known[going_on] - 1 + place, np.ones_like(going_on)
-            order = self._layers.order_for(num_computed, query_lens)
-            if order is not None:
-                going_on, num_computed = going_on[order], num_computed[order]
+            # Requests with equally many tokens need no order.
             logits = self.runner.forward(
                 StepBatch(
                     rows=rows[going_on],
-                    num_computed=num_computed,
-                    query_lens=query_lens,
+                    num_computed=num_known[going_on] - 1 + place,
+                    query_lens=np.ones_like(going_on),
                     generating_indices=np.arange(len(going_on)),
                 )
             )
@@ -141,8 +140,9 @@ class DraftRunner:
                     rows=step.rows[places],
                     num_computed=num_computed,
                     query_lens=query_lens,
-                    generating_indices=NONE_WANTED,
-                )
+                    generating_indices=np.cumsum(query_lens) - 1,
+                ),
+                wants_logits=False,
             )
         except Exception as error:
             self._set_aside(error)

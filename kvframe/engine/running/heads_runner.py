@@ -17,27 +17,29 @@ As in transformers, one head gives one draft, and each draft is the input of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-import attrs
 import numpy as np
 import torch
 
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.state import StateLayers
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.metadata import SEQ_STARTS, Axis, Extension
 from kvframe.contract.model import PredictionHeads
 from kvframe.contract.order import IntArray
-from kvframe.contract.state import StateStep
 from kvframe.engine.requests.request import Request
-from kvframe.engine.running.draft_runner import NONE_WANTED, DraftRunner, num_done_of, num_kept_of
+from kvframe.engine.running.draft_runner import DraftRunner, num_done_of, num_kept_of
+from kvframe.engine.running.last_hidden_states import LastHiddenStates
 from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.engine.running.next_tokens import FAILED, sample
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
 
 if TYPE_CHECKING:
+    from kvframe.engine.graphs.step_graphs import Forward, StepGraphs
     from kvframe.engine.running.model_runner import TokenRunner
 
 
@@ -48,41 +50,65 @@ class HeadsRunner(DraftRunner):
     model's, and the hidden states after the last of them, until the heads are set aside.
 
     Attributes:
-        runner: Runs one head over one batch.
+        runners: What runs each head over a batch. Each has graphs of its own, if there are any.
         is_set_aside: Whether a head failed: they then compute nothing more.
     """
 
     _failure = "a prediction head failed, and the heads are set aside: no drafts"
 
     def __init__(
-        self, heads: PredictionHeads, layers: AttentionLayers, tables: BlockTables, served: TokenRunner
+        self,
+        heads: PredictionHeads,
+        layers: AttentionLayers,
+        states: StateLayers,
+        tables: BlockTables,
+        served: TokenRunner,
+        make_graphs: Callable[[Forward, Collection[int]], StepGraphs | None],
     ) -> None:
         """Take the heads.
 
         Args:
             heads: The heads, to be attached to ``layers``.
-            layers: Their layers: those that attend, and one that keeps hidden states.
+            layers: Their attention layers.
+            states: The layer that keeps hidden states, alone.
             tables: The block tables of all cache groups.
             served: Runs the served model; its steps give the hidden states of all tokens.
+            make_graphs: Makes the graphs of a head, if the stack asks for graphs: ``make_graphs(forward, query_lens)``
+                of steps in which each request computes so many tokens.
         """
-        max_num_seqs, max_model_len = served.tokens.shape
-        runner = ModelRunner(
-            heads,
-            layers,
-            tables,
-            served.device,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            tokens=served.tokens,
-            forward=self._forward,
-            keeps_all_rows=True,
-        )
-        super().__init__(runner, layers)
-        self._heads, self._tables, self._served = heads, tables, served
+        self._heads, self._served = heads, served
         self._num_heads = heads.description.num_prediction_heads
-        (self._kept,) = layers.states.values()
+        self._last = LastHiddenStates(states, tables, served.to_device)
         self._inputs: torch.Tensor
-        self._head = 0
+        max_num_seqs, max_model_len = served.tokens.shape
+        self.runners: list[ModelRunner] = []
+        for head in range(self._num_heads):
+            forward = partial(self._forward, head)
+            # The layers of all heads decide together what can be captured.
+            has_graphs = head == 0 or self.runners[0].graphs is not None
+            runner = ModelRunner(
+                heads,
+                layers,
+                tables,
+                served.device,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                graphs=make_graphs(forward, (1 + head, 1 + self._num_heads)) if has_graphs else None,
+                tokens=served.tokens,
+                forward=forward,
+                keeps_all_rows=True,
+            )
+            self.runners.append(runner)
+        super().__init__(self.runners[0], layers)
+        sizes = [runner.graphs.max_num_tokens for runner in self.runners if runner.graphs is not None]
+        # Graphs read a step's hidden states where they were captured.
+        with torch.inference_mode():  # as all hidden states are made: compiled code distinguishes other tensors
+            self._static = self._last.pages.new_zeros(max(sizes, default=0), self._last.pages.shape[-1])
+
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs of all heads."""
+        for runner in self.runners:
+            runner.drop_graphs()
 
     def _continue(
         self,
@@ -95,13 +121,12 @@ class HeadsRunner(DraftRunner):
         # A request that was admitted in this step has not been given to the runner yet.
         self.runner.tokens[rows, num_known - 1] = [request.token_ids[-1] for request in requests]
         going_on = np.arange(len(requests))
-        kept = self._read(rows, num_known - 1)
+        kept = self._last.read(rows, num_known - 1)
         before = kept[:, :0]
         for head in range(min(int(counts.max()), self._num_heads)):
             staying = np.flatnonzero(counts[going_on] > head)
-            order = self._layers.order_for(num_known[going_on[staying]] - 1, np.full(len(staying), head + 1))
-            staying = staying if order is None else staying[order]
-            if len(staying) < len(going_on) or order is not None:
+            # Requests with equally many tokens need no order.
+            if len(staying) < len(going_on):
                 going_on, places = going_on[staying], self.runner.to_device(staying)
                 kept, before = kept[places], before[places]
             if not len(going_on):
@@ -150,9 +175,9 @@ class HeadsRunner(DraftRunner):
 
     def _follow(self, rows: IntArray, num_computed: IntArray, num_kept: IntArray, num_done: IntArray) -> None:
         states = self._served.hidden_rows_of(self._served.packed, rows, num_kept)
-        moves = self._moves(rows, num_computed, num_kept)
+        moves = self._last.moves(rows, num_computed, num_kept)
         first_rows, *sources = map(self.runner.to_device, moves.sources)
-        kept = self._pages[tuple(sources)]
+        kept = self._last.pages[tuple(sources)]
         after = []
         for head in range(self._num_heads):
             after.append(states)
@@ -161,7 +186,7 @@ class HeadsRunner(DraftRunner):
             done = num_done if head == self._num_heads - 1 else None
             _, states = self._run_head(head, rows, num_computed, num_kept, inputs, num_done=done)
         written, *targets = map(self.runner.to_device, moves.targets)
-        self._pages.index_put_(tuple(targets), torch.stack(after, dim=1)[written])
+        self._last.pages.index_put_(tuple(targets), torch.stack(after, dim=1)[written])
 
     def _run_head(
         self,
@@ -201,84 +226,31 @@ class HeadsRunner(DraftRunner):
             rows, starts, counts = rows[is_computed], starts[is_computed], counts[is_computed]
             if not len(rows):
                 return inputs[:0], torch.zeros_like(inputs)
-        self._head, self._inputs = head, inputs if own is None else inputs[own]
+        self._give(inputs if own is None else inputs[own])
         hidden = torch.full((len(rows),), first, dtype=torch.int32)
-        logits = self.runner.forward(
+        logits = self.runners[head].forward(
             StepBatch(
                 rows=rows,
                 num_computed=starts,
                 query_lens=counts,
-                generating_indices=np.cumsum(counts) - 1 if wants_last else NONE_WANTED,
+                generating_indices=np.cumsum(counts) - 1,
                 extensions={SEQ_STARTS: Extension(hidden, Axis.REQUEST, hidden)},
-            )
+            ),
+            wants_logits=wants_last,
         )
-        states = self.runner.hidden_rows
+        states = self.runners[head].hidden_rows
         assert states is not None
         return logits, states if own is None else torch.zeros_like(inputs).index_copy_(0, own, states)
 
+    def _give(self, inputs: torch.Tensor) -> None:
+        """Keep the hidden states that the next forward reads."""
+        self._inputs = inputs
+        if len(inputs) <= len(self._static):
+            self._static[: len(inputs)] = inputs
+
     def _forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor
+        self, head: int, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._heads.forward_head(self._head, input_ids, positions, self._inputs, wanted)
-
-    # --- the hidden states after the last token ---------------------------------------------------------------------
-
-    @property
-    def _pages(self) -> torch.Tensor:
-        """``[num_block_ids, states_per_block, num_heads, hidden_size], device``."""
-        (pages,) = self._kept.pages.values()
-        return pages
-
-    def _moves(self, rows: IntArray, num_computed: IntArray, query_lens: IntArray) -> _Moves:
-        batch = StepBatch(rows=rows, num_computed=num_computed, query_lens=query_lens, generating_indices=NONE_WANTED)
-        (step,) = self._layers.states.steps(batch, self._tables)
-        return _Moves.of(step, np.cumsum(query_lens) - query_lens)
-
-    def _read(self, rows: IntArray, num_computed: IntArray) -> torch.Tensor:
-        """Return the hidden states after the computed tokens of requests, ``[num_reqs, num_heads, hidden_size]``."""
-        moves = self._moves(rows, num_computed, np.ones_like(rows))
-        first_rows, *sources = moves.sources
-        assert np.array_equal(first_rows, np.arange(len(rows)))
-        return self._pages[tuple(map(self.runner.to_device, sources))]
-
-
-@attrs.frozen(eq=False)
-class _Moves:
-    """Where a step's hidden states are read and written, on the host.
-
-    Attributes:
-        sources: The packed rows of the first tokens of requests that have earlier ones; for each, the page with the
-            hidden states before it, and which of the page's states these are.
-        targets: The packed rows of the tokens whose hidden states are kept, and likewise where.
-    """
-
-    sources: IntArray
-    targets: IntArray
-
-    @classmethod
-    def of(cls, step: StateStep, starts: IntArray) -> _Moves:
-        """Return the moves of a step.
-
-        Args:
-            step: The step; its tensors lie on the host.
-            starts: ``[num_reqs]``: the first packed row of each request.
-        """
-        first_rows = {*starts.tolist()}
-        return cls(
-            _columns(
-                [(each.rows, each.source_pages, each.source_places) for each in step.rounds[:1]],
-                [(run.start, *run.source) for run in step.runs if run.source is not None and run.start in first_rows],
-            ),
-            _columns(
-                [(each.rows, each.target_pages, each.target_places) for each in step.rounds],
-                [(run.stop - 1, *run.target) for run in step.runs],
-            ),
-        )
-
-
-def _columns(
-    rounds: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], runs: Sequence[tuple[int, int, int]]
-) -> IntArray:
-    """Return the columns of rounds and runs as one array, ``[3, num_rows]``."""
-    parts = [np.stack([each.numpy() for each in columns]) for columns in rounds]
-    return np.concatenate([*parts, np.array(runs, dtype=np.int64).reshape(-1, 3).T], axis=1)
+        num_tokens = len(input_ids)
+        inputs = self._static[:num_tokens] if num_tokens <= len(self._static) else self._inputs
+        return self._heads.forward_head(head, input_ids, positions, inputs, wanted)

@@ -37,6 +37,9 @@ SkipPolicy = Callable[[StepBatch], bool]
 Compute = Callable[[StepBatch, IntArray, Mapping[str, Mapping[int, ModelInput]]], torch.Tensor]
 """Computes a batch, and returns the logits of the packed tokens whose indices are given."""
 
+NONE_WANTED: IntArray = np.zeros(0, dtype=np.int64)
+"""Asks for no row of logits."""
+
 NO_NEW_INPUTS: Mapping[str, Mapping[int, ModelInput]] = MappingProxyType({})
 
 
@@ -166,7 +169,11 @@ class ModelRunner:
             lens[row] = inputs[name].num_tokens if name in inputs else 0
 
     def forward(
-        self, batch: StepBatch, new_inputs: Mapping[str, Mapping[int, ModelInput]] = NO_NEW_INPUTS
+        self,
+        batch: StepBatch,
+        new_inputs: Mapping[str, Mapping[int, ModelInput]] = NO_NEW_INPUTS,
+        *,
+        wants_logits: bool = True,
     ) -> torch.Tensor:
         """Run the model over one packed batch whose rows were set.
 
@@ -177,6 +184,7 @@ class ModelRunner:
         Args:
             batch: The batch. Its ``generating_indices`` are the tokens whose logits are wanted.
             new_inputs: By sequence and row, the inputs beside tokens that this step computes and stores.
+            wants_logits: Whether these logits are computed. Without them, the same tokens count as generating.
 
         Returns:
             Logits ``[num_wanted, vocab_size], device``.
@@ -193,7 +201,8 @@ class ModelRunner:
             batch = attrs.evolve(batch, num_prompt_tokens=self.prompt_lens[batch.rows])
         if self.ranges:
             batch = attrs.evolve(batch, range_ends=self._range_ends(batch))
-        logits_indices, num_tokens = batch.generating_indices, len(batch.token_positions[1])
+        num_tokens = len(batch.token_positions[1])
+        logits_indices = batch.generating_indices if wants_logits else NONE_WANTED
         if self._layers.skipped and len(logits_indices) < num_tokens and not self._may_skip(batch):
             batch = attrs.evolve(batch, generating_indices=np.arange(num_tokens))
         return self.compute(batch, logits_indices, new_inputs)
@@ -325,7 +334,7 @@ class TokenRunner(ModelRunner):
         """Forget the captured graphs of both models."""
         super().drop_graphs()
         if self.draft is not None:
-            self.draft.runner.drop_graphs()
+            self.draft.drop_graphs()
 
     def run(self, step: ScheduledStep[Request]) -> Outcomes:
         """Compute a step and return the next token of each request whose last known token it computes.

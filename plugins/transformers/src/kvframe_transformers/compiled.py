@@ -40,12 +40,16 @@ class CompiledBody:
     """
 
     def __init__(
-        self, body: nn.Module, head_sizes: Mapping[nn.Module, int], backend: Any, cutter: RowCutter | None = None
+        self,
+        body: Callable[..., Any],
+        head_sizes: Mapping[nn.Module, int],
+        backend: Any,
+        cutter: RowCutter | None = None,
     ) -> None:
         """Prepare the model; it is compiled when it first runs.
 
         Args:
-            body: The model.
+            body: The model, or a part of it; called with tensors by name.
             head_sizes: Its attention modules, and the size of the heads of their outputs.
             backend: The compiler: a name that torch knows, or a callable.
             cutter: Leaves rows out; None if no layer does.

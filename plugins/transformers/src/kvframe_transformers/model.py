@@ -186,16 +186,27 @@ class TransformersModel(LoadedModel):
                 module: OpaqueForward(driver.form, driver) for module, driver in self._drivers.items() if driver.form
             }
         modules = self._modules()
-        sizes = {modules[layer.name]: _value_size(layer) for layer in self._attending}
+        sizes = {modules[layer.name]: value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend, self._cutter)
+        self._probe_compiled([self.compiled])
+
+    def _probe_compiled(self, parts: Sequence[CompiledBody]) -> None:
+        """Run a few tokens through the compiled parts of the model; raise ``ModelError`` if torch cannot compile them.
+
+        Args:
+            parts: Every run calls each of them once.
+        """
+        modules = self._modules()
         try:
             # Called as in a step: with other arguments, the first step would compile the model again.
             with for_any_size():
                 self._note_rows(modules, 3, None, num_wanted=2)
-                self.compiled.note_probe()
+                for part in parts:
+                    part.note_probe()
                 if self._cutter is not None:
                     self._note_rows(modules, 5, torch.tensor([1, 3], device=self.model.device))
-                    self.compiled.note_probe()
+                    for part in parts:
+                        part.note_probe()
             # Some models, and some compilers, need code of its own for a single token.
             self._note_rows(modules, 1, None, num_wanted=1)
         except Exception as error:  # a compiler may raise anything
@@ -479,11 +490,12 @@ def _noting_layer(layer: LayerDescription, num_rows: dict[str, int]) -> Attend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_rows[layer.name] = len(query)
-        return query.new_zeros(*query.shape[:2], _value_size(layer))
+        return query.new_zeros(*query.shape[:2], value_size(layer))
 
     return run
 
 
-def _value_size(layer: LayerDescription) -> int:
+def value_size(layer: LayerDescription) -> int:
+    """Return the size of the heads of a layer's output."""
     size: int = layer.options.get("head_size_v") or layer.options["head_size"]
     return size

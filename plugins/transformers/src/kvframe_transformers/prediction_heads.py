@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,8 +19,9 @@ from transformers.modeling_layers import MtpModel
 
 from kvframe.contract import LayerDescription, ModelDescription, ModelError, PredictionHeads
 from kvframe_transformers.checkpoint import one_sentence, quiet
+from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.discovery import discover_layers
-from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.model import TransformersModel, value_size
 from kvframe_transformers.ranks import is_first_rank, whole_module
 from kvframe_transformers.recording import PROBE_TOKENS
 from kvframe_transformers.routing import RunningStep, running
@@ -65,12 +67,17 @@ def describe_heads(model: Any, name: str) -> tuple[int, tuple[LayerDescription, 
             found = discover_layers(heads, f"the prediction heads of {name}", _EXAMINED, inputs=inputs)
     except Exception:  # a model without heads that transformers can build is served without them
         return 0, ()
-    number_of = {each.name: int(each.name.split(".")[1]) for each in found}
+    number_of = {each.name: _number_of(each.name) for each in found}
     if sorted(number_of.values()) != list(range(count)) or not all(each.query for each in found):
         return 0, ()
     layers = [attrs.evolve(each, query={**each.query, "first_token": number_of[each.name] + 1}) for each in found]
     kept = {"conv_shapes": ((count, size),), "checkpoints": "all"}
     return count, (*layers, LayerDescription(name=LAST_HIDDEN, kind="mamba", options=kept, query={}))
+
+
+def _number_of(layer: str) -> int:
+    """Return the number of the head that a layer belongs to."""
+    return int(layer.split(".")[1])
 
 
 def load_heads(model: Any, description: ModelDescription) -> TransformersHeads | None:
@@ -128,11 +135,36 @@ def _finding_heads(model: Any) -> Iterator[None]:
 
 
 class TransformersHeads(TransformersModel, PredictionHeads):
-    """Runs the layers of an ``MtpModel`` one by one, through the engine's layers."""
+    """Runs the layers of an ``MtpModel`` one by one, through the engine's layers.
+
+    Attributes:
+        compiled_heads: The compiled heads; none if they are not compiled.
+    """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, description: ModelDescription) -> None:
         """Take the heads in evaluation mode; arguments as for ``TransformersModel``."""
         super().__init__(model, tokenizer, description)
+        self.compiled_heads: list[CompiledBody] = []
+
+    def compile(self, backend: Any = "inductor") -> None:
+        """Compile each head around its attention, and run a few tokens through it; arguments as for a model.
+
+        Raises:
+            ModelError: torch cannot compile them.
+        """
+        modules = self._modules()
+        for head in range(len(self.model.layers)):
+            own = [layer for layer in self._attending if _number_of(layer.name) == head]
+            sizes = {modules[layer.name]: value_size(layer) for layer in own}
+            self.compiled_heads.append(CompiledBody(partial(self._compute, head), sizes, backend))
+        self._probe_compiled(self.compiled_heads)
+
+    def detach(self) -> None:
+        """Remove what an engine needs of the heads. Safe to call twice."""
+        super().detach()
+        for compiled in self.compiled_heads:
+            compiled.remove()
+        self.compiled_heads = []
 
     def forward_head(
         self,
@@ -160,6 +192,13 @@ class TransformersHeads(TransformersModel, PredictionHeads):
 
     def _run_head(
         self, head: int, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        compute = self.compiled_heads[head] if self.compiled_heads else partial(self._compute, head)
+        states: torch.Tensor = compute(input_ids=input_ids, positions=positions, hidden_states=hidden_states)
+        return states
+
+    def _compute(
+        self, head: int, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
     ) -> torch.Tensor:
         states: torch.Tensor = self.model.forward_layer(
             head, hidden_states.unsqueeze(0), positions.unsqueeze(0), None, input_ids=input_ids.unsqueeze(0)
