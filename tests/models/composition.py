@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import attrs
 import torch
@@ -27,6 +27,7 @@ from kvframe.planning.groups import make_layer_specs
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
 from tests.models import encoder_decoder
+from tests.models.headed import save_headed
 from tests.models.kept_code import KeptCode
 from tests.models.serving import TinyModel, held_pages, ids, make_stack
 
@@ -73,6 +74,7 @@ class Kind:
         retyped: Whether the options change types of layers, so that transformers does not compute the same.
         has_keys: Whether a layer keeps keys and values, which have a format.
         generates: Whether the model generates tokens; otherwise it gives embeddings.
+        num_heads: Its prediction heads, which then make the drafts.
     """
 
     family: str
@@ -80,6 +82,12 @@ class Kind:
     retyped: bool = False
     has_keys: bool = True
     generates: bool = True
+    num_heads: int = 0
+
+    @property
+    def drafts(self) -> Any:
+        """The proposer of drafts."""
+        return "mtp" if self.num_heads else NGRAM
 
 
 KINDS: Mapping[str, Kind] = {
@@ -90,6 +98,7 @@ KINDS: Mapping[str, Kind] = {
     "chunks": Kind(family="llama4_text", chains={"": in_chunks(False), "chunked_local": in_chunks(True)}),
     "latents": Kind(family="minicpm3", has_keys=False),
     "latents and experts": Kind(family="deepseek_v3", has_keys=False),
+    "prediction heads": Kind(family="glm4_moe", num_heads=2),
     "Mamba": Kind(family="mamba", has_keys=False),
     "Mamba-2": Kind(family="mamba2", has_keys=False),
     "Mamba beside attention": Kind(family="jamba"),
@@ -127,7 +136,7 @@ class Cell:
         kind: A name of ``KINDS``.
         chain: One of its chains.
         kv_format: The format of keys and values.
-        drafts: Whether n-grams propose drafts.
+        drafts: Whether n-grams or prediction heads propose drafts.
         graphs: Whether steps are replayed from graphs.
         compiled: Whether the model is compiled around its layers.
     """
@@ -188,7 +197,7 @@ class Models:
     """Runs cells on tiny models in float64, which are made once each.
 
     A compiled model calls its layers as operators: its graph depends neither on their pages nor on what they see of
-    them. So a model is compiled once for all its cells, and once more for those that leave rows out.
+    them. So a model is compiled once for all its cells, and once more for those that leave rows out, or use heads.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -197,11 +206,15 @@ class Models:
         self._registry = load_plugins(plugins=[plugin("mine", backends={BACKEND: CapturableReference})]).registry
         self.model = cache(self._make)
         self.expected = cache(self._expect)
-        self._compiled: dict[tuple[str, tuple[str, ...]], KeptCode] = {}
+        self._compiled: dict[tuple[str, tuple[str, ...], bool], KeptCode] = {}
         self._compiler = CountingCompiler()
 
     def _make(self, family: str) -> TinyModel:
+        (num_heads,) = {each.num_heads for each in KINDS.values() if each.family == family}
         saved = attrs.evolve(TinyModel.save(self._folder / family, family), registry=self._registry)
+        if num_heads:
+            # The last head is wrong, so that drafts are accepted and rejected.
+            save_headed(self._folder / family, family, num_heads, agrees=True, num_wrong=1)
         exact = saved.in_dtype("float64")
         loaded: Any = exact.loaded
         if hasattr(loaded.model.config, "num_experts_per_tok") or hasattr(loaded.model.config, "num_experts_per_token"):
@@ -250,7 +263,7 @@ class Models:
             name: {"backend": backend, "optional": True, **of_kinds.get(name, {})}
             for name in sorted({*attending, *of_kinds} - {"mla", "encoder_only"})
         }
-        options |= {"format": cell.kv_format, "rules": rules, "drafts": NGRAM if cell.drafts else None}
+        options |= {"format": cell.kv_format, "rules": rules, "drafts": kind.drafts if cell.drafts else None}
         if cell.graphs:
             options |= {"graphs": [4], "graph_query_lens": [1]}
         if not kind.generates:
@@ -259,14 +272,14 @@ class Models:
             prompts: Any = PROMPTS
             if kind.family in WITH_ENCODER:
                 prompts = encoder_decoder.prompts(kind.family)[:4]
-            with self._compiled_if(cell, engine.model) as not_compiled:
+            with self._compiled_if(cell, engine.model, engine._draft) as not_compiled:
                 served = [[each.token_ids for each in engine.generate(prompts, PARAMS)] for _ in range(2)]
             why = _not_done(engine, cell) or not_compiled()
             return served[0], why or ("" if served[0] == served[1] else "tokens, the second time")
 
     @contextmanager
-    def _compiled_if(self, cell: Cell, model: Any) -> Iterator[Callable[[], str]]:
-        """Compile a model if the cell asks for it.
+    def _compiled_if(self, cell: Cell, model: Any, heads: Any = None) -> Iterator[Callable[[], str]]:
+        """Compile a model, and its prediction heads if they are used, if the cell asks for it.
 
         Yields:
             A function that returns which steps inside the block did not run as one graph; empty if all did.
@@ -276,18 +289,22 @@ class Models:
             return
         self._compile(model, KINDS[cell.kind].family)
         self._compiler.num_runs = 0
-        with patch.object(model, "forward", wraps=model.forward) as steps:
-            yield (
-                lambda: (
-                    ""
-                    if 0 < steps.call_count == self._compiler.num_runs
-                    else f"{self._compiler.num_runs} graphs ran in {steps.call_count} steps"
-                )
-            )
+        if heads is None:
+            with patch.object(model, "forward", wraps=model.forward) as steps:
+                yield lambda: _not_compiled(self._compiler, steps)
+            return
+        of_heads = CountingCompiler()
+        heads.compile(of_heads)
+        of_heads.num_runs = 0
+        with (
+            patch.object(model, "forward", wraps=model.forward) as steps,
+            patch.object(heads, "forward_head", wraps=heads.forward_head) as steps_of_heads,
+        ):
+            yield lambda: _not_compiled(self._compiler, steps) or _not_compiled(of_heads, steps_of_heads)
 
     def _compile(self, model: Any, family: str) -> None:
         """Compile an attached model, or give it the code that it was compiled to before."""
-        key = family, tuple(model._layers.skipped)
+        key = family, tuple(model._layers.skipped), model._noted is not None
         if key in self._compiled:
             self._compiled[key].put_on(model)
         else:
@@ -303,6 +320,12 @@ class Models:
             return found, "drafts or graphs are ignored" if cell.drafts or cell.graphs else not_compiled()
 
 
+def _not_compiled(compiler: CountingCompiler, steps: MagicMock) -> str:
+    """Return how many steps did not run as one graph; empty if all did."""
+    is_compiled = 0 < steps.call_count == compiler.num_runs
+    return "" if is_compiled else f"{compiler.num_runs} graphs ran in {steps.call_count} steps"
+
+
 def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Return whether tokens are the same, and embeddings as near as float32 can tell."""
     if isinstance(found[0][0], int):
@@ -315,7 +338,8 @@ def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 def _not_done(engine: Engine, cell: Cell) -> str:
     """Return what an engine did not do; empty if it did all that the cell asks for."""
     stats = engine.stats()
-    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+    runner: Any = engine._runner
+    of_heads = runner.draft.runners if cell.drafts and KINDS[cell.kind].num_heads else ()
     formats = {spec.kv_format for group in engine.grouping.groups for spec in group.stored}
     if held_pages(engine):
         return "pages are held after the last request"
@@ -323,8 +347,9 @@ def _not_done(engine: Engine, cell: Cell) -> str:
         return f"the cache has the formats {formats}"
     if cell.drafts and not 0 < stats.accepted_draft_tokens < stats.draft_tokens:
         return f"{stats.accepted_draft_tokens} of {stats.draft_tokens} drafts were accepted"
-    if cell.graphs and (graphs._reasons or not graphs.num_replays):
-        return f"{graphs.num_replays} replays; {graphs._reasons}"
+    for each in (runner, *of_heads):
+        if cell.graphs and (each.graphs._reasons or not each.graphs.num_replays):
+            return f"{each.graphs.num_replays} replays; {each.graphs._reasons}"
     return ""
 
 
@@ -340,7 +365,8 @@ things:
 - equal: the generated tokens are those of transformers' own `generate()` in float64. With another format than `plain`,
   and for a model whose layers were given another type, they are those of the reference backend without drafts, graphs,
   compilation and wrappers. Drafts were accepted and rejected, steps were replayed, and each step of a compiled model
-  ran as one compiled graph. An encoder alone gives embeddings: the means of the hidden states of transformers;
+  ran as one compiled graph. If a model has prediction heads, the drafts are theirs, and all of this holds for the heads
+  too. An encoder alone gives embeddings: the means of the hidden states of transformers;
 - a `code`: refused, with a sentence. [Refusals](../docs/refusals.md) explains each code. Only models that generate
   nothing are refused anything: drafts, and graphs of some sizes.
 

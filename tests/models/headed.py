@@ -20,7 +20,9 @@ HEADED = ("deepseek_v3", "glm4_moe", "mellum")
 """Families with prediction heads: over latents, over keys and values, and in a window."""
 
 
-def save_headed(path: Path, family: str, num_heads: int = 1, *, agrees: bool = False, seed: int = 11) -> None:
+def save_headed(
+    path: Path, family: str, num_heads: int = 1, *, agrees: bool = False, num_wrong: int = 0, seed: int = 11
+) -> None:
     """Save a tiny random model with prediction heads, whose weights have the names of a published checkpoint.
 
     Args:
@@ -29,6 +31,7 @@ def save_headed(path: Path, family: str, num_heads: int = 1, *, agrees: bool = F
         num_heads: Prediction heads.
         agrees: Whether the heads guess most tokens right. In such a model, the next token depends on the last one
             almost alone, and a head passes the embedding of its token on.
+        num_wrong: If so, how many of them guess most tokens wrong, the last ones: they pass something else on.
         seed: Of the heads' weights.
     """
     model: Any = save_tiny(path, family, num_mtp_layers=num_heads)
@@ -48,8 +51,11 @@ def save_headed(path: Path, family: str, num_heads: int = 1, *, agrees: bool = F
                 if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                     value.mul_(1e-4)
             for name, value in own.items():
+                is_wrong = int(name.split(".")[1]) >= num_heads - num_wrong
                 if name.endswith("eh_proj.weight"):
-                    value.copy_(torch.eye(*value.shape))
+                    value.copy_(torch.eye(*value.shape).roll(len(value) if is_wrong else 0, 1))
+                elif name.endswith("hnorm.weight") and is_wrong:
+                    value.fill_(-1)
                 elif name.endswith("enorm.weight"):
                     value.fill_(1)
                 elif name.endswith("post_norm.weight"):
