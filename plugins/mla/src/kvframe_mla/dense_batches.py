@@ -150,7 +150,7 @@ def lay_out(tiles: Tiles, block_size: int, range_ends: IntArray | None = None) -
     Args:
         tiles: Tiles of one form.
         block_size: Tokens per block.
-        range_ends: ``[num_tokens]``: where the range of each packed token ends, all of whose tokens it sees; 0 for none.
+        range_ends: ``[num_tokens]``: where the range of each packed token ends, which it sees whole; 0 for none.
     """
     num_queries, num_pages = int(tiles.num_queries.max()), int(tiles.num_pages.max())
     places = np.arange(num_queries)
