@@ -1,0 +1,147 @@
+"""A rank after rank 0 executes rank 0's commands: pages are copied, filled and moved, and steps are computed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from kvframe.attention.batch_metadata import InputBatch, StepBatch
+from kvframe.attention.storage import HostStorage, KVCacheStorage
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.cache.block_table import BlockTables
+from kvframe.contract.errors import PlanError
+from kvframe.contract.specs import LayerSpec
+from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
+from kvframe.engine.ranks.messages import StepMessage, TableEntries
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import plan_cache
+
+GROUPING = group_layers([LayerSpec(name="0", spec=FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4))])
+PLAN = attrs.evolve(
+    plan_cache(GROUPING, memory_bytes=2**14, max_model_len=64, max_num_batched_tokens=16), num_rest_pages=0
+)
+CPU = torch.device("cpu")
+
+
+@attrs.define(eq=False)
+class Runner:
+    """Records what a rank computes.
+
+    Attributes:
+        seen: Of each step, its rows, the indices of the wanted logits, and the new inputs.
+    """
+
+    tokens: Any = attrs.field(factory=lambda: np.zeros((2, 8), dtype=np.int64))
+    input_lens: dict[str, Any] = attrs.field(factory=lambda: {"encoder": np.zeros(2, dtype=np.int64)})
+    seen: list[Any] = attrs.field(factory=list)
+
+    def compute(self, batch: StepBatch, wanted: Any, new_inputs: Any) -> None:
+        self.seen.append((batch.rows.tolist(), wanted.tolist(), new_inputs))
+
+
+@attrs.define(eq=False)
+class Two:
+    """Rank 0's side of two ranks, and what rank 1 has."""
+
+    leader: Leader
+    thread: threading.Thread
+    mine: tuple[LeadingStorage, LeadingHostStorage]
+    storage: KVCacheStorage
+    host: HostStorage
+    runner: Runner
+    tables: BlockTables
+
+    def end(self) -> None:
+        """Close the engine on rank 0, and wait until rank 1 has executed every command."""
+        self.leader.close()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = socket.create_connection(server.getsockname())
+        leader = Leader({1: server.accept()[0]}, 2, lambda sentence: None)
+    follower = Follower(1, 2, 2, other, lambda sentence: None)
+    storage, own = KVCacheStorage(PLAN, GROUPING, CPU), LeadingStorage(leader, PLAN, GROUPING, CPU)
+    host, own_host = HostStorage(PLAN, storage.pool, 2), LeadingHostStorage(leader, PLAN, own.pool, 2)
+    runner: Any = Runner()
+    tables = BlockTables(2, 16, [4])
+    thread = threading.Thread(
+        target=follower.follow, args=(runner, tables, storage, host), kwargs={"max_step_seconds": 60.0}
+    )
+    thread.start()
+    found = Two(leader, thread, (own, own_host), storage, host, runner, tables)
+    yield found
+    found.end()
+
+
+def test_pages_are_filled_copied_and_swapped_on_every_rank(two: Two) -> None:
+    own, own_host = two.mine
+    own.fill(0, [1], 1.0)
+    own.fill(0, [3], 3.0)
+    own.copy_pages(0, [1], [2])
+    own_host.copy_out(0, [3], [0])
+    own.fill(0, [3], 5.0)
+    own_host.copy_in(0, [0], [4])
+    two.end()
+    key = two.storage.views["0"]["k"]
+    assert [0, 1, 1, 5, 3] == [int(key[page].unique()) for page in range(5)]
+    assert torch.equal(own.pool, two.storage.pool)
+
+
+def test_a_pool_grows_and_shrinks_on_every_rank_and_keeps_its_bytes(two: Two) -> None:
+    own, _ = two.mine
+    own.fill(0, [1], 1.0)
+    for num_slabs in (PLAN.num_slabs + 3, PLAN.num_slabs - 1):
+        plan = attrs.evolve(PLAN, num_slabs=num_slabs, memory_bytes=PLAN.memory_bytes + num_slabs)
+        own.move(plan, own.reserve(plan))
+    two.end()
+    assert (plan, PLAN.num_slabs - 1) == (two.storage.plan, two.storage.num_slabs)
+    assert torch.equal(own.pool, two.storage.pool)
+
+
+def test_a_rank_without_memory_for_a_larger_pool_says_so_and_keeps_its_own(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(plan: Any) -> Any:
+        raise PlanError("there is no memory")
+
+    monkeypatch.setattr(two.storage, "reserve", refuse)
+    own, _ = two.mine
+    with pytest.raises(PlanError, match="rank 1: there is no memory"):
+        own.reserve(attrs.evolve(PLAN, num_slabs=PLAN.num_slabs + 1))
+    two.end()
+    assert PLAN == two.storage.plan
+
+
+@pytest.mark.parametrize("wanted", [None, [0, 2]], ids=["generating", "others"])
+def test_a_rank_computes_the_steps_of_rank_0(two: Two, wanted: list[int] | None) -> None:
+    tables = BlockTables(2, 16, [4])
+    tables.stacks[0].ids[0, 1, :2] = (7, 9)
+    tokens = np.arange(16).reshape(2, 8)
+    batch = StepBatch(
+        rows=np.array([1]),
+        num_computed=np.array([3]),
+        query_lens=np.array([3]),
+        generating_indices=np.array([2]),
+        inputs={"encoder": InputBatch(lens=np.array([5]), is_new=np.array([True]))},
+    )
+    indices: Any = batch.generating_indices if wanted is None else np.array(wanted)
+    new_inputs: Any = {"encoder": {1: "an input"}}
+    message = StepMessage.of(batch, indices, new_inputs, tokens, TableEntries(tables))
+    two.leader.send_command("step", message)
+    two.end()
+    assert [([1], wanted or [2], new_inputs)] == two.runner.seen
+    assert [[0] * 8, [0, 0, 0, 11, 12, 13, 0, 0]] == two.runner.tokens.tolist()
+    assert [0, 5] == two.runner.input_lens["encoder"].tolist()
+    assert [7, 9, 0, 0] == two.tables.stacks[0].ids[0, 1].tolist()
