@@ -370,7 +370,7 @@ def batched(
     """Return the lengths of each batch of tiles, with pages of one token."""
     rules = Rules.of(layer_of(), CPU)._replace(max_keys=max_keys, free_padding=free_padding)
     num_pages = np.array(sorted(lengths, reverse=True))
-    edges = batch_edges(np.full_like(num_pages, num_queries), num_pages, 1, rules).tolist()
+    edges = batch_edges(np.full_like(num_pages, num_queries), num_pages, 1, [rules]).tolist()
     return [num_pages[first:stop].tolist() for first, stop in itertools.pairwise(edges)]
 
 
@@ -413,6 +413,36 @@ def test_tiles_of_as_many_queries_are_one_batch_if_their_mask_is_small(monkeypat
     assert [(1, 2), (3, 4)] == [(each.num_tiles, each.num_queries) for each in built_for(layer_of(), common).batches()]
     monkeypatch.setattr(tiles_module, "MAX_BATCH_PAIRS", 4 * 12 * 2)
     assert [1, 2, 1] == [batch.num_tiles for batch in built_for(layer_of(), common).batches()]
+
+
+def test_a_long_prompts_pages_are_gathered_once_and_each_tile_reads_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles_module, "MAX_ROWS", 16)
+    requests = [Request(0, 20), Request(0, 20)]
+    full, window = (built_for(layer_of(**mask), metadata_of(requests)).batches() for mask in ({}, {"window": 4}))
+    assert [[5, 0, 0]] * 2 == [[batch.num_pages for batch in batches] for batches in (full, window)]
+    assert [(2, 8), (2, 8), (2, 4)] == [(batch.num_tiles, batch.num_queries) for batch in full]
+    gathered = torch.arange(20).expand(2, 1, 20)
+    assert [[*range(8)], [*range(16)], [*range(20)]] == [batch.read(gathered)[0, 0].tolist() for batch in full]
+    assert [[*range(8)], [*range(4, 16)], [*range(12, 20)]] == [batch.read(gathered)[0, 0].tolist() for batch in window]
+
+
+def test_a_tile_reads_sink_tokens_beside_those_of_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles_module, "MAX_ROWS", 8)
+    *_, last = built_for(layer_of(window=4, num_sink_tokens=3), metadata_of([Request(0, 20)])).batches()
+    assert [0, 1, 2, *range(11, 20)] == last.read(torch.arange(20).expand(1, 1, 20))[0, 0].tolist()
+    # Query 16 sees the tokens from 13 on.
+    assert [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0] == (last.mask(torch.float32)[0, 0, 0] == 0).int().tolist()
+
+
+def test_a_mask_is_computed_from_the_first_token_that_some_query_does_not_see() -> None:
+    def num_open(mask: Mapping[str, Any], *requests: Request) -> list[int]:
+        return [
+            batch.num_open for batch in built_for(layer_of(**mask), metadata_of([*requests], starts=False)).batches()
+        ]
+
+    assert [6] == num_open({}, Request(9, 1), Request(5, 1))
+    assert [9] == num_open({}, Request(8, 3))
+    assert [0] == num_open({"window": 5}, Request(8, 3))
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

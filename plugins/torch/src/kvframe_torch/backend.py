@@ -20,7 +20,7 @@ MAX_SCRATCH_ELEMENTS = 1 << 24
 """Up to so many elements, the memory of gathered tokens is kept for the next call."""
 
 MAX_FOLDED_QUERIES = 16
-"""From more queries on, torch's attention on a CPU reads the keys of several query heads as fast as those of one."""
+"""From more queries on, torch's attention on a CPU reads float32 keys for several query heads as fast as for one."""
 
 
 class TorchBackend(AttentionBackend):
@@ -87,9 +87,11 @@ class TorchBackend(AttentionBackend):
         # Some CPUs multiply low precision twenty times as slowly as float32.
         dtype = torch.promote_types(query.dtype, torch.float32) if by_scores else query.dtype
         output = query.new_zeros(*query.shape[:2], kv_cache["v"].shape[-1]) if out is None else out.zero_()
-        num_pages = [num_tiles * of_tile for num_tiles, _, of_tile, _ in metadata.sizes]
+        num_pages = [num_tiles * of_tile for num_tiles, _, of_tile, *_ in metadata.sizes]
         for batch, pages in zip(metadata.batches(), metadata.pages.split(num_pages), strict=True):
-            key, value = (self._gather(kv_cache, name, pages, batch).to(dtype) for name in "kv")
+            if batch.num_pages:
+                gathered = [self._gather(kv_cache, name, pages, batch).to(dtype) for name in "kv"]
+            key, value = map(batch.read, gathered)
             bias = batch.mask(dtype)
             if layer.query.relative_bias is not None:
                 bias = bias + batch.learned_bias(self.bias_tables[layer.name]).to(dtype)
@@ -117,7 +119,7 @@ class TorchBackend(AttentionBackend):
                 self._scratch[name] = scratch
         gathered = torch.index_select(state, 0, pages, out=scratch[:num_elements].view(shape))
         gathered.view(-1, *state.shape[2:]).index_fill_(0, batch.dead, 0)
-        return gathered.view(batch.num_tiles, batch.num_keys, *state.shape[2:]).transpose(1, 2)
+        return gathered.view(batch.num_tiles, -1, *state.shape[2:]).transpose(1, 2)
 
 
 def attend(
@@ -133,7 +135,7 @@ def attend(
         scale: The layer's scale.
     """
     (num_tiles, num_heads, num_queries, _), num_kv_heads = query.shape, key.shape[1]
-    if num_queries > MAX_FOLDED_QUERIES and query.device.type == "cpu":
+    if num_queries > MAX_FOLDED_QUERIES and query.device.type == "cpu" and query.dtype is torch.float32:
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
     # The query heads of a KV head become further queries of a single head, so that keys need not be repeated.
     query = query.reshape(num_tiles, num_kv_heads, -1, query.shape[3])

@@ -1,15 +1,18 @@
-"""Divide a step into tiles, in flat NumPy arrays on the host, and find out which tokens each query sees.
+"""Find out, in flat NumPy arrays on the host, which tokens a step's queries see, and which requests form a batch.
 
-A *tile* is some consecutive queries of one request. Together they see two runs of tokens: those of the window, and sink
-tokens. The pages of both runs are gathered side by side, those of sink tokens first. From then on, a token is known by
-its place among the gathered tokens of its tile, so no layer needs its position. A *batch* is tiles of equally many
-queries, which one call computes; it gathers equally many pages for each tile.
+A *span* is the queries of one request, and the tokens that they see: those of the window, and sink tokens. The pages of
+both runs of tokens are gathered side by side, those of sink tokens first. From then on, a token is known by its *place*
+among the gathered tokens of its span, so no layer needs its position.
+
+One array operation takes longer to start than to compute one group, so each is called once for the spans of all groups
+that read the same step. The spans of a group follow those of the group before it.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -37,6 +40,7 @@ FREE_PADDING_ELEMENTS = 3 << 17
 """Elements of keys and values that a batch may gather as padding; a second batch would cost more."""
 
 _CAUSAL, _BIDIRECTIONAL = AttentionMask(), AttentionMask(causal=False)
+_NO_WINDOW = 1 << 40
 
 
 class Rules(NamedTuple):
@@ -80,62 +84,37 @@ class Rules(NamedTuple):
         is_reached = self.mask.window is not None and step.max_seq_len > self.mask.window
         return self if is_reached else self._replace(mask=_CAUSAL)
 
+    @property
+    def alike(self) -> Hashable:
+        """The properties that groups must share so that their spans are found together."""
+        return self.mask.causal, self.has_sinks, self.max_queries, self.max_distance is None
 
-class Queries(NamedTuple):
-    """The queries of a step, in the order of the packed tokens.
+    @property
+    def has_sinks(self) -> bool:
+        """Whether there may be sink tokens."""
+        return self.mask.num_sink_tokens > 0 or self.mask.keeps_prompt
+
+
+class Spans(NamedTuple):
+    """The spans of a step. In each group, those with fewer queries come first, of these those with more pages.
 
     Attributes:
-        request: ``[num_queries]``: the request of each query.
-        number: ``[num_queries]``: its number among the request's queries.
-        num_left: ``[num_queries]``: the request's queries from this one on.
-        position: ``[num_queries]``: its position in the request; meaningless if the keys are of another sequence.
-        runs: ``[2 or 4, num_queries]``: the first token of its window and the token after the last one that it sees;
-            then the same of sink tokens, if there may be any.
+        request: ``[num_spans]``: the request.
+        first: ``[num_spans]``: its first query among the packed tokens.
+        num_queries: ``[num_spans]``: its queries, at least one.
+        position: ``[num_spans]``: the position of the first query; meaningless if the keys are of another sequence.
+        num_pages: ``[num_spans]``: its pages.
+        num_sinks: ``[num_spans]``: how many of these are sink tokens' alone.
+        skipped: ``[1 or 2, num_spans]``: by how many blocks each run lies earlier among the gathered pages than in the
+            request.
+        low: ``[1 or 2, num_spans]``: the place of the first token of each run that some query sees.
+        stop: ``[1 or 2, num_spans]``: likewise, the place after the last one.
     """
 
     request: IntArray
-    number: IntArray
-    num_left: IntArray
-    position: IntArray
-    runs: IntArray
-
-    @classmethod
-    def of(cls, metadata: CommonAttentionMetadata, rules: Rules) -> Self:
-        """Return the queries of a step for a group's rules."""
-        bounds, seq_len = metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy()
-        request = np.arange(metadata.num_reqs).repeat(bounds[1:] - bounds[:-1])
-        token, ends = np.arange(len(request)), bounds[1:][request]
-        position, start = token + seq_len[request] - ends, _values(metadata, SEQ_STARTS)[request]
-        runs, mask = [start, seq_len[request]], rules.mask
-        if mask.causal:
-            runs[1] = position + 1
-            if mask.window is not None:
-                runs[0] = np.maximum(position + 1 - mask.window, start)
-            if mask.num_sink_tokens or mask.keeps_prompt:
-                num_kept = np.maximum(_values(metadata, NUM_PROMPT_TOKENS) * mask.keeps_prompt, mask.num_sink_tokens)
-                sink_stop = np.minimum(num_kept[request], position + 1)
-                runs += [np.minimum(start, sink_stop), sink_stop]
-            if RANGE_ENDS in metadata.extensions:
-                runs[1] = np.maximum(runs[1], _values(metadata, RANGE_ENDS)[: len(position)])
-        return cls(request, token - bounds[request], ends - token, position, np.array(runs, dtype=np.int64))
-
-
-class Tiles(NamedTuple):
-    """The tiles of a step: those with fewer queries first, of these those with more pages.
-
-    Attributes:
-        first: ``[num_tiles]``: the first query of each tile.
-        num_queries: ``[num_tiles]``: its queries.
-        num_pages: ``[num_tiles]``: its pages.
-        num_sinks: ``[num_tiles]``: how many of these are sink tokens' alone.
-        skipped: ``[1 or 2, num_tiles]``: by how many blocks each run lies earlier among the gathered pages than in the
-            request.
-        low: ``[1 or 2, num_tiles]``: the first token of each run, counted among the gathered tokens.
-        stop: ``[1 or 2, num_tiles]``: likewise, the token after the last one.
-    """
-
     first: IntArray
     num_queries: IntArray
+    position: IntArray
     num_pages: IntArray
     num_sinks: IntArray
     skipped: IntArray
@@ -143,28 +122,79 @@ class Tiles(NamedTuple):
     stop: IntArray
 
     @classmethod
-    def of(cls, queries: Queries, block_size: int, max_queries: int) -> Self:
-        """Return tiles of at most ``max_queries`` queries; a query that sees no token is in none."""
-        runs = queries.runs
-        first = np.flatnonzero((queries.number % max_queries == 0) & (runs[0] < runs[1]))
-        num_queries = np.minimum(queries.num_left[first], max_queries)
-        low, stop = runs[0::2, first], runs[1::2, first + num_queries - 1]
-        skipped, stop_page = low // block_size, -(-stop // block_size)
-        num_pages, num_sinks = stop_page[0] - skipped[0], np.zeros_like(first)
+    def of(cls, step: CommonAttentionMetadata, rules: Sequence[Rules]) -> Self:
+        """Return the spans of groups with these rules. A request without a query or a visible key has none."""
+        bounds, seq_len, start = step.query_start_loc_cpu.numpy(), step.seq_lens_cpu.numpy(), _values(step, SEQ_STARTS)
+        request = np.flatnonzero((bounds[:-1] < bounds[1:]) & (start < seq_len))
+        first, start, end = bounds[request], start[request], seq_len[request]
+        num_queries = bounds[1:][request] - first
+        position = end - num_queries
+        masks = [rule.mask for rule in rules]
+        window = np.array([[_NO_WINDOW if mask.window is None else mask.window] for mask in masks])
+        low = np.maximum(position + 1 - window, start)[None]
+        stop = np.broadcast_to(end, low.shape)
+        if rules[0].has_sinks:
+            of_prompts = _values(step, NUM_PROMPT_TOKENS)[request] * [[mask.keeps_prompt] for mask in masks]
+            sink_stop = np.minimum(np.maximum(of_prompts, [[mask.num_sink_tokens] for mask in masks]), end)
+            low = np.array([low[0], np.minimum(start, sink_stop)])
+            stop = np.array([stop[0], sink_stop])
+        skipped, stop_page = low // step.block_size, -(-stop // step.block_size)
+        num_pages, num_sinks = stop_page[0] - skipped[0], np.zeros_like(skipped[0])
         if len(skipped) > 1:
             num_sinks = np.minimum(stop_page[1], skipped[0]) - skipped[1]
             num_pages, skipped[0] = num_pages + num_sinks, skipped[0] - num_sinks
-        low, stop = low - skipped * block_size, stop - skipped * block_size
-        order = np.argsort(num_queries * (num_pages.max(initial=0) + 1) - num_pages, kind="stable")
-        arrays = first, num_queries, num_pages, num_sinks, skipped, low, stop
-        return cls(*(each[..., order] for each in arrays))
+        low, stop = low - skipped * step.block_size, stop - skipped * step.block_size
+        # One sort of numbers that contain the request is faster than a stable one.
+        keys = num_queries * (num_pages.max(initial=0) + 1) - num_pages
+        order = np.sort(keys * len(request) + np.arange(len(request))) % max(1, len(request))
+        place = (order + np.arange(len(rules))[:, None] * len(request)).ravel()
+        of_requests = (each[order.ravel()] for each in (request, first, num_queries, position))
+        of_spans = (num_pages, num_sinks, skipped, low, stop)
+        return cls(*of_requests, *(each.reshape(*each.shape[:-2], -1)[..., place] for each in of_spans))
+
+    def tiles(self, span: IntArray, number: IntArray, max_queries: int) -> Self:
+        """Return parts of spans with at most ``max_queries`` queries, given each part's span and first query in it."""
+        of_span = type(self)(*(each[..., span] for each in self))
+        num_queries = np.minimum(of_span.num_queries - number, max_queries)
+        return of_span._replace(
+            first=of_span.first + number, position=of_span.position + number, num_queries=num_queries
+        )
+
+    def runs(self, rows: IntArray, step: CommonAttentionMetadata, rules: Sequence[Rules]) -> IntArray:
+        """Return what each query sees, ``[2 or 4, num_queries]``, in places.
+
+        The first row is the first token of its window, the second one the token after the last one that it sees; then
+        the same of sink tokens, if there may be any.
+
+        Args:
+            rows: ``[num_queries]``: the packed token of each query, span after span.
+            step: The step.
+            rules: The rules of the groups.
+        """
+        runs: IntArray = np.stack((self.low, self.stop), axis=1).reshape(2 * len(self.low), -1)
+        runs = runs.repeat(self.num_queries, axis=1)
+        if rules[0].mask.causal and step.max_query_len > 1:
+            shifts = (self.skipped * step.block_size).repeat(self.num_queries, axis=1)
+            stop, window = self.positions(rows) + 1, np.array([rule.mask.window or _NO_WINDOW for rule in rules])
+            runs[0] = np.maximum(runs[0], stop - shifts[0] - window.repeat(len(rows) // len(rules)))
+            runs[1] = stop - shifts[0]
+            if len(shifts) > 1:
+                runs[3] = np.minimum(runs[3], stop - shifts[1])
+                runs[2] = np.minimum(runs[2], runs[3])
+            if RANGE_ENDS in step.extensions:
+                runs[1] = np.maximum(runs[1], _values(step, RANGE_ENDS)[rows] - shifts[0])
+        return runs
+
+    def positions(self, rows: IntArray) -> IntArray:
+        """Return the position of each query in its request, ``[num_queries]``."""
+        return rows + (self.position - self.first).repeat(self.num_queries)
 
     def places(self, rows: IntArray, widths: IntArray) -> IntArray:
         """Return where the block ids of all pages are in the flattened block table, ``[num_pages], int32``.
 
         Args:
-            rows: ``[num_tiles]``: the place of the first block id of each tile's request.
-            widths: ``[num_tiles]``: the number of pages to gather for each tile; one with fewer pages repeats a page.
+            rows: ``[num_spans]``: the place of the first block id of each span's request.
+            widths: ``[num_spans]``: the number of pages to gather for each span; one with fewer pages repeats a page.
         """
         begins, first, num_repeated = widths.cumsum() - widths, rows + self.skipped[0], widths - self.num_pages
         places: IntArray = (first - begins).astype(np.int32).repeat(widths)
@@ -182,13 +212,13 @@ class Tiles(NamedTuple):
         return self.num_pages > self.num_sinks + 2
 
     def dead(self, widths: IntArray, offsets: IntArray, block_size: int) -> tuple[IntArray, IntArray]:
-        """Return the gathered tokens that no query of their tile sees, and how many each tile has.
+        """Return the gathered tokens that no query of their span sees, and how many each span has.
 
         They lie around both runs. If there is no better page to repeat, the tokens of repeated pages are dead too.
 
         Args:
             widths: As for ``places``.
-            offsets: ``[num_tiles]``: the index of each tile's first page, from where on tokens are counted.
+            offsets: ``[num_spans]``: the index of each span's first page, from where on tokens are counted.
             block_size: Tokens per page.
         """
         ends_of_pages = np.where(self._has_inner_page, self.num_pages, widths) * block_size
@@ -198,23 +228,31 @@ class Tiles(NamedTuple):
         return ranges(begins.T.ravel(), counts.T.ravel()), counts.sum(axis=0)
 
 
-def batch_edges(num_queries: IntArray, num_pages: IntArray, block_size: int, rules: Rules) -> IntArray:
-    """Return the first tile of each batch, and the number of tiles at the end.
+def batch_edges(num_queries: IntArray, num_pages: IntArray, block_size: int, rules: Sequence[Rules]) -> IntArray:
+    """Return the first span of each batch, and the number of spans at the end.
 
-    Tiles are sorted: those with fewer queries first, of these those with more pages. If the padding of a batch exceeds
-    ``free_padding``, it ends before the first tile with at most half of the pages of its first one. Padding costs more
-    if tiles have several queries; then the batch ends before the first tile with fewer pages.
+    A batch is spans of equally many queries. If the padding of a batch
+    exceeds ``free_padding``, it ends before the first span with at most half of the pages of its first one. Padding
+    costs more if spans have several queries; then the batch ends before the first span with fewer pages.
+
+    Args:
+        num_queries: ``[num_spans]``: the queries of each span, in the order of ``Spans``.
+        num_pages: ``[num_spans]``: its pages.
+        block_size: Tokens per page.
+        rules: The rules of the groups, each of which has equally many spans.
     """
     sizes, sums, queries = (-num_pages).tolist(), [0, *num_pages.cumsum().tolist()], num_queries.tolist()
     edges = [0]
-    while (first := edges[-1]) < len(sizes):
-        most, of_tile = -sizes[first], queries[first]
-        max_keys = min(rules.max_keys, MAX_BATCH_PAIRS // of_tile)
-        stop = min(first + max(1, max_keys // (most * block_size)), bisect_right(queries, of_tile))
-        padding = (stop - first) * most - (sums[stop] - sums[first])
-        if padding * block_size * of_tile > rules.free_padding:
-            stop = bisect_left(sizes, -most / 2 if of_tile == 1 else 1 - most, first, stop)
-        edges.append(stop)
+    for number, rule in enumerate(rules, start=1):
+        end = number * (len(sizes) // len(rules))
+        while (first := edges[-1]) < end:
+            most, of_span = -sizes[first], queries[first]
+            max_keys = min(rule.max_keys, MAX_BATCH_PAIRS // min(of_span, rule.max_queries))
+            stop = min(first + max(1, max_keys // (most * block_size)), bisect_right(queries, of_span, first, end))
+            padding = (stop - first) * most - (sums[stop] - sums[first])
+            if padding * block_size * of_span > rule.free_padding:
+                stop = bisect_left(sizes, -most / 2 if of_span == 1 else 1 - most, first, stop)
+            edges.append(stop)
     return np.array(edges)
 
 
