@@ -38,6 +38,17 @@ os.environ["KVFRAME_TIMES"] = str(Path(__file__).parent / ".cache" / "no_times.j
 os.environ.pop("COLUMNS", None)  # what commands print is 80 columns wide
 
 
+MOST_SECONDS = 300
+"""How long a test may take, its fixtures included: about ten times the slowest test on a busy machine."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """End a test that never ends, unless the command says when; a machine with a GPU runs its tests without."""
+    if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None:
+        config.option.timeout = MOST_SECONDS
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need a GPU where there is none."""
     if not HAS_GPU:
