@@ -33,7 +33,7 @@ $(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml k
 lint: $(READY) ## ruff and mypy --strict
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --strict
+	$(BIN)/mypy --strict -n $(JOBS)
 
 quick: $(READY) ## lint and tests of what changed, or of one package: make quick PACKAGE=cache
 	@BIN=$(BIN) JOBS=$(JOBS) PACKAGE=$(PACKAGE) .ci/quick
