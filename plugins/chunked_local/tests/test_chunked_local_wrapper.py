@@ -164,6 +164,15 @@ def test_a_static_batch_of_decodes_has_as_many_rows_as_before() -> None:
     assert 256 == most_virtual_requests(num_reqs=256, num_tokens=256, max_query_len=1, chunk=8192)
 
 
+def test_a_static_batch_has_rows_and_blocks_for_ranges_that_go_on(make_batch: MakeBatch) -> None:
+    batch = make_batch([8], [8], max_blocks=8, static_query_len=8)
+    # Two chunks, each of which may be split once; a range may end anywhere in the table.
+    virtual = apply_wrapper(ChunkedLocal(chunk=4), with_ranges(batch, [0, 0, 8, 8, 8, 8, 8, 8]))
+    assert [2, 2, 4, *[0] * 3] == query_lens(virtual)
+    assert [2, 8, 4, *[0] * 3] == seq_lens(virtual)
+    assert [[100], [100, 101, 102, 103], [102, 103], [], [], []] == blocks(virtual)
+
+
 def test_which_tensors_a_static_batch_makes_does_not_depend_on_its_requests(make_batch: MakeBatch) -> None:
     for query_lens_, seq_lens_ in (([1, 1], [6, 9]), ([1, 0], [6, 0])):
         batch = make_batch(query_lens_, seq_lens_, max_blocks=8, static_query_len=1)
