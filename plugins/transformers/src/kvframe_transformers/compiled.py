@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx.experimental import _config as fx_config
 
 from kvframe.contract import OpaqueAttention
+from kvframe_transformers.packed import share_products
 from kvframe_transformers.routing import OPAQUE, attend_now
 from kvframe_transformers.skipping import RowCutter
 
@@ -62,6 +63,7 @@ class CompiledBody:
         compiler: Callable[..., Any] = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
 
         def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            share_products(graph)
             run = compiler(graph, inputs)
             # Only now: a compiler may ask for another trace of the model instead.
             self.num_graphs += 1

@@ -33,10 +33,11 @@ from kvframe_transformers.compiled import CompiledBody, for_any_size
 from kvframe_transformers.hidden_states import HiddenStates
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
-from kvframe_transformers.packed import PackedLinears
+from kvframe_transformers.packed import PackedLinears, packable
 from kvframe_transformers.routing import Route, Routes, RunningStep, running, running_step
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.sentence_transformers import read_pooling
+from kvframe_transformers.shared_inputs import SharedInputs
 from kvframe_transformers.skipping import RowCutter, blocks_from
 from kvframe_transformers.states import OpaqueForward, own_forward
 from kvframe_transformers.step_mode import StepMode
@@ -91,6 +92,7 @@ class TransformersModel(LoadedModel):
         self.compiled: CompiledBody | None = None
         self._noted: HiddenStates | None = None
         self.packs_weights = False
+        self._joined: list[tuple[nn.Linear, ...]] = []
 
     def without_head(self) -> LoadedModel:
         """Return the same model without its head; it gives its last hidden states."""
@@ -170,7 +172,7 @@ class TransformersModel(LoadedModel):
         for name, tensors in self._mode.latents.parameters().items():
             self._layers[name].bind(tensors)
         if self.packs_weights:
-            self._mode.packed = PackedLinears(self._body)
+            self._pack(self._mode)
 
     def compile(self, backend: Any = "inductor") -> None:
         """Compile the model around its attention, and run a few tokens through it.
@@ -413,12 +415,26 @@ class TransformersModel(LoadedModel):
     def _attending(self) -> list[LayerDescription]:
         return [layer for layer in self.description.layers if layer.query]
 
+    def _pack(self, mode: StepMode) -> None:
+        """Pack the weights; layers that get the same input share a copy, if the model can compute with its parts."""
+        mode.packed = PackedLinears(self._body, self._joined)
+        if not self._joined or self.compiled is not None:  # a compiled model ran with them already
+            return
+        try:
+            self._note_rows(self._modules(), 2, None)
+        except RuntimeError:  # the model needs the rows of a layer's output side by side in memory
+            self._joined = []
+            mode.packed = PackedLinears(self._body)
+
     def _check_reached(self, modules: Mapping[str, nn.Module]) -> None:
         """Run two tokens through layers that only record their calls, and find how mixers continue a sequence."""
         for layer in self.description.layers:
             if layer.name not in modules:
                 raise ModelError(f"{self.description.name} has no module {layer.name!r}, which its config describes")
-        num_rows, _ = self._note_rows(modules, 2, None)
+        inputs = SharedInputs()
+        with inputs.recorded(packable(self._body) if self.packs_weights else ()):
+            num_rows, _ = self._note_rows(modules, 2, None)
+        self._joined = inputs.groups()
         for layer in self.description.layers:
             if layer.name not in num_rows:
                 raise ModelError(
