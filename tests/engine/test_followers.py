@@ -37,11 +37,16 @@ class Runner:
 
     Attributes:
         seen: Of each step, its rows, the indices of the wanted logits, and the new inputs.
+        num_drops: How often its graphs were dropped.
     """
 
     tokens: Any = attrs.field(factory=lambda: np.zeros((2, 8), dtype=np.int64))
     input_lens: dict[str, Any] = attrs.field(factory=lambda: {"encoder": np.zeros(2, dtype=np.int64)})
     seen: list[Any] = attrs.field(factory=list)
+    num_drops: int = 0
+
+    def drop_graphs(self) -> None:
+        self.num_drops += 1
 
     def compute(self, batch: StepBatch, wanted: Any, new_inputs: Any) -> None:
         self.seen.append((batch.rows.tolist(), wanted.tolist(), new_inputs))
@@ -99,7 +104,7 @@ def test_pages_are_filled_copied_and_swapped_on_every_rank(two: Two) -> None:
     assert torch.equal(own.pool, two.storage.pool)
 
 
-def test_a_pool_grows_and_shrinks_on_every_rank_and_keeps_its_bytes(two: Two) -> None:
+def test_a_pool_grows_and_shrinks_on_every_rank_keeps_its_bytes_and_drops_the_graphs(two: Two) -> None:
     own, _ = two.mine
     own.fill(0, [1], 1.0)
     for num_slabs in (PLAN.num_slabs + 3, PLAN.num_slabs - 1):
@@ -107,6 +112,7 @@ def test_a_pool_grows_and_shrinks_on_every_rank_and_keeps_its_bytes(two: Two) ->
         own.move(plan, own.reserve(plan))
     two.end()
     assert (plan, PLAN.num_slabs - 1) == (two.storage.plan, two.storage.num_slabs)
+    assert 2 == two.runner.num_drops  # graphs hold the addresses of the pool before
     assert torch.equal(own.pool, two.storage.pool)
 
 
