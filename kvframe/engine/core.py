@@ -325,7 +325,9 @@ class EngineCore(ABC, Generic[RequestT]):
         self._weights_may_have_changed()
         self._manager.reset_prefix_cache()
         self._cache_events.deliver()
-        self.model.weights_changed()
+        for model in (self.model, self._draft):
+            if model is not None:
+                model.weights_changed()
         self._runner.drop_graphs()
 
     @property

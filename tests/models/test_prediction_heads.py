@@ -371,6 +371,14 @@ def test_graphs_of_heads_are_dropped_with_those_of_the_model(models: Models) -> 
     check_drafts(headed.reference)
 
 
+def test_heads_are_told_of_new_weights_too(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[TransformersHeads] = []
+    with models("deepseek_v3").model.engine(drafts="meddling") as engine:
+        monkeypatch.setattr(TransformersHeads, "weights_changed", lambda heads: told.append(heads))
+        engine.weights_changed()
+        assert [engine._draft] == told
+
+
 class DecodesFirst(TorchBackend):
     """Asks for requests of one token before all others."""
 
