@@ -123,6 +123,18 @@ def test_all_requests_but_one_may_hold_what_they_need_to_generate(plan: KVCacheP
             grow(str(index), min(start + plan.max_num_batched_tokens, prompt))
 
 
+def test_a_group_that_fits_into_the_rest_takes_no_slab_that_others_need() -> None:
+    specs = full(8, 2), masked(1, 1, window=2), masked(2, 3, window=6, num_sink_tokens=1)
+    plan = make_plan(*specs, num_slabs=6, max_model_len=40, max_num_batched_tokens=1, rest=0.3)
+    assert (1, 14, 4) == (plan.rest_group, plan.num_rest_pages, plan.max_generating(9))
+    manager = KVCacheManager(plan, max_num_seqs=4, prefix_caching=False)
+    for name in range(4):
+        manager.start(str(name), [7] * 9)
+        for stop in range(1, 10):
+            assert manager.extend(str(name), stop)
+            manager.commit(str(name), [7] * 9, stop)
+
+
 @settings(max_examples=50)
 @given(plan=plans(), data=st.data())
 def test_what_fits_is_served_in_any_division_into_steps(plan: KVCachePlan, data: st.DataObject) -> None:
