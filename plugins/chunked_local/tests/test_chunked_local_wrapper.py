@@ -138,15 +138,14 @@ def test_ranges_within_their_chunks_split_nothing(make_batch: MakeBatch) -> None
     assert [0, 4, 4, 4, 4, 4, 4, 4] == virtual.extensions[RANGE_ENDS].values.tolist()
 
 
-def test_a_range_over_chunks_is_refused_if_scores_depend_on_distances(make_batch: MakeBatch) -> None:
-    biased = ChunkedLocal(chunk=4, has_bias=True)
-    assert 2 == apply_wrapper(biased, with_ranges(make_batch([8], [8]), [0, 4, 4, 4, 0, 0, 0, 0])).num_reqs
-    with pytest.raises(WrapperError, match="let a range end with its chunk") as caught:
-        apply_wrapper(biased, with_ranges(make_batch([8], [8]), [0, 5, 5, 5, 5, 0, 0, 0]))
-    assert "range_over_chunks" == caught.value.code
+def test_ranges_are_refused_if_scores_depend_on_distances(make_batch: MakeBatch) -> None:
     bias = RelativeBias(num_buckets=8, max_distance=16)
     query = QuerySpec(num_heads=2, head_size=8, scale=1.0, relative_bias=bias)
-    assert ChunkedLocal(chunk=4, has_bias=True) == ChunkedLocal().for_layer(attrs.evolve(layer(4), query=query))
+    biased = ChunkedLocal().for_layer(attrs.evolve(layer(4), query=query))
+    assert [4, 4] == query_lens(apply_wrapper(biased, make_batch([8], [8])))
+    with pytest.raises(WrapperError) as caught:
+        apply_wrapper(biased, with_ranges(make_batch([8], [8]), [0, 4, 4, 4, 0, 0, 0, 0]))
+    assert "rejected_extension" == caught.value.code
 
 
 # --- static shapes ----------------------------------------------------------------------------------------------------

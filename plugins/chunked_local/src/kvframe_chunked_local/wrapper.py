@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import ClassVar, Self, cast
 
 import attrs
 import numpy as np
@@ -53,8 +53,6 @@ class ChunkedLocal(MetadataWrapper):
 
     Attributes:
         chunk: Tokens of a chunk; taken from the layer's mask.
-        has_bias: Whether scores depend on the distance of query and key; taken from the layer. Ranges that go on in
-            the next chunk are then refused: the distances in their virtual request are not the true ones.
     """
 
     name: ClassVar[str] = "chunked_local"
@@ -78,7 +76,6 @@ class ChunkedLocal(MetadataWrapper):
     capture: ClassVar[GraphCapture] = GraphCapture.ALWAYS
 
     chunk: int | None = None
-    has_bias: bool = False
 
     def for_layer(self, layer: LayerSpec) -> Self:
         """Return the wrapper with the chunk of the layer's mask."""
@@ -100,7 +97,8 @@ class ChunkedLocal(MetadataWrapper):
                 code="no_full_form",
             )
         has_bias = layer.query is not None and layer.query.relative_bias is not None
-        return attrs.evolve(self, chunk=mask.chunk, has_bias=has_bias)
+        made = _ForBias(chunk=mask.chunk) if has_bias else attrs.evolve(self, chunk=mask.chunk)
+        return cast(Self, made)
 
     def wrapped_layer(self, layer: LayerSpec) -> LayerSpec:
         """Return the layer as full attention over the same keys and values."""
@@ -124,13 +122,7 @@ class ChunkedLocal(MetadataWrapper):
         virtual = make_virtual_requests(metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy(), chunk)
         range_ends = _range_ends(metadata)
         if range_ends is not None:
-            whole, virtual = virtual, split_at_ranges(virtual, range_ends, chunk)
-            if self.has_bias and virtual is not whole:
-                raise WrapperError(
-                    f"wrapper {self.name!r}: a range of a prompt goes on in the next chunk, and the layers have a "
-                    "learned bias by distance; let a range end with its chunk, or choose a backend with chunks",
-                    code="range_over_chunks",
-                )
+            virtual = split_at_ranges(virtual, range_ends, chunk)
         num_reqs = len(virtual.requests)
         if is_static:
             num_reqs = most_virtual_requests(
@@ -181,6 +173,16 @@ class ChunkedLocal(MetadataWrapper):
             block_table=runs.select(device["starts"], starts, num_blocks),
             extensions=extensions,
         )
+
+
+@attrs.frozen(kw_only=True)
+class _ForBias(ChunkedLocal):
+    """``ChunkedLocal`` for layers with a learned bias by distance, without ranges of prompts.
+
+    In the virtual request of a range that goes on in the next chunk, distances of query and key are not the true ones.
+    """
+
+    extensions: ClassVar[Mapping[str, FieldUse]] = {**ChunkedLocal.extensions, RANGE_ENDS: FieldUse.REJECT}
 
 
 def _range_ends(metadata: CommonAttentionMetadata) -> IntArray | None:
