@@ -102,18 +102,34 @@ def test_requests_begin_with_fewer_drafts_if_many_of_them_generate(num_requests:
     assert num_requests * [1 + num_first] == step.num_scheduled.tolist()
 
 
-@pytest.mark.parametrize(("num_requests", "pauses"), [(1, [1, 2, 4]), (16, [2, 4, 8]), (24, [3, 6, 12])])
+@pytest.mark.parametrize(("num_requests", "pauses"), [(1, [1, 2, 4]), (16, [4, 8, 16]), (24, [9, 18, 32])])
 def test_requests_pause_longer_if_many_of_them_generate(num_requests: int, pauses: list[int]) -> None:
     proposer = Counting(max_drafts=1)
     scheduled, _ = scheduler(proposer, budget=1024, max_num_seqs=num_requests)
     for number in range(num_requests):
-        scheduled.add(request(str(number), new=40))
+        scheduled.add(request(str(number), new=80))
     run_step(scheduled)
     has_drafts = [bool(run_step(scheduled, num_right=0).drafts) for _ in range(sum(pauses) + 4)]
     expected = [True]
     for pause in pauses:
         expected += [*pause * [False], True]
     assert expected == has_drafts
+
+
+@pytest.mark.parametrize(("num_requests", "most"), [(1, 0), (8, 0), (16, 3), (32, 15)])
+def test_requests_without_drafts_are_asked_about_more_seldom_if_many_generate(num_requests: int, most: int) -> None:
+    proposer = Counting(max_drafts=4, answers=lambda requests: [()] * len(requests))
+    scheduled, _ = scheduler(proposer, budget=1024, max_num_seqs=num_requests)
+    for number in range(num_requests):
+        scheduled.add(request(str(number), new=80))
+    run_step(scheduled)
+    waits = [min(each, most) for each in (0, 1, 3, 7, 15)]
+    for wait in waits:
+        before = len(proposer.asked)
+        for _ in range(1 + wait):
+            run_step(scheduled)
+        assert before + 1 == len(proposer.asked)
+        assert num_requests == len(proposer.asked[-1])
 
 
 def test_after_a_rejection_a_request_gets_as_many_drafts_as_were_accepted() -> None:

@@ -4,7 +4,8 @@ A step of few tokens computes further ones almost for free, and a step of many t
 many drafts if few requests generate, and with one if many do. If a step rejects a draft, the next step asks for as many
 as were accepted. If it accepts all of them, the next step asks for twice as many. If it accepts fewer than half, drafts
 cost more than they save: the request pauses for one step, or for more if many requests generate, and for twice as many
-after each further step of that kind.
+after each further step of that kind. If many requests generate, a request that the proposer has no drafts for is asked
+about more and more seldom: each question takes time on the host.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ FIRST_DRAFTS = 32
 """The drafts that requests begin with, divided by the number of requests that generate."""
 
 REQUESTS_PER_PAUSE = 8
-"""The first pause of a request has a step for so many requests that generate, and at least one."""
+"""The first pause after rejected drafts is the square of the number of requests that generate, divided by this, and at
+least one step. A wrong draft makes the step longer for all of them."""
 
 
 Continue = Callable[[Sequence[RequestT], IntArray, IntArray, Sequence[int]], Sequence[Sequence[int]]]
@@ -49,16 +51,23 @@ class Pace:
         num_drafts: Drafts of its next step with drafts, at least one.
         first_pause: Steps that it pauses after a step that accepts fewer than half.
         pause: Steps that it pauses after the next step of that kind; doubled each time.
+        silence: Steps that it pauses if the proposer has no drafts; doubled each time, and less than ``first_pause``.
         num_waiting: Steps without drafts that come first.
     """
 
     num_drafts: int
     first_pause: int = 1
     pause: int = attrs.field(default=attrs.Factory(lambda self: self.first_pause, takes_self=True))
+    silence: int = 0
     num_waiting: int = 0
+
+    def skip(self) -> None:
+        """Wait before the next question, because the proposer had no drafts."""
+        self.num_waiting, self.silence = self.silence, min(2 * self.silence + 1, self.first_pause - 1)
 
     def learn(self, num_proposed: int, num_accepted: int, most: int) -> None:
         """Choose the number of the next drafts from what became of the last ones."""
+        self.silence = 0
         self.num_drafts = min(2 * num_proposed, most) if num_accepted == num_proposed else max(1, num_accepted)
         if 2 * num_accepted < num_proposed:
             self.num_waiting, self.pause = self.pause, min(2 * self.pause, MAX_PAUSE)
@@ -118,6 +127,8 @@ class Drafting(Generic[RequestT]):
         drafts: list[list[int]] = [[] for _ in step.requests]
         for place, each in zip(places, proposed, strict=True):
             drafts[place] = each
+            if not each:
+                self._paces[step.requests[place].request_id].skip()
         num_drafts = np.array([len(each) for each in drafts])
         num_all = int(num_drafts.sum())
         if not num_all:
@@ -172,7 +183,7 @@ class Drafting(Generic[RequestT]):
         """
         counts = []
         num_first = max(1, min(self.max_drafts, FIRST_DRAFTS // len(requests)))
-        first_pause = max(1, min(MAX_PAUSE, len(requests) // REQUESTS_PER_PAUSE))
+        first_pause = max(1, min(MAX_PAUSE, (len(requests) // REQUESTS_PER_PAUSE) ** 2))
         for request in requests:
             pace = self._paces.get(request.request_id)
             if pace is None:
