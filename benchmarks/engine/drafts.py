@@ -100,7 +100,7 @@ TEXTS = (
         what="the copy task; the served model is the demo's with 20 further layers that change nothing, and the draft "
         "model is the demo's, which is therefore always right: the most that a sixth of the layers can bring",
         draft_model="demo",
-        aim=1.5,
+        aim=1.0,
         systems=BY_DRAFT_MODEL,
         **COPY,
     ),
