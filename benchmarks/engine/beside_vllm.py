@@ -44,7 +44,7 @@ class Batch(Workload):
     """
 
     dtype: str = "float32"
-    systems: Sequence[str] = (KVFRAME, KVFRAME + PACKED, VLLM, TRANSFORMERS)
+    systems: Sequence[str] = (KVFRAME, KVFRAME + PACKED, KVFRAME + COMPILED + PACKED, VLLM, TRANSFORMERS)
 
 
 SYSTEMS = (KVFRAME, KVFRAME + PACKED, KVFRAME + COMPILED + PACKED, VLLM, VLLM + COMPILED, TRANSFORMERS)
