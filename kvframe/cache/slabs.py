@@ -29,7 +29,7 @@ class Slabs:
 
     An allocation succeeds if and only if the free and cached blocks in each group's slabs that are not idle, and as
     many idle slabs as the shortfall needs, cover it. The rest of the pool after the last slab is treated as a shorter
-    slab that is never idle. No other group can use it, so its free blocks are taken before those of a further slab.
+    slab that is never idle. Its blocks are taken last, but before any cached block is evicted for it.
     """
 
     def __init__(self, plan: KVCachePlan, pool: BlockPool, reserve: int) -> None:
@@ -115,12 +115,15 @@ class Slabs:
 
     def _take_some(self, group: int, count: int, taken: list[int], budget: int) -> None:
         """Take at least one block and at most ``count``, or evict at least one; use at most ``budget`` idle slabs."""
-        slab = next(iter(self._open_held[group]), None)
+        has_free_slab = budget > 0 and bool(self._free_slabs)
+        slab = next((each for each in self._open_held[group] if each != self._num_slabs), None)
         if slab is None and budget > 0:
             slab = next(iter(self._open_idle[group]), None)
+        if slab is None and not has_free_slab and self._num_slabs in self._open_held[group]:
+            slab = self._num_slabs
         if slab is not None:
             self._take_from(slab, count, taken)
-        elif budget > 0 and self._free_slabs:
+        elif has_free_slab:
             self._take_free_slabs(group, count, taken, budget)
         elif budget > 0:
             slab, slab_priority = self._first_idle()
@@ -130,7 +133,9 @@ class Slabs:
             else:
                 self._pool.evict_among(self._blocks_of(slab), self._per_slab[self._group[slab]])
         else:
-            self._pool.evict_among(self._blocks_of(next(iter(self._cached_held[group]))), count)
+            # The rest after the last slab comes last.
+            slab = next((each for each in self._cached_held[group] if each != self._num_slabs), self._num_slabs)
+            self._pool.evict_among(self._blocks_of(slab), count)
 
     def _take_from(self, slab: int, count: int, taken: list[int]) -> None:
         """Take the first free blocks of a slab, at most ``count``."""

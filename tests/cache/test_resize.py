@@ -67,15 +67,25 @@ def test_with_a_rest_there_is_room_for_as_many_more_pages_and_its_group_alone_ha
     assert 0 == some.usage
 
 
-def test_the_rest_is_used_before_a_further_slab() -> None:
+def test_the_rest_is_used_last_but_before_anything_cached_is_given_up() -> None:
     manager = with_rest(full(2, 2), masked(12, window=5), num_slabs=5)
     assert (3, 2) == (manager.plan.groups[0].pages_per_slab, manager.plan.num_rest_pages)
-    tokens = list(range(12))
-    manager.start("most", tokens)
-    for count, rest in ((1, 1), (2, 2), (3, 2)):
+    cached, tokens = list(range(100, 112)), list(range(12))
+    for name, of_name in (("cached", cached), ("most", tokens)):
+        manager.start(name, of_name)
+        assert manager.extend(name, 6)
+        manager.commit(name, of_name, 6)
+        if name == "cached":
+            assert manager.extend(name, 12)
+            manager.commit(name, of_name, 12)
+            manager.free(name)
+    # Three slabs are cached, two are held, and none is free.
+    assert ([0, 0], 12) == (behind(manager), manager.find([*cached, 1]))
+    for count, rest in ((4, 1), (5, 2)):
         assert manager.extend("most", 2 * count)
-        manager.commit("most", tokens, 2 * count)
-        assert [rest, 0] == behind(manager)
+        assert ([rest, 0], 12) == (behind(manager), manager.find([*cached, 1]))
+    assert manager.extend("most", 12)
+    assert 0 == manager.find([*cached, 1])
 
 
 @pytest.mark.parametrize("is_held", [False, True])
