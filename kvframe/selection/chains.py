@@ -64,7 +64,7 @@ def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, 
 
 
 def _needed_extensions(layer: LayerSpec) -> Iterator[tuple[str, str]]:
-    """Yield the extensions that a layer's steps have whatever serves it, each with the reason."""
+    """Yield the extensions that a layer's steps have with any backend, each with the reason."""
     if layer.spec is not None and layer.spec.depends_on_prompt:
         yield NUM_PROMPT_TOKENS, "what it sees depends on the length of a request's prompt"
     if layer.query is not None and layer.query.first_token:

@@ -185,25 +185,30 @@ def swap_draft_headed(folder: Path) -> Result:
         return {"tokens": tokens, **{key: counts[key] > 0 for key in ("swaps", "accepted_draft_tokens")}}
 
 
+def draft_of(engine: Engine) -> Result:
+    """Return what an engine generates before and after its proposer knows the answers, and what the proposer saw."""
+    ANSWERS.clear()
+    plain = engine.generate(PROMPTS, GREEDY)
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in plain]
+    drafted = engine.generate(PROMPTS, GREEDY)
+    drafting: Any = engine._scheduler._drafting
+    return {
+        "plain": tokens_of(plain),
+        "drafted": tokens_of(drafted),
+        "seen": drafting._proposer.seen,
+        "counts": counts_of(engine),
+    }
+
+
 def draft_guessing(folder: Path) -> Result:
-    """What heads draft that are never right, for requests some of whose drafts are right."""
+    """What heads draft that are never right, for requests that also get right drafts."""
     options: dict[str, Any] = {
         "plugins": [plugin_of("noting", Noting)],
         "drafts": "noting",
         "max_num_batched_tokens": 24,
     }
     with engine_of(folder / "guessing", **options) as engine:
-        ANSWERS.clear()
-        plain = engine.generate(PROMPTS, GREEDY)
-        ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in plain]
-        drafted = engine.generate(PROMPTS, GREEDY)
-        drafting: Any = engine._scheduler._drafting
-        return {
-            "plain": tokens_of(plain),
-            "drafted": tokens_of(drafted),
-            "seen": drafting._proposer.seen,
-            "counts": counts_of(engine),
-        }
+        return draft_of(engine)
 
 
 def draft_from_hidden_states(folder: Path) -> Result:
@@ -211,18 +216,8 @@ def draft_from_hidden_states(folder: Path) -> Result:
     drafts = {"name": "reading", "model": str(folder / "llama")}
     options: dict[str, Any] = {"max_num_batched_tokens": 24}
     with engine_of(folder / "llama", plugins=[plugin_of("reading", Reading)], drafts=drafts, **options) as engine:
-        ANSWERS.clear()
-        plain = engine.generate(PROMPTS, GREEDY)
-        ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in plain]
-        drafted = engine.generate(PROMPTS, GREEDY)
         drafting: Any = engine._scheduler._drafting
-        return {
-            "plain": tokens_of(plain),
-            "drafted": tokens_of(drafted),
-            "seen": drafting._proposer.seen,
-            "missing": drafting._proposer.num_missing,
-            "counts": counts_of(engine),
-        }
+        return {**draft_of(engine), "missing": drafting._proposer.num_missing}
 
 
 def serve_gemma(folder: Path, memory: int | None = None, **options: Any) -> Result:

@@ -165,7 +165,7 @@ def test_a_static_batch_of_decodes_has_as_many_rows_as_before() -> None:
 
 def test_a_static_batch_has_rows_and_blocks_for_ranges_that_go_on(make_batch: MakeBatch) -> None:
     batch = make_batch([8], [8], max_blocks=8, static_query_len=8)
-    # Two chunks, each of which may be split once; a range may end anywhere in the table.
+    # There are two chunks. Each may be split once, and a range may end anywhere in the table.
     virtual = apply_wrapper(ChunkedLocal(chunk=4), with_ranges(batch, [0, 0, 8, 8, 8, 8, 8, 8]))
     assert [2, 2, 4, *[0] * 3] == query_lens(virtual)
     assert [2, 8, 4, *[0] * 3] == seq_lens(virtual)

@@ -74,7 +74,7 @@ def test_layers_with_one_input_share_a_multiplication(dtype: torch.dtype) -> Non
         packed.switch_on()
         for found, wanted in zip([layer(rows) for layer in layers], expected, strict=True):
             torch.testing.assert_close(found, wanted)
-        # A layer's result is that of its own input, whatever the others got and in whatever order.
+        # Each layer multiplies its own input, in any order of calls, also if the others got another input.
         torch.testing.assert_close(second(others), of_others[1])
         torch.testing.assert_close(first(rows), expected[0])
         torch.testing.assert_close(first(rows), expected[0])

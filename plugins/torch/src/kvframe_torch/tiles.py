@@ -239,7 +239,7 @@ def batch_edges(num_queries: IntArray, num_pages: IntArray, block_size: int, rul
         num_queries: ``[num_spans]``: the queries of each span, in the order of ``Spans``.
         num_pages: ``[num_spans]``: its pages.
         block_size: Tokens per page.
-        rules: The rules of the groups, each of which has equally many spans.
+        rules: The rules of the groups. All groups have equally many spans.
     """
     sizes, sums, queries = (-num_pages).tolist(), [0, *num_pages.cumsum().tolist()], num_queries.tolist()
     edges = [0]

@@ -53,7 +53,7 @@ def whole_module(module: nn.Module) -> nn.Module:
 
 
 def _whole(parameter: Any) -> nn.Parameter:
-    """Return all of a parameter of which each rank has a part."""
+    """Return a whole parameter. Each rank has a part of it."""
     value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return nn.Parameter(value.detach(), requires_grad=False)
 
