@@ -2,7 +2,7 @@
 # Everything that only a GPU can show, in one call of under ten minutes: what the machine is, the tests marked `gpu`, and
 # the measurements of benchmarks/gpu/suite.py.
 #
-#     benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER]
+#     benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER] [--seconds N]
 #
 # It needs no network and installs nothing into the machine's Python, which has to hold torch, triton, pytest with its
 # plugins xdist and timeout, and what kvframe needs; whole models also need transformers. What is missing there can be
@@ -10,13 +10,14 @@
 # for compiling them takes minutes.
 # It writes gpu.json, gpu.md, gpu_machine.txt and gpu_tests.txt to the folder, benchmarks/results unless given.
 set -u
-LIMIT=570 # seconds of the whole call
+seconds=570 # of the whole call
 LAST=50   # seconds that the last case may take, with all that is compiled for it
 cd "$(dirname "$0")/.." || exit 2
 root=$PWD wheels="" out="" python=${PYTHON:-python3}
 while [ $# -gt 0 ]; do
     case $1 in
         --wheels) wheels=$(realpath "$2") || exit 2; shift 2 ;;
+        --seconds) seconds=$2; shift 2 ;;
         --out) mkdir -p "$2" && out=$(realpath "$2") || exit 2; shift 2 ;;
         *) sed -n '2,12s/^# \{0,1\}//p' "benchmarks/gpu.sh"; [ "$1" = --help ]; exit $? ;;
     esac
@@ -47,14 +48,15 @@ export PYTHONPATH="$site:$sources${PYTHONPATH:+:$PYTHONPATH}"
 
 echo "== tests marked gpu"
 # Only the files that have some: the others may need what the machine lacks. Most of their time goes to compiling kernels.
+# The signal lets pytest say what failed before the time was over.
 mapfile -t files < <(grep -rl 'pytest[.]mark[.]gpu' --include='test_*.py' tests kernels plugins | sort)
-OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout -k 5 230 \
-    "$python" -m pytest -m gpu -q -rs -n "$(processes 12)" --dist worksteal --continue-on-collection-errors \
+OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 10 230 \
+    "$python" -m pytest -m gpu -q -rs --durations 20 -n "$(processes 16)" --dist worksteal --continue-on-collection-errors \
     -W default -p no:cacheprovider --timeout 200 "${files[@]}" 2>&1 | tee "$out/gpu_tests.txt" | tail -40
 tests=${PIPESTATUS[0]}
 
 echo "== measurements"
-left=$((LIMIT - SECONDS))
+left=$((seconds - SECONDS))
 timeout -k 5 "$left" "$python" -m benchmarks.gpu.suite --budget $((left - LAST)) --results "$out"
 measured=$?
 echo "== tests: $tests (5: there are none, 124: out of time), measurements: $measured; results in $out"

@@ -77,7 +77,16 @@ def demo_copy_task() -> tuple[Callable[[torch.Generator], torch.Tensor], int]:
     return copy_task, SEGMENT_TOKENS + 1
 
 
-def _llama(path: Path, vocab_size: int, hidden: int, mlp: int, layers: int, heads: int = 8, kv_heads: int = 4) -> None:
+def _llama(
+    path: Path,
+    vocab_size: int,
+    hidden: int,
+    mlp: int,
+    layers: int,
+    heads: int = 8,
+    kv_heads: int = 4,
+    longest: int = 2048,
+) -> None:
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -85,7 +94,7 @@ def _llama(path: Path, vocab_size: int, hidden: int, mlp: int, layers: int, head
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=2048,
+        max_position_embeddings=longest,
         initializer_range=0.05,
         tie_word_embeddings=False,
         dtype=torch.get_default_dtype(),
@@ -168,7 +177,9 @@ RANDOM: Mapping[str, Callable[[Path], None]] = {
     # 32 and 105 million parameters, and a fourth of the layers of Llama 3 with 8 billion.
     "bench-llama-32m": partial(_llama, vocab_size=8192, hidden=512, mlp=1408, layers=8),
     "bench-llama-100m": partial(_llama, vocab_size=16384, hidden=768, mlp=2048, layers=12),
-    "bench-llama-8b": partial(_llama, vocab_size=32768, hidden=4096, mlp=14336, layers=8, heads=32, kv_heads=8),
+    "bench-llama-8b": partial(
+        _llama, vocab_size=32768, hidden=4096, mlp=14336, layers=8, heads=32, kv_heads=8, longest=4096
+    ),
     # The last layers share the keys and values of earlier ones; w is a layer with a window, f one without.
     "bench-gemma3n": partial(_gemma3n, types=2 * "wwwwf", shared=4, window=512, hidden=128, mlp=512, vocab_size=1024),
     "bench-gemma3n-tiny": partial(_gemma3n, types=3 * "wf", shared=2, window=16, hidden=64, mlp=96, vocab_size=128),

@@ -20,7 +20,6 @@ from tests.attention.capturable import CapturableReference
 pytest.importorskip("transformers", reason="tiny models are made by transformers")
 from kvframe_transformers.testing import save_tiny
 
-from tests.models import encoder_decoder
 from tests.models.serving import PROMPTS, TinyModel, make_stack
 
 pytestmark = pytest.mark.gpu
@@ -34,36 +33,6 @@ def on_gpu(folder: Path, family: str, **options: Any) -> Engine:
     stack = make_stack(device="cuda", **options)
     layers = make_layer_specs(loaded.description, registry, stack, "float32")
     return Engine(loaded, layers, registry=registry, stack=stack)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_replayed_steps_give_the_tokens_of_steps_without_graphs(tmp_path: Path, family: str) -> None:
-    pytest.importorskip("kvframe_triton")
-    options: dict[str, Any] = {"prefill_skipping": "decode_only"} if family == "gemma3n_text" else {}
-    params = SamplingParams(max_new_tokens=40)
-    outputs = []
-    for sizes in ("off", "auto"):
-        with on_gpu(tmp_path / sizes, family, backend="triton", graphs=sizes, **options) as engine:
-            outputs.append([output.token_ids for output in engine.generate(PROMPTS, params)])
-            runner: Any = engine._runner
-            assert sizes == "off" or runner.graphs.num_replays >= 30
-    assert outputs[0] == outputs[1]
-
-
-@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "lfm2", "bart", "whisper"])
-def test_models_with_states_and_with_encoders_are_replayed_too(tmp_path: Path, family: str) -> None:
-    pytest.importorskip("kvframe_triton")
-    kinds = {"falcon_h1": ["full_attention"], "lfm2": ["full_attention"], "mamba2": []}
-    backends = dict.fromkeys(kinds.get(family, ["full_attention", "cross_attention"]), "triton")
-    prompts: Any = PROMPTS if family in kinds else encoder_decoder.prompts(family)
-    outputs = []
-    for sizes in ("off", "auto"):
-        with on_gpu(tmp_path / sizes, family, backends=backends, graphs=sizes) as engine:
-            params = SamplingParams(max_new_tokens=40, ignore_eos=True)
-            outputs.append([output.token_ids for output in engine.generate(prompts, params)])
-            runner: Any = engine._runner
-            assert sizes == "off" or runner.graphs.num_replays >= 30
-    assert outputs[0] == outputs[1]
 
 
 def test_what_cannot_be_captured_runs_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

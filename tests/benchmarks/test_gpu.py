@@ -318,7 +318,8 @@ def test_tests_of_a_gpu_need_nothing_that_other_tests_need(tmp_path: Path) -> No
     assert 0 == done.returncode, done.stdout + done.stderr
     assert "tiny models are made by transformers" in done.stdout
     with_tests = {line.split("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert {*found} - {"tests/attention/test_steps_on_a_gpu.py"} == with_tests
+    with_models = {"tests/attention/test_steps_on_a_gpu.py", "tests/models/test_models_on_a_gpu.py"}
+    assert {*found} - with_models == with_tests
 
 
 def markers() -> list[str]:

@@ -53,6 +53,7 @@ class TinyModel:
     loaded: LoadedModel
     registry: Registry
     dtype: str = "float32"
+    device: str = "cpu"
 
     @classmethod
     def save(cls, path: Path, family: str, **overrides: Any) -> TinyModel:
@@ -63,13 +64,17 @@ class TinyModel:
 
     def in_dtype(self, dtype: str) -> TinyModel:
         """Return the model in another dtype, as is its cache."""
-        loaded = find_adapter(self.path, self.registry).load(self.path, device="cpu", dtype=dtype)
+        loaded = find_adapter(self.path, self.registry).load(self.path, device=self.device, dtype=dtype)
         return attrs.evolve(self, loaded=loaded, dtype=dtype)
+
+    def on(self, device: str) -> TinyModel:
+        """Return the model on a device, as are its engines."""
+        return attrs.evolve(self, device=device).in_dtype(self.dtype)
 
     def engine(self, *, poison_freed: bool = True, skip_policy: SkipPolicy | None = None, **options: Any) -> Engine:
         """Return an engine; each of ``options`` is put into the stack's table that has its key."""
         stack = make_stack(**options)
-        stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype=self.dtype))
+        stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype=self.dtype, device=self.device))
         layers = make_layer_specs(self.loaded.description, self.registry, stack, self.dtype)
         return Engine(
             self.loaded,

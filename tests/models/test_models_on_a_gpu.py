@@ -1,0 +1,193 @@
+"""Whole models on a GPU: graphs, drafts, prediction heads, preemption, formats, compilation and ranks change no token.
+
+Everything is computed in float32. Steps of different sizes use different kernels, whose sums differ in the last bits;
+the tiny models' tokens are far from ties.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+pytest.importorskip("transformers", reason="tiny models are made by transformers")
+from kvframe import SamplingParams, load_plugins
+from kvframe.engine.graphs.step_graphs import StepGraphs
+from tests.models import encoder_decoder
+from tests.models.headed import save_headed
+from tests.models.knowing import ANSWERS, MAX_DRAFTS, make_manifest
+from tests.models.serving import PROMPTS, TinyModel, held_pages
+
+pytestmark = pytest.mark.gpu
+
+WITH_ENCODERS = ("bart", "t5", "whisper")
+FAMILIES = (
+    *("llama", "gemma3_text", "gpt_oss", "llama4_text", "gemma3n_text", "deepseek_v3", "mamba", "mamba2", "jamba"),
+    *("falcon_h1", "qwen3_next", "lfm2", "kimi_linear", *WITH_ENCODERS),
+)
+GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
+Tokens = list[tuple[int, ...]]
+
+
+def no_op(value: Any) -> Any:
+    return value
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    folder = tmp_path_factory.mktemp("models")
+    registry = load_plugins(plugins=[make_manifest()]).registry
+
+    def load(family: str) -> TinyModel:
+        model = attrs.evolve(TinyModel.save(folder / family, family), registry=registry).on("cuda")
+        of_experts: Any = getattr(model.loaded.model, "set_experts_implementation", no_op)  # type: ignore[attr-defined]
+        of_experts("batched_mm")  # the others read the routing on the host, so their steps cannot be captured
+        return model
+
+    return cache(load)
+
+
+def options_of(family: str) -> dict[str, Any]:
+    return {"prefill_skipping": "decode_only"} if family == "gemma3n_text" else {}
+
+
+def prompts_of(family: str) -> Sequence[Any]:
+    return encoder_decoder.prompts(family) if family in WITH_ENCODERS else PROMPTS
+
+
+def serve(model: TinyModel, family: str, **options: Any) -> tuple[Tokens, Any]:
+    """Return the tokens that requests generate, and their engine, which is closed."""
+    with model.engine(**options_of(family), **options) as engine:
+        outputs = engine.generate(prompts_of(family), GREEDY)
+        assert [None] * len(outputs) == [output.error for output in outputs]
+        assert 0 == held_pages(engine)
+        if "graphs" not in options and "drafts" not in options:
+            ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+        return [output.token_ids for output in outputs], engine
+
+
+def check_replays(graphs: StepGraphs | None, at_least: int = 1) -> None:
+    """Check that steps were replayed, and that none could not be captured."""
+    assert graphs is not None
+    assert set() == graphs._reasons
+    assert graphs.num_replays >= at_least
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_and_drafts_change_no_token_of_any_kind_of_model(
+    models: Callable[[str], TinyModel], family: str
+) -> None:
+    model = models(family)
+    expected, _ = serve(model, family)
+    found, engine = serve(model, family, graphs=[1, 2, 4, 8])
+    assert expected == found
+    check_replays(engine._runner.graphs, 8)
+    sizes = {"graphs": [1, 2, 4, 8], "graph_query_lens": [1, 1 + MAX_DRAFTS]}
+    found, engine = serve(model, family, drafts="knowing", **sizes)
+    assert expected == found
+    check_replays(engine._runner.graphs)
+    assert 0 < engine.stats().accepted_draft_tokens < engine.stats().draft_tokens
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_prediction_heads_run_in_graphs(tmp_path: Path, family: str) -> None:
+    save_headed(tmp_path / family, family, 2, agrees=True, num_wrong=1)
+    registry = load_plugins().registry
+    model = attrs.evolve(TinyModel.save(tmp_path / "plain", family), path=tmp_path / family, registry=registry).on(
+        "cuda"
+    )
+    loaded: Any = model.loaded
+    loaded.model.set_experts_implementation("batched_mm")
+    expected, _ = serve(model, family)
+    found, engine = serve(model, family, drafts="mtp", graphs=[4, 8])
+    assert expected == found
+    assert 0 < engine.stats().accepted_draft_tokens < engine.stats().draft_tokens
+    for runner in (engine._runner, *engine._runner.draft.runners):
+        check_replays(runner.graphs)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_a_draft_model_runs_in_graphs(models: Callable[[str], TinyModel], family: str) -> None:
+    model = models(family)
+    expected, _ = serve(model, family)
+    found, engine = serve(model, family, drafts={"name": "draft_model", "model": str(model.path)}, graphs=[4, 8])
+    assert expected == found
+    assert engine.stats().accepted_draft_tokens > 0
+    check_replays(engine._runner.graphs)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("family", ["gemma3_text", "falcon_h1"])
+def test_preempted_requests_generate_the_same(models: Callable[[str], TinyModel], family: str, preemption: str) -> None:
+    model = models(family)
+    expected, _ = serve(model, family)
+    swap = {"preemption": "swap", "swap_memory": "1MiB"} if preemption == "swap" else {}
+    found, engine = serve(model, family, memory=model.tight_memory(81), graphs=[1, 2, 4, 8], **swap)
+    assert expected == found
+    assert engine.stats().preemptions > 0
+    assert bool(swap) == bool(engine.stats().swaps)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_tensor", "fp8_token_head", "int8_token_head", "int4_token_head"])
+def test_a_format_gives_the_tokens_of_the_reference(models: Callable[[str], TinyModel], kv_format: str) -> None:
+    model = models("llama")
+    expected, _ = serve(model, "llama", format=kv_format, backend="torch_reference")
+    found, engine = serve(model, "llama", format=kv_format, backend="triton", graphs=[4, 8])
+    assert expected == found
+    check_replays(engine._runner.graphs)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_a_compiled_model_generates_the_same(models: Callable[[str], TinyModel], family: str) -> None:
+    model = models(family)
+    expected, _ = serve(model, family)
+    assert expected == serve(model, family, compile=True)[0]
+
+
+def test_ranks_communicate_through_nccl(models: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    model = models("llama")
+    expected, _ = serve(model, "llama")
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(PROMPTS))
+    arguments = ["--prompt-token-ids", str(prompts), "--max-new-tokens", "16", "--ignore-eos", "--json"]
+    command = [sys.executable, "-m", "kvframe", "generate", str(model.path), *arguments]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    # Both ranks use the first GPU. NCCL refuses that on one machine, so each has the name of a machine of its own.
+    ranks = [
+        subprocess.Popen(
+            [*command, "--device", "cuda", "--dtype", "float32", "--memory", "4MiB"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "NCCL_HOSTID": f"machine{rank}",
+                "NCCL_SOCKET_IFNAME": "lo",
+                "NCCL_IB_DISABLE": "1",
+            },
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [0, 0] == [rank.returncode for rank in ranks], said
+    assert expected == [tuple(output["token_ids"]) for output in json.loads(said[0][0])["outputs"]]
