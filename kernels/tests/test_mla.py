@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -23,10 +25,14 @@ def run(
     rope_size: int = 8,
     block_size: int = 16,
     hidden: list[int] | None = None,
+    ranges: Sequence[tuple[int, int, int]] = (),
     num_padding: int = 0,
     **options: object,
 ) -> int:
-    """Compute requests of ``(num_computed, num_new)`` tokens; return the number of parts."""
+    """Compute requests of ``(num_computed, num_new)`` tokens; return the number of parts.
+
+    ``ranges`` are a request, the first position and the one after the last one each.
+    """
     generator = torch.Generator().manual_seed(len(requests))
     dtype = options.pop("dtype", torch.float32)
     assert isinstance(dtype, torch.dtype)
@@ -47,6 +53,10 @@ def run(
     queries = torch.randn(num_tokens, num_heads, latent_size + rope_size, generator=generator).to(DEVICE, dtype)
     absorbed = scattered(queries[..., :latent_size].transpose(-1, 0), generator).transpose(-1, 0).contiguous()
     rotated = queries[..., latent_size:]
+    range_ends = np.zeros(num_tokens, dtype=np.int32)
+    for row, first, stop in ranges:
+        skipped = int(starts[row]) - requests[row][0]
+        range_ends[skipped + first : skipped + stop] = stop
     batch = Batch(
         query_start_loc=starts,
         seq_lens=seq_lens,
@@ -55,6 +65,7 @@ def run(
         causal=bool(options.pop("causal", True)),
         max_query_len=max(new for _, new in requests),
         static=bool(options.pop("static", False)),
+        range_ends=range_ends if ranges else None,
     )
     attention = LatentAttention(
         num_heads=num_heads,
@@ -80,6 +91,7 @@ def run(
         output,
         causal=batch.causal,
         has_starts=hidden is not None,
+        range_ends=torch.from_numpy(range_ends).to(DEVICE) if ranges else None,
         lse=lse,
     ):
         launch.run()
@@ -114,6 +126,15 @@ def test_hidden_tokens_padding_and_static_shapes() -> None:
 
 def test_queries_may_see_tokens_after_them() -> None:
     run([(10, 9), (0, 4)], causal=False)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_queries_see_to_the_ends_of_their_ranges(static: bool) -> None:
+    # In one tile, through several, and in a request that is computed in parts.
+    run([(20, 1), (0, 7), (3, 9)], ranges=[(1, 2, 6), (2, 3, 8), (2, 8, 12)], num_padding=2, static=static)
+    run([(70, 7), (0, 1)], ranges=[(0, 72, 77)], hidden=[9, 0], static=static)
+    # Not in a batch in which queries see all tokens anyway.
+    run([(10, 9)], ranges=[(0, 12, 15)], causal=False, static=static)
 
 
 def test_half_precision_is_added_up_in_float32() -> None:

@@ -14,21 +14,22 @@ NUM_PAGES, NUM_REQS = 4096, 4
 def launches() -> dict[str, Launch]:
     """Return the launches by name."""
     return {
-        f"{str(dtype)[6:]}-heads={num_heads}-page={block_size}-new={num_new}-{index}": launch
-        for dtype, num_heads, block_size, num_new in (
-            (torch.bfloat16, 128, 64, 1),
-            (torch.bfloat16, 128, 16, 1),
-            (torch.bfloat16, 16, 64, 1),
-            (torch.bfloat16, 16, 16, 9),
-            (torch.bfloat16, 16, 64, 9),
-            (torch.float16, 128, 1, 1),
-            (torch.float32, 128, 64, 1),
+        f"{str(dtype)[6:]}-heads={num_heads}-page={block_size}-new={num_new}{'-ranges' * has_ranges}-{index}": launch
+        for dtype, num_heads, block_size, num_new, has_ranges in (
+            (torch.bfloat16, 128, 64, 1, False),
+            (torch.bfloat16, 128, 16, 1, False),
+            (torch.bfloat16, 16, 64, 1, False),
+            (torch.bfloat16, 16, 16, 9, False),
+            (torch.bfloat16, 16, 64, 9, False),
+            (torch.bfloat16, 128, 64, 9, True),
+            (torch.float16, 128, 1, 1, False),
+            (torch.float32, 128, 64, 1, False),
         )
-        for index, launch in enumerate(_launches(dtype, num_heads, block_size, num_new))
+        for index, launch in enumerate(_launches(dtype, num_heads, block_size, num_new, has_ranges))
     }
 
 
-def _launches(dtype: torch.dtype, num_heads: int, block_size: int, num_new: int) -> list[Launch]:
+def _launches(dtype: torch.dtype, num_heads: int, block_size: int, num_new: int, has_ranges: bool) -> list[Launch]:
     def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
@@ -47,4 +48,6 @@ def _launches(dtype: torch.dtype, num_heads: int, block_size: int, num_new: int)
     query = tensor(num_tokens, num_heads, 192)
     latents = tensor(num_tokens, num_heads, 512)
     pages, table = tensor(NUM_PAGES, block_size, 576), tensor(NUM_REQS, 8192 // block_size, of=torch.int32)
-    return [*attention.launches(latents, query[..., 128:], pages, table, numbers, work.programs, latents)]
+    range_ends = tensor(num_tokens, of=torch.int32) if has_ranges else None
+    arguments = latents, query[..., 128:], pages, table, numbers, work.programs, latents
+    return [*attention.launches(*arguments, range_ends=range_ends)]

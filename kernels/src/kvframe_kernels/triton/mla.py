@@ -86,6 +86,7 @@ class LatentAttention:
         *,
         causal: bool = True,
         has_starts: bool = False,
+        range_ends: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> Iterator[Launch]:
         """Yield the kernel calls that write a step's ``output``, in their order.
@@ -102,6 +103,7 @@ class LatentAttention:
                 multiplies it by the matrix that makes values of latents.
             causal: Whether the batch is causal.
             has_starts: Whether the batch has hidden tokens.
+            range_ends: ``[num_tokens], int32, device``: those of the planned batch.
             lse: ``[num_tokens, num_heads], float32, device``, contiguous: every row is written: the natural logarithm
                 of the softmax's denominator; -inf for a query that sees nothing. None if it is not wanted.
         """
@@ -120,6 +122,7 @@ class LatentAttention:
             "output": output,
             "lse": lse,
             "block_table": block_table,
+            "range_ends": range_ends,
             "score_scale": self.scale * LOG2_E,
             "table_stride": block_table.stride(0),
             "absorbed_stride": absorbed.stride(0),
@@ -134,6 +137,7 @@ class LatentAttention:
             "BLOCK_SIZE": self.block_size,
             "CAUSAL": causal,
             "HAS_STARTS": has_starts,
+            "HAS_RANGES": causal and range_ends is not None,
             "HAS_LSE": lse is not None,
             "DOT_DTYPE": dot_dtype(absorbed.dtype),
             **sizes,
@@ -209,8 +213,10 @@ def attend_latents_reference(
         query = torch.cat([absorbed[rows], rotated[rows]], dim=-1).float()
         scores = torch.einsum("qhd,td->hqt", query, vectors) * scale
         if batch.causal:
-            positions = torch.arange(seq_len - len(query), seq_len, device=latent.device)
-            scores = scores.masked_fill(tokens > positions[:, None], float("-inf"))
+            stops = torch.arange(seq_len - len(query), seq_len, device=latent.device) + 1
+            if batch.range_ends is not None:
+                stops = torch.maximum(stops, torch.from_numpy(batch.range_ends[rows]).to(stops))
+            scores = scores.masked_fill(tokens >= stops[:, None], float("-inf"))
         lse[rows] = scores.logsumexp(-1).T
         shares = scores.softmax(-1).nan_to_num(0)
         output[rows] = torch.einsum("hqt,tl->qhl", shares, vectors[:, :latent_size]).to(output.dtype)

@@ -28,6 +28,7 @@ def attend_latents(
     numbers,
     first_item,
     block_table,
+    range_ends,
     score_scale,
     table_stride,
     absorbed_stride,
@@ -48,6 +49,7 @@ def attend_latents(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
     HAS_LSE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -70,7 +72,10 @@ def attend_latents(
     query_in_tile = rows // HEADS
     heads = head_program * GROUP + rows % HEADS
     is_row = query_in_tile < num_queries
-    positions = position + query_in_tile
+    # The tokens after the last ones that the queries see.
+    stops = position + query_in_tile + 1
+    if HAS_RANGES:
+        stops = tl.maximum(stops, tl.load(range_ends + first_query + query_in_tile, mask=is_row, other=0))
     columns = tl.arange(0, BLOCK_L)
     columns_r = tl.arange(0, BLOCK_R)
     in_l = columns < HEAD_SIZE_V
@@ -107,7 +112,7 @@ def attend_latents(
         scores = tl.dot(q, tl.trans(c), scores, input_precision="ieee") * score_scale
         seen = live[None, :]
         if CAUSAL:
-            seen = seen & (tokens[None, :] <= positions[:, None])
+            seen = seen & (tokens[None, :] < stops[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         peak = tl.maximum(maximum, tl.max(scores, 1))
         # For a row that has seen no token yet, both are -inf.

@@ -15,6 +15,7 @@ from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
 from kvframe.contract import (
+    RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
     BackendError,
@@ -39,8 +40,8 @@ class TritonMLABackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal"}),
-        extensions=frozenset({SEQ_STARTS}),
+        masks=frozenset({"causal", "ranges"}),
+        extensions=frozenset({SEQ_STARTS, RANGE_ENDS}),
         state=frozenset({"latent"}),
         separate_value_size=True,
         returns_lse=True,
@@ -143,7 +144,8 @@ class TritonMLABackend(AttentionBackend):
             self._absorbed(query[:size], latent, kv_up, metadata, output[:size], lse_part)
         if metadata.expanded is not None:
             lse_part = None if lse is None else lse[size:]
-            self._expanded(query[size:], latent, kv_up, metadata.expanded, output[size:], lse_part)
+            range_ends = None if metadata.range_ends is None else metadata.range_ends[size:]
+            self._expanded(query[size:], latent, kv_up, metadata.expanded, range_ends, output[size:], lse_part)
         return output
 
     def _absorbed(
@@ -171,6 +173,7 @@ class TritonMLABackend(AttentionBackend):
             found,
             causal=step.causal,
             has_starts=step.has_starts,
+            range_ends=metadata.range_ends,
             lse=lse,
         ):
             launch.run()
@@ -182,6 +185,7 @@ class TritonMLABackend(AttentionBackend):
         latent: torch.Tensor,
         kv_up: torch.Tensor,
         expanded: ExpandedMetadata,
+        range_ends: torch.Tensor | None,
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
@@ -213,6 +217,7 @@ class TritonMLABackend(AttentionBackend):
                 found,
                 causal=step.causal,
                 has_starts=step.has_starts,
+                range_ends=range_ends,
                 lse=found_lse,
             ):
                 launch.run()

@@ -9,7 +9,13 @@ from kvframe_kernels.triton.attention import PagedAttention
 from kvframe_kernels.triton.attention_tiles import Batch
 from kvframe_kernels.triton.mla import LatentAttention
 
-from kvframe.contract import AttentionMetadataBuilder, BatchOrder, CommonAttentionMetadata, GraphCapture
+from kvframe.contract import (
+    RANGE_ENDS,
+    AttentionMetadataBuilder,
+    BatchOrder,
+    CommonAttentionMetadata,
+    GraphCapture,
+)
 from kvframe_triton.builder import TritonMetadata, batch_of
 
 MAX_EXPANDED = 1 << 27
@@ -83,11 +89,13 @@ class LatentMetadata:
         num_absorbed: The number of packed tokens, the first ones, that attend to latents.
         absorbed: The work of these.
         expanded: The work of the others; None if there are none.
+        range_ends: ``[num_tokens], int32, device``: the ends of all tokens' ranges; None if there are no ranges.
     """
 
     num_absorbed: int
     absorbed: TritonMetadata
     expanded: ExpandedMetadata | None
+    range_ends: torch.Tensor | None
 
 
 class LatentMetadataBuilder(AttentionMetadataBuilder):
@@ -112,18 +120,20 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
     def build(self, metadata: CommonAttentionMetadata) -> LatentMetadata:
         """Return the step's work items; at the sizes of a captured graph, all of them absorbed."""
         batch = batch_of(metadata, causal=True)
+        range_ends = None if batch.range_ends is None else metadata.extensions[RANGE_ENDS].values
         num_reqs, most = len(batch.seq_lens), self._most
         if most is not None and not batch.static and batch.max_query_len > most:
             is_long = np.diff(batch.query_start_loc) > most
             # Long requests come after the others, and padding rows after these.
             num_reqs = int(is_long.argmax()) if is_long.any() else num_reqs
         if num_reqs == len(batch.seq_lens):
-            return LatentMetadata(batch.num_tokens, self._absorbed(batch, metadata.block_table), None)
+            return LatentMetadata(batch.num_tokens, self._absorbed(batch, metadata.block_table), None, range_ends)
         first, others = _split(batch, num_reqs)
         return LatentMetadata(
             num_absorbed=first.num_tokens,
             absorbed=self._absorbed(first, metadata.block_table[:num_reqs]),
             expanded=self._expanded(others, metadata.block_table[num_reqs:]),
+            range_ends=range_ends,
         )
 
     def _absorbed(self, batch: Batch, block_table: torch.Tensor) -> TritonMetadata:
@@ -152,15 +162,16 @@ def _split(batch: Batch, num_reqs: int) -> tuple[Batch, Batch]:
     starts = batch.query_start_loc
     num_tokens = int(starts[num_reqs])
 
-    def part(begin: int, end: int, num_part_tokens: int) -> Batch:
+    def part(begin: int, end: int, tokens: slice) -> Batch:
         return Batch(
             query_start_loc=starts[begin : end + 1] - starts[begin],
             seq_lens=batch.seq_lens[begin:end],
             seq_starts=None if batch.seq_starts is None else batch.seq_starts[begin:end],
-            num_tokens=num_part_tokens,
+            num_tokens=tokens.stop - tokens.start,
             causal=batch.causal,
             max_query_len=int(np.diff(starts[begin : end + 1]).max(initial=0)),
+            range_ends=None if batch.range_ends is None else batch.range_ends[tokens],
         )
 
     last = len(batch.seq_lens)
-    return part(0, num_reqs, num_tokens), part(num_reqs, last, batch.num_tokens - num_tokens)
+    return part(0, num_reqs, slice(0, num_tokens)), part(num_reqs, last, slice(num_tokens, batch.num_tokens))
