@@ -55,7 +55,17 @@ FLOW = (
 BESIDE = ("builtin", "testing")
 
 # Modules of the contract that use torch's types, and modules of other packages that load no torch.
-NEED_TORCH = {"backend", "capabilities", "declared_words", "merging", "operator", "order", "relative_bias", "slots"}
+NEED_TORCH = {
+    "backend",
+    "capabilities",
+    "declared_words",
+    "merging",
+    "operator",
+    "order",
+    "ranges",
+    "relative_bias",
+    "slots",
+}
 ALSO_TORCH_FREE = (
     "kvframe.selection.identity",
     "kvframe.attention.shapes",

@@ -15,7 +15,7 @@ import torch
 from kvframe_kernels.flash_reference import paged_attention
 
 from kvframe import load_plugins
-from kvframe.contract import AttentionBackend, CommonAttentionMetadata
+from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, CommonAttentionMetadata, Extension
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.framework import pad_metadata
@@ -334,7 +334,7 @@ def test_without_the_cut_of_windows_the_null_page_is_read(stand_ins: dict[str, A
     class WithoutCut(backend_class):  # type: ignore[valid-type, misc]
         def make_builder(self) -> Any:
             builder = super().make_builder()
-            builder._window = None
+            builder._mask = attrs.evolve(builder._mask, window=None)
             return builder
 
     with pytest.raises(ConformanceError, match="NaN is state that is not live"):
@@ -355,14 +355,15 @@ def test_both_say_that_they_read_dead_tokens_because_they_do(name: str, stand_in
 # --- how the library is called ----------------------------------------------------------------------------------------
 
 
-def call(stand_ins: dict[str, Any], metadata: CommonAttentionMetadata) -> list[tuple[str, int]]:
-    """Return the function that a step calls, and its argument for the most queries."""
+def call(stand_ins: dict[str, Any], metadata: CommonAttentionMetadata, **mask: Any) -> list[tuple[str, int]]:
+    """Return the function of each call of a step, and its argument for the most queries."""
     backend_class = load("flash_attn")
-    layer = make_layer(backend_class.capabilities, block_size=256)
+    layer = make_layer(backend_class.capabilities, block_size=256, **mask)
     backend = backend_class([layer], torch.device("cpu"))
     pages = torch.zeros(int(metadata.block_table.max()) + 1, 256, 2, 8, dtype=torch.bfloat16)
     query = torch.zeros(len(metadata.slot_mapping), 4, 8, dtype=torch.bfloat16)
-    backend.forward(layer, query, {"k": pages, "v": pages}, backend.make_builder().build(metadata), None)
+    builder = backend.make_builder()
+    backend.forward(layer, query, {"k": pages, "v": pages}, builder.finish(builder.build(metadata)), None)
     calls: list[tuple[str, int]] = stand_ins["flash_attn"].calls
     return calls
 
@@ -387,6 +388,16 @@ def test_padding_does_not_make_requests_have_as_many_queries(stand_ins: dict[str
     uneven = make_metadata([Request(300, 1), Request(7, 3), Request(9, 2)], 256)
     padded = pad_metadata(uneven, num_reqs=3, num_tokens=9, num_generating=6, max_query_len=3)
     assert [("varlen", 3)] == call(stand_ins, padded)
+
+
+def test_a_step_with_ranges_of_prompts_is_two_calls(stand_ins: dict[str, Any]) -> None:
+    ends = torch.tensor([0, 0, 0, 7, 7, 7, 7, 0, 0], dtype=torch.int32)
+    step = make_metadata([Request(300, 1), Request(1, 8)], 256)
+    ranged = attrs.evolve(step, extensions={RANGE_ENDS: Extension(ends, Axis.TOKEN, ends)})
+    assert [("varlen", 4), ("varlen", 4)] == call(stand_ins, ranged)
+    # Without a mask that ranges change, it is one.
+    stand_ins["flash_attn"].calls.clear()
+    assert [("varlen", 8)] == call(stand_ins, ranged, causal=False)
 
 
 # --- where they run ---------------------------------------------------------------------------------------------------

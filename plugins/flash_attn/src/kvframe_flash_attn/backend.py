@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import attrs
@@ -10,14 +11,22 @@ import numpy as np
 import torch
 
 from kvframe.contract import (
-    AttentionMetadataBuilder,
+    RANGE_ENDS,
     Capabilities,
     CommonAttentionMetadata,
     GraphCapture,
     KVCache,
     LayerSpec,
 )
-from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, FlashBackend, sees, unusable_reason
+from kvframe_flash_attn.shared import (
+    DTYPES,
+    HEAD_SIZES,
+    MASKS,
+    FlashBackend,
+    FlashMetadataBuilder,
+    sees,
+    unusable_reason,
+)
 
 
 @attrs.frozen(eq=False)
@@ -30,28 +39,35 @@ class FlashAttnMetadata:
         key_start_loc: ``[num_reqs + 1], int32, device``: the starts that the requests' keys would have in a packed
             tensor. The function for requests of any length takes only the numbers of keys from it; their place in pages
             is in the block table.
+        in_ranges: Whether it is the part of a step whose queries are in ranges of prompts.
     """
 
     common: CommonAttentionMetadata
     num_queries: int
     key_start_loc: torch.Tensor | None
+    in_ranges: bool = False
 
 
-class FlashAttnMetadataBuilder(AttentionMetadataBuilder):
+class FlashAttnMetadataBuilder(FlashMetadataBuilder):
     """Decides which of the library's two functions computes a step."""
 
     capture = GraphCapture.UNIFORM
-    on_host = frozenset()
     needs_exact_lens = False
-    reuse_key = ("flash_attn",)
 
-    def build(self, metadata: CommonAttentionMetadata) -> FlashAttnMetadata:
+    @property
+    def reuse_key(self) -> Hashable:
+        """Whether the layers are causal."""
+        return ("flash_attn", self._mask.causal)
+
+    def call(self, metadata: CommonAttentionMetadata) -> FlashAttnMetadata:
         """Return the step."""
         num_queries = _num_queries(metadata)
-        if num_queries:
-            return FlashAttnMetadata(metadata, num_queries, None)
-        key_start_loc = torch.nn.functional.pad(metadata.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        return FlashAttnMetadata(metadata, 0, key_start_loc)
+        return FlashAttnMetadata(metadata, num_queries, None) if num_queries else self.call_of_part(metadata)
+
+    def call_of_part(self, part: CommonAttentionMetadata, *, in_ranges: bool = False) -> FlashAttnMetadata:
+        """Return requests of any length."""
+        key_start_loc = torch.nn.functional.pad(part.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        return FlashAttnMetadata(part, 0, key_start_loc, in_ranges)
 
 
 def _num_queries(metadata: CommonAttentionMetadata) -> int:
@@ -68,7 +84,7 @@ def _num_queries(metadata: CommonAttentionMetadata) -> int:
 
 
 class FlashAttnBackend(FlashBackend):
-    """Serves causal, bidirectional and windowed attention with soft caps and learned sinks.
+    """Serves causal, bidirectional and windowed attention, ranges of prompts, soft caps and learned sinks.
 
     Pages hold a multiple of 256 tokens.
     """
@@ -76,7 +92,8 @@ class FlashAttnBackend(FlashBackend):
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=DTYPES,
-        masks=frozenset({"causal", "bidirectional", "window"}),
+        masks=MASKS,
+        extensions=frozenset({RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         head_sizes=HEAD_SIZES,
@@ -95,7 +112,7 @@ class FlashAttnBackend(FlashBackend):
 
     def make_builder(self) -> FlashAttnMetadataBuilder:
         """Return the step's builder."""
-        return FlashAttnMetadataBuilder()
+        return FlashAttnMetadataBuilder(self.layers[0])
 
     def attend(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
@@ -103,7 +120,7 @@ class FlashAttnBackend(FlashBackend):
         """Call the function that suits the lengths of the step's requests."""
         assert isinstance(metadata, FlashAttnMetadata)
         assert layer.query is not None
-        causal, window = sees(layer, metadata.common)
+        causal, window = sees(layer, metadata.common, in_ranges=metadata.in_ranges)
         options = {
             "block_table": metadata.common.block_table,
             "softmax_scale": layer.query.scale,

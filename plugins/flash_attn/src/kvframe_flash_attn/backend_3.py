@@ -10,14 +10,22 @@ import flash_attn_interface
 import torch
 
 from kvframe.contract import (
-    AttentionMetadataBuilder,
+    RANGE_ENDS,
     Capabilities,
     CommonAttentionMetadata,
     GraphCapture,
     KVCache,
     LayerSpec,
 )
-from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, FlashBackend, sees, unusable_reason
+from kvframe_flash_attn.shared import (
+    DTYPES,
+    HEAD_SIZES,
+    MASKS,
+    FlashBackend,
+    FlashMetadataBuilder,
+    sees,
+    unusable_reason,
+)
 
 
 @attrs.frozen(eq=False)
@@ -26,12 +34,14 @@ class FlashAttn3Metadata:
 
     Attributes:
         common: The batch, with the requests shortened to the pages that a window reaches.
+        in_ranges: Whether it is the part of a step whose queries are in ranges of prompts.
     """
 
     common: CommonAttentionMetadata
+    in_ranges: bool = False
 
 
-class FlashAttn3MetadataBuilder(AttentionMetadataBuilder):
+class FlashAttn3MetadataBuilder(FlashMetadataBuilder):
     """Shortens requests to the pages that their first query's window reaches.
 
     The kernels read tiles of more tokens than a page. Without this, they would read the null page before those pages,
@@ -39,44 +49,41 @@ class FlashAttn3MetadataBuilder(AttentionMetadataBuilder):
     """
 
     capture = GraphCapture.ALWAYS
-    on_host = frozenset()
-
-    def __init__(self, layer: LayerSpec) -> None:
-        """Keep the properties of the group's layers, from any of them."""
-        assert layer.spec is not None
-        mask = layer.spec.mask
-        assert mask is not None
-        self._window = mask.window if mask.causal else None
 
     @property
     def reuse_key(self) -> Hashable:
-        """The window."""
-        return ("flash_attn_3", self._window)
+        """The mask, as far as it hides tokens."""
+        return ("flash_attn_3", self._mask.causal, self._mask.window)
 
-    def build(self, metadata: CommonAttentionMetadata) -> FlashAttn3Metadata:
+    def call(self, metadata: CommonAttentionMetadata) -> FlashAttn3Metadata:
         """Return the step."""
-        if self._window is None or not metadata.causal:
-            return FlashAttn3Metadata(metadata)
-        block_size, table = metadata.block_size, metadata.block_table
-        first_query = metadata.seq_lens - metadata.query_start_loc.diff()
-        first_block = (first_query - (self._window - 1)).clamp(min=0) // block_size
+        return self.call_of_part(metadata)
+
+    def call_of_part(self, part: CommonAttentionMetadata, *, in_ranges: bool = False) -> FlashAttn3Metadata:
+        """Return requests of any length."""
+        window = self._mask.window
+        if window is None or not part.causal:
+            return FlashAttn3Metadata(part, in_ranges)
+        block_size, table = part.block_size, part.block_table
+        first_query = part.seq_lens - part.query_start_loc.diff()
+        first_block = (first_query - (window - 1)).clamp(min=0) // block_size
         columns = torch.arange(table.shape[1], device=table.device) + first_block[:, None]
-        return FlashAttn3Metadata(
-            attrs.evolve(
-                metadata,
-                seq_lens=(metadata.seq_lens - first_block * block_size).to(torch.int32),
-                block_table=table.gather(1, columns.clamp(max=table.shape[1] - 1)),
-            )
+        shortened = attrs.evolve(
+            part,
+            seq_lens=(part.seq_lens - first_block * block_size).to(torch.int32),
+            block_table=table.gather(1, columns.clamp(max=table.shape[1] - 1)),
         )
+        return FlashAttn3Metadata(shortened, in_ranges)
 
 
 class FlashAttn3Backend(FlashBackend):
-    """Serves causal, bidirectional and windowed attention with soft caps and learned sinks, on pages of any size."""
+    """Serves causal, bidirectional and windowed attention, ranges, soft caps, learned sinks; pages of any size."""
 
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=DTYPES,
-        masks=frozenset({"causal", "bidirectional", "window"}),
+        masks=MASKS,
+        extensions=frozenset({RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         head_sizes=HEAD_SIZES,
@@ -103,7 +110,7 @@ class FlashAttn3Backend(FlashBackend):
         assert isinstance(metadata, FlashAttn3Metadata)
         assert layer.query is not None
         common = metadata.common
-        causal, window = sees(layer, common)
+        causal, window = sees(layer, common, in_ranges=metadata.in_ranges)
         result = flash_attn_interface.flash_attn_with_kvcache(
             query,
             kv_cache["k"],

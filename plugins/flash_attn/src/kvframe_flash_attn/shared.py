@@ -6,29 +6,92 @@ import math
 from abc import abstractmethod
 from typing import Any
 
+import attrs
 import torch
 
-from kvframe.contract import AttentionBackend, CommonAttentionMetadata, KVCache, LayerSpec
+from kvframe.contract import (
+    RANGE_ENDS,
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    KVCache,
+    LayerSpec,
+    RangeRuns,
+)
 
 DTYPES = frozenset({"float16", "bfloat16"})
 
 HEAD_SIZES = frozenset(range(8, 257, 8))
 
 
+MASKS = frozenset({"causal", "bidirectional", "window", "ranges"})
+
+
+@attrs.frozen(eq=False)
+class RangedMetadata:
+    """A step with ranges of a prompt that see each other both ways, as two calls of the library.
+
+    Attributes:
+        causal: The call for the queries in no range.
+        ranged: The call for the others.
+    """
+
+    causal: Any
+    ranged: Any
+
+
+class FlashMetadataBuilder(AttentionMetadataBuilder):
+    """Makes the call, or the two calls, of the library that compute a step."""
+
+    on_host = frozenset()
+
+    def __init__(self, layer: LayerSpec) -> None:
+        """Keep the properties of the group's layers, from any of them."""
+        assert layer.spec is not None
+        assert layer.spec.mask is not None
+        self._mask = layer.spec.mask
+
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        """Return the step's call; if it has ranges, its runs."""
+        if RANGE_ENDS in metadata.extensions and metadata.causal and self._mask.causal:
+            return RangeRuns.of(metadata)
+        return self.call(metadata)
+
+    def finish(self, built: Any) -> Any:
+        """Return the step's call; if it has ranges, both calls."""
+        if not isinstance(built, RangeRuns):
+            return built
+        causal, ranged = built.parts()
+        return RangedMetadata(self.call_of_part(causal), self.call_of_part(ranged, in_ranges=True))
+
+    @abstractmethod
+    def call(self, metadata: CommonAttentionMetadata) -> Any:
+        """Return a step's call. Its host copies may be read."""
+
+    @abstractmethod
+    def call_of_part(self, part: CommonAttentionMetadata, *, in_ranges: bool = False) -> Any:
+        """Return the call of a part of a step, whose host copies do not describe it.
+
+        Args:
+            part: A result of ``RangeRuns.parts``.
+            in_ranges: Whether its queries see all tokens after them.
+        """
+
+
 class FlashBackend(AttentionBackend):
-    """Adds to what a library computes: learned sinks, the log-sum-exp, padding, and the host's dtype and memory."""
+    """Adds to what a library computes: ranges, learned sinks, the log-sum-exp, padding, the host's dtype and memory."""
 
     @abstractmethod
     def attend(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call the library.
+        """Call the library once.
 
         Args:
             layer: As for ``forward``.
             query: ``[num_tokens, num_heads, head_size], device``, in the dtype of the pages.
             kv_cache: As for ``forward``.
-            metadata: As for ``forward``.
+            metadata: The call, as the builder made it.
             with_lse: Whether the logarithm of the denominator is wanted.
 
         Returns:
@@ -47,18 +110,32 @@ class FlashBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Compute attention over the pages in place."""
         rows = query.to(kv_cache["k"].dtype)
-        output, normaliser = self.attend(layer, rows, kv_cache, metadata, with_lse=sinks is not None)
+        output, normaliser = self._attend_all(layer, rows, kv_cache, metadata, with_lse=sinks is not None)
         return placed(with_sinks(output, normaliser, sinks), query, out)
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention over the pages in place, with the library's log-sum-exp."""
-        output, normaliser = self.attend(layer, query.to(kv_cache["k"].dtype), kv_cache, metadata, with_lse=True)
+        rows = query.to(kv_cache["k"].dtype)
+        output, normaliser = self._attend_all(layer, rows, kv_cache, metadata, with_lse=True)
         assert normaliser is not None
         lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
         lse[: len(output)] = log_sum_exp(normaliser, sinks)
         return placed(with_sinks(output, normaliser, sinks), query, None), lse
+
+    def _attend_all(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Call the library once; for a step with ranges, once for each of its parts."""
+        if not isinstance(metadata, RangedMetadata):
+            return self.attend(layer, query, kv_cache, metadata, with_lse=with_lse)
+        output, normaliser = self.attend(layer, query, kv_cache, metadata.causal, with_lse=with_lse)
+        of_ranges, normaliser_of_ranges = self.attend(layer, query, kv_cache, metadata.ranged, with_lse=with_lse)
+        if normaliser is not None and normaliser_of_ranges is not None:
+            normaliser = torch.maximum(without_infinity(normaliser), without_infinity(normaliser_of_ranges))
+        # A query has keys in one of the two calls, and the other one gives it zeros.
+        return output + of_ranges, normaliser
 
 
 def unusable_reason(least: tuple[int, int]) -> str | None:
@@ -75,14 +152,22 @@ def unusable_reason(least: tuple[int, int]) -> str | None:
     return None
 
 
-def sees(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[bool, tuple[int, int]]:
-    """Return whether keys after a query are hidden, and how many keys it sees before and after it; -1 for all."""
+def sees(layer: LayerSpec, metadata: CommonAttentionMetadata, *, in_ranges: bool) -> tuple[bool, tuple[int, int]]:
+    """Return whether keys after a query are hidden, and how many keys it sees before and after it; -1 for all.
+
+    Args:
+        layer: The layer.
+        metadata: The batch.
+        in_ranges: Whether the batch is the part of a step that is in ranges.
+    """
     assert layer.spec is not None
     mask = layer.spec.mask
     assert mask is not None
     if not (metadata.causal and mask.causal):
         return False, (-1, -1)
-    return True, (-1, -1) if mask.window is None else (mask.window - 1, 0)
+    if mask.window is None:
+        return not in_ranges, (-1, -1)
+    return not in_ranges, (mask.window - 1, -1 if in_ranges else 0)
 
 
 def with_sinks(output: torch.Tensor, normaliser: torch.Tensor | None, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -118,9 +203,13 @@ def log_sum_exp(normaliser: torch.Tensor, sinks: torch.Tensor | None) -> torch.T
     Returns:
         ``[num_tokens, num_heads], float32, device``.
     """
-    lse = normaliser.float().T
-    lse = lse.masked_fill(lse == math.inf, -math.inf)
+    lse = without_infinity(normaliser.float().T)
     return lse if sinks is None else torch.logaddexp(lse, sinks.float())
+
+
+def without_infinity(normaliser: torch.Tensor) -> torch.Tensor:
+    """Return logarithms of denominators, any shape, with -inf for a query without keys."""
+    return normaliser.masked_fill(normaliser == math.inf, -math.inf)
 
 
 def placed(output: torch.Tensor, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

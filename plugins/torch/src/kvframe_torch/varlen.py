@@ -15,6 +15,7 @@ from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder,
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.metadata import RANGE_ENDS, CommonAttentionMetadata
+from kvframe.contract.ranges import RangeRuns
 from kvframe.contract.specs import LayerSpec
 
 try:
@@ -25,76 +26,13 @@ except ImportError:  # Older versions of torch lack it.
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Runs:
-    """A step with ranges of prompts, as runs: consecutive queries of one request that lie in one range, or in none.
-
-    A call of ``varlen_attn`` has one window for all queries. So runs in no range are computed by one call, and runs in
-    a range, which see all tokens up to its end, by another one. In either call the other runs have no keys.
-
-    Attributes:
-        step: The step.
-        query_start_loc: ``[num_runs + 1], int32, device``: where each run's queries start.
-        requests: ``[num_runs], int32, device``: its request.
-        num_later: ``[num_runs], int32, device``: the request's queries after the run.
-        is_causal: ``[num_runs], int32, device``: 1 for a run in no range; otherwise 0.
-        range_lens: ``[num_runs], int32, device``: the tokens up to the end of a run's range; 0 if it is in none.
-        max_query_len: The most queries of a run, at least 2.
-    """
-
-    step: CommonAttentionMetadata
-    query_start_loc: torch.Tensor
-    requests: torch.Tensor
-    num_later: torch.Tensor
-    is_causal: torch.Tensor
-    range_lens: torch.Tensor
-    max_query_len: int
-
-    @classmethod
-    def of(cls, step: CommonAttentionMetadata) -> Runs:
-        """Return the runs of a step; with static shapes, as many as it has tokens."""
-        values_cpu, bounds = step.extensions[RANGE_ENDS].values_cpu, step.query_start_loc_cpu.numpy()
-        assert values_cpu is not None
-        request = np.arange(step.num_reqs).repeat(np.diff(bounds))
-        ends = values_cpu.numpy()[: len(request)]
-        starts = np.flatnonzero(np.diff(request, prepend=-1) | np.diff(ends, prepend=-1))
-        stops, requests, range_lens = np.append(starts[1:], len(request)), request[starts], ends[starts]
-        longest = step.max_query_len if step.static_shapes else int((stops - starts).max(initial=0))
-        num_padding = len(step.slot_mapping) - len(starts) if step.static_shapes else 0
-
-        def tensor(array: Any, last: int = 0) -> torch.Tensor:
-            return torch.from_numpy(np.pad(array, (0, num_padding), constant_values=last).astype(np.int32))
-
-        return cls(
-            step=step,
-            query_start_loc=tensor(np.append(starts, len(request)), len(request)),
-            requests=tensor(requests),
-            num_later=tensor(bounds[1:][requests] - stops),
-            is_causal=tensor(range_lens == 0),
-            range_lens=tensor(range_lens),
-            max_query_len=max(2, longest),
-        )
-
-    def parts(self) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
-        """Return the step of the runs in no range, and that of the runs in one."""
-        runs: dict[str, Any] = {
-            "query_start_loc": self.query_start_loc,
-            "block_table": self.step.block_table.index_select(0, self.requests),
-            "max_query_len": self.max_query_len,
-        }
-        # The host may know no exact lengths.
-        causal_lens = (self.step.seq_lens.index_select(0, self.requests) - self.num_later) * self.is_causal
-        causal, ranged = (attrs.evolve(self.step, seq_lens=lens, **runs) for lens in (causal_lens, self.range_lens))
-        return causal, ranged
-
-
 @attrs.frozen(eq=False)
 class RangedStep:
     """A step with ranges of prompts.
 
     Attributes:
         step: The step, for layers that see all tokens anyway.
-        causal: Its runs in no range.
+        causal: Its runs in no range; a call of ``varlen_attn`` has one window for all queries.
         ranged: Its runs in one range each.
     """
 
@@ -111,21 +49,21 @@ class VarlenMetadataBuilder(AttentionMetadataBuilder):
     needs_exact_lens = False
     reuse_key = ("varlen",)
 
-    def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata | Runs:
+    def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata | RangeRuns:
         """Return the step, with the most new tokens of a request as ``varlen_attn`` is told.
 
         The function reads 1 as a promise that row ``r`` is the query of request ``r``. If that is not so, it is told 2.
         """
         if RANGE_ENDS in metadata.extensions and metadata.causal:
-            return Runs.of(metadata)
+            return RangeRuns.of(metadata)
         num_tokens = metadata.num_actual_tokens
         rows = metadata.query_start_loc_cpu.numpy()[:num_tokens]
         is_in_rows = metadata.slot_mapping.shape[0] == metadata.num_reqs and (rows == np.arange(num_tokens)).all()
         return metadata if is_in_rows else attrs.evolve(metadata, max_query_len=max(2, metadata.max_query_len))
 
-    def finish(self, built: CommonAttentionMetadata | Runs) -> CommonAttentionMetadata | RangedStep:
+    def finish(self, built: CommonAttentionMetadata | RangeRuns) -> CommonAttentionMetadata | RangedStep:
         """Return the step; one with ranges as its two parts."""
-        return RangedStep(built.step, *built.parts()) if isinstance(built, Runs) else built
+        return RangedStep(built.step, *built.parts()) if isinstance(built, RangeRuns) else built
 
 
 class TorchVarlenBackend(AttentionBackend):

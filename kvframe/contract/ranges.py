@@ -1,0 +1,82 @@
+"""Ranges of prompts that see each other both ways, for libraries with one mask per call: a step as runs of queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.contract.metadata import RANGE_ENDS, CommonAttentionMetadata
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class RangeRuns:
+    """A step with ``RANGE_ENDS`` as runs: consecutive queries of one request that lie in one range, or in none.
+
+    A library whose calls have one mask for all queries computes such a step by two calls. One is causal, for the runs
+    in no range. The other one is not, for the runs in a range, which see all tokens up to the range's end.
+
+    A builder makes it in ``build``, and its tensors are copied to the device with the step. ``finish`` takes its
+    ``parts``.
+
+    Attributes:
+        step: The step.
+        query_start_loc: ``[num_runs + 1], int32, device``: where each run's queries start.
+        requests: ``[num_runs], int32, device``: its request.
+        num_later: ``[num_runs], int32, device``: the request's queries after the run.
+        is_causal: ``[num_runs], int32, device``: 1 for a run in no range; otherwise 0.
+        range_lens: ``[num_runs], int32, device``: the tokens up to the end of a run's range; 0 if it is in none.
+        max_query_len: The most queries of a run; at least 2, because libraries read 1 as a promise that row ``r`` is
+            the query of request ``r``.
+    """
+
+    step: CommonAttentionMetadata
+    query_start_loc: torch.Tensor
+    requests: torch.Tensor
+    num_later: torch.Tensor
+    is_causal: torch.Tensor
+    range_lens: torch.Tensor
+    max_query_len: int
+
+    @classmethod
+    def of(cls, step: CommonAttentionMetadata) -> RangeRuns:
+        """Return the runs of a causal step with ``RANGE_ENDS``, on the host; with static shapes, as many as tokens."""
+        values_cpu, bounds = step.extensions[RANGE_ENDS].values_cpu, step.query_start_loc_cpu.numpy()
+        assert values_cpu is not None
+        request = np.arange(step.num_reqs).repeat(np.diff(bounds))
+        ends = values_cpu.numpy()[: len(request)]
+        starts = np.flatnonzero(np.diff(request, prepend=-1) | np.diff(ends, prepend=-1))
+        stops, requests, range_lens = np.append(starts[1:], len(request)), request[starts], ends[starts]
+        longest = step.max_query_len if step.static_shapes else int((stops - starts).max(initial=0))
+        num_padding = len(step.slot_mapping) - len(starts) if step.static_shapes else 0
+
+        def tensor(array: Any, last: int = 0) -> torch.Tensor:
+            return torch.from_numpy(np.pad(array, (0, num_padding), constant_values=last).astype(np.int32))
+
+        return cls(
+            step=step,
+            query_start_loc=tensor(np.append(starts, len(request)), len(request)),
+            requests=tensor(requests),
+            num_later=tensor(bounds[1:][requests] - stops),
+            is_causal=tensor(range_lens == 0),
+            range_lens=tensor(range_lens),
+            max_query_len=max(2, longest),
+        )
+
+    def parts(self) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
+        """Return the step of the runs in no range, and that of the runs in one.
+
+        Both have a request for each run. In either of them the other one's runs have no keys, so the sum of both
+        outputs is the step's output. What a part's host copies say is still that of the step.
+        """
+        runs: dict[str, Any] = {
+            "query_start_loc": self.query_start_loc,
+            "block_table": self.step.block_table.index_select(0, self.requests),
+            "max_query_len": self.max_query_len,
+        }
+        # The host may know no exact lengths.
+        causal_lens = (self.step.seq_lens.index_select(0, self.requests) - self.num_later) * self.is_causal
+        causal, ranged = (attrs.evolve(self.step, seq_lens=lens, **runs) for lens in (causal_lens, self.range_lens))
+        return causal, ranged
