@@ -19,7 +19,7 @@ import torch
 from kvframe_kernels.flash_reference import paged_attention
 
 from kvframe import load_plugins
-from kvframe.contract import AttentionBackend, LayerSpec
+from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, Extension, LayerSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
@@ -340,6 +340,23 @@ def test_decodes_and_other_requests_are_planned_apart(
 ) -> None:
     _, backend = make_backend(library)
     assert expected == parts(backend, requests)
+
+
+def test_queries_in_ranges_of_prompts_are_planned_apart(library: ModuleType) -> None:
+    _, backend = make_backend(library, window=20)
+    builder = backend.make_builder()
+    ends = torch.tensor([0, 0, 6, 6, 0, 48, 48], dtype=torch.int32)
+    step = make_metadata([Request(40, 1), Request(3, 4), Request(46, 2)], 16)
+    ranged = attrs.evolve(step, extensions={RANGE_ENDS: Extension(ends, Axis.TOKEN, ends)})
+    decodes, causal, both_ways = builder.finish(builder.build(ranged)).parts
+    assert slice(0, 1) == decodes.rows
+    assert ([1, 4], [2, 3, 5, 6]) == (causal.rows.tolist(), both_ways.rows.tolist())
+    assert (True, False) == (causal.wrapper.options["causal"], both_ways.wrapper.options["causal"])
+    assert {19} == {part.wrapper.options["window_left"] for part in (decodes, causal, both_ways)}
+    assert ([4, 7], [0, 1, 2]) == (causal.wrapper.seq_lens.tolist(), causal.wrapper.query_starts.tolist())
+    # The first of 48 tokens that query 46 sees is 27, so the first page is not read.
+    assert ([6, 32], [0, 2, 4]) == (both_ways.wrapper.seq_lens.tolist(), both_ways.wrapper.query_starts.tolist())
+    assert step.block_table[2, 1:3].tolist() == both_ways.wrapper.table[1].tolist()
 
 
 def test_page_lists_are_made_on_the_host_without_waiting_for_the_device(library: ModuleType) -> None:

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
 
-from kvframe.contract import AttentionBackend, BackendError, LayerSpec
+from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, BackendError, Extension, LayerSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
@@ -203,8 +204,20 @@ def test_kernels_are_loaded_at_set_up_and_one_plan_serves_all_requests(backend_c
     builder = make_backend(backend_class).make_builder()
     assert ["auto"] == [wrapper.backend for wrapper in BatchMLAPagedAttentionWrapper.made]
     built = builder.finish(builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16))))
-    assert (12, [0, 1, 10, 12]) == (built.num_tokens, built.wrapper.query_starts.tolist())
-    assert [41, 9, 9] == built.wrapper.seq_lens.tolist()
+    (part,) = built.parts
+    assert (12, [0, 1, 10, 12]) == (built.num_tokens, part.wrapper.query_starts.tolist())
+    assert [41, 9, 9] == part.wrapper.seq_lens.tolist()
+
+
+def test_queries_in_ranges_of_prompts_are_planned_apart(backend_class: type[AttentionBackend]) -> None:
+    builder = make_backend(backend_class).make_builder()
+    ends = torch.tensor([0, 0, 6, 6, 0], dtype=torch.int32)
+    step = make_metadata([Request(40, 1), Request(3, 4)], 16)
+    ranged = attrs.evolve(step, extensions={RANGE_ENDS: Extension(ends, Axis.TOKEN, ends)})
+    causal, both_ways = builder.finish(builder.build(ranged)).parts
+    assert ([0, 1, 4], [2, 3]) == (causal.rows.tolist(), both_ways.rows.tolist())
+    assert (True, False) == (causal.wrapper.causal, both_ways.wrapper.causal)
+    assert ([41, 4, 7], [6]) == (causal.wrapper.seq_lens.tolist(), both_ways.wrapper.seq_lens.tolist())
 
 
 def test_queries_that_are_all_rotated_are_refused(backend_class: type[AttentionBackend]) -> None:

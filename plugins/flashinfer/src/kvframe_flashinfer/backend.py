@@ -12,7 +12,7 @@ import torch
 from flashinfer.jit import env
 from flashinfer.jit.cpp_ext import get_cuda_path
 
-from kvframe.contract import AttentionBackend, Capabilities, KVCache, LayerSpec
+from kvframe.contract import RANGE_ENDS, AttentionBackend, Capabilities, KVCache, LayerSpec
 from kvframe_flashinfer.builder import FlashInferMetadata, FlashInferMetadataBuilder, Problem
 
 KERNELS = ("auto", "fa2", "fa3")
@@ -31,12 +31,13 @@ class FlashInferOptions:
 
 
 class FlashInferBackend(AttentionBackend):
-    """Serves causal, bidirectional and windowed attention with soft caps and learned sinks, on pages of any size."""
+    """Serves causal, bidirectional and windowed attention, ranges, soft caps, learned sinks; pages of any size."""
 
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window"}),
+        masks=frozenset({"causal", "bidirectional", "window", "ranges"}),
+        extensions=frozenset({RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         head_sizes=frozenset({64, 128, 256}),
@@ -111,7 +112,6 @@ class FlashInferBackend(AttentionBackend):
         rows = query.to(self._problem.query_dtype)
         output = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-        stop = 0
         for part in metadata.parts:
             wanted = output[part.rows]
             # The library writes in the dtype that it computes in.
@@ -127,11 +127,10 @@ class FlashInferBackend(AttentionBackend):
                     # One more logit in the denominator scales every weight by the softmax's share against it.
                     share = torch.sigmoid(normaliser - sinks.float())[..., None]
                     result = torch.mul(result, share, out=wanted)
-            if result is not wanted:
-                wanted.copy_(result)
-            stop = part.rows.stop
+            if result is not wanted or isinstance(part.rows, torch.Tensor):
+                output[part.rows] = result
         # Padding after the requests.
-        output[stop:].zero_()
+        output[metadata.num_tokens :].zero_()
         return output, lse
 
 

@@ -19,6 +19,7 @@ from kvframe.contract import (
 )
 from kvframe_flashinfer.pages import IntArray, PageLists
 from kvframe_flashinfer.plans import Wrappers, workspace
+from kvframe_flashinfer.ranged import has_ranges, mask_batches
 
 MIN_GROUP_FOR_TENSOR_CORES = 4
 """Query heads of a KV head from which on decodes are faster on the tensor cores."""
@@ -83,7 +84,7 @@ class Part:
     """Some consecutive requests of a step, with one plan.
 
     Attributes:
-        rows: Their queries, in the packed batch.
+        rows: Their queries, in the packed batch; or their indices there, ``[num_rows], int64, device``.
         pages: The pages that they read.
         query_starts: ``[num_reqs + 1], int32``: the start of each request's queries among these; None for decodes.
         page_size: Tokens per page.
@@ -92,7 +93,7 @@ class Part:
         wrapper: FlashInfer's wrapper, with their plan; None until the pages are copied to the device.
     """
 
-    rows: slice
+    rows: slice | torch.Tensor
     pages: PageLists
     query_starts: IntArray | None
     page_size: int
@@ -106,11 +107,14 @@ class FlashInferMetadata:
     """The parts of a step, and their plans.
 
     Attributes:
-        parts: The decodes, and the other requests; either may be missing.
+        parts: The decodes, and the other requests; either may be missing. If a step has ranges of prompts, the other
+            requests are two parts.
+        num_tokens: Tokens of the batch that belong to requests; they come first.
         keyless_rows: ``[num_rows], int64, device``: the queries of requests without keys; None if there are none.
     """
 
     parts: tuple[Part, ...] = ()
+    num_tokens: int = 0
     keyless_rows: torch.Tensor | None = None
 
 
@@ -146,7 +150,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
         pages = PageLists(one, one[1:], torch.zeros(1, dtype=torch.int32, device=self._device))
         causal, window = self._problem.causal, self._problem.window
         self.finish(
-            FlashInferMetadata(tuple(Part(slice(0, 1), pages, starts, 1, causal, window) for starts in (None, one)))
+            FlashInferMetadata(tuple(Part(slice(0, 1), pages, starts, 1, causal, window) for starts in (None, one)), 1)
         )
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferMetadata:
@@ -162,17 +166,23 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
             num_decodes = 0
         pages, size = PageLists.of(metadata, window), metadata.block_size
         parts = []
+        ranged = has_ranges(metadata) and self._problem.causal
         if num_decodes:
             parts.append(Part(slice(0, num_decodes), pages.part(0, num_decodes), None, size, causal, window))
-        if num_reqs > num_decodes:
+        if ranged:
+            for batch in mask_batches(metadata, num_decodes):
+                own = batch.common.query_start_loc_cpu.numpy()
+                own_pages = PageLists.of(batch.common, window)
+                parts.append(Part(torch.from_numpy(batch.rows), own_pages, own, size, batch.causal, window))
+        elif num_reqs > num_decodes:
             own = starts[num_decodes : num_reqs + 1]
             rows = slice(int(own[0]), int(own[-1]))
             parts.append(Part(rows, pages.part(num_decodes, num_reqs), own - own[0], size, causal, window))
-        return FlashInferMetadata(tuple(parts), _keyless_rows(metadata))
+        return FlashInferMetadata(tuple(parts), int(starts[-1]), _keyless_rows(metadata))
 
     def finish(self, built: Any) -> FlashInferMetadata:
         """Return the parts with their plans, which the library makes on the host, with the page lists on the device."""
-        planned = FlashInferMetadata(keyless_rows=built.keyless_rows)
+        planned = FlashInferMetadata((), built.num_tokens, built.keyless_rows)
         planned.parts = tuple(
             attrs.evolve(
                 part,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvframe.contract import AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec, Slots
+from kvframe.contract import RANGE_ENDS, AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec, Slots
 from kvframe_flashinfer.backend import FlashInferBackend, FlashInferOptions
 from kvframe_flashinfer.latents_builder import LatentMetadata, LatentMetadataBuilder, LatentProblem
 
@@ -26,7 +26,8 @@ class FlashInferMLABackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float16", "bfloat16"}),
-        masks=frozenset({"causal"}),
+        masks=frozenset({"causal", "ranges"}),
+        extensions=frozenset({RANGE_ENDS}),
         state=frozenset({"latent"}),
         separate_value_size=True,
         returns_lse=True,
@@ -94,13 +95,13 @@ class FlashInferMLABackend(AttentionBackend):
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention by the step's plan; the up-projection is applied to queries before, to outputs after."""
+        """Compute attention by the step's plans; the up-projection is applied to queries before, to outputs after."""
         return self._attend(layer, query, kv_cache, metadata, out, None)
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention by the step's plan, with the library's log-sum-exp."""
+        """Compute attention by the step's plans, with the library's log-sum-exp."""
         lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
         return self._attend(layer, query, kv_cache, metadata, None, lse), lse
 
@@ -118,7 +119,7 @@ class FlashInferMLABackend(AttentionBackend):
         problem, num_tokens = self._problem, metadata.num_tokens
         output = query.new_empty(*query.shape[:2], self._head_size_v) if out is None else out
         output[num_tokens:] = 0
-        if metadata.wrapper is None:
+        if not metadata.parts:
             return output
         kv_up = self.parameters[layer.name][KV_UP].to(problem.dtype)
         key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
@@ -127,13 +128,18 @@ class FlashInferMLABackend(AttentionBackend):
         latents, rotated_keys = kv_cache["latent"].split_with_sizes([problem.latent_size, problem.rope_size], dim=-1)
         found = absorbed.new_empty(absorbed.shape)
         # The kernel reads 16 bytes at a time, and the rotated part of a row may begin at any element.
-        arguments = absorbed, rotated.contiguous(), latents, rotated_keys
-        if lse is None:
-            metadata.wrapper.run(*arguments, out=found)
-        else:
-            _, normaliser = metadata.wrapper.run(*arguments, out=found, return_lse=True)
-            # The logarithms have base 2.
-            torch.mul(normaliser, math.log(2), out=lse[:num_tokens])
+        rotated = rotated.contiguous()
+        for part in metadata.parts:
+            rows = slice(num_tokens) if part.rows is None else part.rows
+            own = found[rows]
+            result = part.wrapper.run(
+                absorbed[rows], rotated[rows], latents, rotated_keys, out=own, return_lse=lse is not None
+            )
+            if lse is not None:
+                # The logarithms have base 2.
+                lse[rows] = result[1] * math.log(2)
+            if part.rows is not None:
+                found[rows] = own
         wanted = output[:num_tokens].transpose(0, 1)
         if wanted.dtype == problem.dtype:
             torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2), out=wanted)

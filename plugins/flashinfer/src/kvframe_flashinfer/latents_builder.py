@@ -1,4 +1,4 @@
-"""Plans a step over latents on the host: one FlashInfer wrapper for all its requests."""
+"""Plans a step over latents on the host: one FlashInfer wrapper for all its requests that have one mask."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from kvframe.contract import AttentionMetadataBuilder, CommonAttentionMetadata
 from kvframe_flashinfer.pages import IntArray, PageLists
 from kvframe_flashinfer.plans import Wrappers, workspace
+from kvframe_flashinfer.ranged import MaskBatch, has_ranges, mask_batches
 
 
 @attrs.frozen(kw_only=True)
@@ -33,28 +34,40 @@ class LatentProblem:
     scale: float
 
 
-@attrs.define(eq=False)
-class LatentMetadata:
-    """A step, and its plan.
+@attrs.frozen(eq=False)
+class LatentPart:
+    """Those requests of a step that have one mask, and their plan.
 
     Attributes:
-        num_tokens: Tokens of the batch that belong to requests; they come first.
+        rows: ``[num_rows], int64, device``: where their queries are in the batch; None for the first ones.
         pages: The pages that these requests read.
         query_starts: ``[num_reqs + 1], int32``: the start of each request's queries.
         seq_lens: ``[num_reqs], int32``: tokens of each.
         page_size: Tokens per page.
         causal: Whether a query sees only its own and earlier positions.
-        wrapper: FlashInfer's wrapper, with the plan; None if there are no tokens, and until the pages are copied to the
-            device.
+        wrapper: FlashInfer's wrapper, with the plan; None until the pages are copied to the device.
     """
 
-    num_tokens: int
+    rows: torch.Tensor | None
     pages: PageLists
     query_starts: IntArray
     seq_lens: IntArray
     page_size: int
     causal: bool
     wrapper: Any = None
+
+
+@attrs.define(eq=False)
+class LatentMetadata:
+    """A step, and its plans.
+
+    Attributes:
+        num_tokens: Tokens of the batch that belong to requests; they come first.
+        parts: All requests; none if there are no tokens, and two parts if the step has ranges of prompts.
+    """
+
+    num_tokens: int
+    parts: tuple[LatentPart, ...]
 
 
 class LatentMetadataBuilder(AttentionMetadataBuilder):
@@ -78,43 +91,51 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
         """Plan a request of one token, so that kernels that cannot be loaded or compiled fail at set-up."""
         one = np.array([0, 1], dtype=np.int32)
         pages = PageLists(one, one[1:], torch.zeros(1, dtype=torch.int32, device=self._device))
-        self.finish(LatentMetadata(1, pages, one, one[1:], 1, causal=True))
+        self.finish(LatentMetadata(1, (LatentPart(None, pages, one, one[1:], 1, causal=True),)))
 
     def build(self, metadata: CommonAttentionMetadata) -> LatentMetadata:
         """Return the step, not planned yet."""
-        starts = metadata.query_start_loc_cpu.numpy()
-        # The requests after the last one with tokens are padding.
-        num_reqs = int(np.searchsorted(starts, starts[-1]))
-        return LatentMetadata(
-            num_tokens=int(starts[-1]),
-            pages=PageLists.of(metadata, None).part(0, num_reqs),
-            query_starts=starts[: num_reqs + 1],
-            seq_lens=metadata.seq_lens_cpu.numpy()[:num_reqs],
-            page_size=metadata.block_size,
-            causal=metadata.causal,
-        )
+        num_tokens = int(metadata.query_start_loc_cpu[-1])
+        if has_ranges(metadata):
+            batches = tuple(mask_batches(metadata))
+        else:
+            batches = (MaskBatch(metadata, None, metadata.causal),) if num_tokens else ()
+        return LatentMetadata(num_tokens, tuple(_part_of(batch) for batch in batches))
 
     def finish(self, built: Any) -> LatentMetadata:
-        """Return the step with its plan, which the library makes on the host, with the page list on the device."""
-        planned: LatentMetadata = attrs.evolve(built)
-        if planned.num_tokens:
-            planned.wrapper = self._plan(planned)
+        """Return the step with its plans, which the library makes on the host, with the page lists on the device."""
+        planned = LatentMetadata(built.num_tokens, ())
+        planned.parts = tuple(attrs.evolve(part, wrapper=self._plan(planned, part)) for part in built.parts)
         return planned
 
-    def _plan(self, step: LatentMetadata) -> Any:
-        problem, wrapper = self._problem, self._wrappers.lend(step)
+    def _plan(self, holder: LatentMetadata, part: LatentPart) -> Any:
+        problem, wrapper = self._problem, self._wrappers.lend(holder)
         wrapper.plan(
-            torch.from_numpy(step.query_starts),
-            torch.from_numpy(step.pages.starts),
-            step.pages.ids,
-            torch.from_numpy(step.seq_lens),
+            torch.from_numpy(part.query_starts),
+            torch.from_numpy(part.pages.starts),
+            part.pages.ids,
+            torch.from_numpy(part.seq_lens),
             problem.num_heads,
             problem.latent_size,
             problem.rope_size,
-            step.page_size,
-            step.causal,
+            part.page_size,
+            part.causal,
             problem.scale,
             problem.dtype,
             problem.dtype,
         )
         return wrapper
+
+
+def _part_of(batch: MaskBatch) -> LatentPart:
+    starts = batch.common.query_start_loc_cpu.numpy()
+    # The requests after the last one with tokens are padding.
+    num_reqs = int(np.searchsorted(starts, starts[-1]))
+    return LatentPart(
+        rows=None if batch.rows is None else torch.from_numpy(batch.rows),
+        pages=PageLists.of(batch.common, None).part(0, num_reqs),
+        query_starts=starts[: num_reqs + 1],
+        seq_lens=batch.common.seq_lens_cpu.numpy()[:num_reqs],
+        page_size=batch.common.block_size,
+        causal=batch.causal,
+    )
