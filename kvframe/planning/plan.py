@@ -267,7 +267,8 @@ class KVCachePlan:
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
         """Return how many requests of ``num_tokens`` tokens fit at once; None if no state is kept (no limit).
 
-        It counts the slabs and the pages after the last one, if each request holds the most blocks that it ever does.
+        It is the number of requests that the slabs hold if each one holds the most blocks that it ever does. The pages
+        after the last slab are counted for a lone request only.
 
         Args:
             num_tokens: Their length; ``max_model_len`` if not given.
@@ -291,12 +292,17 @@ class KVCachePlan:
         return self._most_requests(self.generating_blocks(num_tokens), self.peak_blocks(num_tokens))
 
     def _most_requests(self, blocks: Sequence[int], last: Sequence[int]) -> int:
-        """Return how many requests fit at once if one of them holds ``last`` blocks and each other one ``blocks``."""
-        low, high = 0, self.num_slabs * max(group.pages_per_slab for group in self.groups) + 1
+        """Return how many requests fit at once if one of them holds ``last`` blocks and each other one ``blocks``.
+
+        The rest counts for a lone request only. Of several requests, the group of the rest may hold a slab although its
+        blocks would fit into the rest, because the rest is used last. Another group may need that slab later.
+        """
+        low = int(self.num_slabs_for(last) <= self.num_slabs)
+        high = self.num_slabs * max(group.pages_per_slab for group in self.groups) + 1
         while high - low > 1:
             middle = (low + high) // 2
             held = (count * (middle - 1) + most for count, most in zip(blocks, last, strict=True))
-            if self.num_slabs_for(held) <= self.num_slabs:
+            if self.num_slabs_for(held, num_rest_pages=0) <= self.num_slabs:
                 low = middle
             else:
                 high = middle

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -102,7 +101,6 @@ def is_served(
 @settings(max_examples=50)
 @given(plan=plans(), data=st.data())
 def test_all_requests_but_one_may_hold_what_they_need_to_generate(plan: KVCachePlan, data: st.DataObject) -> None:
-    assume(not plan.num_rest_pages)  # the next test says why
     num_tokens = data.draw(st.integers(1, max(1, longest(plan))))
     assume(plan.fits(num_tokens))
     count = plan.max_generating(num_tokens) or 0
@@ -125,17 +123,17 @@ def test_all_requests_but_one_may_hold_what_they_need_to_generate(plan: KVCacheP
             grow(str(index), min(start + plan.max_num_batched_tokens, prompt))
 
 
-@pytest.mark.xfail(reason="a group that fits into the rest may hold a slab that other groups need", strict=True)
-def test_a_group_that_fits_into_the_rest_takes_no_slab_that_others_need() -> None:
+def test_the_pages_after_the_last_slab_are_promised_to_a_request_alone() -> None:
+    # The windows of four requests fit into these pages, but hold a slab that another group needs.
     specs = full(8, 2), masked(1, 1, window=2), masked(2, 3, window=6, num_sink_tokens=1)
     plan = make_plan(*specs, num_slabs=6, max_model_len=40, max_num_batched_tokens=1, rest=0.3)
-    assert (1, 14, 4) == (plan.rest_group, plan.num_rest_pages, plan.max_generating(9))
-    manager = KVCacheManager(plan, max_num_seqs=4, prefix_caching=False)
-    for name in range(4):
-        manager.start(str(name), [7] * 9)
-        for stop in range(1, 10):
-            assert manager.extend(str(name), stop)
-            manager.commit(str(name), [7] * 9, stop)
+    assert (1, 14, 6) == (plan.rest_group, plan.num_rest_pages, plan.num_slabs_for(4 * n for n in plan.peak_blocks(9)))
+    assert (3, 3) == (plan.max_concurrency(9), plan.max_generating(9))
+    alone = make_plan(full(4), masked(4, 3, window=5), num_slabs=2, max_model_len=40, rest=0.9)
+    assert alone.num_rest_pages
+    length = longest(alone)
+    assert alone.num_slabs_for(alone.peak_blocks(length), num_rest_pages=0) > alone.num_slabs
+    assert (1, 1, 0) == (alone.max_concurrency(length), alone.max_generating(length), alone.max_generating(length + 1))
 
 
 @settings(max_examples=50)
