@@ -107,6 +107,18 @@ def test_requests_share_a_prefix_and_count_its_pages_once() -> None:
     assert manager.stats.queried_tokens == 30
 
 
+def test_a_request_that_begins_like_another_publishes_all_blocks_after_their_common_ones() -> None:
+    manager = KVCacheManager(make_plan(full(), masked(window=5), num_slabs=40), max_num_seqs=2, audited=True)
+    prompts = {name: [1] * 8 + [token] * 24 for name, token in (("a", 2), ("b", 3))}
+    # The second one starts before the first one has published anything, so it computes the common tokens too.
+    for name, prompt in prompts.items():
+        assert 0 == manager.start(name, prompt)
+    for name, prompt in prompts.items():
+        assert manager.extend(name, 32)
+        manager.commit(name, prompt, 32)
+    assert [32, 32] == [manager.find([*prompt, 9]) for prompt in prompts.values()]
+
+
 def test_a_salt_separates_requests() -> None:
     manager = KVCacheManager(make_plan(full()), max_num_seqs=2)
     manager.start("a", list(range(9)), salt="tenant a")
