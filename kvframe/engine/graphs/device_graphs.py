@@ -23,13 +23,13 @@ class StepGraph(ABC):
 
     @abstractmethod
     def capture(self, run: Run) -> Output:
-        """Run the step, and record it.
+        """Record the step.
 
         Args:
             run: Computes the step. It is called several times, so it may write to the cache several times.
 
         Returns:
-            The output tensors, to which every replay writes.
+            The output tensors, to which every replay writes; their values are those of a step only after a replay.
 
         Raises:
             CaptureError: The step contains an operation that cannot be recorded.
@@ -81,8 +81,6 @@ class CudaGraph(StepGraph):
                 output = run()
         except RuntimeError as error:
             raise CaptureError(f"the step cannot be captured: {str(error).strip().splitlines()[0]}") from error
-        # The capture itself computes nothing.
-        self._graph.replay()
         return output
 
     def replay(self) -> None:

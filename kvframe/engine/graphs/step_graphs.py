@@ -202,7 +202,7 @@ class StepGraphs:
                 states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
                 assert states is not None
                 metadata = build_metadata(batch, tables, HOST, self._layers.prompt_groups)
-                self._run(sizes, metadata, states, np.zeros_like(positions), positions, positions[-1:])
+                self._run(sizes, tables, metadata, states, np.zeros_like(positions), positions, positions[-1:])
         _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)
 
     def run(
@@ -233,11 +233,12 @@ class StepGraphs:
             logged once. The pages stay correct: the step without a graph writes again what the capture wrote.
         """
         states = self._layers.states.rounds(batch, tables, sizes.num_reqs, sizes.query_len)
-        return None if states is None else self._run(sizes, metadata, states, token_ids, positions, wanted)
+        return None if states is None else self._run(sizes, tables, metadata, states, token_ids, positions, wanted)
 
     def _run(
         self,
         sizes: GraphSizes,
+        tables: BlockTables,
         metadata: Sequence[CommonAttentionMetadata],
         states: Sequence[StateStep],
         token_ids: IntArray,
@@ -261,13 +262,17 @@ class StepGraphs:
             torch.from_numpy(np.pad(wanted, (0, sizes.num_wanted - len(wanted)), mode="edge")),
         )
         captured = self._graphs.get(sizes)
+        is_first = captured is None
         try:
             if captured is None:
-                captured = self._graphs[sizes] = self._capture(padded, inputs, states)
-            else:
-                self._layers.replay_step(captured.step, padded, inputs, states)
-                captured.graph.replay()
-                self.num_replays += 1
+                # A capture runs the step several times. Keys and values may be written again, but a state would advance
+                # each time, so the captured step's states are in the null page.
+                no_states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
+                assert no_states is not None
+                captured = self._graphs[sizes] = self._capture(padded, inputs, no_states)
+            self._layers.replay_step(captured.step, padded, inputs, states)
+            captured.graph.replay()
+            self.num_replays += not is_first
         except (NotReplayableError, CaptureError) as error:
             self._graphs.pop(sizes, None)
             self._uncapturable.add(sizes)
