@@ -2,8 +2,9 @@
 # Everything that only a GPU can show, in one call of under ten minutes: what the machine is, the tests marked `gpu`, and
 # the measurements of benchmarks/gpu/suite.py.
 #
-#     benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER] [--seconds N]
+#     benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER] [--seconds N] [--backend NAME]... [-- TESTS...]
 #
+# With names, only these backends are measured; with arguments after --, pytest gets these instead of all files.
 # It needs no network and installs nothing into the machine's Python, which has to hold torch, triton, pytest with its
 # plugins xdist and timeout, and what kvframe needs; whole models also need transformers. What is missing there can be
 # brought as wheels; a folder `aot` beside them holds modules of FlashInfer that were compiled before (aot/NAME/NAME.so),
@@ -11,15 +12,17 @@
 # It writes gpu.json, gpu.md, gpu_machine.txt and gpu_tests.txt to the folder, benchmarks/results unless given.
 set -u
 seconds=570 # of the whole call
-LAST=50   # seconds that the last case may take, with all that is compiled for it
+LAST=20  # seconds that the last case may take, with all that is compiled for it
 cd "$(dirname "$0")/.." || exit 2
-root=$PWD wheels="" out="" python=${PYTHON:-python3}
+root=$PWD wheels="" out="" python=${PYTHON:-python3} tests=() backends=()
 while [ $# -gt 0 ]; do
     case $1 in
         --wheels) wheels=$(realpath "$2") || exit 2; shift 2 ;;
         --seconds) seconds=$2; shift 2 ;;
+        --backend) backends+=(--backend "$2"); shift 2 ;;
+        --) shift; tests=("$@"); break ;;
         --out) mkdir -p "$2" && out=$(realpath "$2") || exit 2; shift 2 ;;
-        *) sed -n '2,12s/^# \{0,1\}//p' "benchmarks/gpu.sh"; [ "$1" = --help ]; exit $? ;;
+        *) sed -n '2,13s/^# \{0,1\}//p' "benchmarks/gpu.sh"; [ "$1" = --help ]; exit $? ;;
     esac
 done
 processes() { # as many as there are cores, this many at most
@@ -49,15 +52,15 @@ export PYTHONPATH="$site:$sources${PYTHONPATH:+:$PYTHONPATH}"
 echo "== tests marked gpu"
 # Only the files that have some: the others may need what the machine lacks. Most of their time goes to compiling kernels.
 # The signal lets pytest say what failed before the time was over.
-mapfile -t files < <(grep -rl 'pytest[.]mark[.]gpu' --include='test_*.py' tests kernels plugins | sort)
+[ ${#tests[@]} -gt 0 ] || mapfile -t tests < <(grep -rl 'pytest[.]mark[.]gpu' --include='test_*.py' tests kernels plugins | sort)
 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 10 230 \
     "$python" -m pytest -m gpu -q -rs --durations 20 -n "$(processes 16)" --dist worksteal --continue-on-collection-errors \
-    -W default -p no:cacheprovider --timeout 200 "${files[@]}" 2>&1 | tee "$out/gpu_tests.txt" | tail -40
-tests=${PIPESTATUS[0]}
+    -W default -p no:cacheprovider --timeout 200 "${tests[@]}" 2>&1 | tee "$out/gpu_tests.txt" | tail -40
+tested=${PIPESTATUS[0]}
 
 echo "== measurements"
 left=$((seconds - SECONDS))
-timeout -k 5 "$left" "$python" -m benchmarks.gpu.suite --budget $((left - LAST)) --results "$out"
+timeout -k 5 "$left" "$python" -m benchmarks.gpu.suite --budget $((left - LAST)) --results "$out" "${backends[@]}"
 measured=$?
-echo "== tests: $tests (5: there are none, 124: out of time), measurements: $measured; results in $out"
-[ "$tests" -eq 0 ] && [ "$measured" -eq 0 ]
+echo "== tests: $tested (5: there are none, 124: out of time), measurements: $measured; results in $out"
+[ "$tested" -eq 0 ] && [ "$measured" -eq 0 ]

@@ -172,10 +172,7 @@ def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
 def run(
     device: torch.device, wanted: Sequence[Case], names: Sequence[str], end: float, workload: Workload
 ) -> Iterator[dict[str, Any]]:
-    """Yield the record after each case, so that an interrupted run keeps its figures.
-
-    If backends are named, the steps of an engine are left out.
-    """
+    """Yield the record after each case, so that an interrupted run keeps its figures."""
     torch.set_grad_enabled(False)
     registry = load_plugins().registry
     backends, missing = usable_backends(registry, device.type)
@@ -190,11 +187,10 @@ def run(
         "engine": {},
     }
     yield record
-    if not names:
-        print("a step of an engine", file=sys.stderr, flush=True)
-        record["engine"] = {"name": workload.name, "graphs": measure_steps(workload, device)}
-        torch.cuda.empty_cache()
-        yield record
+    print("a step of an engine", file=sys.stderr, flush=True)
+    record["engine"] = {"name": workload.name, "graphs": measure_steps(workload, device)}
+    torch.cuda.empty_cache()
+    yield record
     spent = dict.fromkeys(backends, 0.0)
     for case in wanted:
         if time.monotonic() > end:
