@@ -114,12 +114,6 @@ class CacheModel:
         for key in ended:
             del self.findable[key]
 
-    def let_go(self, findable: set[Page], held: set[int]) -> None:
-        """Drop blocks that a request holds and that can no longer be found, because an earlier block was evicted."""
-        gone = [key for key, page in self.findable.items() if (key[0], page) not in findable and page in held]
-        for key in gone:
-            del self.findable[key]
-
     def reset(self) -> None:
         self.findable.clear()
         self.seen.clear()
@@ -217,9 +211,11 @@ class CacheModel:
         )
 
     def is_ever_needed(self, group: PlannedGroup, block: int) -> bool:
-        """Return whether a hit that ends anywhere could need a block."""
-        end = (block + 1) * group.block_size
-        return any(block in live_blocks(group, n) for n in range(0, end + self.alignment, self.alignment) if n >= end)
+        """Return whether a hit that ends anywhere could need a block, or the group keeps every block of any request."""
+        end, most = (block + 1) * group.block_size, self.plan.max_model_len
+        keeps_all = not group.spec.depends_on_prompt and live_tokens(group, most) == {*range(most)}
+        hits = (n for n in range(0, most + 1, self.alignment) if end <= n < end + self.alignment)
+        return keeps_all or any(block in live_blocks(group, n) for n in hits)
 
     def all_hold(self, life: Life, n: int) -> bool:
         return all(self.holds(life, group, n) for group in self.of_tokens)

@@ -208,7 +208,6 @@ class Lives:
         num_prompt = self.draw.choice([len(life.tokens), self.draw.randint(1, len(life.tokens))])
         if self.plan.depends_on_prompt:
             life.num_prompt = num_prompt
-        self.drop_lost()
         expected = self.model.start(life, use_prefix)
         hit = self.manager.start(
             name,
@@ -351,7 +350,6 @@ class Lives:
         tokens = [7] * self.draw.choice([5, 12, 13, 24]) + self.draw.choices([0, 1], k=self.draw.randint(0, 6))
         encoder = self.draw.choice(ENCODERS) if self.model.of_inputs else None
         salt = self.draw.choice(["", "", "", "other"])
-        self.drop_lost()
         expected, before = self.model.pinned(salt, encoder, tokens), [pin.blocks for pin in self.pins]
         plan = self.manager.plan
         has_capacity = self.num_lacking(plan, [*before, expected]) <= max(0, self.num_lacking(plan, before))
@@ -565,7 +563,7 @@ class Lives:
                 assert not table[len(ids) :].any()
                 held += filter(None, ids)
         assert sorted(held) == np.sort(pages_in(self.manager.tables)).tolist()
-        assert self.drop_lost() == self.model.findable_pages()
+        assert set(self.manager.published()) == self.model.findable_pages()
         if self.log is not None:
             self.mirror.replay(self.log.take())
             told = {(group, self.key(group, content)): (group, content) for group, content in self.model.findable}
@@ -578,18 +576,6 @@ class Lives:
         for name, (_, resident) in self.swapped.items():
             assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]
         assert self.model.lookups == [list(attrs.astuple(each)[1:]) for each in self.manager.stats.lookups]
-
-    def drop_lost(self) -> set[Page]:
-        """Drop held blocks from the model whose earlier block was evicted; return the pages that can be found.
-
-        A lookup needs it: until then the model finds what the manager cannot find any more.
-        """
-        if not self.model.is_caching:
-            return set()
-        published = set(self.manager.published())
-        pinned = (int(page) for pin in self.pins for ids in pin.blocks for page in ids if page)
-        self.model.let_go(published, {*pages_in(self.manager.tables).tolist(), *pinned})
-        return published
 
     def check_event(self, index: int, content: tuple[str, tuple[int, bytes] | None, Any], key: bytes) -> None:
         """Check that a block was told with all from which others find out what lies in it, and behind what."""
