@@ -1,6 +1,6 @@
 """A model of the cache by its definition, without any of the cache's code: the content of pages, and possible hits.
 
-The pool chooses the blocks to evict, and the model is told the choice; it predicts everything else.
+The pool chooses the blocks to evict, and reports them to the model. The model predicts everything else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random lives of requests, in the cache manager and in the cache by its definition at once; every verb is checked.
 
-Whatever is drawn comes from one seed, so that a failure is told in one line: the seed and the number of operations.
+Everything that is drawn comes from one seed, so one line names a failure: the seed and the number of operations.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Lives:
         self.running: dict[str, Life] = {}
         self.swapped: dict[str, tuple[Life, list[list[bool]]]] = {}
         self.pins: list[Pin] = []
-        self.room: dict[str, set[int]] = {}
+        self.extended_for: dict[str, set[int]] = {}
         self.num_started = 0
         self.log: EventLog | None = None
         self.mirror = Mirror()
@@ -173,8 +173,8 @@ class Lives:
         if self.tally.num_operations % self.check_every == 0:
             self.manager.audit()
 
-    def make_room(self, extend: Callable[[], bool]) -> bool:
-        """Return whether there is room, and the pages that forks share could be copied."""
+    def has_pages(self, extend: Callable[[], bool]) -> bool:
+        """Return whether the pool has enough pages, and the pages that forks share could be copied."""
         self.host.broken = self.draw.randint(-16, MOST_GROUPS - 1)
         self.host.copied.clear()
         try:
@@ -235,7 +235,7 @@ class Lives:
         self.step(self.draw.choice(sorted(self.running)), self.draw.randint(1, CHUNK), self.draw.randint(0, 4))
 
     def step(self, name: str, num_tokens: int, num_drafts: int) -> bool:
-        """Compute tokens of a request, and drafts after them if it has no more, if there is room.
+        """Compute tokens of a request, and drafts after its last token, if the pool has enough pages.
 
         Of the drafts, the first few turn out to be its next tokens; the others are refused.
         """
@@ -249,7 +249,7 @@ class Lives:
         most_drafts = max(0, self.most_with_drafts - (target - life.computed))
         end = target + min(num_drafts, self.most_refused, MAX_LEN - target, most_drafts)
         before, verb = self.manager.block_ids(name), "lookahead" if end > target else "extend"
-        has_capacity = self.make_room(lambda: self.manager.extend(name, end))
+        has_capacity = self.has_pages(lambda: self.manager.extend(name, end))
         self.did(verb, not has_capacity)
         if not has_capacity:
             assert before == self.manager.block_ids(name)
@@ -257,7 +257,7 @@ class Lives:
         blocks = self.manager.block_ids(name)
         assert self.manager.extend(name, end)
         assert blocks == self.manager.block_ids(name)
-        self.check_room(name, before, end)
+        self.check_new_pages(name, before, end)
         drafts = [self.draw.randint(0, 1) for _ in range(end - target)]
         step = [*life.tokens[life.computed : target], *drafts]
         self.check_owned_alone(name, self.model.compute(life, step, blocks))
@@ -282,7 +282,7 @@ class Lives:
         self.model.findable.update({key: page for key, page in again.items() if (key[0], page) in published})
 
     def compute_together(self) -> None:
-        """Compute a token or more of several requests, by the verbs for many; all of them have room, or none has."""
+        """Compute a token or more of several requests, by the verbs for many; all of them get pages, or none does."""
         names = self.draw.sample(sorted(self.running), self.draw.randint(1, len(self.running)))
         for name in names:
             life = self.running[name]
@@ -293,7 +293,7 @@ class Lives:
         targets = [min(self.running[name].computed + most, len(self.running[name].tokens)) for name in names]
         rows = np.array([self.manager.row(name) for name in names], dtype=np.int64)
         before = {name: self.manager.block_ids(name) for name in names}
-        has_capacity = self.make_room(lambda: self.manager.extend_rows(rows, np.array(targets, dtype=np.int64)))
+        has_capacity = self.has_pages(lambda: self.manager.extend_rows(rows, np.array(targets, dtype=np.int64)))
         self.did("extend rows", not has_capacity)
         blocks = {name: self.manager.block_ids(name) for name in names}
         if not has_capacity:
@@ -301,7 +301,7 @@ class Lives:
             return
         for name, target in zip(names, targets, strict=True):
             life = self.running[name]
-            self.check_room(name, before[name], target)
+            self.check_new_pages(name, before[name], target)
             step = life.tokens[life.computed : target]
             self.check_owned_alone(name, self.model.compute(life, step, blocks[name]))
         self.model.freed.clear()
@@ -337,7 +337,7 @@ class Lives:
         self.did("free" if life.computed == len(life.tokens) else "abort")
 
     def evict(self) -> None:
-        """Give up a cached page, or all: whichever, as if the room were needed."""
+        """Evict a random cached page, or all of them, as if the pages were needed."""
         pages = [page for page in self.manager.published() if self.manager._pool.is_cached(np.array(page[1:]))[0]]
         if pages:
             for _, page in self.draw.sample(pages, self.draw.choice([1, 1, len(pages)])):
@@ -346,7 +346,7 @@ class Lives:
                     self.did("evict")
 
     def pin(self) -> None:
-        """Keep what is cached of tokens, if the longest request still has room then."""
+        """Pin the cached prefix of tokens, if the longest request still fits then."""
         tokens = [7] * self.draw.choice([5, 12, 13, 24]) + self.draw.choices([0, 1], k=self.draw.randint(0, 6))
         encoder = self.draw.choice(ENCODERS) if self.model.of_inputs else None
         salt = self.draw.choice(["", "", "", "other"])
@@ -389,7 +389,7 @@ class Lives:
         self.pins.clear()
 
     def resize(self) -> None:
-        """Have more or fewer slabs; fewer only where nobody holds a page of those that go, or behind them."""
+        """Change the number of slabs. A pool shrinks only if no page is held of the removed slabs, or after them."""
         num_slabs = self.draw.randint(LEAST_SLABS, MOST_SLABS) if self.plan.groups else 0
         plan = attrs.evolve(self.plan, num_slabs=num_slabs, num_rest_pages=0)
         before, bytes_before = self.manager.plan.num_slabs, self.manager.plan.total_bytes
@@ -406,7 +406,7 @@ class Lives:
             assert published == set(self.manager.published())
 
     def listen(self) -> None:
-        """Begin to mirror what can be found, from now on; or stop, so that nobody listens any more."""
+        """Begin to mirror what can be found, or stop, so that there is no listener."""
         if self.log is None or self.draw.random() < 0.5:
             self.log = self.manager.record_events(SECRET)
         else:
@@ -444,7 +444,7 @@ class Lives:
             self.running[name] = life
             self.model.swapped_in(life)
             self.check_back(name, resident, end)
-            self.room.setdefault(name, set()).add(end)
+            self.extended_for.setdefault(name, set()).add(end)
 
     def drop(self) -> None:
         name = self.draw.choice(sorted(self.swapped))
@@ -486,7 +486,7 @@ class Lives:
         assert before == {name: self.manager.block_ids(name) for name in self.running}
 
     def end(self) -> None:
-        """Free all requests, and check that nothing is left behind."""
+        """Free all requests, and check that no page is held."""
         self.check()
         for name in [*self.running, *self.swapped]:
             self.manager.free(name)
@@ -498,10 +498,10 @@ class Lives:
 
     # --- what must be true --------------------------------------------------------------------------------------------
 
-    def check_room(self, name: str, before: list[list[int]], end: int) -> None:
+    def check_new_pages(self, name: str, before: list[list[int]], end: int) -> None:
         """Check that the pages that a step got were free, and are those that it needs."""
         # What was stored for a step of another length, which was not computed, is kept until the next commit.
-        life, is_asked_again = self.running[name], self.room.pop(name, set()) - {end}
+        life, is_asked_again = self.running[name], self.extended_for.pop(name, set()) - {end}
         for group, was, now in zip(self.plan.groups, before, self.manager.block_ids(name), strict=True):
             new = {(group.index, page) for page in now if page and page not in was}
             assert not (new - self.host.copied) & self.model.bytes.keys(), "a page that was not free"
@@ -529,7 +529,7 @@ class Lives:
                 assert {block for block in live if block < end} == held
 
     def check_owned_alone(self, name: str, written: set[Page]) -> None:
-        """Check that nobody else has, or can find, a page that a step writes."""
+        """Check that no other request has, or can find, a page that a step writes."""
         others = {
             (group, page)
             for other in self.running
@@ -566,9 +566,9 @@ class Lives:
         assert set(self.manager.published()) == self.model.findable_pages()
         if self.log is not None:
             self.mirror.replay(self.log.take())
-            told = {(group, self.key(group, content)): (group, content) for group, content in self.model.findable}
-            assert told.keys() == self.mirror.blocks.keys()
-            for (_, key), (index, content) in told.items():
+            expected = {(group, self.key(group, content)): (group, content) for group, content in self.model.findable}
+            assert expected.keys() == self.mirror.blocks.keys()
+            for (_, key), (index, content) in expected.items():
                 self.check_event(index, content, key)
         entries = self.manager._entries.items()
         copies = {name: entry.stored.copies for name, entry in entries if entry.stored is not None}
@@ -578,7 +578,7 @@ class Lives:
         assert self.model.lookups == [list(attrs.astuple(each)[1:]) for each in self.manager.stats.lookups]
 
     def check_event(self, index: int, content: tuple[str, tuple[int, bytes] | None, Any], key: bytes) -> None:
-        """Check that a block was told with all from which others find out what lies in it, and behind what."""
+        """Check that a block's event says which tokens are in it, and which prefix comes before them."""
         salt, encoder, what = content
         group, event = self.plan.groups[index], self.mirror.blocks[index, key]
         place = event.keys.index(key)

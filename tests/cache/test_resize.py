@@ -50,24 +50,24 @@ def most(manager: KVCacheManager) -> int:
     raise AssertionError
 
 
-def behind(manager: KVCacheManager) -> list[int]:
+def after_slabs(manager: KVCacheManager) -> list[int]:
     """Return the number of the request's pages after the slabs, for each group."""
     plan = manager.plan
     end = (plan.null_bytes + plan.num_slabs * plan.slab_bytes) // plan.block_id_bytes
     return [sum(block >= end for block in ids) for ids in manager.block_ids("most")]
 
 
-def test_with_a_rest_there_is_room_for_as_many_more_pages_and_its_group_alone_has_them() -> None:
+def test_the_pages_after_the_last_slab_serve_their_group_only() -> None:
     none, some = make_manager(*MIXED, num_slabs=6), with_rest(*MIXED, num_slabs=6)
     assert (6, 4) == (some.plan.groups[0].pages_per_slab, some.plan.num_rest_pages)
     # Four slabs if the window is in two blocks; with four pages more, it moves to where it is in one.
     assert (4 * 6, 4 + 4 * 6 + 2) == (most(none), most(some))
-    assert [4, 0] == behind(some)
+    assert [4, 0] == after_slabs(some)
     some.free("most")
     assert 0 == some.usage
 
 
-def test_the_rest_is_used_last_but_before_anything_cached_is_given_up() -> None:
+def test_the_rest_is_used_last_but_before_a_cached_block_is_evicted() -> None:
     manager = with_rest(full(2, 2), masked(12, window=5), num_slabs=5)
     assert (3, 2) == (manager.plan.groups[0].pages_per_slab, manager.plan.num_rest_pages)
     cached, tokens = list(range(100, 112)), list(range(12))
@@ -80,16 +80,16 @@ def test_the_rest_is_used_last_but_before_anything_cached_is_given_up() -> None:
             manager.commit(name, of_name, 12)
             manager.free(name)
     # Three slabs are cached, two are held, and none is free.
-    assert ([0, 0], 12) == (behind(manager), manager.find([*cached, 1]))
+    assert ([0, 0], 12) == (after_slabs(manager), manager.find([*cached, 1]))
     for count, rest in ((4, 1), (5, 2)):
         assert manager.extend("most", 2 * count)
-        assert ([rest, 0], 12) == (behind(manager), manager.find([*cached, 1]))
+        assert ([rest, 0], 12) == (after_slabs(manager), manager.find([*cached, 1]))
     assert manager.extend("most", 12)
     assert 0 == manager.find([*cached, 1])
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_the_rest_becomes_part_of_a_slab_where_a_pool_grows(is_held: bool) -> None:
+def test_the_rest_becomes_part_of_a_slab_when_a_pool_grows(is_held: bool) -> None:
     manager, whole = with_rest(*MIXED, num_slabs=20, rest=0.5), make_manager(*MIXED, num_slabs=30)
     names = fill(manager)
     blocks, published = [manager.block_ids(name) for name in names], set(manager.published())
@@ -107,7 +107,7 @@ def test_the_rest_becomes_part_of_a_slab_where_a_pool_grows(is_held: bool) -> No
     assert len(fill(whole)) == len(fill(manager))
 
 
-def test_the_rest_goes_where_a_pool_shrinks_unless_somebody_holds_a_page_of_it() -> None:
+def test_the_rest_is_removed_when_a_pool_shrinks_unless_a_page_of_it_is_held() -> None:
     manager = with_rest(*MIXED, num_slabs=6)
     most(manager)
     assert not manager.resize(6)
@@ -131,7 +131,7 @@ def test_a_pool_that_grew_is_as_large_as_one_that_was_made_so(specs: tuple[KVCac
 
 
 @pytest.mark.parametrize("specs", MIXTURES)
-def test_a_pool_does_not_shrink_under_who_holds_its_end(specs: tuple[KVCacheSpec, ...]) -> None:
+def test_a_pool_does_not_shrink_while_its_last_pages_are_held(specs: tuple[KVCacheSpec, ...]) -> None:
     manager = make_manager(*specs, num_slabs=40)
     names = fill(manager)
     blocks, published = [manager.block_ids(name) for name in names], set(manager.published())
@@ -141,7 +141,7 @@ def test_a_pool_does_not_shrink_under_who_holds_its_end(specs: tuple[KVCacheSpec
 
 
 @pytest.mark.parametrize("specs", MIXTURES)
-def test_cached_pages_at_the_end_are_given_up_and_others_stay(specs: tuple[KVCacheSpec, ...]) -> None:
+def test_cached_pages_at_the_end_are_evicted_and_others_stay(specs: tuple[KVCacheSpec, ...]) -> None:
     manager = make_manager(*specs, num_slabs=40)
     names = fill(manager)
     for name in names:
@@ -170,7 +170,7 @@ def test_after_a_change_of_size_slabs_are_kept_for_the_longest_request() -> None
         assert manager.extend(name, 6)
         manager.commit(name, list(range(7)), 6)
     manager.free("ended")
-    # Three cached blocks are in the slab of the running request's, and all slabs without a held block are kept.
+    # Three cached blocks share a slab with the running request's block. All slabs without a held block are kept.
     assert manager.extend("running", 8)
     assert [1, 0] == manager.stats.blocks_evicted
     assert manager.resize(needed + 3)
