@@ -69,7 +69,8 @@ def explain(
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     skipping = find_skipping(layers, stack, registry)
-    choices = select_backends(layers, stack, registry, stack.engine.device.partition(":")[0], skipping.layers)
+    device_type = stack.engine.device.partition(":")[0]
+    choices = select_backends(layers, stack, registry, device_type, skipping.layers, skipping.heads)
     note = grouping.note or skipping.note
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
     chosen = {choice.layer: choice for choice in choices}

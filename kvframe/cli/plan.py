@@ -121,9 +121,10 @@ def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Regis
     from kvframe.selection.select import select_backends
     from kvframe.selection.skipping import find_skipping
 
-    skipped = find_skipping(layers, stack, registry).layers
+    skipping = find_skipping(layers, stack, registry)
     device = stack.engine.device.partition(":")[0]
-    return layers_on_copies(layers, select_backends(layers, stack, registry, device, skipped))
+    choices = select_backends(layers, stack, registry, device, skipping.layers, skipping.heads)
+    return layers_on_copies(layers, choices)
 
 
 def _listed_lens(max_model_len: int) -> list[int]:

@@ -47,7 +47,7 @@ from kvframe.planning.retyping import EditLayer, edited
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.selection.choice import Choice, layers_on_copies
 from kvframe.selection.select import select_backends
-from kvframe.selection.skipping import find_skipping
+from kvframe.selection.skipping import Skipping, find_skipping
 
 _log = logging.getLogger("kvframe")
 
@@ -127,8 +127,9 @@ def assemble(
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     own, drafted = split_layers(layers)
     draft = load_draft_model(model, drafted, stack, registry, ranks) if drafted else None
-    skipped, device = _skipped_layers(model, layers, stack, registry), torch.device(stack.engine.device).type
-    choices = select_backends(own, stack, registry, device, skipped)
+    skipping, device = _find_skipping(model, layers, stack, registry), torch.device(stack.engine.device).type
+    skipped = skipping.layers
+    choices = select_backends(own, stack, registry, device, skipped, skipping.heads)
     draft_choices = select_backends(drafted, stack, registry, device)
     copied = layers_on_copies(layers, (*choices, *draft_choices))
     num_local_ranks = 1 if ranks is None else ranks.num_local_ranks
@@ -367,9 +368,7 @@ def find_page_copier(choices: Sequence[Choice]) -> PageCopier | None:
     return None
 
 
-def _skipped_layers(
-    model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry
-) -> tuple[str, ...]:
+def _find_skipping(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> Skipping:
     skipping = find_skipping(layers, stack, registry)
     if skipping.note is not None:
         _log.info("%s: %s", model.description.name, skipping.note)
@@ -380,7 +379,7 @@ def _skipped_layers(
             f"{skipped[0]!r} to {skipped[-1]!r}, but its model adapter cannot leave rows out of its forward; leave "
             "the key out"
         )
-    return skipped
+    return skipping
 
 
 def load_model(

@@ -32,7 +32,12 @@ _log = logging.getLogger("kvframe")
 
 
 def select_backends(
-    layers: Sequence[LayerSpec], stack: Stack, registry: Registry, device: str, skipped: Collection[str] = ()
+    layers: Sequence[LayerSpec],
+    stack: Stack,
+    registry: Registry,
+    device: str,
+    skipped: Collection[str] = (),
+    heads: Sequence[LayerSpec] = (),
 ) -> tuple[Choice, ...]:
     """Choose a wrapper chain and a backend for each layer.
 
@@ -50,7 +55,8 @@ def select_backends(
         stack: Its rules.
         registry: Where names are looked up.
         device: The device type that the model runs on (``"cpu"``).
-        skipped: The layers that compute only a step's generating tokens (``find_skippable_layers``).
+        skipped: The layers that compute only a step's generating tokens (``find_skipping``).
+        heads: The layers of the model's prediction heads, for what an error says.
 
     Returns:
         The choices for the layers that attend, in their order.
@@ -70,7 +76,7 @@ def select_backends(
         if layer.query is None and layer.spec is not None:
             _check_not_chosen(layer, layer.spec.kind, stack)
     attending = [layer for layer in layers if layer.query is not None]
-    choices = tuple(_choose(layer, layers, stack, registry, device, skipped, times) for layer in attending)
+    choices = tuple(_choose(layer, layers, stack, registry, device, skipped, heads, times) for layer in attending)
     names = registry.backends.names()
     if len(names) == 1 and any(_may_choose(stack, layer) for layer in attending):
         _log.warning(
@@ -120,6 +126,7 @@ def _choose(
     registry: Registry,
     device: str,
     skipped: Collection[str],
+    heads: Sequence[LayerSpec],
     times: TimesTable,
 ) -> Choice:
     assert layer.spec is not None
@@ -134,7 +141,7 @@ def _choose(
         if drops_tokens and layer.name not in skipped:
             raise WrapperError(
                 f"its wrapper chain drops tokens, and the layer computes all of them: "
-                f"{why_not_skipped(layers, layer.name)}",
+                f"{why_not_skipped(layers, layer.name, heads)}",
                 code="not_skipped",
             )
         check_order([type(wrapper) for wrapper, _ in made])

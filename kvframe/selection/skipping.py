@@ -29,10 +29,12 @@ class Skipping:
         layers: The layers that compute only the tokens that generate, in the order they run.
         note: One sentence that says why no layer does although the stack asks for it and the model alone has some;
             None if there is nothing to say.
+        heads: The layers of the prediction heads that draft for the model; none if something else drafts.
     """
 
     layers: tuple[str, ...] = ()
     note: str | None = None
+    heads: tuple[LayerSpec, ...] = ()
 
 
 def find_skipping(layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> Skipping:
@@ -49,20 +51,19 @@ def find_skipping(layers: Sequence[LayerSpec], stack: Stack, registry: Registry)
     Raises:
         StackError: The proposer cannot be made.
     """
+    own, drafted = split_layers(layers)
+    proposer = make_proposer(stack, registry)
+    heads = drafted if proposer is not None and proposer.uses_prediction_heads else ()
     if stack.engine.prefill_skipping is None:
-        return Skipping()
-    own, _ = split_layers(layers)
-    found, proposer = find_skippable_layers(own), make_proposer(stack, registry)
-    if not found or proposer is None or not proposer.uses_prediction_heads:
-        return Skipping(found)
-    kept = find_skippable_layers(layers)
-    if kept == found:
-        return Skipping(found)
-    return Skipping(
-        kept,
-        f"prefill skipping leaves nothing out: the prediction heads keep a cache of their own, for which {found[0]!r} "
-        "and later layers compute every token of a prompt",
-    )
+        return Skipping(heads=heads)
+    found, kept = find_skippable_layers(own), find_skippable_layers([*own, *heads])
+    note = None
+    if kept != found:
+        note = (
+            "prefill skipping leaves nothing out: the prediction heads keep a cache of their own, for which "
+            f"{found[0]!r} and later layers compute every token of a prompt"
+        )
+    return Skipping(kept, note, heads)
 
 
 def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
@@ -80,17 +81,21 @@ def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
     return tuple(reversed(found))
 
 
-def why_not_skipped(layers: Sequence[LayerSpec], name: str) -> str:
+def why_not_skipped(layers: Sequence[LayerSpec], name: str, heads: Sequence[LayerSpec] = ()) -> str:
     """Return in one sentence why a layer computes every token of a prompt.
 
     Args:
-        layers: The model's layers, in the order they run.
+        layers: The model's layers, in the order they run, and those of what drafts for it.
         name: The layer.
+        heads: The layers of the model's prediction heads, which run after them.
     """
-    place = next(index for index, layer in enumerate(layers) if layer.name == name)
-    if _needs_every_token(layers[place]):
+    own, drafted = split_layers(layers)
+    if name in {layer.name for layer in drafted}:
+        return f"{name!r} drafts tokens, and prefill skipping is for the layers of the served model only"
+    place = next(index for index, layer in enumerate(own) if layer.name == name)
+    if _needs_every_token(own[place]):
         return f"{name!r} keeps a cache of its own, which must hold every token"
-    later = [layer.name for layer in layers[place:] if _needs_every_token(layer)]
+    later = [layer.name for layer in (*own[place:], *heads) if _needs_every_token(layer)]
     if later:
         return f"{later[0]!r} runs after {name!r} and keeps a cache of its own, for which it needs every token"
     return f"prefill skipping is off; {name!r} could be skipped: name the wrapper in prefill_skipping of [engine]"

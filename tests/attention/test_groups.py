@@ -67,6 +67,18 @@ def test_layers_before_one_that_writes_are_not_skipped() -> None:
     assert "'L5' keeps a cache of its own, which must hold every token" == why_not_skipped(layers, "L5")
 
 
+def test_why_a_layer_computes_every_token_is_told_of_what_runs_after_it() -> None:
+    layers, drafting = eight_layers(), layer("draft:L0", full())
+    off = "prefill skipping is off; 'L7' could be skipped: name the wrapper in prefill_skipping of [engine]"
+    assert off == why_not_skipped(layers, "L7")
+    # A draft model runs beside the layers, and prediction heads after them.
+    assert off == why_not_skipped([*layers, drafting], "L7")
+    after = "'draft:L0' runs after 'L7' and keeps a cache of its own, for which it needs every token"
+    assert after == why_not_skipped([*layers, drafting], "L7", [drafting]) == why_not_skipped(layers, "L7", [drafting])
+    never = "'draft:L0' drafts tokens, and prefill skipping is for the layers of the served model only"
+    assert never == why_not_skipped([*layers, drafting], "draft:L0")
+
+
 def test_a_recurrent_layer_at_the_end_leaves_nothing_to_skip() -> None:
     # A layer with any kind of state and without a query side reads every token.
     state = LayerSpec(name="state", spec=full(), query=None)

@@ -25,7 +25,7 @@ from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.prediction_heads import TransformersHeads
 from safetensors.torch import load_file, save_file
 
-from kvframe import RequestOutput, SamplingParams, load_plugins
+from kvframe import Engine, RequestOutput, SamplingParams, Stack, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
@@ -40,6 +40,7 @@ from kvframe.contract import (
     QuerySpec,
     Register,
     StackError,
+    WrapperError,
     hookimpl,
 )
 from kvframe.engine.running.heads_runner import HeadsRunner
@@ -505,6 +506,24 @@ def test_the_plan_says_why_no_layer_skips_tokens(sharing: Path, tmp_path: Path, 
     )
     assert "prefill skipping leaves nothing out" in text
     assert (None, False) == (said("")[0], "prefill skipping" in said("")[1])
+
+
+@pytest.mark.parametrize("skipping", ["", 'prefill_skipping = "decode_only"'], ids=["off", "on"])
+def test_a_rule_that_leaves_out_tokens_which_the_heads_need_is_refused_with_the_reason(
+    sharing: Path, tmp_path: Path, skipping: str
+) -> None:
+    stack = tmp_path / "stack.toml"
+    rule = 'layers = "model.layers.2.self_attn"\nwrappers = ["decode_only"]'
+    stack.write_text(f'[engine]\ndrafts = "mtp"\n{skipping}\n[[rules]]\n{rule}\n')
+    reason = (
+        "'draft:layers.0.mtp_block.self_attn' runs after 'model.layers.2.self_attn' and keeps a cache of its own, for "
+        "which it needs every token"
+    )
+    with pytest.raises(WrapperError, match=reason) as caught:
+        Engine.from_pretrained(sharing, stack=Stack.from_file(stack))
+    assert "not_skipped" == caught.value.code
+    found = CliRunner().invoke(main, ["explain", str(sharing), "--stack", str(stack)])
+    assert (2, True) == (found.exit_code, reason in found.output)
 
 
 # --- what is refused, and what fails ----------------------------------------------------------------------------------
