@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from kvframe_kernels.triton.launch import Launch
@@ -114,6 +115,15 @@ def test_each_form_computes_what_the_other_does(most: int | None, monkeypatch: p
     monkeypatch.setattr(latents_builder, "MAX_EXPANDED", 1)
     for case in few_cases():
         check_backend(TritonMLABackend, case)
+
+
+@interpreted
+def test_each_form_sees_to_the_ends_of_its_own_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first request is absorbed, and the second one is expanded and computed in several tiles.
+    monkeypatch.setattr(latents_builder.Forms, "most_absorbed", 40)
+    layer = next(case.layer for case in CASES if case.name.startswith("full-block=17"))
+    requests = Request(3, 40, ranges=((5, 30),)), Request(2, 148, ranges=((50, 140),))
+    check_backend(TritonMLABackend, attrs.evolve(CASES[0], name="ranges", layer=layer, requests=requests))
 
 
 def test_up_to_170_queries_of_deepseek_v3_attend_to_latents() -> None:

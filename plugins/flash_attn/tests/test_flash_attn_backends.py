@@ -395,9 +395,22 @@ def test_a_step_with_ranges_of_prompts_is_two_calls(stand_ins: dict[str, Any]) -
     step = make_metadata([Request(300, 1), Request(1, 8)], 256)
     ranged = attrs.evolve(step, extensions={RANGE_ENDS: Extension(ends, Axis.TOKEN, ends)})
     assert [("varlen", 4), ("varlen", 4)] == call(stand_ins, ranged)
-    # Without a mask that ranges change, it is one.
-    stand_ins["flash_attn"].calls.clear()
-    assert [("varlen", 8)] == call(stand_ins, ranged, causal=False)
+    # If queries see all tokens anyway, it is one.
+    for step, mask in ((ranged, {"causal": False}), (attrs.evolve(ranged, causal=False), {})):
+        stand_ins["flash_attn"].calls.clear()
+        assert [("varlen", 8)] == call(stand_ins, step, **mask)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_layers_that_see_all_tokens_anyway_have_metadata_of_their_own(name: str, stand_ins: dict[str, Any]) -> None:
+    backend_class = load(name)
+    keys = [
+        backend_class([make_layer(backend_class.capabilities, block_size=256, causal=causal)], torch.device("cpu"))
+        .make_builder()
+        .reuse_key
+        for causal in (True, False, True)
+    ]
+    assert keys[0] == keys[2] != keys[1]
 
 
 # --- where they run ---------------------------------------------------------------------------------------------------

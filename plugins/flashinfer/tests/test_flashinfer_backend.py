@@ -359,6 +359,16 @@ def test_queries_in_ranges_of_prompts_are_planned_apart(library: ModuleType) -> 
     assert step.block_table[2, 1:3].tolist() == both_ways.wrapper.table[1].tolist()
 
 
+def test_ranges_change_nothing_if_queries_see_all_tokens_anyway(library: ModuleType) -> None:
+    ends = torch.tensor([0, 3, 3, 0], dtype=torch.int32)
+    ranged = attrs.evolve(
+        make_metadata([Request(0, 4)], 16), extensions={RANGE_ENDS: Extension(ends, Axis.TOKEN, ends)}
+    )
+    for causal, step in ((True, attrs.evolve(ranged, causal=False)), (False, ranged)):
+        builder = make_backend(library, causal=causal)[1].make_builder()
+        assert [slice(0, 4)] == [part.rows for part in builder.finish(builder.build(step)).parts]
+
+
 def test_page_lists_are_made_on_the_host_without_waiting_for_the_device(library: ModuleType) -> None:
     _, backend = make_backend(library, window=20)
     builder = backend.make_builder()

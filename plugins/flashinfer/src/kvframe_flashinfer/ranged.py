@@ -40,10 +40,11 @@ def mask_batches(metadata: CommonAttentionMetadata, first: int = 0) -> Iterator[
         first: The first request.
     """
     runs = RangeRuns.of(metadata)
-    starts, requests, range_lens = (each.numpy() for each in (runs.query_start_loc, runs.requests, runs.range_lens))
-    causal_lens = metadata.seq_lens_cpu.numpy()[requests] - runs.num_later.numpy()
+    starts, requests = runs.query_start_loc.numpy(), runs.requests.numpy()
+    # A step computes ranges as a whole, so a run in a range ends with it.
+    seq_lens = metadata.seq_lens_cpu.numpy()[requests] - runs.num_later.numpy()
     for causal in (True, False):
-        chosen = ((requests >= first) & ((range_lens == 0) == causal)).nonzero()[0]
+        chosen = ((requests >= first) & (runs.is_causal.numpy() == causal)).nonzero()[0]
         if not len(chosen):
             continue
         query_lens = np.diff(starts)[chosen]
@@ -52,7 +53,7 @@ def mask_batches(metadata: CommonAttentionMetadata, first: int = 0) -> Iterator[
         common = attrs.evolve(
             metadata,
             query_start_loc_cpu=torch.from_numpy(query_start_loc),
-            seq_lens_cpu=torch.from_numpy((causal_lens if causal else range_lens)[chosen]),
+            seq_lens_cpu=torch.from_numpy(seq_lens[chosen]),
             block_table=metadata.block_table.index_select(0, runs.requests[torch.from_numpy(chosen)]),
         )
         rows = (starts[chosen] - query_start_loc[:-1]).repeat(query_lens) + np.arange(query_start_loc[-1])
