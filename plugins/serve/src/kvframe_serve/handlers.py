@@ -270,7 +270,7 @@ def make_application(served: ServedModel) -> FastAPI:
     chat: Any = ChatHandler(served)
     text: Any = TextHandler(served)
     nothing: Any = None
-    app = build_server(
+    app: FastAPI = build_server(
         model_manager=parts,
         chat_handler=chat,
         completion_handler=text,
