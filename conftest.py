@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.installed import remember_installed
 from tests.interpreter import make_faster
 
 HAS_GPU = torch.cuda.is_available()
@@ -40,6 +41,8 @@ os.environ.pop("COLUMNS", None)  # what commands print is 80 columns wide
 
 MOST_SECONDS = 300
 """How long a test may take, its fixtures included: about ten times the slowest test on a busy machine."""
+
+remember_installed()
 
 
 @pytest.hookimpl(tryfirst=True)
