@@ -90,7 +90,8 @@ def make_scheduler(
                 code="no_hidden_states",
             )
         description = assembly.model.description
-        drafting = Drafting(proposer, description.vocab_size, max_drafts_of(proposer, description))
+        max_drafts = max_drafts_of(proposer, description)
+        drafting = Drafting(proposer, description.vocab_size, max_drafts, max_num_seqs=options.max_num_seqs)
         if not proposes:
             drafting.hidden_states = None
     return Scheduler(

@@ -54,7 +54,7 @@ def scheduler(
     proposer: Proposer, num_blocks: int = 1000, budget: int = 64, max_num_seqs: int = 8
 ) -> tuple[Scheduler[Request], CountingCache]:
     cache = CountingCache(num_blocks)
-    drafting: Drafting[Request] = Drafting(proposer, vocab_size=None)
+    drafting: Drafting[Request] = Drafting(proposer, vocab_size=None, max_num_seqs=max_num_seqs)
     return Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, drafting=drafting), cache
 
 
@@ -132,18 +132,53 @@ def test_requests_without_drafts_are_asked_about_more_seldom_if_many_generate(nu
         assert num_requests == len(proposer.asked[-1])
 
 
+def test_a_pause_ends_with_the_request_and_when_it_is_admitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = Counting(max_drafts=4)
+    scheduled, cache = scheduler(proposer, max_num_seqs=1)
+
+    def row_of(request_id: str) -> int:
+        cache.names = [request_id]
+        return 0
+
+    monkeypatch.setattr(cache, "row", row_of)
+    scheduled.add(request("a", new=11))
+    scheduled.add(request("b"))
+    # "a" pauses for four steps after its third rejection, and ends in the fourth of them. "b" then gets its row.
+    found = [bool(run_step(scheduled, num_right=0).drafts) for _ in range(15)]
+    assert [1, 3, 6, 12, 14] == [place for place, has_drafts in enumerate(found) if has_drafts]
+    assert ["a", "a", "a", "b", "b"] == [asked[0].request_id for asked in proposer.asked]
+    scheduled.preempt_last()
+    found = [bool(run_step(scheduled, num_right=0).drafts) for _ in range(2)]
+    assert [False, True] == found
+
+
+def test_nothing_of_requests_that_wait_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduled, _ = scheduler(Counting(max_drafts=1), budget=1024, max_num_seqs=16)
+    for number in range(16):
+        scheduled.add(request(str(number), new=80))
+    for _ in range(2):
+        run_step(scheduled, num_right=0)
+
+    def fail(self: Request) -> int:
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(Request, "num_final_tokens", property(fail))
+    monkeypatch.setattr(Drafting, "_counts", fail)
+    assert 4 * [()] == [run_step(scheduled).drafts for _ in range(4)]
+
+
 def test_after_a_rejection_a_request_gets_as_many_drafts_as_were_accepted() -> None:
     pace = Pace(num_drafts=8)
-    pace.learn(8, 4, most=8)
-    assert (4, 0) == (pace.num_drafts, pace.num_waiting)
+    assert 0 == pace.learn(8, 4, most=8)
+    assert 4 == pace.num_drafts
     pace.learn(3, 3, most=8)
     assert 6 == pace.num_drafts
 
 
 def test_a_request_pauses_if_fewer_than_half_of_its_drafts_are_accepted() -> None:
     pace = Pace(num_drafts=8)
-    pace.learn(8, 3, most=8)
-    assert (3, 1) == (pace.num_drafts, pace.num_waiting)
+    assert 1 == pace.learn(8, 3, most=8)
+    assert 3 == pace.num_drafts
 
 
 def test_a_request_whose_drafts_are_wrong_pauses_longer_each_time() -> None:
@@ -153,9 +188,8 @@ def test_a_request_whose_drafts_are_wrong_pauses_longer_each_time() -> None:
     found = [bool(run_step(scheduled, num_right=0).drafts) for _ in range(16)]
     assert [place for place, has_drafts in enumerate(found) if has_drafts] == [1, 3, 6, 11]
     pace = Pace(4)
-    for _ in range(20):
-        pace.learn(1, 0, most=4)
-    assert MAX_PAUSE == pace.num_waiting
+    waits = [pace.learn(1, 0, most=4) for _ in range(20)]
+    assert MAX_PAUSE == waits[-1]
     pace.learn(1, 1, most=4)
     assert 1 == pace.pause
 
@@ -297,7 +331,7 @@ def test_a_proposer_that_raises_is_set_aside_and_requests_go_on(
     ],
 )
 def test_what_is_no_draft_is_left_out(answer: Any, expected: list[list[int]]) -> None:
-    drafting: Drafting[Request] = Drafting(Counting(answers=answer, max_drafts=2), vocab_size=100)
+    drafting: Drafting[Request] = Drafting(Counting(answers=answer, max_drafts=2), vocab_size=100, max_num_seqs=1)
     assert expected == drafting._propose([request("a")], [2])
 
 

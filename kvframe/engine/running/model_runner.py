@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -145,8 +145,10 @@ class ModelRunner:
         """
         for request in step.admitted:
             self.set_row(request.row, request.token_ids, request.inputs, request.num_prompt_tokens, request.ranges)
-        for row, start, drafts in zip(step.rows.tolist(), step.num_known.tolist(), step.drafts, strict=False):
-            self.tokens[row, start : start + len(drafts)] = drafts
+        for place, drafts in enumerate(step.drafts):
+            if drafts:
+                row, start = step.rows[place], step.num_known[place]
+                self.tokens[row, start : start + len(drafts)] = drafts
         return PackedStep.of(step, self._layers.order_for)
 
     def set_row(
@@ -376,9 +378,10 @@ class TokenRunner(ModelRunner):
                 self._keep_hidden_states(packed, requests, runs, [1 + len(each) for each in drafts])
             if any(request.params.logprobs for request in requests):
                 add_logprobs(logits, requests, runs, [1 + len(each) for each in drafts])
-            for row, stop, proposed, run in zip(rows.tolist(), num_known.tolist(), drafts, runs, strict=True):
-                start = stop - len(proposed)
-                self.tokens[row, start : start + len(run)] = run
+            num_new = np.array([len(run) for run in runs])
+            first = num_known - np.array([len(each) for each in drafts])
+            places = np.arange(int(num_new.sum())) + np.repeat(first + num_new - np.cumsum(num_new), num_new)
+            self.tokens[np.repeat(rows, num_new), places] = [*chain.from_iterable(runs)]
             return runs if packed.places is None else [runs[place] for place in packed.places]
         token_ids = sample(logits, requests)
         if self.hidden_states is not None:

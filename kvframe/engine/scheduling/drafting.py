@@ -52,33 +52,35 @@ class Pace:
         first_pause: Steps that it pauses after a step that accepts fewer than half.
         pause: Steps that it pauses after the next step of that kind; doubled each time.
         silence: Steps that it pauses if the proposer has no drafts; doubled each time, and less than ``first_pause``.
-        num_waiting: Steps without drafts that come first.
     """
 
     num_drafts: int
     first_pause: int = 1
     pause: int = attrs.field(default=attrs.Factory(lambda self: self.first_pause, takes_self=True))
     silence: int = 0
-    num_waiting: int = 0
 
-    def skip(self) -> None:
-        """Wait before the next question, because the proposer had no drafts."""
-        self.num_waiting, self.silence = self.silence, min(2 * self.silence + 1, self.first_pause - 1)
+    def skip(self) -> int:
+        """Return the steps to wait before the next question, because the proposer had no drafts."""
+        num_waiting, self.silence = self.silence, min(2 * self.silence + 1, self.first_pause - 1)
+        return num_waiting
 
-    def learn(self, num_proposed: int, num_accepted: int, most: int) -> None:
-        """Choose the number of the next drafts from what became of the last ones."""
+    def learn(self, num_proposed: int, num_accepted: int, most: int) -> int:
+        """Choose the number of the next drafts from what became of the last ones; return the steps to wait first."""
         self.silence = 0
         self.num_drafts = min(2 * num_proposed, most) if num_accepted == num_proposed else max(1, num_accepted)
-        if 2 * num_accepted < num_proposed:
-            self.num_waiting, self.pause = self.pause, min(2 * self.pause, MAX_PAUSE)
-        else:
+        if 2 * num_accepted >= num_proposed:
             self.pause = self.first_pause
+            return 0
+        num_waiting, self.pause = self.pause, min(2 * self.pause, MAX_PAUSE)
+        return num_waiting
 
 
 class Drafting(Generic[RequestT]):
     """Adds drafts to steps.
 
     Invariant: every request that the proposer was asked about and that has not ended has a pace.
+    ``_next_steps[row]`` is the first step in which the request that has the row may get drafts. So a step in which all
+    requests wait costs one comparison of arrays. A request that was preempted need not wait when it is admitted again.
 
     Attributes:
         max_drafts: The most drafts of a request in a step.
@@ -87,18 +89,23 @@ class Drafting(Generic[RequestT]):
             None if the proposer does not need them.
     """
 
-    def __init__(self, proposer: Proposer, vocab_size: int | None, max_drafts: int | None = None) -> None:
+    def __init__(
+        self, proposer: Proposer, vocab_size: int | None, max_drafts: int | None = None, *, max_num_seqs: int
+    ) -> None:
         """Take the proposer.
 
         Args:
             proposer: The proposer, which nothing else uses.
             vocab_size: The model's token ids are smaller; None if that is unknown.
             max_drafts: The most draft tokens of a request in a step; the proposer's own unless given.
+            max_num_seqs: The most requests that run at a time. Their rows are smaller.
         """
         self._proposer: Proposer | None = proposer
         self.max_drafts = proposer.max_drafts if max_drafts is None else max_drafts
         self._vocab_size = vocab_size
         self._paces: dict[str, Pace] = {}
+        self._num_steps = 0
+        self._next_steps: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
         self.continue_requests: Continue[RequestT] | None = None
         self.hidden_states: dict[str, torch.Tensor] | None = {} if proposer.needs_hidden_states else None
 
@@ -110,29 +117,38 @@ class Drafting(Generic[RequestT]):
             budget: The most drafts of all requests together.
             cache: Where the drafts get their blocks.
         """
+        self._num_steps += 1
+        if step.admitted:
+            self._next_steps[step.rows[len(step.rows) - len(step.admitted) :]] = 0
+        is_due = self._next_steps[step.rows] <= self._num_steps
+        if not budget or not is_due.any():
+            return step
         # The first step of a request has no state to go back to.
         may_draft = (step.num_known - step.num_computed == 1) & (step.num_scheduled == 1) & (step.num_computed > 0)
-        places = [place for place in np.flatnonzero(may_draft).tolist() if not step.requests[place].wants_prompt_rows]
+        places = [
+            place for place in np.flatnonzero(may_draft & is_due).tolist() if not step.requests[place].wants_prompt_rows
+        ]
+        counts = self._counts([step.requests[place] for place in places], int(may_draft.sum()), budget)
+        places, counts = [place for place, most in zip(places, counts, strict=True) if most], [*filter(None, counts)]
         if not places:
             return step
-        counts = self._counts([step.requests[place] for place in places], budget)
-        places, counts = [place for place, most in zip(places, counts, strict=True) if most], [*filter(None, counts)]
-        if places and self.continue_requests is not None:
+        if self.continue_requests is not None:
             # The draft model stores the state of what it generates, in the drafts' blocks.
             if not _extend(cache, step.rows[places], step.num_known[places] + counts):
                 return step
             step = attrs.evolve(step, continued=self._continue(step, places, counts))
         asked = [step.requests[place] for place in places]
         proposed = self._propose(asked, counts, [step.continued[place] for place in places] if step.continued else ())
+        for request, each in zip(asked, proposed, strict=True):
+            if not each:
+                self._wait(request, self._paces[request.request_id].skip())
+        if not any(proposed):
+            return step
         drafts: list[list[int]] = [[] for _ in step.requests]
         for place, each in zip(places, proposed, strict=True):
             drafts[place] = each
-            if not each:
-                self._paces[step.requests[place].request_id].skip()
         num_drafts = np.array([len(each) for each in drafts])
         num_all = int(num_drafts.sum())
-        if not num_all:
-            return step
         has_drafts = num_drafts > 0
         if not _extend(cache, step.rows[has_drafts], (step.num_known + num_drafts)[has_drafts]):
             return step
@@ -157,9 +173,11 @@ class Drafting(Generic[RequestT]):
             For each of these requests the token after its drafts, a negative number if there is none; and how many
             drafts were taken.
         """
-        following: list[int] = []
+        following = [run[-1] if run else -1 for run in runs]
         num_all = 0
         for place, run in zip(step.generating.tolist(), runs, strict=True):
+            if not step.drafts[place]:
+                continue
             request, num_known = step.requests[place], int(step.num_known[place])
             for token_id in run[:-1]:
                 request.take(token_id)
@@ -169,29 +187,24 @@ class Drafting(Generic[RequestT]):
             num_taken = len(request.token_ids) - num_known
             num_computed[place] = num_known + num_taken - (request.finish_reason is not None)
             num_all += num_taken
-            if step.drafts[place]:
-                self.learn(request, len(step.drafts[place]), max(0, len(run) - 1))
-            following.append(run[-1] if run else -1)
+            self._learn(request, len(step.drafts[place]), max(0, len(run) - 1))
         return following, num_all
 
-    def _counts(self, requests: Sequence[RequestT], budget: int) -> list[int]:
-        """Return the most drafts of each request in this step: 0 for one that pauses.
+    def _counts(self, requests: Sequence[RequestT], num_generating: int, budget: int) -> list[int]:
+        """Return the most drafts of each request in this step.
 
         Args:
-            requests: Requests whose last known token the step computes, and no other one.
+            requests: Requests that do not wait.
+            num_generating: The number of requests whose last known token the step computes, and no other one.
             budget: The most drafts of all requests together.
         """
         counts = []
-        num_first = max(1, min(self.max_drafts, FIRST_DRAFTS // len(requests)))
-        first_pause = max(1, min(MAX_PAUSE, (len(requests) // REQUESTS_PER_PAUSE) ** 2))
+        num_first = max(1, min(self.max_drafts, FIRST_DRAFTS // max(1, num_generating)))
+        first_pause = max(1, min(MAX_PAUSE, (num_generating // REQUESTS_PER_PAUSE) ** 2))
         for request in requests:
             pace = self._paces.get(request.request_id)
             if pace is None:
                 pace = self._paces[request.request_id] = Pace(num_first, first_pause)
-            if pace.num_waiting:
-                pace.num_waiting -= 1
-                counts.append(0)
-                continue
             # The step adds one token to the accepted drafts.
             most = max(0, min(pace.num_drafts, budget, request.num_final_tokens - len(request.token_ids) - 1))
             budget -= most
@@ -239,11 +252,15 @@ class Drafting(Generic[RequestT]):
             self._set_aside(error)
             return [[] for _ in requests]
 
-    def learn(self, request: RequestT, num_proposed: int, num_accepted: int) -> None:
+    def _learn(self, request: RequestT, num_proposed: int, num_accepted: int) -> None:
         """Record how many drafts of a request were accepted."""
         pace = self._paces.get(request.request_id)
         if pace is not None:
-            pace.learn(num_proposed, num_accepted, self.max_drafts)
+            self._wait(request, pace.learn(num_proposed, num_accepted, self.max_drafts))
+
+    def _wait(self, request: RequestT, num_steps: int) -> None:
+        """Let a request of this step wait so many steps before it may get drafts again."""
+        self._next_steps[request.row] = self._num_steps + 1 + num_steps
 
     def forget(self, request: RequestT) -> None:
         """Forget a request that has ended."""

@@ -163,7 +163,7 @@ class Scheduler(Generic[RequestT]):
             np.concatenate([continuing, np.array(counts)]) if counts else continuing,
             self._max_num_batched_tokens - budget,
         )
-        if self._drafting is None or not budget:
+        if self._drafting is None:
             return step
         with_drafts = self._drafting.add_drafts(step, budget, self._cache)
         self.stats.draft_tokens += with_drafts.num_tokens - step.num_tokens
