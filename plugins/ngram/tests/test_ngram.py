@@ -150,6 +150,11 @@ def test_few_salts_are_kept() -> None:
     assert MAX_SALTS == len(shared)
 
 
+def last_place(tokens: Tokens) -> int:
+    """Return the last place before the end where the last token ends; 0 for none."""
+    return max((end for end in range(1, len(tokens)) if tokens[end - 1] == tokens[-1]), default=0)
+
+
 def longest_match(tokens: Tokens, size: int) -> int:
     """Return where the longest earlier match of at least ``size`` tokens ends, the last of several; 0 for none."""
     found, longest = 0, size - 1
@@ -162,13 +167,22 @@ def longest_match(tokens: Tokens, size: int) -> int:
     return found
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 60))
-def test_the_index_finds_what_a_search_through_all_tokens_finds(tokens: list[int], size: int, first: int) -> None:
-    index = NgramIndex(size)
+@pytest.mark.parametrize("most_searched", [0, 20, 1000])
+@given(
+    # Some have bytes in common at different places, so that bytes are the same across tokens.
+    st.lists(st.sampled_from([0, 1, 1 << 8, 1 << 24, (1 << 24) + 1]), min_size=1, max_size=60),
+    st.integers(1, 4),
+    st.integers(1, 60),
+)
+def test_the_index_finds_what_a_search_through_all_tokens_finds(
+    most_searched: int, tokens: list[int], size: int, first: int
+) -> None:
+    index = NgramIndex(size, most_searched)
     index.read(array("I", tokens[:first]))
     for stop in range(min(first, len(tokens)), len(tokens) + 1):
         index.read(array("I", tokens[:stop]))
     assert longest_match(tokens, size) == index.find(num_candidates=len(tokens), most=len(tokens))
+    assert last_place(tokens) == index.find_token()
 
 
 class CountingTokens(Sequence[int]):

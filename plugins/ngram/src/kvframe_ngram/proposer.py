@@ -2,8 +2,8 @@
 
 If asked for, the text that other requests of the same salt generated is searched too.
 
-The method is prompt lookup decoding (Saxena, 2023), transformers' ``prompt_lookup_num_tokens``. Here, each request has
-an index of its n-grams that grows with it, so a step costs the same at any length of the request.
+The method is prompt lookup decoding (Saxena, 2023), transformers' ``prompt_lookup_num_tokens``. Here, a long request
+has an index of its n-grams that grows with it, so a step costs the same at any length of the request.
 """
 
 from __future__ import annotations
@@ -17,39 +17,51 @@ import attrs
 from kvframe.contract import DraftRequest, Proposer
 from kvframe_ngram.shared import SharedTexts
 
+MOST_SEARCHED = 1024
+"""The most tokens whose bytes are searched. A search takes about one microsecond, and to index two tokens as long."""
+
 
 class NgramIndex:
-    """An index of the n-grams of a sequence of tokens, by the places where they end.
+    """The tokens of a sequence, and where its n-grams end.
 
-    Invariant: ``_last[n-gram]`` is the last place where the n-gram ends. ``_before[end - 1]`` is the last place before
-    ``end`` where the same n-gram ends as at ``end``; 0 if there is none.
-
-    Attributes:
-        last_token: The last place before the end where the last token occurred; 0 if there is none.
+    The bytes of a short sequence are searched. A longer sequence gets an index. Invariant of the index:
+    ``_last[n-gram]`` is the last place where the n-gram ends. ``_before[end - 1]`` is the last place before ``end``
+    where the same n-gram ends as at ``end``; 0 if there is none. ``_of_tokens`` and ``_token_before`` are the same for
+    single tokens.
     """
 
-    def __init__(self, size: int) -> None:
-        """Start without tokens; ``size`` is the number of tokens of an n-gram."""
-        self._size = size
+    def __init__(self, size: int, most_searched: int = MOST_SEARCHED) -> None:
+        """Start without tokens.
+
+        Args:
+            size: The number of tokens of an n-gram.
+            most_searched: The most tokens that are searched without an index.
+        """
+        self._size, self._most_searched = size, most_searched
         self._tokens = array("I")
         self._last: dict[bytes, int] = {}
         self._before = array("Q")
         self._of_tokens: dict[int, int] = {}
-        self.last_token = 0
+        self._token_before = 0
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Add the new tokens of the sequence. Its earlier tokens must be those of the last call."""
-        size, start = self._size, len(self._tokens)
-        self._tokens.extend(token_ids[start:])
-        data, width = self._tokens.tobytes() if start == 0 else b"", self._tokens.itemsize
-        for end in range(start + 1, len(self._tokens) + 1):
-            token = self._tokens[end - 1]
-            self.last_token = self._of_tokens.get(token, 0)
+        self._tokens.extend(token_ids[len(self._tokens) :])
+        if len(self._tokens) > self._most_searched:
+            self._extend_index()
+
+    def _extend_index(self) -> None:
+        """Add the tokens to the index that are not in it."""
+        tokens, size, start = self._tokens, self._size, len(self._before)
+        data, width = tokens.tobytes() if start == 0 else b"", tokens.itemsize
+        for end in range(start + 1, len(tokens) + 1):
+            token = tokens[end - 1]
+            self._token_before = self._of_tokens.get(token, 0)
             self._of_tokens[token] = end
             if end < size:
                 self._before.append(0)
                 continue
-            gram = data[(end - size) * width : end * width] if data else self._tokens[end - size : end].tobytes()
+            gram = data[(end - size) * width : end * width] if data else tokens[end - size : end].tobytes()
             self._before.append(self._last.get(gram, 0))
             self._last[gram] = end
 
@@ -64,7 +76,9 @@ class NgramIndex:
         stop = len(tokens)
         if stop < size:
             return 0
-        found, longest, place = 0, 0, self._before[stop - 1]
+        found, longest = 0, 0
+        data = tokens.tobytes() if stop <= self._most_searched else b""
+        place = self._place_before(stop, size, data)
         while place and num_candidates:
             length = size
             while length < most and length < place and tokens[place - 1 - length] == tokens[stop - 1 - length]:
@@ -73,8 +87,35 @@ class NgramIndex:
                 found, longest = place, length
                 if length == most:
                     break
-            place, num_candidates = self._before[place - 1], num_candidates - 1
+            place, num_candidates = self._place_before(place, size, data), num_candidates - 1
         return found
+
+    def find_token(self) -> int:
+        """Return the last place before the end where the last token occurred; 0 if there is none."""
+        if len(self._tokens) > self._most_searched:
+            return self._token_before
+        return self._place_before(len(self._tokens), 1, self._tokens.tobytes())
+
+    def _place_before(self, place: int, size: int, data: bytes) -> int:
+        """Return the last place before ``place`` where the last ``size`` tokens end too; 0 if there is none.
+
+        Args:
+            place: A place where they end.
+            size: As many tokens as an n-gram has, or 1 if ``data`` is given.
+            data: The bytes of all tokens, to be searched; empty if there is an index.
+        """
+        if not data:
+            return self._before[place - 1]
+        width = self._tokens.itemsize
+        last, stop = data[-size * width :], (place - 1) * width
+        while True:
+            end = data.rfind(last, 0, stop) + size * width
+            if end < size * width:
+                return 0
+            # The same bytes can lie across tokens.
+            if end % width == 0:
+                return end // width
+            stop = end - end % width
 
 
 def _whole(instance: object, attribute: attrs.Attribute[int], value: object) -> None:
@@ -126,11 +167,12 @@ class NgramProposer(Proposer):
             index.read(request.token_ids)
             start = index.find(self.num_candidates, max(self.min_match, self.max_match))
             if not start and request.max_drafts == self.max_drafts > 1:
-                start = index.last_token
-            # At the end of the sequence, the proposal goes on at its start: the text may repeat itself.
-            period = len(request.token_ids) - start
-            places = range(request.max_drafts) if start else ()
-            found = [request.token_ids[start + place % period] for place in places]
+                start = index.find_token()
+            found: list[int] = []
+            if start:
+                # At the end of the sequence, the proposal goes on at its start: the text may repeat itself.
+                period = len(request.token_ids) - start
+                found = [request.token_ids[start + place % period] for place in range(request.max_drafts)]
             others = self._of_others(request) if self.shared_tokens else []
             drafts.append(found or others)
         return drafts
