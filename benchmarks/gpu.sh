@@ -11,7 +11,7 @@
 # for compiling them takes minutes.
 # It writes gpu.json, gpu.md, gpu_machine.txt and gpu_tests.txt to the folder, benchmarks/results unless given.
 set -u
-seconds=570 # of the whole call
+seconds=570 # of the whole call, two fifths of them at most for tests
 LAST=20  # seconds that the last case may take, with all that is compiled for it
 cd "$(dirname "$0")/.." || exit 2
 root=$PWD wheels="" out="" python=${PYTHON:-python3} tests=() backends=()
@@ -53,7 +53,7 @@ echo "== tests marked gpu"
 # Only the files that have some: the others may need what the machine lacks. Most of their time goes to compiling kernels.
 # The signal lets pytest say what failed before the time was over.
 [ ${#tests[@]} -gt 0 ] || mapfile -t tests < <(grep -rl 'pytest[.]mark[.]gpu' --include='test_*.py' tests kernels plugins | sort)
-OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 10 230 \
+OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 10 $((seconds * 2 / 5)) \
     "$python" -m pytest -m gpu -q -rs --durations 20 -n "$(processes 16)" --dist worksteal --continue-on-collection-errors \
     -W default -p no:cacheprovider --timeout 200 "${tests[@]}" 2>&1 | tee "$out/gpu_tests.txt" | tail -40
 tested=${PIPESTATUS[0]}

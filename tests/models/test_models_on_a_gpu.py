@@ -185,7 +185,7 @@ def test_ranks_communicate_through_nccl(models: Callable[[str], TinyModel], tmp_
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=150) for rank in ranks]
+        said = [rank.communicate(timeout=60) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
