@@ -18,9 +18,12 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
+from packaging.version import Version
 
 pytest.importorskip("transformers", reason="tiny models are made by transformers")
 from kvframe import SamplingParams, load_plugins
+from kvframe.contract import ModelError
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from tests.models import encoder_decoder
 from tests.models.headed import save_headed
@@ -146,7 +149,12 @@ def test_a_format_gives_the_tokens_of_the_reference(models: Callable[[str], Tiny
     check_replays(engine._runner.graphs)
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+NOT_COMPILED = pytest.mark.xfail(
+    Version(torch.__version__) < Version("2.12"), raises=ModelError, reason="torch 2.11 cannot compile it for a GPU"
+)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("falcon_h1", marks=NOT_COMPILED)])
 def test_a_compiled_model_generates_the_same(models: Callable[[str], TinyModel], family: str) -> None:
     model = models(family)
     expected, _ = serve(model, family)
