@@ -114,6 +114,12 @@ class CacheModel:
         for key in ended:
             del self.findable[key]
 
+    def let_go(self, published: set[Page], shared: set[Page]) -> None:
+        """Drop unpublished blocks that a fork shared: if one request passes them while pages are short, they end."""
+        gone = [key for key, page in self.findable.items() if (key[0], page) in shared - published]
+        for key in gone:
+            del self.findable[key]
+
     def reset(self) -> None:
         self.findable.clear()
         self.seen.clear()

@@ -141,6 +141,7 @@ class Lives:
         self.swapped: dict[str, tuple[Life, list[list[bool]]]] = {}
         self.pins: list[Pin] = []
         self.extended_for: dict[str, set[int]] = {}
+        self.shared: set[Page] = set()
         self.num_started = 0
         self.log: EventLog | None = None
         self.mirror = Mirror()
@@ -208,6 +209,7 @@ class Lives:
         num_prompt = self.draw.choice([len(life.tokens), self.draw.randint(1, len(life.tokens))])
         if self.plan.depends_on_prompt:
             life.num_prompt = num_prompt
+        self.model.let_go(set(self.manager.published()), self.shared)
         expected = self.model.start(life, use_prefix)
         hit = self.manager.start(
             name,
@@ -329,6 +331,7 @@ class Lives:
         ):
             num_shared = len(ids) if group.is_of_input else -(-life.computed // group.block_size)
             assert ids[:num_shared] == others
+            self.shared |= {(group.index, page) for page in others if page}
 
     def free(self) -> None:
         name = self.draw.choice(sorted(self.running))
@@ -350,6 +353,7 @@ class Lives:
         tokens = [7] * self.draw.choice([5, 12, 13, 24]) + self.draw.choices([0, 1], k=self.draw.randint(0, 6))
         encoder = self.draw.choice(ENCODERS) if self.model.of_inputs else None
         salt = self.draw.choice(["", "", "", "other"])
+        self.model.let_go(set(self.manager.published()), self.shared)
         expected, before = self.model.pinned(salt, encoder, tokens), [pin.blocks for pin in self.pins]
         plan = self.manager.plan
         has_capacity = self.num_lacking(plan, [*before, expected]) <= max(0, self.num_lacking(plan, before))
@@ -563,7 +567,9 @@ class Lives:
                 assert not table[len(ids) :].any()
                 held += filter(None, ids)
         assert sorted(held) == np.sort(pages_in(self.manager.tables)).tolist()
-        assert set(self.manager.published()) == self.model.findable_pages()
+        published = set(self.manager.published())
+        self.model.let_go(published, self.shared)
+        assert published == self.model.findable_pages()
         if self.log is not None:
             self.mirror.replay(self.log.take())
             expected = {(group, self.key(group, content)): (group, content) for group, content in self.model.findable}
