@@ -23,9 +23,15 @@ from kvframe_transformers.testing import save_tiny
 from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Stack, load_plugins
 from kvframe.cli import main
 from kvframe.contract import DraftRequest, PrefixFileError, Register, StackError, hookimpl
+from kvframe.engine.assembly import load_draft_model
+from kvframe.engine.ranks.follower import Follower
+from kvframe.engine.ranks.leader import Leader
+from kvframe.planning.draft_model import split_layers
+from kvframe.planning.groups import make_layer_specs
+from kvframe.planning.recognise import FoundAdapter
 from tests.covering import cover_values
 from tests.models import encoder_decoder
-from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel
+from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, make_stack
 
 OTHERS = (
     "llama",
@@ -451,6 +457,27 @@ def test_a_closed_engine_gives_its_draft_model_free(models: Models) -> None:
     assert draft is not None
     with attrs.evolve(model, loaded=draft).engine() as engine:
         assert 1 == len(engine.generate(PROMPTS[:1], greedy(model)))
+
+
+def test_of_several_ranks_the_first_one_loads_the_draft_model_whole(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, loaded = models("llama"), []
+    load = FoundAdapter.load
+
+    def noting(adapter: FoundAdapter, path: Path, **asked: Any) -> Any:
+        loaded.append(asked)
+        return load(adapter, path, **asked)
+
+    monkeypatch.setattr(FoundAdapter, "load", noting)
+    stack = make_stack(drafts=by(model.path))
+    stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype="bfloat16"))
+    layers = make_layer_specs(model.loaded.description, model.registry, stack, stack.engine.dtype)
+    _, drafted = split_layers(layers)
+    for ranks, is_loaded in ((None, True), (object.__new__(Leader), True), (object.__new__(Follower), False)):
+        draft = load_draft_model(model.loaded, drafted, stack, model.registry, ranks)
+        assert (draft is not None) == is_loaded
+    assert [{"device": "cpu", "dtype": "bfloat16", "whole": True}] * 2 == loaded
 
 
 # --- what is said about it --------------------------------------------------------------------------------------------

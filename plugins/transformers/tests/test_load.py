@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from kvframe_transformers import adapter
 from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.testing import save_tiny
@@ -121,3 +123,27 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     assert refusal(tmp_path).startswith(f"the tokenizer of {tmp_path} cannot be read: ")
+
+
+def test_of_several_processes_each_loads_its_share_of_a_model_unless_one_runs_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, "llama")
+    given = []
+    load_weights = adapter.load_weights
+
+    def without_other_processes(*arguments: Any, **options: Any) -> Any:
+        given.append(sorted(options))
+        return load_weights(*arguments)
+
+    monkeypatch.setattr(adapter, "load_weights", without_other_processes)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    whole = TransformersAdapter().describe(tmp_path)
+    share = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    alone = TransformersAdapter().load_whole(tmp_path, device="cpu", dtype="bfloat16")
+    assert [["distributed_config"], []] == given
+    assert whole == alone.description != share.description
+    assert isinstance(alone, TransformersModel)
+    assert torch.bfloat16 == alone.model.dtype
+    with pytest.raises(ModelError, match="is a config without weights"):
+        TransformersAdapter().load_whole(tmp_path / "config.json", device="cpu", dtype="float32")
