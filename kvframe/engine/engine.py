@@ -13,6 +13,7 @@ from kvframe.contract.errors import KVFrameError, ModelError, PrefixFileError, R
 from kvframe.contract.model import PredictionHeads
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
+from kvframe.engine.graphs.sizes import Rows, UsualStep
 from kvframe.engine.graphs.step_graphs import Forward, StepGraphs
 from kvframe.engine.prefixes.fingerprint import fingerprint_of
 from kvframe.engine.prefixes.of_prompts import PromptPrefixes
@@ -291,7 +292,11 @@ class Engine(EngineCore[Request]):
             with_hidden_states=self._scheduler.hidden_states is not None,
             with_all_hidden_states=has_heads,
         )
-        max_drafts = self._scheduler.max_drafts
+        max_drafts, usual_steps = self._scheduler.max_drafts, None
+        if max_drafts:
+            # All logits of a request's drafts are wanted, of few requests or of many.
+            of_drafts = [(1 + max_drafts, Rows.ALL), (1 + max_drafts, Rows.FEW)]
+            usual_steps = [*((each, Rows.LAST) for each in self.stack.engine.graph_query_lens), *of_drafts]
         runner = TokenRunner(
             self.model,
             assembly.layers,
@@ -301,7 +306,7 @@ class Engine(EngineCore[Request]):
             max_model_len=self._max_model_len,
             skip_policy=skip_policy,
             hidden_states=self._scheduler.hidden_states,
-            graphs=self._make_graphs(assembly, forward, [1 + max_drafts] if max_drafts else []),
+            graphs=self._make_graphs(assembly, forward, usual_steps),
             keeps_all_rows=has_heads,
         )
         if draft is not None:
@@ -314,7 +319,10 @@ class Engine(EngineCore[Request]):
         if isinstance(draft.model, PredictionHeads):
             assert draft.kept is not None
             make_graphs = partial(self._make_graphs, draft)
-            return HeadsRunner(draft.model, draft.layers, draft.kept, self._manager.tables, runner, make_graphs)
+            query_lens = self.stack.engine.graph_query_lens
+            return HeadsRunner(
+                draft.model, draft.layers, draft.kept, self._manager.tables, runner, make_graphs, query_lens
+            )
         made = ModelRunner(
             draft.model,
             draft.layers,
@@ -322,13 +330,15 @@ class Engine(EngineCore[Request]):
             draft.device,
             max_num_seqs=self.stack.engine.max_num_seqs,
             max_model_len=self._max_model_len,
-            graphs=self._make_graphs(draft, forward_of(draft.model)),
+            graphs=self._make_graphs(
+                draft, forward_of(draft.model), DraftRunner.usual_steps(self.stack.engine.graph_query_lens)
+            ),
             tokens=runner.tokens,
         )
         return DraftRunner(made, draft.layers)
 
     def _make_graphs(
-        self, assembly: Assembly, forward: Forward, more_query_lens: Collection[int] = ()
+        self, assembly: Assembly, forward: Forward, usual_steps: Collection[UsualStep] | None = None
     ) -> StepGraphs | None:
         return StepGraphs.of(
             self.stack.engine,
@@ -337,7 +347,7 @@ class Engine(EngineCore[Request]):
             assembly.device,
             max_model_len=self._max_model_len,
             max_input_lens=assembly.model.description.max_input_lens,
-            more_query_lens=more_query_lens,
+            usual_steps=usual_steps,
             source=self.stack.source,
         )
 

@@ -136,8 +136,8 @@ def test_what_the_null_page_holds_reaches_no_request(
     expected, _ = serve(models(family), family)
     capture_usual = StepGraphs.capture_usual
 
-    def then_poison(graphs: StepGraphs, tables: Any) -> None:
-        capture_usual(graphs, tables)
+    def then_poison(graphs: StepGraphs, *given: Any) -> None:
+        capture_usual(graphs, *given)
         for layer in graphs._layers.states.values():
             for tensor in layer.pages.values():
                 tensor[0] = torch.nan

@@ -327,10 +327,12 @@ def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Mod
         if family == "glm4_moe":
             engine.model.compile("eager")
             heads.compile("eager")
-        assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
-        assert runner.draft is not None
-        assert engine.stats().accepted_draft_tokens > 0
         of_heads = cast(HeadsRunner, runner.draft).runners
+        captured = [{*each.graphs._graphs} for each in (runner, *of_heads)]  # type: ignore[union-attr]
+        assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
+        assert engine.stats().accepted_draft_tokens > 0
+        # No request waited for a capture.
+        assert captured == [{*each.graphs._graphs} for each in (runner, *of_heads)]  # type: ignore[union-attr]
         assert MODELS[family] == len(of_heads)
         for each in (runner, *of_heads):
             assert each.graphs is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from enum import Enum
 
 import attrs
 import numpy as np
@@ -10,6 +11,19 @@ import numpy as np
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture
+
+
+class Rows(Enum):
+    """Which tokens of a request generate in a step that is captured, and whose logits are wanted."""
+
+    LAST = "the last one, whose logits are wanted"
+    STORED = "the last one, and no logits are wanted"
+    ALL = "all of them, whose logits are wanted"
+    FEW = "all of them, with logits of no more than there are requests"
+
+
+UsualStep = tuple[int, Rows]
+"""A kind of step that is captured before the first request: the tokens of each request, and which of them generate."""
 
 SHORTEST_CONTEXT = 1024
 """The smallest request length that graphs are captured for; each next one is four times as long."""
@@ -118,30 +132,38 @@ class SizeChoice:
             has_ranges=batch.range_ends is not None,
         )
 
-    def usual(self, max_num_tokens: int) -> list[GraphSizes]:
-        """Return the sizes of steps in which all requests compute equally many tokens and want the last one's logits.
+    def usual(self, max_num_tokens: int, steps: Collection[UsualStep]) -> dict[GraphSizes, UsualStep]:
+        """Return the sizes of some kinds of steps in which all requests compute equally many tokens.
 
         Args:
             max_num_tokens: The most tokens of a step, including padding; larger sizes are left out.
+            steps: The kinds.
 
         Returns:
-            The sizes, the largest first.
+            A kind of step for each size, the largest first.
         """
-        found: set[GraphSizes] = set()
+        found: dict[GraphSizes, UsualStep] = {}
         for num_reqs in self.num_reqs:
-            for query_len in self.query_lens:
+            for query_len, rows in steps:
                 for max_seq_len in self.max_seq_lens:
                     lens = np.full(num_reqs, query_len)
+                    of_last = np.cumsum(lens) - 1
                     batch = StepBatch(
                         rows=np.arange(num_reqs),
                         num_computed=np.full(num_reqs, max_seq_len - query_len),
                         query_lens=lens,
-                        generating_indices=np.cumsum(lens) - 1,
+                        generating_indices=np.arange(lens.sum()) if rows in (Rows.ALL, Rows.FEW) else of_last,
                     )
-                    sizes = self.of(batch, num_reqs)
+                    num_wanted = {Rows.STORED: 0, Rows.ALL: num_reqs * query_len}.get(rows, num_reqs)
+                    sizes = self.of(batch, num_wanted)
                     if sizes is not None and query_len <= max_seq_len and sizes.num_tokens <= max_num_tokens:
-                        found |= {attrs.evolve(sizes, max_input_len=each) for each in self.max_input_lens}
-        return sorted(found, key=lambda sizes: (sizes.num_tokens, sizes.max_seq_len, sizes.max_input_len), reverse=True)
+                        for each in self.max_input_lens:
+                            found.setdefault(attrs.evolve(sizes, max_input_len=each), (query_len, rows))
+
+        def largest_first(found_sizes: GraphSizes) -> tuple[int, ...]:
+            return tuple(-each for each in (found_sizes.num_tokens, found_sizes.max_seq_len, found_sizes.max_input_len))
+
+        return {sizes: found[sizes] for sizes in sorted(found, key=largest_first)}
 
 
 def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -24,11 +24,11 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
-from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.order import IntArray
 from kvframe.contract.state import StateStep
 from kvframe.engine.graphs.device_graphs import CaptureError, Output, StepGraph, graph_factory
-from kvframe.engine.graphs.sizes import GraphSizes, SizeChoice, asked_sizes, context_sizes
+from kvframe.engine.graphs.sizes import GraphSizes, Rows, SizeChoice, UsualStep, asked_sizes, context_sizes
 
 _log = logging.getLogger("kvframe")
 
@@ -62,6 +62,7 @@ class StepGraphs:
         max_model_len: int,
         max_num_batched_tokens: int,
         max_input_len: int = 0,
+        usual_steps: Collection[UsualStep] | None = None,
     ) -> None:
         """Keep what a capture needs.
 
@@ -76,7 +77,10 @@ class StepGraphs:
             max_num_batched_tokens: The most tokens of a step. Sizes with more tokens, including padding, are captured
                 only when a step first needs them.
             max_input_len: The most tokens of an input that a request brings beside its tokens.
+            usual_steps: The kinds of steps that are captured before the first request. Unless given, those in which
+                each request computes one of ``query_lens`` and wants the logits of its last token.
         """
+        self._usual = tuple((each, Rows.LAST) for each in query_lens) if usual_steps is None else tuple(usual_steps)
         self._layers = layers
         self._forward = forward
         self._choice = SizeChoice(
@@ -105,7 +109,7 @@ class StepGraphs:
         *,
         max_model_len: int,
         max_input_lens: Mapping[str, int],
-        more_query_lens: Collection[int] = (),
+        usual_steps: Collection[UsualStep] | None = None,
         source: str,
     ) -> StepGraphs | None:
         """Return the graphs that a stack asks for; None if its steps run without graphs.
@@ -117,7 +121,8 @@ class StepGraphs:
             device: The device of the model.
             max_model_len: The most tokens of a request.
             max_input_lens: The most tokens of each input that requests bring beside their tokens.
-            more_query_lens: Numbers of tokens of a request that are captured beside those of the stack.
+            usual_steps: The kinds of steps that are captured before the first request. Their numbers of tokens of a
+                request are captured beside those of the stack. Unless given, steps that want the last logits.
             source: Where the stack was read, for errors.
 
         Raises:
@@ -135,7 +140,7 @@ class StepGraphs:
                 f'{source}: engine.graphs names sizes, but {why}; "auto" runs such steps without', code="not_captured"
             )
         longest = min(options.max_num_batched_tokens, max_model_len, layers.states.max_rounds or max_model_len)
-        num_reqs, query_lens = asked_sizes(options, longest, more_query_lens)
+        num_reqs, query_lens = asked_sizes(options, longest, [query_len for query_len, _ in usual_steps or ()])
         if not query_lens:
             raise StackError(
                 f"{source}: engine.graph_query_lens is {list(options.graph_query_lens)}, and a request computes at "
@@ -150,6 +155,7 @@ class StepGraphs:
             max_model_len=max_model_len,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_input_len=max(max_input_lens.values(), default=0),
+            usual_steps=usual_steps,
         )
 
     @property
@@ -177,7 +183,7 @@ class StepGraphs:
         sizes = self._choice.of(batch, num_wanted)
         return None if sizes in self._uncapturable else sizes
 
-    def capture_usual(self, tables: BlockTables) -> None:
+    def capture_usual(self, tables: BlockTables, num_hidden: int | None = None) -> None:
         """Capture the usual steps, so that no request waits for it; log how many, and how long it took.
 
         The captured step has a few tokens in the null page, so it changes no state of a request. The largest graph is
@@ -185,24 +191,33 @@ class StepGraphs:
 
         Args:
             tables: Block tables whose first row is empty.
+            num_hidden: How many tokens of each request are hidden in every step (``SEQ_STARTS``); None if steps have no
+                hidden tokens.
         """
-        usual = self._choice.usual(self._max_num_tokens)
+        usual = self._choice.usual(self._max_num_tokens, self._usual)
         _log.info("capturing %d graphs of steps of up to %d requests", len(usual), max(self._choice.num_reqs))
-        started = time.monotonic()
+        started, first = time.monotonic(), num_hidden or 0
+        extensions = {}
+        if num_hidden is not None:
+            hidden = torch.full((1,), num_hidden, dtype=torch.int32)
+            extensions[SEQ_STARTS] = Extension(hidden, Axis.REQUEST, hidden)
         with torch.inference_mode():
-            for sizes in usual:
-                positions = np.arange(sizes.query_len)
+            for sizes, (query_len, rows) in usual.items():
+                places = np.arange(query_len)
+                generating = places if rows in (Rows.ALL, Rows.FEW) else places[-1:]
                 batch = StepBatch(
                     rows=np.zeros(1, dtype=np.int64),
-                    num_computed=np.zeros(1, dtype=np.int64),
-                    query_lens=np.array([sizes.query_len]),
-                    generating_indices=positions[-1:],
+                    num_computed=np.full(1, first),
+                    query_lens=np.array([query_len]),
+                    generating_indices=generating,
                     num_prompt_tokens=np.ones(1, dtype=np.int64),
+                    extensions=extensions,
                 )
                 states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
                 assert states is not None
                 metadata = build_metadata(batch, tables, HOST, self._layers.prompt_groups)
-                self._run(sizes, tables, metadata, states, np.zeros_like(positions), positions, positions[-1:])
+                wanted = generating[: sizes.num_wanted]
+                self._run(sizes, tables, metadata, states, np.zeros_like(places), places + first, wanted)
         _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)
 
     def run(

@@ -12,7 +12,7 @@ follows a request through prefix hits, forks, swaps and preemption as the served
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, cast
 
 import numpy as np
@@ -22,6 +22,7 @@ from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.layers import AttentionLayers
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
+from kvframe.engine.graphs.sizes import Rows, UsualStep
 from kvframe.engine.requests.request import Request
 from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.engine.running.next_tokens import FAILED, sample
@@ -52,6 +53,19 @@ class DraftRunner:
         self.runner = runner
         self._layers = layers
         self.is_set_aside = False
+
+    @staticmethod
+    def usual_steps(query_lens: Collection[int]) -> list[UsualStep]:
+        """Return the kinds of steps that a draft model usually computes.
+
+        Args:
+            query_lens: The numbers of tokens of a request that the stack captures.
+        """
+        return [(1, Rows.LAST), *((each, Rows.STORED) for each in query_lens)]
+
+    def warm_up(self) -> None:
+        """Capture the usual graphs. No row may be set yet."""
+        self.runner.warm_up()
 
     def drop_graphs(self) -> None:
         """Forget the captured graphs; each is captured again when a step needs it."""

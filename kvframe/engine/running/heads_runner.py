@@ -31,6 +31,7 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.contract.metadata import SEQ_STARTS, Axis, Extension
 from kvframe.contract.model import PredictionHeads
 from kvframe.contract.order import IntArray
+from kvframe.engine.graphs.sizes import Rows
 from kvframe.engine.requests.request import Request
 from kvframe.engine.running.draft_runner import DraftRunner, num_done_of, num_kept_of
 from kvframe.engine.running.last_hidden_states import LastHiddenStates
@@ -39,6 +40,7 @@ from kvframe.engine.running.next_tokens import FAILED, sample
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
 
 if TYPE_CHECKING:
+    from kvframe.engine.graphs.sizes import UsualStep
     from kvframe.engine.graphs.step_graphs import Forward, StepGraphs
     from kvframe.engine.running.model_runner import TokenRunner
 
@@ -63,7 +65,8 @@ class HeadsRunner(DraftRunner):
         states: StateLayers,
         tables: BlockTables,
         served: TokenRunner,
-        make_graphs: Callable[[Forward, Collection[int]], StepGraphs | None],
+        make_graphs: Callable[[Forward, Collection[UsualStep]], StepGraphs | None],
+        query_lens: Collection[int],
     ) -> None:
         """Take the heads.
 
@@ -73,10 +76,11 @@ class HeadsRunner(DraftRunner):
             states: The layer that keeps hidden states, alone.
             tables: The block tables of all cache groups.
             served: Runs the served model; its steps give the hidden states of all tokens.
-            make_graphs: Makes the graphs of a head, if the stack asks for graphs: ``make_graphs(forward, query_lens)``
-                of steps in which each request computes so many tokens.
+            make_graphs: Makes the graphs of a head, if the stack asks for graphs: ``make_graphs(forward, steps)``,
+                where ``steps`` are the kinds of steps that it usually computes.
+            query_lens: The numbers of tokens of a request that the stack captures.
         """
-        self._heads, self._served = heads, served
+        self._heads, self._served, self._tables = heads, served, tables
         self._num_heads = heads.description.num_prediction_heads
         self._last = LastHiddenStates(states, tables, served.to_device)
         self._inputs: torch.Tensor
@@ -84,6 +88,9 @@ class HeadsRunner(DraftRunner):
         self.runners: list[ModelRunner] = []
         for head in range(self._num_heads):
             forward = partial(self._forward, head)
+            # It continues requests, and computes what steps keep: one token of a request, or that and its drafts.
+            stored = dict.fromkeys((*query_lens, 1 + head, 1 + self._num_heads))
+            steps = [(1 + head, Rows.LAST), *((each, Rows.STORED) for each in stored)]
             # The layers of all heads decide together what can be captured.
             has_graphs = head == 0 or self.runners[0].graphs is not None
             runner = ModelRunner(
@@ -93,7 +100,7 @@ class HeadsRunner(DraftRunner):
                 served.device,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
-                graphs=make_graphs(forward, (1 + head, 1 + self._num_heads)) if has_graphs else None,
+                graphs=make_graphs(forward, steps) if has_graphs else None,
                 tokens=served.tokens,
                 forward=forward,
                 keeps_all_rows=True,
@@ -104,6 +111,12 @@ class HeadsRunner(DraftRunner):
         # Graphs read a step's hidden states where they were captured.
         with torch.inference_mode():  # as all hidden states are made: compiled code distinguishes other tensors
             self._static = self._last.pages.new_zeros(max(sizes, default=0), self._last.pages.shape[-1])
+
+    def warm_up(self) -> None:
+        """Capture the usual graphs of all heads. The first tokens of a request are hidden from each."""
+        for head, runner in enumerate(self.runners):
+            if runner.graphs is not None:
+                runner.graphs.capture_usual(self._tables, num_hidden=head + 1)
 
     def drop_graphs(self) -> None:
         """Forget the captured graphs of all heads."""

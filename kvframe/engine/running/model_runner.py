@@ -332,6 +332,12 @@ class TokenRunner(ModelRunner):
     draft: DraftRunner | None = None
     packed: StepBatch
 
+    def warm_up(self) -> None:
+        """Capture the usual graphs of both models."""
+        super().warm_up()
+        if self.draft is not None:
+            self.draft.warm_up()
+
     def drop_graphs(self) -> None:
         """Forget the captured graphs of both models."""
         super().drop_graphs()
