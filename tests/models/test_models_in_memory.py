@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from kvframe import Embedder, Engine, Prompt, SamplingParams, Stack
 from kvframe.contract import EngineError, ModelError, RequestError
+from tests.covering import cover_pairs, cover_values
 from tests.models.serving import GREEDY, PROMPTS, ids
 
 STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"max_num_batched_tokens": 64}})
@@ -74,8 +75,7 @@ def test_between_steps_the_model_runs_trains_and_generates_as_before(family: str
     assert generated(alone, PROMPT) == outputs[-1].token_ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("family", "preemption"), cover_values(FAMILIES, ["recompute", "swap"]))
 def test_nothing_of_the_old_weights_is_used_after_they_changed(family: str, preemption: str, tmp_path: Path) -> None:
     model = tiny(tmp_path, family)
     stack = attrs.evolve(STACK, cache=attrs.evolve(STACK.cache, preemption=preemption, swap_memory="1MiB"))
@@ -244,9 +244,10 @@ ROUNDING = 2e-4
 """What float32, in which they are computed, may change: seven times the largest difference seen, 2.9e-5."""
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next", "gemma3_text"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafts", ["off", "ngram"])
+@pytest.mark.parametrize(
+    ("family", "temperature", "drafts"),
+    cover_pairs(["llama", "qwen3_next", "gemma3_text"], [0.0, 0.8], ["off", "ngram"]),
+)
 def test_they_are_those_of_a_dense_forward(family: str, temperature: float, drafts: str, tmp_path: Path) -> None:
     model = tiny(tmp_path, family)
     params = [
