@@ -30,14 +30,27 @@ WITH_STATES = (
 )
 
 SMALLER: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},
+    "llama4_text": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "intermediate_size": [96] * 4,
-        "activation_sparsity_pattern": [0.0] * 4,
-    }
+        "num_hidden_layers": 3,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "intermediate_size": [96] * 3,
+        "activation_sparsity_pattern": [0.0] * 3,
+    },
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "bart": {"encoder_layers": 1, "decoder_layers": 2},
+    "t5": {"num_layers": 1, "num_decoder_layers": 2},
 }
-"""Two layers of each type, of which the last two share the caches of the others: torch traces each layer twice."""
+"""Few layers of each type, because torch traces each layer: of Gemma 3n's, the last shares the cache of the second."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +110,7 @@ def test_inductor_compiles_a_model_that_passes_its_self_check(tmp_path: Path, fa
 
 def test_a_compiler_sees_attention_as_one_operator(models: Callable[[str], TinyModel]) -> None:
     seen = seen_in(models("llama"))
-    assert 3 == seen.count("kvframe.attend")
+    assert 2 == seen.count("kvframe.attend")
     assert not [target for target in seen if "scaled_dot_product" in target or "index_put" in target]
 
 
