@@ -17,13 +17,13 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.testing.laws import check_spec
-from tests.programs import run_program
+from tests.programs import python_in_forks, run_program
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(name: str, *arguments: str) -> str:
-    done = run_program(str(EXAMPLES / name), *arguments)
+    done = run_program(str(EXAMPLES / name), *arguments, executable=python_in_forks())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
