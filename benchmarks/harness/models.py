@@ -160,6 +160,12 @@ def _demo_deep(path: Path) -> None:
         shutil.copy(file, path)
 
 
+def _demo_edit(path: Path) -> None:
+    from benchmarks.harness.edit_model import save_edit_model
+
+    save_edit_model(path)
+
+
 def _yoco(path: Path, **sizes: int) -> None:
     sys.path.insert(0, str(YOCO))
     from yoco_adapter import save_checkpoint
@@ -170,6 +176,7 @@ def _yoco(path: Path, **sizes: int) -> None:
 
 RANDOM: Mapping[str, Callable[[Path], None]] = {
     "bench-demo-deep": _demo_deep,
+    "bench-demo-edit": _demo_edit,
     "bench-llama-tiny": partial(_llama, vocab_size=256, hidden=64, mlp=128, layers=2),
     # Heads of 32, the smallest that vLLM's attention on a CPU takes.
     "bench-llama-small": partial(_llama, vocab_size=256, hidden=128, mlp=256, layers=2, heads=4, kv_heads=2),

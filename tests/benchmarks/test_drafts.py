@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
+import torch
 
 from benchmarks.engine import drafts
+from benchmarks.harness import edit_model
 from tests.benchmarks.calling import measured, record_of
 
 
@@ -19,6 +23,38 @@ def test_every_system_serves_every_number_of_requests(tmp_path: Path) -> None:
         assert {1} == {len(times) for times in batch["tokens_per_second"].values()}
         # The draft model is the served one, so it is always right.
         assert batch["draft_tokens"] == batch["accepted_draft_tokens"] > 0
+
+
+def test_systems_load_the_model_again_after_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = attrs.evolve(next(each for each in drafts.TEXTS if each.name == "tiny"), systems=drafts.BY_LOOKUP)
+    loads: list[int] = []
+    served: list[list[list[int]]] = []
+
+    def serve(what: str, engines: Any, repeats: int, batch: Any, *_: Any, **__: Any) -> Any:
+        served.extend(batch(number)[0] for number in range(repeats))
+        return {name: repeats * [{"seconds": 1, "draft_tokens": 3, "accepted_draft_tokens": 2}] for name in engines}
+
+    monkeypatch.setattr(drafts, "setting_of", lambda *_, **__: (None, {}))
+    monkeypatch.setattr(drafts.models, "path_of", str)
+    monkeypatch.setattr(drafts, "load", lambda *_, **__: loads.append(len(served)))
+    monkeypatch.setattr(drafts, "serve_by_turns", serve)
+    found = drafts._measure(attrs.evolve(text, num_prompts=1), dict.fromkeys(text.systems), 7, lambda _: None)  # type: ignore[arg-type]
+    assert [0, 5] == loads
+    assert [text.prompts(number, 0)[:1] for number in range(7)] == served
+    assert (7, 6, 4) == (
+        len(found["tokens_per_second"][drafts.WITH_NGRAM]),
+        found["draft_tokens"],
+        found["accepted_draft_tokens"],
+    )
+
+
+def test_an_edit_replaces_some_names_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edit_model, "edits", lambda: ((10, 20), (11, 21)))
+    code = torch.tensor([5, 10, 6, 11, 20, 10])
+    assert [5, 20, 6, 21, 20, 20] == edit_model.edited(code).tolist()
+    assert [5, 10, 6, 11, 20, 10] == code.tolist()
+    task = edit_model.edit_task(torch.cat([code, code[:1]]), torch.Generator().manual_seed(0), 6).tolist()
+    assert [1, 5, 10, 6, 11, 20, 10, 2, 5, 20, 6, 21, 20, 20, 0] == task
 
 
 def times_as_fast(text: str, batch: int) -> dict[str, float]:
