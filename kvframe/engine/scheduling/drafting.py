@@ -125,10 +125,11 @@ class Drafting(Generic[RequestT]):
             return step
         # The first step of a request has no state to go back to.
         may_draft = (step.num_known - step.num_computed == 1) & (step.num_scheduled == 1) & (step.num_computed > 0)
+        requests = step.requests
         places = [
-            place for place in np.flatnonzero(may_draft & is_due).tolist() if not step.requests[place].wants_prompt_rows
+            place for place in np.flatnonzero(may_draft & is_due).tolist() if not requests[place].wants_prompt_rows
         ]
-        counts = self._counts([step.requests[place] for place in places], int(may_draft.sum()), budget)
+        counts = self._counts([requests[place] for place in places], np.count_nonzero(may_draft), budget)
         places, counts = [place for place, most in zip(places, counts, strict=True) if most], [*filter(None, counts)]
         if not places:
             return step
@@ -137,14 +138,14 @@ class Drafting(Generic[RequestT]):
             if not _extend(cache, step.rows[places], step.num_known[places] + counts):
                 return step
             step = attrs.evolve(step, continued=self._continue(step, places, counts))
-        asked = [step.requests[place] for place in places]
+        asked = [requests[place] for place in places]
         proposed = self._propose(asked, counts, [step.continued[place] for place in places] if step.continued else ())
         for request, each in zip(asked, proposed, strict=True):
             if not each:
                 self._wait(request, self._paces[request.request_id].skip())
         if not any(proposed):
             return step
-        drafts: list[list[int]] = [[] for _ in step.requests]
+        drafts: list[list[int]] = [[] for _ in requests]
         for place, each in zip(places, proposed, strict=True):
             drafts[place] = each
         num_drafts = np.array([len(each) for each in drafts])
@@ -233,15 +234,17 @@ class Drafting(Generic[RequestT]):
         """
         if not requests or self._proposer is None:
             return [[] for _ in requests]
+        hidden_states = {} if self.hidden_states is None else self.hidden_states
+        # By position, because seven named arguments take longer.
         asked = [
             DraftRequest(
-                request_id=request.request_id,
-                token_ids=request.token_ids,
-                num_prompt_tokens=request.num_prompt_tokens,
-                max_drafts=most,
-                cache_salt=request.cache_salt,
-                continuation=tuple(continued[index]) if continued else (),
-                hidden_states=None if self.hidden_states is None else self.hidden_states.get(request.request_id),
+                request.request_id,
+                request.token_ids,
+                request.num_prompt_tokens,
+                most,
+                request.cache_salt,
+                tuple(continued[index]) if continued else (),
+                hidden_states.get(request.request_id),
             )
             for index, (request, most) in enumerate(zip(requests, counts, strict=True))
         ]
