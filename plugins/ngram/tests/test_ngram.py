@@ -167,7 +167,7 @@ def longest_match(tokens: Tokens, size: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("most_searched", [0, 20, 1000])
+@pytest.mark.parametrize("most_searched", [0, 3, 9, 1000])
 @given(
     # Some have bytes in common at different places, so that bytes are the same across tokens.
     st.lists(st.sampled_from([0, 1, 1 << 8, 1 << 24, (1 << 24) + 1]), min_size=1, max_size=60),
