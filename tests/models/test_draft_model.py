@@ -331,11 +331,12 @@ def test_both_models_run_in_graphs(models: Models, family: str) -> None:
     wanted = expected(model, greedy(model), SOME)
     with model.engine(drafts=by(model.path), graphs=(4, 8)) as engine:
         draft = engine._runner.draft  # type: ignore[attr-defined]
-        captured = [each.graphs.num_graphs for each in (engine._runner, draft.runner)]  # type: ignore[attr-defined]
+        runners: list[Any] = [engine._runner, draft.runner]
+        captured = [each.graphs.num_graphs for each in runners]
         for _ in range(2):
             assert shown(wanted) == shown(engine.generate(SOME, greedy(model)))
         # No request waited for a capture.
-        assert captured == [each.graphs.num_graphs for each in (engine._runner, draft.runner)]  # type: ignore[attr-defined]
+        assert captured == [each.graphs.num_graphs for each in runners]
         assert engine._runner.graphs.num_replays > 0  # type: ignore[attr-defined]
         assert draft.runner.graphs.num_replays > 0
         # It follows in graphs too: no logits are wanted then.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from kvframe_transformers import adapter
 from kvframe_transformers.adapter import TransformersAdapter
+from kvframe_transformers.checkpoint import load_weights
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.testing import save_tiny
 from safetensors.torch import load_file, save_file
@@ -130,13 +130,12 @@ def test_of_several_processes_each_loads_its_share_of_a_model_unless_one_runs_it
 ) -> None:
     save_tiny(tmp_path, "llama")
     given = []
-    load_weights = adapter.load_weights
 
     def without_other_processes(*arguments: Any, **options: Any) -> Any:
         given.append(sorted(options))
         return load_weights(*arguments)
 
-    monkeypatch.setattr(adapter, "load_weights", without_other_processes)
+    monkeypatch.setattr("kvframe_transformers.adapter.load_weights", without_other_processes)
     monkeypatch.setenv("WORLD_SIZE", "2")
     whole = TransformersAdapter().describe(tmp_path)
     share = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
