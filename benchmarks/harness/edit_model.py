@@ -31,7 +31,8 @@ ANSWER = 42
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return the demo's tokenizer."""
-    return PreTrainedTokenizerFast.from_pretrained(path_of("demo"))
+    found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(path_of("demo"))
+    return found
 
 
 @cache

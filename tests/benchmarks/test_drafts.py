@@ -35,7 +35,7 @@ def test_systems_load_the_model_again_after_a_few_rounds(monkeypatch: pytest.Mon
         return {name: repeats * [{"seconds": 1, "draft_tokens": 3, "accepted_draft_tokens": 2}] for name in engines}
 
     monkeypatch.setattr(drafts, "setting_of", lambda *_, **__: (None, {}))
-    monkeypatch.setattr(drafts.models, "path_of", str)
+    monkeypatch.setattr("benchmarks.harness.models.path_of", str)
     monkeypatch.setattr(drafts, "load", lambda *_, **__: loads.append(len(served)))
     monkeypatch.setattr(drafts, "serve_by_turns", serve)
     found = drafts._measure(attrs.evolve(text, num_prompts=1), dict.fromkeys(text.systems), 7, lambda _: None)  # type: ignore[arg-type]

@@ -129,7 +129,7 @@ class Drafting(Generic[RequestT]):
         places = [
             place for place in np.flatnonzero(may_draft & is_due).tolist() if not requests[place].wants_prompt_rows
         ]
-        counts = self._counts([requests[place] for place in places], np.count_nonzero(may_draft), budget)
+        counts = self._counts([requests[place] for place in places], int(np.count_nonzero(may_draft)), budget)
         places, counts = [place for place, most in zip(places, counts, strict=True) if most], [*filter(None, counts)]
         if not places:
             return step
