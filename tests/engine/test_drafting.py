@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvframe.contract import DraftRequest, Proposer
 from kvframe.engine.requests.request import Request, SamplingParams
+from kvframe.engine.scheduling import drafting
 from kvframe.engine.scheduling.drafting import MAX_PAUSE, Drafting, Pace
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
@@ -103,7 +104,10 @@ def test_requests_begin_with_fewer_drafts_if_many_of_them_generate(num_requests:
 
 
 @pytest.mark.parametrize(("num_requests", "pauses"), [(1, [1, 2, 4]), (16, [4, 8, 16]), (24, [9, 18, 32])])
-def test_requests_pause_longer_if_many_of_them_generate(num_requests: int, pauses: list[int]) -> None:
+def test_requests_pause_longer_if_many_of_them_generate(
+    num_requests: int, pauses: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "MIN_SHARE_RIGHT", 0)  # no draft is tried first
     proposer = Counting(max_drafts=1)
     scheduled, _ = scheduler(proposer, budget=1024, max_num_seqs=num_requests)
     for number in range(num_requests):
@@ -114,6 +118,66 @@ def test_requests_pause_longer_if_many_of_them_generate(num_requests: int, pause
     for pause in pauses:
         expected += [*pause * [False], True]
     assert expected == has_drafts
+
+
+@attrs.define
+class Guess:
+    """Answers of a proposer, all wrong until it is told to be right."""
+
+    is_right: bool = False
+
+    def __call__(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [[each.token_ids[-1] + (1 if self.is_right else 9)] for each in requests]
+
+    def drafts_in(self, scheduled: Scheduler[Request], num_steps: int) -> list[int]:
+        """Return the steps, counted from the first one of the scheduler, that have drafts."""
+        found = []
+        for _ in range(num_steps):
+            step = run_step(scheduled, num_right=99 if self.is_right else 0)
+            if step.drafts:
+                assert scheduled._drafting is not None
+                found.append(scheduled._drafting._num_steps)
+        return found
+
+
+def guessing(num_requests: int, guess: Guess) -> Scheduler[Request]:
+    """Return a scheduler whose requests have computed their prompts, and got their first drafts."""
+    scheduled, _ = scheduler(Counting(max_drafts=1, answers=guess), budget=1024, max_num_seqs=num_requests)
+    for number in range(num_requests):
+        scheduled.add(request(str(number), new=90))
+    assert [2] == guess.drafts_in(scheduled, 2)
+    return scheduled
+
+
+def test_if_many_drafts_were_wrong_requests_get_some_after_right_ones_that_were_only_tried() -> None:
+    guess = Guess()
+    scheduled = guessing(24, guess)
+    assert [] == guess.drafts_in(scheduled, 34)  # up to step 36
+    guess.is_right = True
+    # The draft that was tried in step 32 was wrong, so the next is tried in step 66. Three right ones are enough, and then
+    # most of the latest drafts were right.
+    assert [69, 70, 71] == guess.drafts_in(scheduled, 35)
+
+
+def test_drafts_of_a_draft_model_are_not_tried() -> None:
+    scheduled = guessing(16, Guess())
+    chosen: Any = scheduled._drafting
+    assert drafting.NUM_TRIES == chosen._num_tries(4)
+    chosen.continue_requests = lambda *_: []
+    assert 0 == chosen._num_tries(4)
+
+
+def test_only_some_steps_have_drafts_while_many_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess = Guess(is_right=True)
+    scheduled = guessing(16, guess)
+    monkeypatch.setattr(drafting, "MIN_SHARE_RIGHT", 2)  # even if all are right
+    assert [8, 16, 24, 32] == guess.drafts_in(scheduled, 30)
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_few_requests_get_drafts_that_were_not_tried(num_requests: int) -> None:
+    guess = Guess()
+    assert [4, 7, 12, 21] == guess.drafts_in(guessing(num_requests, guess), 20)
 
 
 @pytest.mark.parametrize(("num_requests", "most"), [(1, 0), (8, 0), (16, 3), (32, 15)])

@@ -4,8 +4,12 @@ A step of few tokens computes further ones almost for free, and a step of many t
 many drafts if few requests generate, and with one if many do. If a step rejects a draft, the next step asks for as many
 as were accepted. If it accepts all of them, the next step asks for twice as many. If it accepts fewer than half, drafts
 cost more than they save: the request pauses for one step, or for more if many requests generate, and for twice as many
-after each further step of that kind. If many requests generate, a request that the proposer has no drafts for is asked
-about more and more seldom: each question takes time on the host.
+after each further step of that kind.
+
+If many requests generate, a wrong draft costs as much as a token, and a step with drafts takes longer on the host. So
+if many of the latest drafts of all requests were wrong, only every eighth step has drafts, and a request gets them only
+after three that are tried and right. A tried draft is not computed. It is compared with the token that the request
+generates. A request that the proposer has no drafts for is then asked about more and more seldom.
 """
 
 from __future__ import annotations
@@ -39,6 +43,14 @@ REQUESTS_PER_PAUSE = 8
 least one step. A wrong draft makes the step longer for all of them."""
 
 
+NUM_TRIES, STEPS_PER_DRAFT = 3, 8
+"""If many of the latest drafts were wrong: the right drafts in a row that a request needs before it gets drafts, and of
+how many steps one has drafts."""
+
+MIN_SHARE_RIGHT, MEMORY = 0.75, 16
+"""The least share of right drafts with which requests need no tried drafts; how many latest drafts it is about."""
+
+
 Continue = Callable[[Sequence[RequestT], IntArray, IntArray, Sequence[int]], Sequence[Sequence[int]]]
 """Lets a draft model continue requests, given their rows, their known tokens and how many tokens each is to get."""
 
@@ -52,12 +64,23 @@ class Pace:
         first_pause: Steps that it pauses after a step that accepts fewer than half.
         pause: Steps that it pauses after the next step of that kind; doubled each time.
         silence: Steps that it pauses if the proposer has no drafts; doubled each time, and less than ``first_pause``.
+        num_tries: Drafts that are tried, and not computed, before it gets drafts, if all of them are right.
+        tried: The place of a tried draft among the request's tokens, and the draft; None if none waits for its token.
     """
 
     num_drafts: int
     first_pause: int = 1
     pause: int = attrs.field(default=attrs.Factory(lambda self: self.first_pause, takes_self=True))
     silence: int = 0
+    num_tries: int = 0
+    tried: tuple[int, int] | None = None
+
+    def compare(self, token_ids: Sequence[int]) -> bool | None:
+        """Return whether the tried draft is the token in its place; None if no draft was tried."""
+        if self.tried is None:
+            return None
+        (place, draft), self.tried = self.tried, None
+        return token_ids[place] == draft
 
     def skip(self) -> int:
         """Return the steps to wait before the next question, because the proposer had no drafts."""
@@ -79,6 +102,7 @@ class Drafting(Generic[RequestT]):
     """Adds drafts to steps.
 
     Invariant: every request that the proposer was asked about and that has not ended has a pace.
+    ``_share_right`` is about the first draft of each request's latest steps with drafts, tried ones included.
     ``_next_steps[row]`` is the first step in which the request that has the row may get drafts. So a step in which all
     requests wait costs one comparison of arrays. A request that was preempted need not wait when it is admitted again.
 
@@ -105,6 +129,7 @@ class Drafting(Generic[RequestT]):
         self._vocab_size = vocab_size
         self._paces: dict[str, Pace] = {}
         self._num_steps = 0
+        self._share_right = 1.0
         self._next_steps: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
         self.continue_requests: Continue[RequestT] | None = None
         self.hidden_states: dict[str, torch.Tensor] | None = {} if proposer.needs_hidden_states else None
@@ -140,9 +165,14 @@ class Drafting(Generic[RequestT]):
             step = attrs.evolve(step, continued=self._continue(step, places, counts))
         asked = [requests[place] for place in places]
         proposed = self._propose(asked, counts, [step.continued[place] for place in places] if step.continued else ())
+        is_turn = self._num_steps % STEPS_PER_DRAFT == 0
         for request, each in zip(asked, proposed, strict=True):
+            pace = self._paces[request.request_id]
             if not each:
-                self._wait(request, self._paces[request.request_id].skip())
+                self._wait(request, pace.skip())
+            elif pace.num_tries or not (is_turn or self._num_tries(pace.first_pause) == 0):
+                pace.tried = len(request.token_ids), each[0]
+                each.clear()
         if not any(proposed):
             return step
         drafts: list[list[int]] = [[] for _ in requests]
@@ -205,7 +235,16 @@ class Drafting(Generic[RequestT]):
         for request in requests:
             pace = self._paces.get(request.request_id)
             if pace is None:
-                pace = self._paces[request.request_id] = Pace(num_first, first_pause)
+                pace = self._paces[request.request_id] = Pace(
+                    num_first, first_pause, num_tries=self._num_tries(first_pause)
+                )
+            elif (is_right := pace.compare(request.token_ids)) is not None:
+                self._note(is_right)
+                pace.num_tries = max(0, pace.num_tries - 1)
+                if not is_right:
+                    self._wait(request, self._pause(pace, 1, 0))
+                    counts.append(0)
+                    continue
             # The step adds one token to the accepted drafts.
             most = max(0, min(pace.num_drafts, budget, request.num_final_tokens - len(request.token_ids) - 1))
             budget -= most
@@ -259,7 +298,25 @@ class Drafting(Generic[RequestT]):
         """Record how many drafts of a request were accepted."""
         pace = self._paces.get(request.request_id)
         if pace is not None:
-            self._wait(request, pace.learn(num_proposed, num_accepted, self.max_drafts))
+            self._note(num_accepted > 0)
+            self._wait(request, self._pause(pace, num_proposed, num_accepted))
+
+    def _pause(self, pace: Pace, num_proposed: int, num_accepted: int) -> int:
+        """Let a pace learn what became of drafts; return the steps to wait."""
+        num_waiting = pace.learn(num_proposed, num_accepted, self.max_drafts)
+        if num_waiting:
+            pace.num_tries = self._num_tries(pace.first_pause)
+        return num_waiting
+
+    def _num_tries(self, first_pause: int) -> int:
+        """Return how many right drafts a request needs before it gets drafts."""
+        # What a draft model generates is in its state, so it must be computed.
+        is_needed = first_pause > 1 and self._share_right < MIN_SHARE_RIGHT and self.continue_requests is None
+        return NUM_TRIES if is_needed else 0
+
+    def _note(self, is_right: bool) -> None:
+        """Record whether the first draft of a request was right."""
+        self._share_right += (is_right - self._share_right) / MEMORY
 
     def _wait(self, request: RequestT, num_steps: int) -> None:
         """Let a request of this step wait so many steps before it may get drafts again."""
