@@ -107,7 +107,7 @@ def test_requests_begin_with_fewer_drafts_if_many_of_them_generate(num_requests:
 def test_requests_pause_longer_if_many_of_them_generate(
     num_requests: int, pauses: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafting, "MIN_SHARE_RIGHT", 0)  # no draft is tried first
+    monkeypatch.setattr(drafting, "MAX_SHARE_NEEDED", 0)  # no draft is tried first
     proposer = Counting(max_drafts=1)
     scheduled, _ = scheduler(proposer, budget=1024, max_num_seqs=num_requests)
     for number in range(num_requests):
@@ -162,19 +162,29 @@ def test_if_many_drafts_were_wrong_requests_get_some_after_right_ones_that_were_
 def test_drafts_of_a_draft_model_are_not_tried() -> None:
     scheduled = guessing(16, Guess())
     chosen: Any = scheduled._drafting
-    assert drafting.NUM_TRIES == chosen._num_tries(4)
+    assert drafting.NUM_TRIES == chosen._num_tries()
     chosen.continue_requests = lambda *_: []
-    assert 0 == chosen._num_tries(4)
+    assert 0 == chosen._num_tries()
 
 
 def test_only_some_steps_have_drafts_while_many_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     guess = Guess(is_right=True)
     scheduled = guessing(16, guess)
-    monkeypatch.setattr(drafting, "MIN_SHARE_RIGHT", 2)  # even if all are right
+    monkeypatch.setattr(Drafting, "_num_tries", lambda _: 3)  # as if many were wrong
     assert [8, 16, 24, 32] == guess.drafts_in(scheduled, 30)
 
 
-@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize(("num_requests", "share"), [(5, 0.2), (8, 0.5), (16, 0.75), (99, 0.75)])
+def test_the_more_requests_generate_the_more_drafts_have_to_be_right(num_requests: int, share: float) -> None:
+    chosen: Any = scheduler(Counting(max_drafts=1))[0]._drafting
+    chosen._num_generating = num_requests
+    found = []
+    for chosen._share_right in (share - 0.01, share):
+        found.append(chosen._num_tries())
+    assert [3, 0] == found
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
 def test_few_requests_get_drafts_that_were_not_tried(num_requests: int) -> None:
     guess = Guess()
     assert [4, 7, 12, 21] == guess.drafts_in(guessing(num_requests, guess), 20)

@@ -6,10 +6,10 @@ as were accepted. If it accepts all of them, the next step asks for twice as man
 cost more than they save: the request pauses for one step, or for more if many requests generate, and for twice as many
 after each further step of that kind.
 
-If many requests generate, a wrong draft costs as much as a token, and a step with drafts takes longer on the host. So
-if many of the latest drafts of all requests were wrong, only every eighth step has drafts, and a request gets them only
-after three that are tried and right. A tried draft is not computed. It is compared with the token that the request
-generates. A request that the proposer has no drafts for is then asked about more and more seldom.
+The more requests generate, the more a wrong draft costs, up to as much as a token. So if too many of the latest drafts
+of all requests were wrong, only every eighth step has drafts, and a request gets them only after three that are tried
+and right. A tried draft is not computed. It is compared with the token that the request generates. A request that the
+proposer has no drafts for is then asked about more and more seldom.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ NUM_TRIES, STEPS_PER_DRAFT = 3, 8
 """If many of the latest drafts were wrong: the right drafts in a row that a request needs before it gets drafts, and of
 how many steps one has drafts."""
 
-MIN_SHARE_RIGHT, MEMORY = 0.75, 16
-"""The least share of right drafts with which requests need no tried drafts; how many latest drafts it is about."""
+MAX_SHARE_NEEDED, REQUESTS_OF_WRONG_DRAFTS, MEMORY = 0.75, 4, 16
+"""If more than four requests generate, drafts of four may be wrong, and drafts of the others, or three quarters of all,
+have to be right, or requests need tried drafts. That is about so many of the latest drafts."""
 
 
 Continue = Callable[[Sequence[RequestT], IntArray, IntArray, Sequence[int]], Sequence[Sequence[int]]]
@@ -102,7 +103,8 @@ class Drafting(Generic[RequestT]):
     """Adds drafts to steps.
 
     Invariant: every request that the proposer was asked about and that has not ended has a pace.
-    ``_share_right`` is about the first draft of each request's latest steps with drafts, tried ones included.
+    ``_share_right`` is about the first draft of each request's latest steps with drafts, tried ones included, and
+    ``_num_generating`` is the number of requests whose last known token the latest step computes, and no other one.
     ``_next_steps[row]`` is the first step in which the request that has the row may get drafts. So a step in which all
     requests wait costs one comparison of arrays. A request that was preempted need not wait when it is admitted again.
 
@@ -129,7 +131,7 @@ class Drafting(Generic[RequestT]):
         self._vocab_size = vocab_size
         self._paces: dict[str, Pace] = {}
         self._num_steps = 0
-        self._share_right = 1.0
+        self._share_right, self._num_generating = 1.0, 0
         self._next_steps: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
         self.continue_requests: Continue[RequestT] | None = None
         self.hidden_states: dict[str, torch.Tensor] | None = {} if proposer.needs_hidden_states else None
@@ -154,7 +156,8 @@ class Drafting(Generic[RequestT]):
         places = [
             place for place in np.flatnonzero(may_draft & is_due).tolist() if not requests[place].wants_prompt_rows
         ]
-        counts = self._counts([requests[place] for place in places], int(np.count_nonzero(may_draft)), budget)
+        self._num_generating = int(np.count_nonzero(may_draft))
+        counts = self._counts([requests[place] for place in places], budget)
         places, counts = [place for place, most in zip(places, counts, strict=True) if most], [*filter(None, counts)]
         if not places:
             return step
@@ -170,7 +173,7 @@ class Drafting(Generic[RequestT]):
             pace = self._paces[request.request_id]
             if not each:
                 self._wait(request, pace.skip())
-            elif pace.num_tries or not (is_turn or self._num_tries(pace.first_pause) == 0):
+            elif pace.num_tries or not (is_turn or self._num_tries() == 0):
                 pace.tried = len(request.token_ids), each[0]
                 each.clear()
         if not any(proposed):
@@ -221,23 +224,20 @@ class Drafting(Generic[RequestT]):
             self._learn(request, len(step.drafts[place]), max(0, len(run) - 1))
         return following, num_all
 
-    def _counts(self, requests: Sequence[RequestT], num_generating: int, budget: int) -> list[int]:
+    def _counts(self, requests: Sequence[RequestT], budget: int) -> list[int]:
         """Return the most drafts of each request in this step.
 
         Args:
             requests: Requests that do not wait.
-            num_generating: The number of requests whose last known token the step computes, and no other one.
             budget: The most drafts of all requests together.
         """
         counts = []
-        num_first = max(1, min(self.max_drafts, FIRST_DRAFTS // max(1, num_generating)))
-        first_pause = max(1, min(MAX_PAUSE, (num_generating // REQUESTS_PER_PAUSE) ** 2))
+        num_first = max(1, min(self.max_drafts, FIRST_DRAFTS // max(1, self._num_generating)))
+        first_pause = max(1, min(MAX_PAUSE, (self._num_generating // REQUESTS_PER_PAUSE) ** 2))
         for request in requests:
             pace = self._paces.get(request.request_id)
             if pace is None:
-                pace = self._paces[request.request_id] = Pace(
-                    num_first, first_pause, num_tries=self._num_tries(first_pause)
-                )
+                pace = self._paces[request.request_id] = Pace(num_first, first_pause, num_tries=self._num_tries())
             elif (is_right := pace.compare(request.token_ids)) is not None:
                 self._note(is_right)
                 pace.num_tries = max(0, pace.num_tries - 1)
@@ -305,14 +305,14 @@ class Drafting(Generic[RequestT]):
         """Let a pace learn what became of drafts; return the steps to wait."""
         num_waiting = pace.learn(num_proposed, num_accepted, self.max_drafts)
         if num_waiting:
-            pace.num_tries = self._num_tries(pace.first_pause)
+            pace.num_tries = self._num_tries()
         return num_waiting
 
-    def _num_tries(self, first_pause: int) -> int:
+    def _num_tries(self) -> int:
         """Return how many right drafts a request needs before it gets drafts."""
+        share = min(MAX_SHARE_NEEDED, 1 - REQUESTS_OF_WRONG_DRAFTS / max(1, self._num_generating))
         # What a draft model generates is in its state, so it must be computed.
-        is_needed = first_pause > 1 and self._share_right < MIN_SHARE_RIGHT and self.continue_requests is None
-        return NUM_TRIES if is_needed else 0
+        return NUM_TRIES if self._share_right < share and self.continue_requests is None else 0
 
     def _note(self, is_right: bool) -> None:
         """Record whether the first draft of a request was right."""
