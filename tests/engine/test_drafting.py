@@ -154,8 +154,8 @@ def test_if_many_drafts_were_wrong_requests_get_some_after_right_ones_that_were_
     scheduled = guessing(24, guess)
     assert [] == guess.drafts_in(scheduled, 34)  # up to step 36
     guess.is_right = True
-    # The draft that was tried in step 32 was wrong, so the next is tried in step 66. Three right ones are enough, and then
-    # most of the latest drafts were right.
+    # The draft that was tried in step 32 was wrong, so the next one is tried in step 66. Three right ones are enough, and
+    # then most of the latest drafts were right.
     assert [69, 70, 71] == guess.drafts_in(scheduled, 35)
 
 
