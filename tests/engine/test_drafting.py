@@ -154,7 +154,7 @@ def test_if_many_drafts_were_wrong_requests_get_some_after_right_ones_that_were_
     scheduled = guessing(24, guess)
     assert [] == guess.drafts_in(scheduled, 34)  # up to step 36
     guess.is_right = True
-    # The draft that was tried in step 32 was wrong, so the next one is tried in step 66. Three right ones are enough, and
+    # The draft that was tried in step 32 was wrong, so the next one is tried in step 66. Three right ones are enough:
     # then most of the latest drafts were right.
     assert [69, 70, 71] == guess.drafts_in(scheduled, 35)
 
@@ -174,7 +174,7 @@ def test_only_some_steps_have_drafts_while_many_are_wrong(monkeypatch: pytest.Mo
     assert [8, 16, 24, 32] == guess.drafts_in(scheduled, 30)
 
 
-@pytest.mark.parametrize(("num_requests", "share"), [(5, 0.2), (8, 0.5), (16, 0.75), (99, 0.75)])
+@pytest.mark.parametrize(("num_requests", "share"), [(4, 0.5), (5, 0.6), (8, 0.75), (99, 0.75)])
 def test_the_more_requests_generate_the_more_drafts_have_to_be_right(num_requests: int, share: float) -> None:
     chosen: Any = scheduler(Counting(max_drafts=1))[0]._drafting
     chosen._num_generating = num_requests
@@ -184,7 +184,18 @@ def test_the_more_requests_generate_the_more_drafts_have_to_be_right(num_request
     assert [3, 0] == found
 
 
-@pytest.mark.parametrize("num_requests", [1, 4])
+def test_requests_begin_with_one_draft_if_many_were_wrong() -> None:
+    scheduled, _ = scheduler(Counting(max_drafts=4))
+    chosen: Any = scheduled._drafting
+    chosen._share_right = 0.0
+    for number in range(4):
+        scheduled.add(request(str(number), new=40))
+    found = [run_step(scheduled).drafts for _ in range(8)]
+    # The prompts, three tried drafts of each, of which the last ones make most of the latest drafts right, and drafts.
+    assert [[], [], [], [], 4 * [1]] == [[len(each) for each in drafts] for drafts in found[:5]]
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
 def test_few_requests_get_drafts_that_were_not_tried(num_requests: int) -> None:
     guess = Guess()
     assert [4, 7, 12, 21] == guess.drafts_in(guessing(num_requests, guess), 20)

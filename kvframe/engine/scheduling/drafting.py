@@ -47,8 +47,8 @@ NUM_TRIES, STEPS_PER_DRAFT = 3, 8
 """If many of the latest drafts were wrong: the right drafts in a row that a request needs before it gets drafts, and of
 how many steps one has drafts."""
 
-MAX_SHARE_NEEDED, REQUESTS_OF_WRONG_DRAFTS, MEMORY = 0.75, 4, 16
-"""If more than four requests generate, drafts of four may be wrong, and drafts of the others, or three quarters of all,
+MAX_SHARE_NEEDED, REQUESTS_OF_WRONG_DRAFTS, MEMORY = 0.75, 2, 16
+"""If more than two requests generate, drafts of two may be wrong, and drafts of the others, or three quarters of all,
 have to be right, or requests need tried drafts. That is about so many of the latest drafts."""
 
 
@@ -237,7 +237,9 @@ class Drafting(Generic[RequestT]):
         for request in requests:
             pace = self._paces.get(request.request_id)
             if pace is None:
-                pace = self._paces[request.request_id] = Pace(num_first, first_pause, num_tries=self._num_tries())
+                num_tries = self._num_tries()
+                pace = Pace(1 if num_tries else num_first, first_pause, num_tries=num_tries)
+                self._paces[request.request_id] = pace
             elif (is_right := pace.compare(request.token_ids)) is not None:
                 self._note(is_right)
                 pace.num_tries = max(0, pace.num_tries - 1)
