@@ -64,7 +64,7 @@ class Pace:
         num_drafts: Drafts of its next step with drafts, at least one.
         first_pause: Steps that it pauses after a step that accepts fewer than half.
         pause: Steps that it pauses after the next step of that kind; doubled each time.
-        silence: Steps that it pauses if the proposer has no drafts; doubled each time, and less than ``first_pause``.
+        silence: Steps that it pauses if the proposer has no drafts; about doubled each time.
         num_tries: Drafts that are tried, and not computed, before it gets drafts, if all of them are right.
         tried: The place of a tried draft among the request's tokens, and the draft; None if none waits for its token.
     """
@@ -83,9 +83,9 @@ class Pace:
         (place, draft), self.tried = self.tried, None
         return token_ids[place] == draft
 
-    def skip(self) -> int:
-        """Return the steps to wait before the next question, because the proposer had no drafts."""
-        num_waiting, self.silence = self.silence, min(2 * self.silence + 1, self.first_pause - 1)
+    def skip(self, most: int) -> int:
+        """Return the steps to wait before the next question, because the proposer had no drafts; at most so many."""
+        num_waiting, self.silence = self.silence, min(2 * self.silence + 1, max(most, self.first_pause - 1))
         return num_waiting
 
     def learn(self, num_proposed: int, num_accepted: int, most: int) -> int:
@@ -168,12 +168,13 @@ class Drafting(Generic[RequestT]):
             step = attrs.evolve(step, continued=self._continue(step, places, counts))
         asked = [requests[place] for place in places]
         proposed = self._propose(asked, counts, [step.continued[place] for place in places] if step.continued else ())
-        is_turn = self._num_steps % STEPS_PER_DRAFT == 0
+        are_tried = self._num_tries() > 0
+        is_turn = not are_tried or self._num_steps % STEPS_PER_DRAFT == 0
         for request, each in zip(asked, proposed, strict=True):
             pace = self._paces[request.request_id]
             if not each:
-                self._wait(request, pace.skip())
-            elif pace.num_tries or not (is_turn or self._num_tries() == 0):
+                self._wait(request, pace.skip(STEPS_PER_DRAFT if are_tried else 0))
+            elif pace.num_tries or not is_turn:
                 pace.tried = len(request.token_ids), each[0]
                 each.clear()
         if not any(proposed):
