@@ -73,6 +73,13 @@ def test_copies_are_generated_faster_than_by_prompt_lookup(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", drafts.BATCHES)
+def test_edits_are_not_generated_slower_and_some_of_their_drafts_are_wrong(batch: int) -> None:
+    assert times_as_fast("edit", batch)[drafts.PLAIN] >= 1.0
+    measured_then = record_of("drafts")["texts"]["edit"][str(batch)]
+    assert 0.5 < measured_then["accepted_draft_tokens"] / measured_then["draft_tokens"] < 0.99
+
+
+@pytest.mark.parametrize("batch", drafts.BATCHES)
 def test_a_draft_model_costs_no_time_and_is_not_slower_than_assisted_generation(batch: int) -> None:
     times = times_as_fast("draft-model", batch)
     assert min(times[drafts.PLAIN], times[drafts.WITH_ASSISTANT]) >= 1.0
