@@ -159,6 +159,11 @@ def test_if_many_drafts_were_wrong_requests_get_some_after_right_ones_that_were_
     assert [69, 70, 71] == guess.drafts_in(scheduled, 35)
 
 
+def test_a_tried_draft_waits_for_its_token() -> None:
+    pace = Pace(1, tried=(2, 7))
+    assert [None, True, None] == [pace.compare(tokens) for tokens in ([5, 6], [5, 6, 7], [5, 6, 7])]
+
+
 def test_drafts_of_a_draft_model_are_not_tried() -> None:
     scheduled = guessing(16, Guess())
     chosen: Any = scheduled._drafting

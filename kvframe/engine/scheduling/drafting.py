@@ -77,8 +77,8 @@ class Pace:
     tried: tuple[int, int] | None = None
 
     def compare(self, token_ids: Sequence[int]) -> bool | None:
-        """Return whether the tried draft is the token in its place; None if no draft was tried."""
-        if self.tried is None:
+        """Return whether the tried draft is the token in its place; None if there is no such draft or token yet."""
+        if self.tried is None or len(token_ids) <= self.tried[0]:
             return None
         (place, draft), self.tried = self.tried, None
         return token_ids[place] == draft
