@@ -252,7 +252,7 @@ def test_an_output_says_which_group_limited_what_was_found(long_models: Any) -> 
 
 
 def test_as_many_requests_run_as_fit_while_all_but_one_generate(models: Any) -> None:
-    options = {"block_size": 4, "memory": "160KiB", "max_model_len": 64, "max_num_batched_tokens": 48}
+    options = {"block_size": 4, "memory": "168KiB", "max_model_len": 64, "max_num_batched_tokens": 48}
     with models("qwen3_next").engine(**options, reserve_prompts=True) as engine:
         assert (1, 2) == (engine.plan.max_concurrency(), engine.plan.max_generating())
         for start in range(4):
