@@ -40,7 +40,7 @@ def _kernels_are_compiled(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _specs_of_the_project_are_checked_once() -> Iterator[None]:
     # The check at set-up asks a spec for hundreds of answers, which takes half of the time of making a tiny engine.
-    # The other specs of tests, of which some answer wrongly, are checked each time.
+    # Specs that tests define are checked each time: some of them give wrong answers on purpose.
     checked: set[tuple[KVCacheSpec, int, int]] = set()
 
     def check_once(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:

@@ -38,10 +38,10 @@ GENERATE, WITH_LOOKUP, WITH_ASSISTANT = "transformers generate()", TRANSFORMERS 
 BY_LOOKUP = (PLAIN, WITH_NGRAM, GENERATE, WITH_LOOKUP)
 BY_DRAFT_MODEL = (PLAIN, WITH_DRAFT_MODEL, GENERATE, WITH_ASSISTANT)
 ROUNDS_OF_LOAD = 5
-"""The most rounds before all systems load the model again: two equal systems differed by up to 5 % in every round, and
-by another share after they were loaded again."""
+"""The most rounds before all systems load the model again: two equal systems differed in every round, and by another
+share after they were loaded again."""
 ON_LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""The systems' variables: on pages of 4 KiB, steps of 32 requests took a fifth longer, and differed more."""
+"""The variables of the systems' processes: on pages of 4 KiB, the time of a step depends more on where its data lie."""
 BATCHES = (1, 8, 32)
 """The numbers of requests."""
 

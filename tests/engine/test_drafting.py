@@ -196,7 +196,7 @@ def test_requests_begin_with_one_draft_if_many_were_wrong() -> None:
     for number in range(4):
         scheduled.add(request(str(number), new=40))
     found = [run_step(scheduled).drafts for _ in range(8)]
-    # The prompts, three tried drafts of each, of which the last ones make most of the latest drafts right, and drafts.
+    # First come the prompts, then three steps with tried drafts. These are right, so the next step has drafts.
     assert [[], [], [], [], 4 * [1]] == [[len(each) for each in drafts] for drafts in found[:5]]
 
 
@@ -220,6 +220,22 @@ def test_requests_without_drafts_are_asked_about_more_seldom_if_many_generate(nu
             run_step(scheduled)
         assert before + 1 == len(proposer.asked)
         assert num_requests == len(proposer.asked[-1])
+
+
+def test_few_requests_without_drafts_are_asked_about_more_seldom_if_many_drafts_were_wrong() -> None:
+    proposer = Counting(max_drafts=4, answers=lambda requests: [()] * len(requests))
+    scheduled, _ = scheduler(proposer)
+    chosen: Any = scheduled._drafting
+    chosen._share_right = 0.0
+    for number in range(4):
+        scheduled.add(request(str(number), new=40))
+    asked = []
+    for _ in range(33):
+        before = len(proposer.asked)
+        run_step(scheduled)
+        asked += [chosen._num_steps] * (len(proposer.asked) - before)
+    # It waits for 0, 1, 3, 7, 8 and again 8 steps.
+    assert [2, 3, 5, 9, 17, 26] == asked
 
 
 def test_a_pause_ends_with_the_request_and_when_it_is_admitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
