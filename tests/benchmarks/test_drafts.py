@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import attrs
 import pytest
 import torch
 
-from benchmarks.engine import drafts
+from benchmarks.engine import drafts, own_engines
+from benchmarks.engine.serving import load, serve, setting_of, start_servers
 from benchmarks.harness import edit_model
 from tests.benchmarks.calling import measured, record_of
+
+TINY = next(each for each in drafts.TEXTS if each.name == "tiny")
 
 
 def test_every_system_serves_every_number_of_requests(tmp_path: Path) -> None:
@@ -26,7 +30,7 @@ def test_every_system_serves_every_number_of_requests(tmp_path: Path) -> None:
 
 
 def test_systems_load_the_model_again_after_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = attrs.evolve(next(each for each in drafts.TEXTS if each.name == "tiny"), systems=drafts.BY_LOOKUP)
+    text = attrs.evolve(TINY, systems=drafts.BY_LOOKUP)
     loads: list[int] = []
     served: list[list[list[int]]] = []
 
@@ -46,6 +50,25 @@ def test_systems_load_the_model_again_after_a_few_rounds(monkeypatch: pytest.Mon
         found["draft_tokens"],
         found["accepted_draft_tokens"],
     )
+
+
+def test_engines_with_and_without_drafts_compute_with_the_same_weights() -> None:
+    setting, _ = setting_of(attrs.evolve(TINY, num_prompts=2))
+    engines = own_engines.make_sharing([replace(setting, max_drafts=most) for most in (0, 2)])
+    first, second = ([each.data_ptr() for each in engine._engine.model.model.parameters()] for engine in engines)  # type: ignore[attr-defined]
+    assert first == second
+    for engine in engines:
+        engine.close()
+
+
+def test_systems_that_differ_in_drafts_are_told_apart_in_one_process() -> None:
+    with start_servers([drafts.PLAIN, drafts.WITH_NGRAM], 1) as engines:
+        assert engines[drafts.PLAIN] is engines[drafts.WITH_NGRAM]
+        setting, _ = setting_of(attrs.evolve(TINY, num_prompts=1))
+        load(engines, setting, max_drafts=4)
+        served = {name: serve(engines, name, [[7, 8, 9] * 8], 8) for name in engines}
+    assert served[drafts.PLAIN]["tokens"] == served[drafts.WITH_NGRAM]["tokens"]
+    assert 0 == served[drafts.PLAIN]["draft_tokens"] < served[drafts.WITH_NGRAM]["draft_tokens"]
 
 
 def test_an_edit_replaces_some_names_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
