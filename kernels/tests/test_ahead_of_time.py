@@ -59,7 +59,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def some(cache: Path) -> dict[str, Compiled]:
     """What usual runs compile, in one process: some launches of each file, and those whose instructions are counted."""
-    compiled = compile_all(cache, *([path, SOME] for path in FILES), prompts_and_decodes(16, 64))
+    compiled = compile_all(cache, *([path, SOME] for path in FILES), prompts_and_decodes("rows=16", "prompt-rows=64"))
     return dict(zip([*(path.stem for path in FILES), "counted"], compiled, strict=True))
 
 
@@ -84,27 +84,29 @@ def assert_within_limits(compiled: Compiled) -> None:
 
 
 def test_prompts_are_the_tensor_cores_work_and_decodes_load_16_bytes_at_a_time(some: dict[str, Compiled]) -> None:
-    assert_instructions(some["counted"], 16, 64)
+    assert_instructions(some["counted"], "rows=16", "prompt-rows=64")
 
 
 @pytest.mark.whole
 def test_every_shape_is_the_tensor_cores_work_or_loads_16_bytes_at_a_time(cache: Path) -> None:
-    (compiled,) = compile_all(cache, prompts_and_decodes(16, 32, 64, 128))
-    assert_instructions(compiled, 16, 32, 64, 128)
+    shapes = "rows=16", "rows=32", "rows=64", "prompt-rows=64", "prompt-rows=256"
+    (compiled,) = compile_all(cache, prompts_and_decodes(*shapes))
+    assert_instructions(compiled, *shapes)
 
 
-def prompts_and_decodes(*rows: int) -> list[Any]:
+def prompts_and_decodes(*shapes: str) -> list[Any]:
     """Return what to compile, with so many rows of queries, and to count."""
-    names = f"^plain-rows=({'|'.join(map(str, rows))})$"
+    names = f"^plain-({'|'.join(shapes)})$"
     return [HERE / "launches" / "attention.py", names, "HGMMA", "HMMA", LOADS, WIDE_LOADS]
 
 
-def assert_instructions(compiled: Compiled, *rows: int) -> None:
-    assert {f"plain-rows={count}" for count in rows} == set(compiled)
+def assert_instructions(compiled: Compiled, *shapes: str) -> None:
+    assert {f"plain-{shape}" for shape in shapes} == set(compiled)
     for name, found in compiled.items():
         assert found[WIDE_LOADS] == found[LOADS] > 0, name
     assert 0 < compiled["plain-rows=16"]["HMMA"]
-    assert [] == [count for count in rows if count >= 64 and not compiled[f"plain-rows={count}"]["HGMMA"]]
+    few_rows = "plain-rows=16", "plain-rows=32"
+    assert [] == [name for name, found in compiled.items() if name not in few_rows and not found["HGMMA"]]
 
 
 def compile_all(cache: Path, *asked: list[Any]) -> list[Compiled]:

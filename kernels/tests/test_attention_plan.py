@@ -209,6 +209,20 @@ def test_decodes_and_prompts_of_a_step_have_programs_of_their_own() -> None:
     assert [16, 128] == [programs.tiling.block_m for programs in cut_step(batch([1, 200], [500, 300])).programs]
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_the_largest_shape_is_for_steps_that_fill_the_device_with_it(static: bool) -> None:
+    tilings = (shape(16, 16), shape(64, 16, mask_all=False), shape(256, 16, mask_all=False))
+    planner = planner_for(HEADS, GROUP, tilings, CORES)
+    # Each of 24 multiprocessors gets four programs, two of them for each tile of 64 queries.
+    for num_tokens, rows in ((3071, 64), (3072, 256)):
+        step = batch([num_tokens], [num_tokens], static=static)
+        for plan in (planner.plan, planner.plan_with_numpy):
+            (work,) = plan(step, [ALL])
+            assert rows == work.programs[-1].tiling.block_m
+    alone = planner_for(HEADS, GROUP, TILINGS, CORES)
+    assert 128 == alone.plan(batch([70], [70]), [ALL])[0].programs[-1].tiling.block_m
+
+
 def test_one_kv_head_for_more_query_heads_than_a_program_has_rows() -> None:
     (work,) = planner_for(1, 128, TILINGS, CORES).plan(batch([1, 1], [5, 9]), [ALL])
     (programs,) = work.programs

@@ -16,8 +16,8 @@ STORED = {
     "int8_token_head": torch.int8,
     "int4_token_head": torch.uint8,
 }
-ENDS = slice(0, None, 3)
-"""The shape for decodes and the one for prompts."""
+ENDS = None
+"""The shape for decodes and those for prompts, instead of a slice of all shapes."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "float16-page=128-window-soft_cap-sinks-int4_in_float16-head_size=64": {
         "dtype": torch.float16,
@@ -58,7 +58,8 @@ def launches() -> dict[str, Launch]:
     for kv_format in STORED:
         add(kv_format, format=kv_format)
         add(f"{kv_format}-head_size=256", format=kv_format, head_size=256, shapes=slice(0, None, 2))
-    for head_size in (64, 512, 576):
+        add(f"{kv_format}-head_size=64", format=kv_format, head_size=64, shapes=ENDS)
+    for head_size in (512, 576):
         add(f"head_size={head_size}", head_size=head_size, shapes=slice(-1, None))
     add("float32", dtype=torch.float32)
     found["join"] = found.pop("float32-join")
@@ -84,7 +85,7 @@ def _launches(
     block_size: int = 16,
     has_sinks: bool = False,
     has_ranges: bool = False,
-    shapes: slice = slice(None),
+    shapes: slice | None = slice(None),
     **options: Any,
 ) -> dict[str, Launch]:
     def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -109,7 +110,9 @@ def _launches(
         of = torch.float16 if kv_format.startswith("int4") else torch.float32
         cache |= {name: tensor(NUM_PAGES, block_size, NUM_KV_HEADS, of=of) for name in names}
     found = {}
-    for tiling in attention.tilings_for(dtype)[shapes]:
+    tilings = attention.tilings_for(dtype)
+    ends = tilings[:1] + tuple(each for each in tilings[1:] if not each.mask_all)
+    for tiling in ends if shapes is None else tilings[shapes]:
         programs = Programs(
             tiling=tiling,
             heads=min(group, 64),
@@ -135,7 +138,7 @@ def _launches(
             prompt_lens=tensor(64, of=torch.int32) if attention.keeps_prompt else None,
             range_ends=tensor(NUM_TOKENS, of=torch.int32) if has_ranges else None,
         )
-        found[f"rows={tiling.block_m}"] = attend
+        found[f"rows={tiling.block_m}" if tiling.mask_all else f"prompt-rows={tiling.block_m}"] = attend
     if dtype == torch.float32:
         found["join"] = join
     return found

@@ -111,7 +111,8 @@ class PagedAttention:
         """Return the shapes of programs, for queries of this dtype."""
         if self.tilings is not None:
             return self.tilings
-        return suitable_tilings(max(self.head_size, self.head_size_v), dtype.itemsize, self.format)
+        size, has_bias = max(self.head_size, self.head_size_v), self.max_distance > 0
+        return suitable_tilings(size, dtype.itemsize, self.format, has_bias=has_bias)
 
     def launches(
         self,

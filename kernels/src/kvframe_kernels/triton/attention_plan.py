@@ -39,6 +39,8 @@ from kvframe_kernels.triton.attention_tiles import (
 
 NO_PARTS = np.zeros((0, NUM_ITEM_FIELDS), dtype=np.int32)
 NO_SPLITS = np.zeros((0, NUM_SPLIT_FIELDS), dtype=np.int32)
+FEWEST_ITEMS_PER_CORE = 4
+"""The fewest work items of a multiprocessor with which the largest shape for prompts is the fastest."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class StepPlanner:
         num_kv_heads: Their KV heads.
         group: Query heads of each.
         tilings: Shapes of programs, by ascending rows; the last one takes requests that are too long for the others.
+            If the last two are for prompts (not ``mask_all``), the last one is for steps of many tokens, and the one
+            before it for other steps.
         num_cores: Multiprocessors of the device.
     """
 
@@ -121,15 +125,32 @@ class StepPlanner:
         """Programs that compute a work item: one for every KV head, or more."""
         return self.num_kv_heads * -(-self.group // self.heads)
 
+    @cached_property
+    def _for_few_tokens(self) -> StepPlanner | None:
+        """The planner of steps whose tokens are too few for the last shape; None if it is for every step."""
+        if len(self.tilings) < 2 or self.tilings[-2].mask_all or self.tilings[-1].mask_all:
+            return None
+        return planner_for(self.num_kv_heads, self.group, self.tilings[:-1], self.num_cores)
+
+    def _planner(self, batch: Batch) -> StepPlanner:
+        """Return the planner of this step: the work of few tokens would not fill the device with the largest tiles."""
+        num_programs = batch.num_tokens * self.heads // self.tilings[-1].block_m * self._programs
+        if self._for_few_tokens is None or num_programs >= FEWEST_ITEMS_PER_CORE * self.num_cores:
+            return self
+        return self._for_few_tokens
+
     def plan(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
         """Return the step's work for each mask.
 
         Masks that hide equally many tokens of this step share one value. This does not hold in a graph's step, whose
         values must not depend on its content.
         """
+        return self._planner(batch)._plan(batch, masks)
+
+    def _plan(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
         native = attention_native.load()
         if native is None:
-            return self.plan_with_numpy(batch, masks)
+            return self._plan_with_numpy(batch, masks)
         found, places = native.plan(
             batch.query_start_loc,
             batch.seq_lens,
@@ -165,6 +186,9 @@ class StepPlanner:
 
     def plan_with_numpy(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
         """Return the same as ``plan``, without compiled code."""
+        return self._planner(batch)._plan_with_numpy(batch, masks)
+
+    def _plan_with_numpy(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
         tiles = tiles_of(batch, self.heads, self.tilings)
         waves = [self._wave(shape.tiling) for shape in tiles.shapes]
         in_effect = masks_in_effect(batch, masks)
