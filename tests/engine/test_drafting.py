@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kvframe.contract import DraftRequest, Proposer
 from kvframe.engine.requests.request import Request, SamplingParams
 from kvframe.engine.scheduling import drafting
-from kvframe.engine.scheduling.drafting import MAX_PAUSE, Drafting, Pace
+from kvframe.engine.scheduling.drafting import Drafting
+from kvframe.engine.scheduling.pace import MAX_PAUSE, Pace
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 from tests.engine.test_scheduler import CountingCache

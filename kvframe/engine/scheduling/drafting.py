@@ -25,6 +25,7 @@ from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
 from kvframe.contract.proposer import DraftRequest, Proposer
 from kvframe.engine.requests.progress import RequestT
+from kvframe.engine.scheduling.pace import MAX_PAUSE, Pace
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.step import ScheduledStep
 
@@ -32,16 +33,12 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("kvframe")
-MAX_PAUSE = 32
-"""The most steps without drafts between two attempts of a request."""
-
 FIRST_DRAFTS = 32
 """The drafts that requests begin with, divided by the number of requests that generate."""
 
 REQUESTS_PER_PAUSE = 8
 """The first pause after rejected drafts is the square of the number of requests that generate, divided by this, and at
 least one step. A wrong draft makes the step longer for all of them."""
-
 
 NUM_TRIES, STEPS_PER_DRAFT = 3, 8
 """If many of the latest drafts were wrong: the right drafts in a row that a request needs before it gets drafts, and of
@@ -51,52 +48,8 @@ MAX_SHARE_NEEDED, REQUESTS_OF_WRONG_DRAFTS, MEMORY = 0.75, 2, 16
 """If more than two requests generate, drafts of two may be wrong, and drafts of the others, or three quarters of all,
 have to be right, or requests need tried drafts. That is about so many of the latest drafts."""
 
-
 Continue = Callable[[Sequence[RequestT], IntArray, IntArray, Sequence[int]], Sequence[Sequence[int]]]
 """Lets a draft model continue requests, given their rows, their known tokens and how many tokens each is to get."""
-
-
-@attrs.define
-class Pace:
-    """How many drafts a request gets.
-
-    Attributes:
-        num_drafts: Drafts of its next step with drafts, at least one.
-        first_pause: Steps that it pauses after a step that accepts fewer than half.
-        pause: Steps that it pauses after the next step of that kind; doubled each time.
-        silence: Steps that it pauses if the proposer has no drafts; about doubled each time.
-        num_tries: Drafts that are tried, and not computed, before it gets drafts, if all of them are right.
-        tried: The place of a tried draft among the request's tokens, and the draft; None if none waits for its token.
-    """
-
-    num_drafts: int
-    first_pause: int = 1
-    pause: int = attrs.field(default=attrs.Factory(lambda self: self.first_pause, takes_self=True))
-    silence: int = 0
-    num_tries: int = 0
-    tried: tuple[int, int] | None = None
-
-    def compare(self, token_ids: Sequence[int]) -> bool | None:
-        """Return whether the tried draft is the token in its place; None if there is no such draft or token yet."""
-        if self.tried is None or len(token_ids) <= self.tried[0]:
-            return None
-        (place, draft), self.tried = self.tried, None
-        return token_ids[place] == draft
-
-    def skip(self, most: int) -> int:
-        """Return the steps to wait before the next question, because the proposer had no drafts; at most so many."""
-        num_waiting, self.silence = self.silence, min(2 * self.silence + 1, max(most, self.first_pause - 1))
-        return num_waiting
-
-    def learn(self, num_proposed: int, num_accepted: int, most: int) -> int:
-        """Choose the number of the next drafts from what became of the last ones; return the steps to wait first."""
-        self.silence = 0
-        self.num_drafts = min(2 * num_proposed, most) if num_accepted == num_proposed else max(1, num_accepted)
-        if 2 * num_accepted >= num_proposed:
-            self.pause = self.first_pause
-            return 0
-        num_waiting, self.pause = self.pause, min(2 * self.pause, MAX_PAUSE)
-        return num_waiting
 
 
 class Drafting(Generic[RequestT]):
