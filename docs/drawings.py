@@ -106,20 +106,18 @@ def _slabs() -> str:
     left, width, height = 100, 430, 26
     parts = []
     scale = width / plan.slab_bytes
-    for slab in range(plan.num_slabs + 1):  # the pool ends with a shorter one, which stays with a group
-        y, is_rest = 14 + slab * (height + 8), slab == plan.num_slabs
-        group = plan.rest_group if is_rest else owner.get(slab)
-        length = plan.rest_bytes if is_rest else plan.slab_bytes
-        parts.append(_text(12, y + 18, "the rest" if is_rest else f"slab {slab}"))
-        parts.append(_box(left, y, length * scale, height, "#ffffff", INK))
+    for slab in range(plan.num_slabs):
+        y, group = 14 + slab * (height + 8), owner.get(slab)
+        parts.append(_text(12, y + 18, f"slab {slab}"))
+        parts.append(_box(left, y, width, height, "#ffffff", INK))
         if group is None:
             parts.append(_text(left + 8, y + 18, "free: any group may take it"))
             continue
         page_bytes = plan.groups[group].page_bytes
-        for offset in range(0, length - page_bytes + 1, page_bytes):
+        for offset in range(0, plan.slab_bytes - page_bytes + 1, page_bytes):
             fill = COLOURS[group] if slab * plan.slab_bytes + offset in held else "#ffffff"
             parts.append(_box(left + offset * scale + 3, y + 3, page_bytes * scale - 6, height - 6, fill))
-    bottom = 14 + (plan.num_slabs + 1) * (height + 8)
+    bottom = 14 + plan.num_slabs * (height + 8)
     for index, each in enumerate(plan.groups):
         parts.append(_box(left, bottom + 4 + index * 22, 14, 14, COLOURS[index]))
         spec = each.spec.kind.replace("_", " ")

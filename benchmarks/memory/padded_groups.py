@@ -89,8 +89,7 @@ class PaddedGroups:
             pages_per_slab=[1] * len(groups),
         )
         assert plan.slab_bytes == self.group_size * self.page_bytes
-        # The rest of the memory is too short for a block.
-        return attrs.evolve(plan, num_rest_pages=0)
+        return plan
 
 
 def _page_bytes(specs: Sequence[KVCacheSpec]) -> int:

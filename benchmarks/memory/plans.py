@@ -110,9 +110,9 @@ def held_bytes(plan: KVCachePlan, num_tokens: int) -> int:
 def wasted_share(plan: KVCachePlan) -> float:
     """Return the share of the memory that no page can use if the longest requests fill it.
 
-    It consists of the bytes before the first slab, the ends of slabs, and the rest after the last slab.
+    It consists of the bytes before the first slab, the ends of slabs, and the memory after the last slab.
     """
-    used = plan.num_slabs * plan.slab_bytes * (1 - plan.waste_fraction) + plan.rest_bytes
+    used = plan.num_slabs * plan.slab_bytes * (1 - plan.waste_fraction)
     return 1 - used / plan.memory_bytes
 
 

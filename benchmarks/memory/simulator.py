@@ -70,11 +70,9 @@ def memory_use(manager: KVCacheManager, computed: Mapping[str, int]) -> MemoryUs
         rows = {request: np.asarray(ids[group.index], dtype=np.int64) for request, ids in tables.items()}
         held = np.unique(np.concatenate([np.zeros(1, np.int64), *rows.values()]))[1:]
         slabs = np.unique(slab_of(held))
-        slabs = slabs[slabs < plan.num_slabs]
-        num_rest = plan.num_rest_pages if group.index == plan.rest_group else 0
-        num_pages = len(slabs) * group.pages_per_slab + num_rest
+        num_pages = len(slabs) * group.pages_per_slab
         unheld = np.setdiff1d(np.array(found, dtype=np.int64), held)
-        num_cached = int(np.count_nonzero(np.isin(slab_of(unheld), [*slabs, plan.num_slabs])))
+        num_cached = int(np.count_nonzero(np.isin(slab_of(unheld), slabs)))
         empty = sum(
             empty_tokens(group.spec, int(np.count_nonzero(row)), computed[request]) for request, row in rows.items()
         )
@@ -91,7 +89,7 @@ def memory_use(manager: KVCacheManager, computed: Mapping[str, int]) -> MemoryUs
         unfinished=unfinished,
         partly_used=free,
         cached=cached,
-        padding=tails + plan.memory_bytes - plan.num_slabs * plan.slab_bytes - plan.rest_bytes,
+        padding=tails + plan.memory_bytes - plan.num_slabs * plan.slab_bytes,
         idle=(plan.num_slabs - held_slabs) * plan.slab_bytes,
     )
 

@@ -334,7 +334,7 @@ class BlockPool:
             self._group = np.append(self._group, np.zeros(num_new, dtype=np.int64))
         if self._policy is not None:
             self._policy.resize(plan.total_bytes, num_new)
-        self.free_list.resize(plan, reserve_slabs, self._stamp)
+        self.free_list.resize(plan, reserve_slabs)
         return True
 
     # --- inside -------------------------------------------------------------------------------------------------------

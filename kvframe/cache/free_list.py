@@ -71,7 +71,7 @@ class FreeList:
             before, self._num_free = self._num_free, self._num_free + len(block_ids)
             self._stack[before : self._num_free] = block_ids
 
-    def resize(self, plan: KVCachePlan, reserve: int, stamp: int) -> None:
+    def resize(self, plan: KVCachePlan, reserve: int) -> None:
         """Put added blocks at the bottom of the stack, or remove the last blocks, which are all free."""
         free, before = self.free_blocks(), self._num_blocks
         self._plan = plan

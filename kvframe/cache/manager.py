@@ -467,8 +467,7 @@ class KVCacheManager:
     def resize(self, num_slabs: int) -> bool:
         """Change the number of slabs; the caller allocates added bytes before, and frees removed ones after.
 
-        Slabs are added, and removed, at the end of the pool. Cached pages of removed slabs are evicted. The pages after
-        the last slab become part of a slab, or are removed too.
+        Slabs are added, and removed, at the end of the pool. Cached pages of removed slabs are evicted.
 
         Args:
             num_slabs: The new number of slabs, in which running requests have to fit.
@@ -484,7 +483,7 @@ class KVCacheManager:
                 "have a 32-bit block id",
                 code="too_large",
             )
-        plan = attrs.evolve(self.plan, num_slabs=num_slabs, num_rest_pages=0)
+        plan = attrs.evolve(self.plan, num_slabs=num_slabs)
         if not self._pins.fit_into(plan) or not self._cache.resize(plan):
             return False
         self.plan = self._pins.plan = plan

@@ -91,9 +91,7 @@ class Pins:
     def _needed_and_left(self, plan: KVCachePlan, pins: Iterable[Pin]) -> tuple[int, int]:
         """Return the slabs that the longest request needs, and those without a page of some pins, in a smaller plan."""
         pages = np.unique(_pages_of(pins))
-        first_rest = (self.plan.null_bytes + self.plan.num_slabs * self.plan.slab_bytes) // self.plan.block_id_bytes
-        num_rest_pages = max(0, plan.num_rest_pages - int(np.count_nonzero(pages >= first_rest)))
-        needed = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len), num_rest_pages)
+        needed = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len))
         num_removed = self.plan.num_slabs - plan.num_slabs
         return needed, self._pool.free_list.count_idle_slabs(pages) - num_removed
 

@@ -28,8 +28,7 @@ class Slabs:
     group; it is *idle* while none of them is held. Its free blocks are listed; the slabs that have any are *open*.
 
     An allocation succeeds if and only if the free and cached blocks in each group's slabs that are not idle, and as
-    many idle slabs as the shortfall needs, cover it. The rest of the pool after the last slab is treated as a shorter
-    slab that is never idle. Its blocks are taken last, but before any cached block is evicted for it.
+    many idle slabs as the shortfall needs, cover it.
     """
 
     def __init__(self, plan: KVCachePlan, pool: BlockPool, reserve: int) -> None:
@@ -40,8 +39,7 @@ class Slabs:
         """
         num_groups, num_slabs = len(plan.groups), plan.num_slabs
         self._pool, self._reserve = pool, reserve
-        # The rest after the last slab, if there is one, is the slab of this number.
-        self._num_slabs, self._num_rest = num_slabs, plan.num_rest_pages
+        self._num_slabs = num_slabs
         self._null_ids = plan.null_bytes // plan.block_id_bytes
         self._slab_ids = plan.slab_bytes // plan.block_id_bytes if plan.groups else 1
         self._per_slab = [group.pages_per_slab for group in plan.groups]
@@ -62,14 +60,6 @@ class Slabs:
         self._open_idle: list[_SlabSet] = [OrderedDict() for _ in range(num_groups)]
         self._cached_held: list[_SlabSet] = [OrderedDict() for _ in range(num_groups)]
         self._available = [0] * num_groups
-        if self._num_rest:
-            # One more block than it has counts as always held.
-            self._group.append(plan.rest_group)
-            self._held.append(1)
-            self._cached.append(0)
-            self._free.append(self._blocks_of(num_slabs)[::-1].tolist())
-            self._open_held[plan.rest_group][num_slabs] = None
-            self._available[plan.rest_group] += self._num_rest
 
     @property
     def num_idle_slabs(self) -> int:
@@ -116,11 +106,9 @@ class Slabs:
     def _take_some(self, group: int, count: int, taken: list[int], budget: int) -> None:
         """Take at least one block and at most ``count``, or evict at least one; use at most ``budget`` idle slabs."""
         has_free_slab = budget > 0 and bool(self._free_slabs)
-        slab = next((each for each in self._open_held[group] if each != self._num_slabs), None)
+        slab = next(iter(self._open_held[group]), None)
         if slab is None and budget > 0:
             slab = next(iter(self._open_idle[group]), None)
-        if slab is None and not has_free_slab and self._num_slabs in self._open_held[group]:
-            slab = self._num_slabs
         if slab is not None:
             self._take_from(slab, count, taken)
         elif has_free_slab:
@@ -133,9 +121,7 @@ class Slabs:
             else:
                 self._pool.evict_among(self._blocks_of(slab), self._per_slab[self._group[slab]])
         else:
-            # The rest after the last slab comes last.
-            slab = next((each for each in self._cached_held[group] if each != self._num_slabs), self._num_slabs)
-            self._pool.evict_among(self._blocks_of(slab), count)
+            self._pool.evict_among(self._blocks_of(next(iter(self._cached_held[group]))), count)
 
     def _take_from(self, slab: int, count: int, taken: list[int]) -> None:
         """Take the first free blocks of a slab, at most ``count``."""
@@ -182,7 +168,7 @@ class Slabs:
         if before and now:
             self._available[group] -= held
         elif before or now:
-            size = self._num_rest + 1 if slab == self._num_slabs else self._per_slab[group]
+            size = self._per_slab[group]
             self._available[group] += size - now if now else before - size
         if now:
             if not before and self._idle.pop(slab, None) is not None:
@@ -227,22 +213,10 @@ class Slabs:
 
     # --- all slabs ----------------------------------------------------------------------------------------------------
 
-    def resize(self, plan: KVCachePlan, reserve: int, stamp: int) -> None:
-        """Put added slabs at the bottom of the stack of free ones, or remove the last slabs, which are free.
-
-        The rest after the last slab becomes the first added slab, or is removed.
-        """
-        rest, num_rest = self._num_slabs, self._num_rest
-        before, after = len(self._group), plan.num_slabs
-        self._num_slabs, self._num_rest, self._reserve = after, 0, reserve
-        if num_rest and after > rest:
-            group = self._group[rest]
-            self._free[rest][:0] = self._blocks_of(rest)[num_rest:][::-1].tolist()
-            self._available[group] += self._per_slab[group] - num_rest - 1
-            self._change_counts(rest, -1, 0, stamp)
-        elif num_rest:
-            del self._open_held[self._group[rest]][rest]
-            self._available[self._group[rest]] -= num_rest
+    def resize(self, plan: KVCachePlan, reserve: int) -> None:
+        """Put added slabs at the bottom of the stack of free ones, or remove the last slabs, which are free."""
+        before, after = self._num_slabs, plan.num_slabs
+        self._num_slabs, self._reserve = after, reserve
         num_added = max(0, after - before)
         self._free_slabs = [slab for slab in self._free_slabs if slab < after]
         self._free_slabs[:0] = range(after - 1, before - 1, -1)
@@ -262,7 +236,7 @@ class Slabs:
 
     def count_idle_slabs(self, held: BlockIds) -> int:
         """Return the number of slabs without one of the given held blocks."""
-        return self._num_slabs - sum(slab < self._num_slabs for slab in {*self._slabs_of(held)})
+        return self._num_slabs - len({*self._slabs_of(held)})
 
     def _slabs_of(self, block_ids: AnyBlockIds) -> list[int]:
         slabs: list[int] = ((block_ids - self._null_ids) // self._slab_ids).tolist()
@@ -272,8 +246,7 @@ class Slabs:
         """Return the blocks of a slab that is cut."""
         group = self._group[slab]
         first = self._null_ids + slab * self._slab_ids
-        num_blocks = self._num_rest if slab == self._num_slabs else self._per_slab[group]
-        return first + self._ids_per_block[group] * np.arange(num_blocks, dtype=np.int32)
+        return first + self._ids_per_block[group] * np.arange(self._per_slab[group], dtype=np.int32)
 
 
 def _put(slabs: _SlabSet, slab: int, is_in: bool) -> None:

@@ -71,7 +71,7 @@ class Swapper:
         self._coordinator, self._cache, self._host_pages = coordinator, cache, host_pages
         self.host_pool: BlockPool | None = None
         if host_pages is not None:
-            self.host_pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs, num_rest_pages=0))
+            self.host_pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs))
 
     def swap_out_row(self, row: int) -> StoredRow | None:
         """Copy a row's resident pages to host memory, and keep them; return None if too few host pages are free."""

@@ -252,7 +252,6 @@ def _print(
         [
             ("allocated", f"{format_bytes(planned.total_bytes)} ({planned.total_bytes:,} bytes)"),
             ("slabs", f"{planned.num_slabs:,} of {format_bytes(planned.slab_bytes)}"),
-            *_rest(planned),
             *_bytes_held(planned),
             ("wasted", f"{planned.waste_fraction:.2%} of full slabs"),
             ("found again", _found_again(planned)),
@@ -271,13 +270,6 @@ def _print(
 def _found_again(planned: KVCachePlan) -> str:
     shortest = planned.shortest_prefix
     return "no prefix" if shortest is None else f"prefixes of {shortest:,} tokens, and of multiples of it"
-
-
-def _rest(planned: KVCachePlan) -> list[tuple[str, str]]:
-    if not planned.num_rest_pages:
-        return []
-    pages = "page" if planned.num_rest_pages == 1 else "pages"
-    return [("after them", f"{planned.num_rest_pages:,} {pages} of group {planned.rest_group}")]
 
 
 def _stored_as(specs: Sequence[KVCacheSpec]) -> str:

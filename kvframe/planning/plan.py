@@ -73,16 +73,14 @@ class KVCachePlan:
     """The layout of the cache's memory, to the byte.
 
     The pool is ``total_bytes`` long. It begins with the null page (``null_bytes``), which no request owns and padding
-    points to. ``num_slabs`` slabs follow. The rest of the memory is too short for a slab, and always holds pages of one
-    group. A *block id* is a page's byte offset divided by ``block_id_bytes``, so block ids of every group address one
-    pool with one stride, and 0 is the null page.
+    points to. ``num_slabs`` slabs follow. Memory that is too short for another slab is not allocated. A *block id* is a
+    page's byte offset divided by ``block_id_bytes``, so block ids of every group address one pool with one stride, and
+    0 is the null page.
 
     Attributes:
         groups: The groups; empty for a model that keeps no state.
         slab_bytes: Bytes of a slab.
         num_slabs: Slabs in the pool.
-        rest_group: The group whose pages the rest holds.
-        num_rest_pages: The number of pages in the rest; 0 if it is too short for one, and after a resize.
         null_bytes: Bytes before the first slab.
         block_id_bytes: Bytes per unit of a block id.
         memory_bytes: The memory that the plan was made for.
@@ -101,19 +99,12 @@ class KVCachePlan:
     max_model_len: int
     max_num_batched_tokens: int
     max_input_lens: Mapping[str, int] = attrs.field(factory=dict)
-    rest_group: int = 0
-    num_rest_pages: int = 0
     depends_on_prompt: bool = False
 
     @property
     def total_bytes(self) -> int:
         """Bytes that a run allocates for the pool."""
-        return self.null_bytes + self.num_slabs * self.slab_bytes + self.rest_bytes
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of the pages after the last slab."""
-        return self.num_rest_pages * self.groups[self.rest_group].page_bytes if self.num_rest_pages else 0
+        return self.null_bytes + self.num_slabs * self.slab_bytes
 
     @property
     def alignment(self) -> int:
@@ -210,17 +201,9 @@ class KVCachePlan:
             for group in self.groups
         )
 
-    def num_slabs_for(self, num_blocks: Iterable[int], num_rest_pages: int | None = None) -> int:
-        """Return the number of slabs for ``num_blocks`` blocks (one count per group), from an empty pool.
-
-        Args:
-            num_blocks: The blocks of each group.
-            num_rest_pages: The free pages after the last slab that can be used too; all of the plan's unless given.
-        """
-        counts = list(num_blocks)
-        if self.num_rest_pages:
-            counts[self.rest_group] -= self.num_rest_pages if num_rest_pages is None else num_rest_pages
-        return sum(-(-max(0, count) // group.pages_per_slab) for count, group in zip(counts, self.groups, strict=True))
+    def num_slabs_for(self, num_blocks: Iterable[int]) -> int:
+        """Return the number of slabs for ``num_blocks`` blocks (one count per group), from an empty pool."""
+        return sum(-(-count // group.pages_per_slab) for count, group in zip(num_blocks, self.groups, strict=True))
 
     @property
     def most_slabs(self) -> int:
@@ -232,15 +215,11 @@ class KVCachePlan:
     def resized(self, memory_bytes: int) -> KVCachePlan:
         """Return a plan of the same layout for another amount of memory: with more slabs of this size, or fewer.
 
-        If the number of slabs stays and the rest fits, the rest stays; otherwise the new plan has no rest.
-
         Raises:
             PlanError: The memory does not hold one slab for each group, or there are too many slabs for a block id.
         """
         num_slabs = _num_slabs(memory_bytes, self.null_bytes, self.slab_bytes, self.block_id_bytes, len(self.groups))
-        is_same = num_slabs == self.num_slabs and self.total_bytes <= memory_bytes
-        num_rest_pages = self.num_rest_pages if is_same else 0
-        return attrs.evolve(self, num_slabs=num_slabs, memory_bytes=memory_bytes, num_rest_pages=num_rest_pages)
+        return attrs.evolve(self, num_slabs=num_slabs, memory_bytes=memory_bytes)
 
     def fits(
         self, num_tokens: int, input_lens: Mapping[str, int] | None = None, num_prompt_tokens: int | None = None
@@ -267,8 +246,7 @@ class KVCachePlan:
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
         """Return how many requests of ``num_tokens`` tokens fit at once; None if no state is kept (no limit).
 
-        It is the number of requests that the slabs hold if each one holds the most blocks that it ever does. The pages
-        after the last slab are counted for a lone request only.
+        It is the number of requests that the slabs hold if each one holds the most blocks that it ever does.
 
         Args:
             num_tokens: Their length; ``max_model_len`` if not given.
@@ -292,17 +270,12 @@ class KVCachePlan:
         return self._most_requests(self.generating_blocks(num_tokens), self.peak_blocks(num_tokens))
 
     def _most_requests(self, blocks: Sequence[int], last: Sequence[int]) -> int:
-        """Return how many requests fit at once if one of them holds ``last`` blocks and each other one ``blocks``.
-
-        The rest counts for a lone request only. Of several requests, the group of the rest may hold a slab although its
-        blocks would fit into the rest, because the rest is used last. Another group may need that slab later.
-        """
-        low = int(self.num_slabs_for(last) <= self.num_slabs)
-        high = self.num_slabs * max(group.pages_per_slab for group in self.groups) + 1
+        """Return how many requests fit at once if one of them holds ``last`` blocks and each other one ``blocks``."""
+        low, high = 0, self.num_slabs * max(group.pages_per_slab for group in self.groups) + 1
         while high - low > 1:
             middle = (low + high) // 2
             held = (count * (middle - 1) + most for count, most in zip(blocks, last, strict=True))
-            if self.num_slabs_for(held, num_rest_pages=0) <= self.num_slabs:
+            if self.num_slabs_for(held) <= self.num_slabs:
                 low = middle
             else:
                 high = middle
@@ -335,8 +308,6 @@ class KVCachePlan:
             ],
             "slab_bytes": self.slab_bytes,
             "num_slabs": self.num_slabs,
-            "rest_group": self.rest_group,
-            "num_rest_pages": self.num_rest_pages,
             "null_bytes": self.null_bytes,
             "block_id_bytes": self.block_id_bytes,
             "memory_bytes": self.memory_bytes,
@@ -398,8 +369,6 @@ def plan_cache(
     block_id_bytes = math.gcd(slab_bytes, *page_bytes) if page_bytes else 1
     null_bytes = align_up(max(page_bytes, default=0), block_id_bytes)
     num_slabs = _num_slabs(memory_bytes, null_bytes, slab_bytes, block_id_bytes, len(page_bytes))
-    most_bytes = min(memory_bytes, _MAX_BLOCK_ID * block_id_bytes)
-    rest_group, num_rest_pages = _rest(grouping.groups, peaks, most_bytes - null_bytes - num_slabs * slab_bytes)
     return KVCachePlan(
         groups=tuple(
             PlannedGroup(
@@ -422,27 +391,8 @@ def plan_cache(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_input_lens=input_lens,
-        rest_group=rest_group,
-        num_rest_pages=num_rest_pages,
         depends_on_prompt=grouping.depends_on_prompt,
     )
-
-
-def _rest(groups: Sequence[KVCacheGroup], peaks: Sequence[int], num_bytes: int) -> tuple[int, int]:
-    """Return the group whose pages fill the memory after the last slab, and how many of its pages fit there.
-
-    Of the groups with a page that fits, it is the one that takes the most memory as requests grow. If all pages have
-    one size, there is no such group, because every group can use every page.
-    """
-    growing = [
-        group.index
-        for group in groups
-        if group.spec.sequence == TOKENS and not group.spec.is_per_block and group.page_bytes <= num_bytes
-    ]
-    if not growing or len({group.page_bytes for group in groups}) == 1:
-        return 0, 0
-    largest = max(growing, key=lambda index: peaks[index] * groups[index].page_bytes)
-    return largest, num_bytes // groups[largest].page_bytes
 
 
 def _num_slabs(memory_bytes: int, null_bytes: int, slab_bytes: int, block_id_bytes: int, num_groups: int) -> int:

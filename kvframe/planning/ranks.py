@@ -121,11 +121,7 @@ def plan_ranks(
     return RankPlans(
         whole=whole,
         groupings=groupings,
-        plans=tuple(
-            # The rest after the slabs differs between ranks, so no rank uses it.
-            attrs.evolve(each, num_slabs=num_slabs, num_rest_pages=0) if each.groups else each
-            for each in plans
-        ),
+        plans=tuple(attrs.evolve(each, num_slabs=num_slabs) if each.groups else each for each in plans),
         prefix_caching=prefix_caching and not whole.whole_prompts,
     )
 

@@ -82,7 +82,7 @@ def plan_for_stack(
         copies = copied_bytes(largest, grouping, copied)
         largest = plan(available * largest.total_bytes // (largest.total_bytes + copies))
     peaks = largest.peak_blocks(max_model_len)
-    wanted = largest.num_slabs_for((blocks * stack.engine.max_num_seqs for blocks in peaks), num_rest_pages=0)
+    wanted = largest.num_slabs_for(blocks * stack.engine.max_num_seqs for blocks in peaks)
     if wanted >= largest.num_slabs:
         return largest
     return plan(largest.null_bytes + wanted * largest.slab_bytes)
@@ -105,7 +105,7 @@ def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied: Sequence[LayerSp
         group = plan.groups[grouping.group_of(layer.name).index]
         for key in layer.spec.in_format(PLAIN).state_tensors().items():
             per_slab[key] = max(per_slab.get(key, 0), group.pages_per_slab * key[1].num_bytes)
-    return (plan.num_slabs + bool(plan.num_rest_pages)) * sum(per_slab.values())
+    return plan.num_slabs * sum(per_slab.values())
 
 
 def num_host_slabs(plan: KVCachePlan, stack: Stack) -> int:

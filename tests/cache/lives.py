@@ -118,7 +118,6 @@ class Lives:
             max_model_len=MAX_LEN,
             max_num_batched_tokens=CHUNK,
             max_encoder_len=MAX_ENCODER_LEN,
-            rest=self.draw.choice((0.0, self.draw.random())),
         )
         self.model = CacheModel(self.plan, is_caching=prefix_caching)
         self.host = HostCopies(num_slabs // 2, self.model.bytes)
@@ -370,16 +369,15 @@ class Lives:
     def num_lacking(self, plan: KVCachePlan, pinned: Sequence[Sequence[Iterable[int]]]) -> int:
         """Return how many slabs the longest request takes more than a plan, as it is or with fewer, has unpinned.
 
-        Of a lone group it is slabs' worth of pages. Pages after the last slab serve their group too.
+        Of a lone group it is slabs' worth of pages.
         """
         now = self.manager.plan
         pages = {int(page) for blocks in pinned for ids in blocks for page in ids if page}
         slabs = [(page * now.block_id_bytes - now.null_bytes) // now.slab_bytes for page in pages]
-        num_rest_pages = max(0, plan.num_rest_pages - slabs.count(now.num_slabs))
-        num_pinned = len({*slabs} - {now.num_slabs})
+        num_pinned = len({*slabs})
         if len(now.groups) == 1:
             num_pinned = -(-len(pages) // now.groups[0].pages_per_slab)
-        return plan.num_slabs_for(plan.peak_blocks(MAX_LEN), num_rest_pages) - (plan.num_slabs - num_pinned)
+        return plan.num_slabs_for(plan.peak_blocks(MAX_LEN)) - (plan.num_slabs - num_pinned)
 
     def unpin(self) -> None:
         self.manager.unpin(self.pins.pop(self.draw.randrange(len(self.pins))))
@@ -393,9 +391,9 @@ class Lives:
         self.pins.clear()
 
     def resize(self) -> None:
-        """Change the number of slabs. A pool shrinks only if no page is held of the removed slabs, or after them."""
+        """Change the number of slabs. A pool shrinks only if no page of the removed slabs is held."""
         num_slabs = self.draw.randint(LEAST_SLABS, MOST_SLABS) if self.plan.groups else 0
-        plan = attrs.evolve(self.plan, num_slabs=num_slabs, num_rest_pages=0)
+        plan = attrs.evolve(self.plan, num_slabs=num_slabs)
         before, bytes_before = self.manager.plan.num_slabs, self.manager.plan.total_bytes
         pinned = [int(page) for pin in self.pins for ids in pin.blocks for page in ids if page]
         held = np.array([*pages_in(self.manager.tables), *pinned], dtype=np.int64)

@@ -193,9 +193,8 @@ def make_plan(
     max_model_len: int = 64,
     max_num_batched_tokens: int = 16,
     max_encoder_len: int = 24,
-    rest: float = 0.0,
 ) -> KVCachePlan:
-    """Plan one layer per spec over exactly ``num_slabs`` slabs (0 for no specs), and a fraction of one after them."""
+    """Plan one layer per spec over exactly ``num_slabs`` slabs (0 for no specs)."""
     layers = [LayerSpec(name=f"layer{index}", spec=spec) for index, spec in enumerate(specs)]
     plan = plan_cache(
         group_layers(layers),
@@ -204,12 +203,7 @@ def make_plan(
         max_num_batched_tokens=max_num_batched_tokens,
         max_input_lens={ENCODER: max_encoder_len},
     )
-    plan = attrs.evolve(plan, num_slabs=num_slabs if specs else 0, rest_group=0, num_rest_pages=0)
-    growing = [group for group in plan.groups if not group.is_of_input and not group.spec.is_per_block]
-    if not growing or len({group.page_bytes for group in plan.groups}) == 1:
-        return plan
-    group = min(growing, key=lambda group: group.page_bytes)
-    return attrs.evolve(plan, rest_group=group.index, num_rest_pages=int(rest * group.pages_per_slab))
+    return attrs.evolve(plan, num_slabs=num_slabs if specs else 0)
 
 
 def evict(manager: KVCacheManager, page: int) -> None:

@@ -55,7 +55,6 @@ def plans(
         num_slabs=draw(st.integers(1, 8)),
         max_model_len=MAX_LEN,
         max_num_batched_tokens=draw(st.sampled_from([1, 3, 8, 16])),
-        rest=draw(st.sampled_from([0.0, 0.3, 0.7, 0.99])),
     )
     assume(plan.num_slabs >= len(plan.groups))
     return plan
@@ -121,19 +120,6 @@ def test_all_requests_but_one_may_hold_what_they_need_to_generate(plan: KVCacheP
             for name, known in lens.items():
                 grow(name, min(known + 1, num_tokens))
             grow(str(index), min(start + plan.max_num_batched_tokens, prompt))
-
-
-def test_the_pages_after_the_last_slab_are_promised_to_a_request_alone() -> None:
-    # The windows of four requests fit into these pages, but hold a slab that another group needs.
-    specs = full(8, 2), masked(1, 1, window=2), masked(2, 3, window=6, num_sink_tokens=1)
-    plan = make_plan(*specs, num_slabs=6, max_model_len=40, max_num_batched_tokens=1, rest=0.3)
-    assert (1, 14, 6) == (plan.rest_group, plan.num_rest_pages, plan.num_slabs_for(4 * n for n in plan.peak_blocks(9)))
-    assert (3, 3) == (plan.max_concurrency(9), plan.max_generating(9))
-    alone = make_plan(full(4), masked(4, 3, window=5), num_slabs=2, max_model_len=40, rest=0.9)
-    assert alone.num_rest_pages
-    length = longest(alone)
-    assert alone.num_slabs_for(alone.peak_blocks(length), num_rest_pages=0) > alone.num_slabs
-    assert (1, 1, 0) == (alone.max_concurrency(length), alone.max_generating(length), alone.max_generating(length + 1))
 
 
 @settings(max_examples=50)
@@ -214,7 +200,7 @@ def test_a_chunk_that_ends_later_leaves_room_for_a_few_tokens_more() -> None:
 @settings(max_examples=40)
 @given(plan=plans(), others=st.integers(1, 6), data=st.data())
 def test_what_fits_is_served_after_others_filled_the_pool(plan: KVCachePlan, others: int, data: st.DataObject) -> None:
-    # Freed requests left cached blocks all over the pool, also in the pages after the last slab.
+    # Freed requests left cached blocks all over the pool.
     num_tokens = longest(plan)
     assume(num_tokens)
     manager = KVCacheManager(plan, max_num_seqs=2)
@@ -262,16 +248,3 @@ def test_the_longest_request_is_served_beside_whatever_pins_are_let_in(
         assert manager.extend("one", stop)
         manager.commit("one", tokens, computed := stop)
     manager.audit()
-
-
-def test_the_pages_after_the_last_slab_are_counted() -> None:
-    specs = full(4, 1), masked(4, 3, window=5)
-    plan = make_plan(*specs, num_slabs=5, max_model_len=200, max_num_batched_tokens=4, rest=0.9)
-    assert plan.num_rest_pages
-    without = make_plan(*specs, num_slabs=5, max_model_len=200, max_num_batched_tokens=4)
-    group = plan.groups[plan.rest_group]
-
-    def most(of: KVCachePlan) -> int:
-        return max(n for n in range(1, 201) if of.fits(n))
-
-    assert most(without) + group.block_size * plan.num_rest_pages == most(plan)

@@ -25,9 +25,7 @@ from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 
 GROUPING = group_layers([LayerSpec(name="0", spec=FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4))])
-PLAN = attrs.evolve(
-    plan_cache(GROUPING, memory_bytes=2**14, max_model_len=64, max_num_batched_tokens=16), num_rest_pages=0
-)
+PLAN = plan_cache(GROUPING, memory_bytes=2**14, max_model_len=64, max_num_batched_tokens=16)
 CPU = torch.device("cpu")
 
 

@@ -100,7 +100,7 @@ def test_a_hybrid_of_27_billion_parameters_wastes_under_one_percent() -> None:
     assert plan.total_bytes <= 2**30
 
 
-def test_the_memory_after_the_slabs_holds_pages_of_the_group_that_takes_the_most() -> None:
+def test_memory_that_is_too_short_for_a_slab_is_not_allocated() -> None:
     window, whole = ranged(block_size=16, num_kv_heads=9, window=64), full(block_size=16, num_kv_heads=2)
     grouping = group_layers([layer("a", window), layer("b", whole)])
 
@@ -108,38 +108,11 @@ def test_the_memory_after_the_slabs_holds_pages_of_the_group_that_takes_the_most
         return plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=4096, max_num_batched_tokens=64)
 
     start = planned(2**22)
-    slabs_end = start.total_bytes - start.rest_bytes
-    page_bytes = start.groups[1].page_bytes
-    for more in range(0, start.slab_bytes, page_bytes // 2):
-        plan = planned(slabs_end + more)
-        assert (start.num_slabs, more // page_bytes) == (plan.num_slabs, plan.num_rest_pages)
-        assert plan.rest_group == (1 if plan.num_rest_pages else 0)
-        assert slabs_end + plan.num_rest_pages * page_bytes == plan.total_bytes
-        assert plan.num_rest_pages == plan.to_dict()["num_rest_pages"]
+    for more in (0, start.groups[1].page_bytes, start.slab_bytes - 1):
+        plan = planned(start.total_bytes + more)
+        assert (start.num_slabs, start.total_bytes) == (plan.num_slabs, plan.total_bytes)
         assert plan == plan.resized(plan.memory_bytes)
-        assert 0 == plan.resized(2**21).num_rest_pages == plan.resized(2**23).num_rest_pages
-
-
-def test_no_page_after_the_slabs_has_an_id_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    grouping = group_layers([layer("a", ranged(num_kv_heads=9, window=64)), layer("b", full())])
-
-    def planned(memory_bytes: int) -> KVCachePlan:
-        return plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=64, max_num_batched_tokens=16)
-
-    start = planned(2**16)
-    slabs_end = start.total_bytes - start.rest_bytes
-    monkeypatch.setattr(
-        "kvframe.planning.plan._MAX_BLOCK_ID", (slabs_end + start.groups[1].page_bytes) // start.block_id_bytes
-    )
-    plan = planned(slabs_end + start.slab_bytes - 1)
-    assert (start.num_slabs, 1) == (plan.num_slabs, plan.num_rest_pages)
-
-
-def test_if_all_pages_have_one_size_there_are_no_pages_after_the_slabs() -> None:
-    plan = plan_cache(
-        group_layers([layer("a", full())]), memory_bytes=2**16 + 100, max_model_len=64, max_num_batched_tokens=16
-    )
-    assert 0 == plan.num_rest_pages
+    assert start.total_bytes + start.slab_bytes == start.resized(start.total_bytes + start.slab_bytes).total_bytes
 
 
 def test_a_plan_of_nothing_takes_nothing() -> None:
@@ -203,10 +176,8 @@ def test_as_many_requests_as_planned_fit_at_once(shapes: list[tuple[int, int, in
     most = plan.max_concurrency()
     if most is not None:
         blocks = plan.peak_blocks(length)
-        # The pages after the last slab count for one request only.
-        rest = plan.num_rest_pages if most == 1 else 0
-        assert plan.num_slabs_for((count * most for count in blocks), rest) <= plan.num_slabs
-        assert plan.num_slabs_for((count * (most + 1) for count in blocks), 0) > plan.num_slabs
+        assert plan.num_slabs_for(count * most for count in blocks) <= plan.num_slabs
+        assert plan.num_slabs_for(count * (most + 1) for count in blocks) > plan.num_slabs
         assert plan.fits(length) == (most >= 1)
 
 

@@ -158,7 +158,7 @@ def _run(step: StepMessage, runner: ModelRunner, tables: BlockTables, limit: Ste
 
 
 def _resized(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -> KVCachePlan:
-    return attrs.evolve(storage.plan, num_slabs=num_slabs, memory_bytes=memory_bytes, num_rest_pages=0)
+    return attrs.evolve(storage.plan, num_slabs=num_slabs, memory_bytes=memory_bytes)
 
 
 def _why_too_large(storage: KVCacheStorage, num_slabs: int, memory_bytes: int) -> str | None:

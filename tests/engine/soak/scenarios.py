@@ -149,9 +149,7 @@ class Served:
                 )
             except PlanError:
                 continue
-            # A cache that was made larger and small again has no pages after its last slab.
-            tight = attrs.evolve(plan, num_rest_pages=0)
-            if tight.fits(self.scenario.longest, dict.fromkeys(lens, self.scenario.longest_input)):
+            if plan.fits(self.scenario.longest, dict.fromkeys(lens, self.scenario.longest_input)):
                 return num_bytes
         raise AssertionError("no memory is enough")
 
