@@ -43,6 +43,8 @@ TRACED = sample(
     (),
 )
 """A smaller sample, without the traits in which only sizes and formats differ."""
+FEW_TRACED = TRACED[::3]
+"""The cases of usual runs: a trace takes seconds, and each mask and feature is computed without one too."""
 CPU = torch.device("cpu")
 
 
@@ -95,7 +97,10 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case in FEW_TRACED else pytest.mark.whole) for case in TRACED],
+)
 def test_what_torch_traces_computes_cases_of_every_mask_and_feature(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +139,7 @@ def test_it_computes_cases_on_a_gpu(name: str) -> None:
     check_backend(Compiled, CASES[name], "cuda")
 
 
-@pytest.mark.parametrize("limit", [1, 7, 300])
+@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.whole), 7, 300])
 def test_small_limits_cut_the_work_and_change_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MAX_TILE_QUERIES", "MAX_BATCH_TOKENS", "MAX_BATCH_PAIRS"):
         monkeypatch.setattr(pages, name, limit)

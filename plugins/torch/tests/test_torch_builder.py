@@ -243,7 +243,6 @@ def chunks(draw: st.DrawFn) -> list[Request]:
 
 
 @pytest.mark.parametrize("mask", [*MASKS[:4], {"window": 24}])
-@settings(deadline=None, max_examples=25)
 @given(requests=chunks(), max_rows=st.sampled_from([24, 64]))
 def test_long_chunks_equal_the_reference(mask: Mapping[str, Any], requests: list[Request], max_rows: int) -> None:
     common = metadata_of(requests)

@@ -226,7 +226,7 @@ def test_bidirectional_attention_is_refused_by_its_layer(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("model_type", "overrides", "layer"),
     [
-        ("glm_moe_dsa", {}, 0),
+        pytest.param("glm_moe_dsa", {}, 0, marks=pytest.mark.whole),
         ("deepseek_v32", {}, 0),
         ("minimax_m3_vl_text", {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57}, 3),
     ],
