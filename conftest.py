@@ -25,7 +25,7 @@ if not HAS_GPU:
 with suppress(ImportError):  # a machine with a GPU runs its tests without
     from hypothesis import settings
 
-    settings.register_profile("usual", deadline=None, max_examples=40)
+    settings.register_profile("usual", deadline=None, max_examples=20)
     settings.register_profile("whole", deadline=None, max_examples=200)
     settings.load_profile("usual")
 # A process compiles few graphs: a pool of compilers, a cache keyed by torch's sources, and programs that try each set
@@ -43,6 +43,22 @@ os.environ.pop("COLUMNS", None)  # what commands print is 80 columns wide
 MOST_SECONDS = 300
 """How long a test may take, its fixtures included: about ten times the slowest test on a busy machine."""
 
+LONG = {
+    "test_ahead_of_time.py",
+    "test_beside_vllm.py",
+    "test_command.py",
+    "test_compiled_models.py",
+    "test_composition.py",
+    "test_docs.py",
+    "test_drafts.py",
+    "test_flex_backend.py",
+    "test_frozen.py",
+    "test_new_plugin.py",
+    "test_packed.py",
+    "test_soak.py",
+}
+"""Files with tests that take at least five seconds each."""
+
 remember_installed()
 
 
@@ -54,7 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where there is none."""
+    """Start with the tests that take longest, and skip those that need a GPU where there is none.
+
+    A process that begins such a test last would end long after the others.
+    """
+    items.sort(key=lambda item: item.path.name not in LONG)
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):

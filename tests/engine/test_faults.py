@@ -17,7 +17,7 @@ from kvframe.engine.turns import HeldInterrupts
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
-from tests.covering import cover_pairs
+from tests.covering import cover_values
 from tests.engine import injected_faults
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_with_models import assert_pool_as_before
@@ -97,7 +97,7 @@ FAMILIES = ("gemma3_text", "bamba", "t5gemma")
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "after"), cover_pairs(FAMILIES, ("backend", "memory", "interrupt"), (0, 7, 25))
+    ("family", "kind", "after"), cover_values(FAMILIES, ("backend", "memory", "interrupt"), (0, 7, 25))
 )
 def test_what_is_raised_in_a_step_ends_its_requests_and_no_other(
     models: Any, family: str, kind: str, after: int
@@ -217,8 +217,7 @@ def test_a_listener_that_raises_while_other_things_break_harms_nobody(models: An
         assert_outlived(engine, prompts, expected, served)
 
 
-@pytest.mark.parametrize("kind", ["logits", "state"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), cover_values(FAMILIES, ("logits", "state")))
 def test_an_output_that_is_not_numbers_ends_its_request_alone(models: Any, family: str, kind: str) -> None:
     model, prompts, expected = case_of(models, family)
     for after in (0, 11):

@@ -32,6 +32,7 @@ from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import Grouping
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference, DecodesOnly, UniformOnly
+from tests.covering import cover_values
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, make_stack, served
 
 BACKENDS = {"capturable": CapturableReference, "decodes_only": DecodesOnly, "uniform_only": UniformOnly}
@@ -58,12 +59,13 @@ def graphs_of(engine: Engine) -> StepGraphs:
 # --- real models ------------------------------------------------------------------------------------------------------
 
 
-# The reference, and kernels that take addresses: they would miss any tensor that a step moves.
-REPLAYED = pytest.mark.parametrize("backend", ["capturable", "cpu"])
+REPLAYED = ("capturable", "cpu")
+"""The reference, and kernels that take addresses: they would miss any tensor that a step moves."""
 
 
-@REPLAYED
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gemma3n_text"])
+@pytest.mark.parametrize(
+    ("family", "backend"), cover_values(("llama", "gemma3_text", "llama4_text", "gemma3n_text"), REPLAYED)
+)
 def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
     models: Callable[[str], TinyModel], family: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +85,7 @@ def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
         assert any(wrapper.name == "chunked_local" for choice in engine.choices for wrapper in choice.wrappers)
 
 
-@REPLAYED
-@pytest.mark.parametrize("family", ["gemma3_text", "llama4_text", "gemma3n_text"])
+@pytest.mark.parametrize(("family", "backend"), cover_values(("gemma3n_text", "llama4_text", "gemma3_text"), REPLAYED))
 def test_steps_of_several_tokens_a_request_are_replayed_too(
     models: Callable[[str], TinyModel], family: str, backend: str
 ) -> None:

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvframe import Engine, Prompt, SamplingParams
@@ -373,7 +373,6 @@ def served() -> Any:
         yield engine
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_any_request_is_refused_in_one_sentence_or_served_to_its_end(served: Engine, data: st.DataObject) -> None:
     names = data.draw(st.sets(st.sampled_from(sorted(GOOD))))
@@ -409,7 +408,6 @@ VERBS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=100)
 @given(st.sampled_from(sorted(VERBS)), st.data())
 def test_any_arguments_of_any_verb_are_refused_in_one_sentence_or_taken(
     served: Engine, verb: str, data: st.DataObject

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import attrs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.cache.manager import KVCacheManager
@@ -55,7 +55,6 @@ def serve(
     return scheduler.stats
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     specs=st.lists(SPECS, min_size=1, max_size=4),
     lengths=st.lists(st.tuples(st.integers(1, MAX_LEN - 1), st.integers(1, MAX_LEN)), min_size=1, max_size=6),

@@ -350,7 +350,7 @@ def test_text_in_and_out_is_the_tokenizers(texts: TinyModel) -> None:
             assert loaded.tokenizer.decode(list(output.token_ids)) == output.text
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(2, 6))])
 def test_streamed_pieces_add_up_to_the_text(texts: TinyModel, seed: int) -> None:
     loaded: Any = texts.loaded
     params = SamplingParams(max_new_tokens=40, temperature=4.0, seed=seed)
@@ -364,7 +364,9 @@ def test_streamed_pieces_add_up_to_the_text(texts: TinyModel, seed: int) -> None
                 assert not earlier.text.endswith("\N{REPLACEMENT CHARACTER}")
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "length", [pytest.param(1, marks=pytest.mark.whole), 2, pytest.param(3, marks=pytest.mark.whole), 7]
+)
 def test_a_stop_string_is_found_wherever_tokens_end(texts: TinyModel, length: int) -> None:
     params = {"max_new_tokens": 40, "temperature": 4.0, "seed": 3}
     with texts.engine() as engine:

@@ -205,6 +205,13 @@ def test_commands_run_and_print_the_shown_output(
     assert is_as_shown(result.output, shown), result.output
 
 
+FEW = """
+def pytest_collection_modifyitems(items):
+    items[:] = items[::8]
+"""
+"""A plugin of pytest that leaves out most tests."""
+
+
 @pytest.fixture
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Make an environment that has all that is installed here, in which pip may install more.
@@ -218,12 +225,15 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     for name, module in (("pip", "pip"), ("served", "kvframe")):
         (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{folder}/bin/python3" -m {module} "$@"\n')
         (folder / "bin" / name).chmod(0o755)
+    # An author's tests compute the kit's grid, of which a part shows that they run.
+    (site / "few.py").write_text(FEW)
     # What pip would get from an index is here already.
     pip = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     commands = {"kvframe": ("-m", "kvframe"), "pytest": ("-m", "pytest", *IMPORTED), "python": ()}
     with commands_in_forks(folder / "bin", commands, site):
-        yield {**os.environ, **pip, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        options = {"PYTEST_ADDOPTS": "-p few", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        yield {**os.environ, **pip, **options, "PATH": path}
 
 
 def steps(document: str) -> Iterator[Block | tuple[str, str]]:
