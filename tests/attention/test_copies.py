@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_kv_formats import Int4TokenHead, Int8TokenHead
@@ -158,7 +158,6 @@ def test_a_graph_copies_as_many_pages_as_any_batch_of_its_sizes_needs(spec: Atte
 
 
 @pytest.mark.parametrize("spec", [full(), local(6), local(1), sinks(6), sinks(1)], ids=str)
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 8)), min_size=1, max_size=3))
 def test_a_graphs_copies_are_those_of_the_batch_and_more(spec: AttentionSpec, requests: list[tuple[int, int]]) -> None:
     bench = Bench(stored([layer("layer", spec)]), backend("torch_reference"))

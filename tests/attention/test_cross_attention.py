@@ -31,6 +31,7 @@ from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
 from kvframe.testing.reference import dense_attention
 from tests.attention.attending import plugin
+from tests.covering import cover_values
 from tests.models.mixed_decoder import MixedDecoder
 from tests.models.serving import held_pages, ids, make_stack
 
@@ -290,9 +291,10 @@ def served(engine: Any) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
-@pytest.mark.parametrize("backend", ["torch", "torch_reference"])
-@pytest.mark.parametrize(("chunk", "max_num_seqs", "block_size"), [(3, 8, 4), (16, 2, 5), (2048, 8, 16), (7, 8, 1)])
+@pytest.mark.parametrize(
+    ("chunk", "max_num_seqs", "block_size", "backend", "prefix_caching"),
+    cover_values([(3, 8, 4), (16, 2, 5), (2048, 8, 16), (7, 8, 1)], ["torch", "torch_reference"], [True, False]),
+)
 def test_windows_and_optional_inputs_equal_dense(
     model: MixedDecoder,
     expected: list[tuple[int, ...]],

@@ -26,6 +26,8 @@ from kvframe.testing.wrappers import check_wrapper
 from tests.attention.key_halves import KeyHalves
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (TorchReferenceBackend, TorchBackend, NumbaBackend, CpuBackend)
+USUAL = [pytest.param(each, marks=pytest.mark.whole if each is NumbaBackend else ()) for each in BACKENDS]
+"""Numba takes ten seconds to compile its kernel with a log-sum-exp, which its own tests check."""
 CHAIN = (KeyHalves(),)
 TOGETHER = (("batch", "visible"), ("format", "dtype"))
 """Traits whose pairs occur: halves depend on what is visible in a batch, and their rounding on what is stored."""
@@ -43,7 +45,7 @@ def halved_cases(backend: type[AttentionBackend]) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", USUAL)
 def test_two_halves_merged_are_the_whole(backend: type[AttentionBackend]) -> None:
     cases = halved_cases(backend)
     names = {name for case in cases for name in case.name.split("-")}

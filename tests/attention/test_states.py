@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
@@ -196,7 +196,6 @@ def run(step: StateStep, pages: Mapping[str, torch.Tensor], tokens: torch.Tensor
         piece.write(pages, {"sum": state})
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 4),

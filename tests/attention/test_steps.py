@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 
@@ -245,7 +245,6 @@ def test_backends_with_conflicting_orders_each_see_their_own() -> None:
     assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in bench.layers)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=6))
 def test_any_batch_comes_out_in_the_batchs_own_order(requests: list[tuple[int, int]]) -> None:
     bench = ordered(a="decodes", b="short_ones")
@@ -324,7 +323,6 @@ def test_a_step_asks_the_device_for_nothing_and_writes_to_no_metadata(backend: s
 SIZES: dict[str, int] = {"num_reqs": 6, "num_tokens": 30, "num_generating": 8, "max_query_len": 8, "max_seq_len": 40}
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), min_size=1, max_size=6), st.sampled_from([8, 6]))
 def test_every_batch_of_a_graphs_sizes_has_metadata_of_the_same_shapes(
     requests: list[tuple[int, int]], chunk: int

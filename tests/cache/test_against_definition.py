@@ -18,7 +18,7 @@ SPECS = st.one_of(
 
 
 def test_whatever_happens_the_cache_is_as_defined() -> None:
-    check_lives(num_examples=20, least_operations=20_000)
+    check_lives(num_examples=10, least_operations=10_000)
 
 
 @pytest.mark.whole

@@ -190,7 +190,7 @@ def test_pages_are_given_up_in_the_order_that_the_policy_says(policy: EvictionPo
     assert num_given_up > 100
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     specs=st.lists(SPECS, min_size=1, max_size=4),
     num_slabs=st.integers(8, 40),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvframe.cache.input_index import InputSequence
@@ -97,7 +97,6 @@ def is_served(
     return True
 
 
-@settings(max_examples=50)
 @given(plan=plans(), data=st.data())
 def test_all_requests_but_one_may_hold_what_they_need_to_generate(plan: KVCachePlan, data: st.DataObject) -> None:
     num_tokens = data.draw(st.integers(1, max(1, longest(plan))))
@@ -122,7 +121,6 @@ def test_all_requests_but_one_may_hold_what_they_need_to_generate(plan: KVCacheP
             grow(str(index), min(start + plan.max_num_batched_tokens, prompt))
 
 
-@settings(max_examples=50)
 @given(plan=plans(), data=st.data())
 def test_what_fits_is_served_in_any_division_into_steps(plan: KVCachePlan, data: st.DataObject) -> None:
     num_tokens = longest(plan)
@@ -143,7 +141,6 @@ def is_refused(plan: KVCachePlan, num_tokens: int, encoder_len: int = 0) -> bool
     )
 
 
-@settings(max_examples=40)
 @given(plan=st.one_of(plans(dense, most_groups=1), plans(st.builds(full, sizes, heads))))
 def test_one_token_more_than_fits_is_not_served_in_some_division(plan: KVCachePlan) -> None:
     num_tokens = longest(plan) + 1
@@ -151,7 +148,6 @@ def test_one_token_more_than_fits_is_not_served_in_some_division(plan: KVCachePl
     assert is_refused(plan, num_tokens)
 
 
-@settings(max_examples=40)
 @given(plan=plans(windows))
 def test_of_groups_that_hold_most_at_different_tokens_one_block_more_is_not_served(plan: KVCachePlan) -> None:
     num_tokens = longest(plan) + plan.alignment
@@ -159,7 +155,6 @@ def test_of_groups_that_hold_most_at_different_tokens_one_block_more_is_not_serv
     assert is_refused(plan, num_tokens)
 
 
-@settings(max_examples=40)
 @given(first=st.builds(full, sizes, heads), of_input=st.builds(encoder, sizes, heads), data=st.data())
 def test_beside_an_input_one_token_more_than_fits_is_not_served(
     first: KVCacheSpec, of_input: KVCacheSpec, data: st.DataObject
@@ -179,7 +174,6 @@ def least_held(plan: KVCachePlan, num_tokens: int) -> list[int]:
     return [blocks - (group.spec.kind != "full_attention") for group, blocks in peaks]
 
 
-@settings(max_examples=40)
 @given(first=st.builds(full, sizes, heads), others=st.lists(specs, min_size=1, max_size=2), data=st.data())
 def test_with_one_block_less_of_each_further_group_more_than_fits_is_not_served_at_the_end_of_a_chunk(
     first: KVCacheSpec, others: list[KVCacheSpec], data: st.DataObject
@@ -197,7 +191,6 @@ def test_a_chunk_that_ends_later_leaves_room_for_a_few_tokens_more() -> None:
     assert [16, 17, 18, 19, 20] == [n for n in range(longest(plan), 30) if not is_refused(plan, n)]
 
 
-@settings(max_examples=40)
 @given(plan=plans(), others=st.integers(1, 6), data=st.data())
 def test_what_fits_is_served_after_others_filled_the_pool(plan: KVCachePlan, others: int, data: st.DataObject) -> None:
     # Freed requests left cached blocks all over the pool.
@@ -221,7 +214,6 @@ def test_what_fits_is_served_after_others_filled_the_pool(plan: KVCachePlan, oth
     manager.audit()
 
 
-@settings(max_examples=40)
 @given(plan=plans(), pinned=st.lists(st.integers(1, 12), max_size=3), data=st.data())
 def test_the_longest_request_is_served_beside_whatever_pins_are_let_in(
     plan: KVCachePlan, pinned: list[int], data: st.DataObject

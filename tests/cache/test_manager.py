@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.cache.block_pool import BlockPool
@@ -30,7 +30,6 @@ def live_tokens(spec: KVCacheSpec, n: int) -> set[int]:
     return {token for start, stop in spec.live_ranges(n) for token in range(start, stop)}
 
 
-@settings(max_examples=60, deadline=None)
 @given(specs=st.lists(SPECS, min_size=1, max_size=4), length=st.integers(1, MAX_LEN), data=st.data())
 def test_a_lone_request_that_fits_never_lacks_a_page(
     specs: list[KVCacheSpec], length: int, data: st.DataObject
@@ -54,7 +53,6 @@ def test_a_lone_request_that_fits_never_lacks_a_page(
         manager.free(str(repeat))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     specs=st.lists(SPECS, min_size=1, max_size=3),
     length=st.integers(2, MAX_LEN),

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.cache.input_index import InputSequence
@@ -161,7 +161,6 @@ def test_a_reset_ends_pins() -> None:
 MAX_LEN, CHUNK = 24, 8
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     specs=st.lists(SPECS, min_size=1, max_size=4),
     lengths=st.lists(st.tuples(st.integers(1, MAX_LEN - 1), st.integers(1, MAX_LEN)), min_size=1, max_size=6),

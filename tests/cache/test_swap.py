@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_torch.backend import TorchBackend
@@ -57,7 +57,6 @@ class FailingPages:
         self.copy_out(group, block_ids, host_ids)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     specs=st.lists(SPECS, min_size=1, max_size=4),
     lengths=st.lists(st.tuples(st.integers(1, MAX_LEN - 1), st.integers(1, MAX_LEN)), min_size=1, max_size=6),

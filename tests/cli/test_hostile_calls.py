@@ -143,7 +143,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("command", ["plan", "explain", "plugins", "generate", "embed", "tune"])
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_call_is_served_or_ends_in_one_sentence(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject

@@ -36,7 +36,11 @@ def sentence_of(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(b"[scripts]\nno value\n", "TypeError"), (b"[scripts]\n\xff = a\n", "UnicodeDecodeError")]
+    ("content", "reason"),
+    [
+        (b"[scripts]\nno value\n", "TypeError"),
+        pytest.param(b"[scripts]\n\xff = a\n", "UnicodeDecodeError", marks=pytest.mark.whole),
+    ],
 )
 def test_an_unreadable_entry_point_file_of_another_distribution_is_named(
     content: bytes, reason: str, tmp_path: Path

@@ -40,6 +40,7 @@ from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.recognise import adopt_model, find_adapter
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
+from tests.covering import cover_values
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
 
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("kvframe_")]
@@ -87,8 +88,7 @@ def arguments_of(hook: str) -> str:
     return ", ".join(name for name in inspect.signature(getattr(HookSpecs, hook)).parameters if name != "self")
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "failure"), cover_values(HOOKS, FAILURES))
 def test_a_hook_that_raises_sets_its_own_plugin_aside(site: FakeSite, hook: str, failure: str) -> None:
     body = f"@hookimpl\ndef {hook}({arguments_of(hook)}): raise {FAILURES[failure]}\n"
     found = statuses(site, body)
@@ -107,8 +107,12 @@ def test_a_hook_with_other_arguments_sets_its_own_plugin_aside(site: FakeSite, h
     assert hook in reason
 
 
-@pytest.mark.parametrize("answer", ["5", "object()", "Mute()", "[]", "''", "b'no'"])
-@pytest.mark.parametrize("hook", [name for name in HOOKS if name != "kvframe_configure"])
+@pytest.mark.parametrize(
+    ("hook", "answer"),
+    cover_values(
+        [name for name in HOOKS if name != "kvframe_configure"], ["5", "object()", "Mute()", "[]", "''", "b'no'"]
+    ),
+)
 def test_a_hook_that_returns_a_wrong_value_sets_only_its_plugin_aside(site: FakeSite, hook: str, answer: str) -> None:
     found = statuses(site, f"@hookimpl\ndef {hook}({arguments_of(hook)}): return {answer}\n")
     assert ("loaded", "") == found["good"]
@@ -470,8 +474,7 @@ def one_sentence(*parts: str) -> Iterator[None]:
     assert [] == [part for part in parts if part not in sentence], sentence
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize(("interface", "method"), METHODS, ids=IDS)
+@pytest.mark.parametrize(("interface", "method", "failure"), cover_values(METHODS, FAILURES))
 def test_a_method_that_raises_is_one_sentence_that_names_it(interface: Interface, method: str, failure: str) -> None:
     registry = make_registry(interface.kind, broken(interface, method, raising(failure)))
     # A constructor's error about options is reported as the stack's mistake, without its type.
@@ -495,8 +498,7 @@ RIGHT = {
 """Answers that the contract allows, or that are not used."""
 
 
-@pytest.mark.parametrize("answer", WRONG)
-@pytest.mark.parametrize(("interface", "method"), METHODS, ids=IDS)
+@pytest.mark.parametrize(("interface", "method", "answer"), cover_values(METHODS, WRONG, times=2))
 def test_a_method_that_returns_a_wrong_value_is_named(interface: Interface, method: str, answer: str) -> None:
     if (method, answer) in RIGHT:
         return
@@ -566,8 +568,10 @@ def test_a_wrong_declaration_of_a_class_is_named(good: type, name: str, value: A
         use(type("Bad", (good,), {name: value}), good)
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize(("good", "name"), sorted({(good, name) for good, name, _ in MISDECLARED}, key=str))
+@pytest.mark.parametrize(
+    ("good", "name", "failure"),
+    cover_values(sorted({(good, name) for good, name, _ in MISDECLARED}, key=str), FAILURES),
+)
 def test_an_unreadable_declaration_of_a_class_is_named(good: type, name: str, failure: str) -> None:
     with one_sentence("'bad'", "bad_plugin", type(make_error(failure)).__name__):
         use(type("Bad", (good,), {name: Raises(failure)}), good)
