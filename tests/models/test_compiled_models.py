@@ -20,7 +20,7 @@ from tests.models.serving import PROMPTS, TinyModel, served
 WHOLE = pytest.mark.whole
 """Marks a family that usual runs compile in another test, or whose layers are those of others."""
 WITH_STATES = (
-    "mamba",
+    pytest.param("mamba", marks=WHOLE),
     "mamba2",
     "jamba",
     pytest.param("falcon_h1", marks=WHOLE),
@@ -68,7 +68,7 @@ def compiled(engine: Engine, backend: Any) -> Engine:
 @pytest.mark.parametrize(
     ("family", "options", "num_graphs"),
     [
-        ("llama", {}, 1),
+        pytest.param("llama", {}, 1, marks=WHOLE),
         pytest.param("gemma3_text", {}, 1, marks=WHOLE),
         # Its experts broadcast over tokens, which a single token changes.
         ("llama4_text", {}, 2),
@@ -163,7 +163,9 @@ def test_a_compiler_sees_a_state_layer_as_one_operator(models: Callable[[str], T
     assert not [target for target in seen if "conv" in target or "softplus" in target or "index_put" in target]
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon_h1", "qwen3_next", "t5"])
+@pytest.mark.parametrize(
+    "family", ["falcon_h1", "t5", *(pytest.param(each, marks=WHOLE) for each in ("llama", "qwen3_next"))]
+)
 def test_a_compiled_model_computes_drafts_in_replayed_steps(models: Callable[[str], TinyModel], family: str) -> None:
     prompts: Any = encoder_decoder.prompts(family) if family == "t5" else PROMPTS
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)

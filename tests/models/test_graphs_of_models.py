@@ -22,7 +22,7 @@ from kvframe.engine.graphs.sizes import GraphSizes
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableLatents, CapturableReference
-from tests.covering import cover_pairs
+from tests.covering import cover_pairs, cover_values
 from tests.models import encoder_decoder
 from tests.models.knowing import ANSWERS, MAX_DRAFTS, make_manifest
 from tests.models.serving import PROMPTS, TinyModel, held_pages, ids
@@ -93,7 +93,7 @@ def generates(batch: StepBatch) -> bool:
     return bool(batch.num_computed.all()) and batch.max_query_len <= 1 + MAX_DRAFTS and not has_input(batch)
 
 
-@pytest.mark.parametrize(("family", "with_drafts"), cover_pairs(FAMILIES, (False, True)))
+@pytest.mark.parametrize(("family", "with_drafts"), cover_values(FAMILIES, (False, True)))
 def test_every_step_that_only_generates_is_replayed_with_equal_tokens(
     models: Callable[[str], TinyModel], family: str, with_drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
