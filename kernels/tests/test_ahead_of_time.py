@@ -23,7 +23,7 @@ MAX_STACK_BYTES = 16
 """With more local memory, registers would be spilled within a loop."""
 
 SOME = "some"
-"""Instead of a pattern of names: few launches in which every part of a name occurs, between its dashes."""
+"""Instead of a pattern of names: few launches in which each part of a name between dashes occurs, of any size."""
 
 SCRIPT = """
 import json, re, runpy, sys
@@ -31,7 +31,7 @@ from kvframe_kernels.triton.ahead_of_time import compile_launch
 def chosen(launches, names):
     if names != "some":
         return [name for name in launches if re.search(names, name)]
-    found, parts = [], {name: {*name.split("-")} for name in launches}
+    found, parts = [], {name: {*re.sub(r"[0-9.]+", "", name).split("-")} for name in launches}
     while missing := set().union(*parts.values()).difference(*(parts[name] for name in found)):
         found.append(max(parts, key=lambda name: len(parts[name] & missing)))
     return found

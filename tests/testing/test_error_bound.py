@@ -66,14 +66,15 @@ def max_part_in_dtype(case: Case, order: str) -> float:
     return max_part(case, lambda given: ORDERS[order](given.to(case.query_dtype)))
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_of_operations_lies_within_a_part_of_the_bound(order: str) -> None:
+def test_every_order_of_operations_lies_within_a_part_of_the_bound(order: str, step: int) -> None:
     attend = ORDERS[order]
     found = {
         case.name: max(
             part_of_bound(attend(given.to(case.query_dtype)), given, bound) for given, bound in requests(case)
         )
-        for case in CASES
+        for case in CASES[::step]
     }
     assert {} == {name: part for name, part in found.items() if not part <= RIGHT}
     assert 0.02 < max(found.values())

@@ -24,7 +24,7 @@ from tests.testing.wrong_wrappers import WRONG, Change, Wrong, bench_of, end_of,
 NUM_RANDOM = 150
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu", "numba"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", pytest.param("numba", marks=pytest.mark.whole)])
 def test_no_wrong_wrapper_ends_the_process(backend: str) -> None:
     if backend != "torch":
         pytest.importorskip(f"kvframe_{backend}")
