@@ -16,9 +16,12 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract import hookimpl
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.hookspecs import Register
+from kvframe.contract.specs import LayerSpec
 from kvframe.loading.registry import Registry
+from kvframe.selection.chains import WrapperChain
 from kvframe.testing import composition
-from kvframe.testing.composition import EQUAL, MISSING, WRONG, Cell, compose, main, render
+from kvframe.testing.case import Case
+from kvframe.testing.composition import EQUAL, MISSING, SHARING, WRONG, Cell, compose, main, make_cases_of, render
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.sample import sample
@@ -35,13 +38,25 @@ def registry() -> Registry:
 
 @pytest.fixture(scope="module", params=["mixed", pytest.param("every step", marks=pytest.mark.whole)])
 def cells(request: pytest.FixtureRequest, registry: Registry) -> Iterator[tuple[Cell, ...]]:
-    """The matrix; in usual runs it is made with mixed batches only, on which each verdict is that of all steps."""
+    """The matrix; in usual runs it is made with mixed batches only, on which each verdict is that of all steps.
+
+    If they can be padded, they are padded in layers with a cache of their own, and are not where the cache is shared.
+    """
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "mixed":
             for steps in ("STEPS", "CROSS_STEPS", "RANGE_STEPS"):
                 patch.setattr(composition, steps, {"mixed": getattr(composition, steps)["mixed"]})
-        yield compose(registry)
+        with patch.context() as composing:
+            if request.param == "mixed":
+                composing.setattr(composition, "make_cases_of", make_one_case_of)
+            found = compose(registry)
+        yield found
+
+
+def make_one_case_of(chain: WrapperChain, label: str, layer: LayerSpec, causal: bool) -> Iterator[Case]:
+    plain, *padded = make_cases_of(chain, label, layer, causal)
+    yield plain if SHARING in label else [plain, *padded][-1]
 
 
 def test_the_file_is_what_is_installed(cells: tuple[Cell, ...]) -> None:
