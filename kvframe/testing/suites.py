@@ -15,6 +15,7 @@ pytest then runs a sample of the kit's checks, a test for each, in which every f
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from kvframe.contract.proposer import Proposer
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
-from kvframe.loading.registry import Catalogue
+from kvframe.loading.registry import Catalogue, Registry
 from kvframe.selection.chains import WrapperChain
 from kvframe.testing.adapter_checks import adapter_checks
 from kvframe.testing.backend_checks import backend_checks
@@ -86,17 +87,23 @@ class KitTests:
         kit_check.run()
 
 
+@cache
+def _registry() -> Registry:
+    """Return the installed plugins' parts; the plugins are loaded once for all test classes."""
+    return load_plugins().registry
+
+
 def _found(part: Any, catalogue: str) -> tuple[str, Any]:
     """Return the name and the class that a test class names."""
     if not isinstance(part, str):
         return "", part
-    found: Catalogue = load_plugins().registry.catalogues[catalogue]
+    found: Catalogue = _registry().catalogues[catalogue]
     return part, found.load(part)
 
 
 def chains_of(*names: Sequence[str]) -> tuple[WrapperChain, ...]:
     """Return chains of wrappers without options, each given by the registered names of its wrappers."""
-    wrappers = load_plugins().registry.wrappers
+    wrappers = _registry().wrappers
     return tuple(tuple(wrappers.load(name)() for name in chain) for chain in names)
 
 
@@ -136,7 +143,7 @@ class BackendTests(KitTests):
         if self.runs_on is not None:
             return None
         if isinstance(self.backend, str):
-            claim = load_plugins().registry.backends.get(self.backend)
+            claim = _registry().backends.get(self.backend)
             if lacking := [*claim.missing(), *claim.outdated()]:
                 return f"backend {self.backend!r} needs {'; '.join(lacking)}"
         reason: str | None = _found(self.backend, "backend")[1].unusable_reason()
