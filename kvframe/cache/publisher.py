@@ -269,24 +269,23 @@ class Publisher:
     ) -> None:
         """Release dead blocks of rows that run; if they are full blocks of a row's leaf, they become findable before.
 
-        If the pool is nearly full, they are freed: only a request that branches off in the middle could use them, and
-        cached blocks that more requests could use would be evicted for them.
+        If the pool is nearly full, only blocks that a fork still holds become findable, and the others are freed: only
+        a request that branches off in the middle could use them, and cached blocks that more requests could use would
+        be evicted for them.
 
         The arguments are, of each block of table stack ``s``, its group's place in the stack, its row, its index in the
         row, its index in the flat stack (``TableStack.at``), its page, and its group.
         """
         pool = self._tree.pool
         is_unowned = pool.owners_of(pages) == NO_OWNER
-        if pool.free_list.is_nearly_full:
-            self._flat[s][at[is_unowned]] = 0
-            pool.release_blocks(pages, groups)
-            return
         is_of_leaf = is_unowned & (blocks >= self._leaf_start[rows] // self._tree.sizes[s])
         # The leaf of a fork may begin before the pages that the row was given.
         is_of_leaf &= self._flat[s][at] == pages
         is_of_leaf &= self._tree.is_needed[s][places, blocks]
         if self._own_start is not None:
             is_of_leaf &= (blocks + 1) * self._tree.sizes[s] <= self._own_start[rows]
+        if pool.free_list.is_nearly_full:
+            is_of_leaf &= pool.reference_counts(pages) > 1
         owners = self._leaf_owner[rows]
         if np.count_nonzero(is_of_leaf) == len(pages):
             pool.publish_and_release(owners, pages, blocks, groups)

@@ -15,14 +15,16 @@ Copies = list[tuple[int, list[int], list[int]]]
 class Forking:
     """A manager that records which pages it copies."""
 
-    def __init__(self, *specs: KVCacheSpec, num_slabs: int = 40, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, *specs: KVCacheSpec, num_slabs: int = 40, prefix_caching: bool = True, audited: bool = True
+    ) -> None:
         self.copies: Copies = []
         self.manager = KVCacheManager(
             make_plan(*specs, num_slabs=num_slabs),
             max_num_seqs=4,
             prefix_caching=prefix_caching,
             copier=lambda group, pages, others: self.copies.append((group, [*pages], [*others])),
-            audited=True,
+            audited=audited,
         )
         self.tokens: dict[str, list[int]] = {}
 
@@ -196,3 +198,19 @@ def test_what_a_fork_passes_of_a_request_that_came_back_is_not_lost() -> None:
     for name in ("one", "two", "three"):
         manager.free(name)
     assert manager._pool.num_cached == len(set(manager.published()))
+
+
+def test_in_a_nearly_full_pool_pages_stay_findable_that_a_fork_holds() -> None:
+    # An audit publishes pages.
+    cache = Forking(masked(2, window=5), num_slabs=12, audited=False)
+    cache.start("one", 10)
+    cache.fork("one", "two")
+    cache.manager.start("other", [1] * 14)
+    assert cache.manager.extend("other", 14)
+    assert not len(cache.manager._pool.free_list.free_blocks())
+    cache.tokens["one"] += [3] * 4
+    for end in (12, 14):
+        assert cache.compute("one", end)
+    assert all(cache.pages("two")[3:])
+    assert not any(cache.pages("one")[:5])
+    assert 10 == cache.manager.find([*[7] * 10, 0])
