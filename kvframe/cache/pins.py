@@ -66,7 +66,7 @@ class Pins:
 
     def fit_into(self, plan: KVCachePlan) -> bool:
         """Return whether the longest request still fits if all pins stay and the pool has a plan's number of slabs."""
-        if plan.num_slabs > self.plan.num_slabs or not len(self.pinned_pages()):
+        if plan.num_slabs >= self.plan.num_slabs or not len(self.pinned_pages()):
             return True
         needed, left = self._needed_and_left(plan, self._pins.values())
         return needed <= left

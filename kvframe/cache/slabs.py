@@ -100,7 +100,7 @@ class Slabs:
                 idle_before = self.num_idle_slabs
                 self._take_some(group, end - len(taken), taken, budget)
                 budget -= idle_before - self.num_idle_slabs
-            spare = min(spare, budget)
+            spare = budget
         return np.array(taken, dtype=np.int32)
 
     def _take_some(self, group: int, count: int, taken: list[int], budget: int) -> None:

@@ -397,7 +397,7 @@ class Lives:
         before, bytes_before = self.manager.plan.num_slabs, self.manager.plan.total_bytes
         pinned = [int(page) for pin in self.pins for ids in pin.blocks for page in ids if page]
         held = np.array([*pages_in(self.manager.tables), *pinned], dtype=np.int64)
-        pins_fit = num_slabs > before or not pinned or self.num_lacking(plan, [pin.blocks for pin in self.pins]) <= 0
+        pins_fit = num_slabs >= before or not pinned or self.num_lacking(plan, [pin.blocks for pin in self.pins]) <= 0
         expected = pins_fit and not (held * plan.block_id_bytes >= plan.total_bytes).any()
         published = set(self.manager.published())
         is_resized = self.manager.resize(num_slabs)

@@ -291,47 +291,53 @@ def test_looking_for_a_prefix_takes_nothing() -> None:
     assert (0, 30) == (manager.num_held_pages, manager.stats.queried_tokens)
 
 
+def slabs_of(num_slabs: int, reserve_slabs: int = 0) -> tuple[BlockPool, list[int]]:
+    """Return a pool of slabs for two groups, and the pages of a slab in each group: three, and two."""
+    plan = make_plan(masked(window=9, num_kv_heads=2), full(num_kv_heads=3), num_slabs=num_slabs)
+    pool = BlockPool(plan, reserve_slabs=reserve_slabs, on_evicted=lambda owner, groups, indices: None)
+    return pool, [group.pages_per_slab for group in plan.groups]
+
+
+def fill_a_slab(pool: BlockPool, per_slab: list[int], group: int, num_cached: int) -> BlockIds:
+    """Take a slab's blocks for a group, and cache the first of them; return these."""
+    blocks = pool.allocate_blocks([size * (each == group) for each, size in enumerate(per_slab)])
+    assert blocks is not None
+    pool.publish_blocks(1, blocks[:num_cached], np.arange(num_cached))
+    pool.release_blocks(blocks[:num_cached], group)
+    return blocks[:num_cached]
+
+
 def test_idle_slabs_that_are_reserved_keep_their_cached_blocks() -> None:
-    plan = make_plan(masked(window=9), full(num_kv_heads=2), num_slabs=8)
-    pool = BlockPool(plan, reserve_slabs=8, on_evicted=lambda owner, groups, indices: None)
-    per_slab = plan.groups[0].pages_per_slab
+    pool, sizes = slabs_of(8, reserve_slabs=8)
+    per_slab = sizes[0]
     assert per_slab >= 2
-
-    def fill_a_slab(num_cached: int) -> BlockIds:
-        blocks = pool.allocate_blocks([per_slab, 0])
-        assert blocks is not None
-        pool.publish_blocks(1, blocks[:num_cached], np.arange(num_cached))
-        pool.release_blocks(blocks[:num_cached], 0)
-        return blocks[:num_cached]
-
-    idle, of_held_slab = fill_a_slab(per_slab), fill_a_slab(1)
+    idle, of_held_slab = fill_a_slab(pool, sizes, 0, per_slab), fill_a_slab(pool, sizes, 0, 1)
     # The block in the held slab is evicted, though those in the idle slab were released before it.
     assert of_held_slab.tolist() == pool.allocate_blocks([1, 0]).tolist()  # type: ignore[union-attr]
     assert [True] * per_slab == pool.is_cached(idle).tolist()
 
 
 def test_an_idle_slab_that_lost_a_block_is_as_old_as_before() -> None:
-    plan = make_plan(masked(window=9), full(num_kv_heads=2), num_slabs=3)
-    pool = BlockPool(plan, on_evicted=lambda owner, groups, indices: None)
-    sizes = [group.pages_per_slab for group in plan.groups]
-
-    def fill_a_slab(group: int, num_cached: int) -> BlockIds:
-        blocks = pool.allocate_blocks([sizes[group] * (each == group) for each in range(2)])
-        assert blocks is not None
-        pool.publish_blocks(1, blocks[:num_cached], np.arange(num_cached))
-        pool.release_blocks(blocks[:num_cached], group)
-        return blocks[:num_cached]
-
-    idle, of_held_slab, _ = fill_a_slab(0, sizes[0]), fill_a_slab(1, 1), fill_a_slab(0, 0)
+    pool, sizes = slabs_of(3)
+    idle, of_held_slab, _ = (fill_a_slab(pool, sizes, *each) for each in ((0, sizes[0]), (1, 1), (0, 0)))
     pool.evict_blocks(idle[:1])
     # The idle slab was released before the cached block of the other group, so its blocks are evicted first.
     assert pool.allocate_blocks([0, 1]) is not None
     assert ([False] * len(idle), [True]) == (pool.is_cached(idle).tolist(), pool.is_cached(of_held_slab).tolist())
 
 
+def test_a_group_that_takes_a_spare_slab_leaves_none_for_the_next_group() -> None:
+    pool, sizes = slabs_of(3)
+    of_window, of_full = fill_a_slab(pool, sizes, 0, 1), fill_a_slab(pool, sizes, 1, 1)
+    # Both groups could evict a block of their own instead of taking the free slab.
+    taken = pool.allocate_blocks([1, 1])
+    assert taken is not None
+    assert [True, False] == pool.is_cached(np.concatenate([of_window, of_full])).tolist()
+    assert of_full.tolist() == taken[1:].tolist()
+
+
 def test_a_held_slab_whose_cached_blocks_are_evicted_stays_held() -> None:
-    plan = make_plan(masked(window=9), full(num_kv_heads=2), num_slabs=8)
-    pool = BlockPool(plan, on_evicted=lambda owner, groups, indices: None)
+    pool, _ = slabs_of(8)
     blocks = pool.allocate_blocks([2, 0])
     assert blocks is not None
     pool.publish_blocks(1, blocks[:1], np.arange(1))
@@ -413,3 +419,17 @@ def test_many_small_releases_cost_few_checks() -> None:
     assert len(checks) < 200
     assert sum(checks) < 3 * num_releases
     assert [*range(num_releases - 10, num_releases)] == order.entries()[1].tolist()
+
+
+@pytest.mark.parametrize("specs", [[masked(2, window=5)], [masked(2, window=5), masked(2, 3, window=7)]])
+def test_in_a_nearly_full_pool_blocks_that_a_request_passed_evict_no_others(specs: list[KVCacheSpec]) -> None:
+    manager = KVCacheManager(make_plan(*specs, num_slabs=14), max_num_seqs=2)
+    cached, tokens = list(range(100, 110)), list(range(60))
+    serve(manager, cached)
+    manager.start("running", tokens)
+    evicted = []
+    for end in range(2, 61, 2):
+        assert manager.extend("running", end)
+        manager.commit("running", tokens, end)
+        evicted.append(manager.stats.num_evictions)
+    assert evicted[-10] == evicted[-1]

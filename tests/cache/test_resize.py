@@ -91,3 +91,26 @@ def test_after_a_change_of_size_slabs_are_kept_for_the_longest_request() -> None
     assert manager.resize(needed + 3)
     assert manager.extend("running", 10)
     assert [1, 0] == manager.stats.blocks_evicted
+
+
+def pinned(num_tokens: int, *, num_slabs: int) -> KVCacheManager:
+    """Return a manager of a lone group with so many pinned tokens; its longest request takes 16 slabs."""
+    manager, tokens = make_manager(full(), num_slabs=num_slabs), list(range(num_tokens))
+    manager.start("pinned", tokens)
+    assert manager.extend("pinned", num_tokens)
+    manager.commit("pinned", tokens, num_tokens)
+    manager.free("pinned")
+    assert num_tokens == manager.pin(tokens, checks_capacity=False).num_tokens
+    return manager
+
+
+def test_a_pool_shrinks_as_long_as_the_longest_request_fits_beside_the_pins() -> None:
+    manager = pinned(12, num_slabs=21)
+    assert [True, False] == [manager.resize(3 + 16), manager.resize(3 + 15)]
+    manager.reset_prefix_cache()
+    assert manager.resize(1)
+
+
+def test_pins_that_take_too_much_prevent_neither_growth_nor_the_same_size() -> None:
+    manager = pinned(20, num_slabs=20)
+    assert [True, False, True] == [manager.resize(count) for count in (20, 19, 22)]
