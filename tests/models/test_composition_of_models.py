@@ -24,12 +24,14 @@ COMPILING = 40.0
 
 
 def pairs_of(cell: Cell) -> set[Hashable]:
-    """Return what the sample must contain of a cell: pairs of what it asks for, and few compilations."""
+    """Return what the sample must contain of a cell: each row with drafts and with graphs, and few compilations."""
     drafts, graphs = ("drafts", cell.drafts), ("graphs", cell.graphs)
     if cell.compiled:
         return {("compiled", drafts, graphs)} if cell.drafts == cell.graphs else set()
     row = f"{cell.kind}, {cell.chain}"
-    return {(part, switch) for part in (row, cell.kv_format) for switch in (drafts, graphs)} | {(drafts, graphs)}
+    # Families without drafts or graphs have tests of their own.
+    of_row = {(row, *switch) for switch in (drafts, graphs) if switch[1]}
+    return of_row | {(cell.kv_format, switch) for switch in (drafts, graphs)} | {(drafts, graphs)}
 
 
 def cost_of(cell: Cell) -> float:
