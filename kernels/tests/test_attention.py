@@ -245,14 +245,17 @@ RANGED = Step((1, 20, 3, 70), (50, 20, 90, 100), None, (20, 20, 50, 100), ((1, 2
 """With ranges in one tile and through several, and requests that have generated tokens."""
 
 
+ALL_KEPT = [pytest.param(*each, marks=pytest.mark.whole) for each in ((0, False), (18, True))]
+"""The rest of the kept prompts: a step of the interpreter takes a second."""
+
+
 @pytest.mark.parametrize("mask", [{}, {"window": 9, "num_sink_tokens": 3}, {"chunk": 18}], ids=str)
 @pytest.mark.parametrize("static", [False, True])
 def test_queries_see_to_the_ends_of_their_ranges(mask: dict[str, int], static: bool) -> None:
     check(RANGED, paged_attention(**mask), padding=2, static=static)
 
 
-@pytest.mark.parametrize("num_sink_tokens", [0, 18])
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("num_sink_tokens", "static"), [(0, True), (18, False), *ALL_KEPT])
 def test_kept_prompts_with_and_without_ranges(num_sink_tokens: int, static: bool) -> None:
     keeps = paged_attention(window=9, num_sink_tokens=num_sink_tokens, keeps_prompt=True)
     check(RANGED, keeps, padding=2, static=static)

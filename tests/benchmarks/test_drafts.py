@@ -19,6 +19,7 @@ from tests.benchmarks.calling import measured, record_of
 TINY = next(each for each in drafts.TEXTS if each.name == "tiny")
 
 
+@pytest.mark.whole  # five systems, each in a process that loads the model for each number of requests
 def test_every_system_serves_every_number_of_requests(tmp_path: Path) -> None:
     record = record_of("drafts", measured(tmp_path, "engine.drafts", "--text", "tiny", "--repeats", "1"))
     assert ["1", "8", "32"] == list(record["texts"]["tiny"])

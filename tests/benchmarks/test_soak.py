@@ -19,6 +19,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return measured(folder, "engine.soak", *chosen)
 
 
+@pytest.mark.whole
 def test_a_minute_of_traffic_ends_without_a_difference_or_a_leak(results: Path) -> None:
     scenarios = record_of("soak", results)["scenarios"]
     assert ["windows", "three-blocks"] == list(scenarios)
@@ -32,6 +33,7 @@ def test_a_minute_of_traffic_ends_without_a_difference_or_a_leak(results: Path) 
     assert sum(sum(each["faults"].values()) for each in scenarios.values()) > 3
 
 
+@pytest.mark.whole
 def test_the_page_shows_every_count(results: Path) -> None:
     page = page_of("soak", results)
     assert re.search(r"^\| \*\*leaks\*\* \| 0 \| 0 \| 0 \|$", page, re.M)

@@ -15,7 +15,11 @@ from triton import knobs
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="a CUDA device is there, on which models run")
 
-FAMILIES = ("mamba", "jamba", "mamba2", "zamba2", "falcon_h1", "qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2")
+FAMILIES = (
+    *("mamba", "mamba2", "falcon_h1", "qwen3_next", "kimi_linear", "lfm2"),
+    # Their states are those of Mamba, Mamba-2 and the gated delta rule.
+    *(pytest.param(family, marks=pytest.mark.whole) for family in ("jamba", "zamba2", "olmo_hybrid")),
+)
 
 
 def logits_of(path: Path, dense_layers: Any) -> tuple[TransformersModel, list[torch.Tensor]]:
