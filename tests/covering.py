@@ -46,6 +46,22 @@ def cover_values(*columns: Iterable[Any], times: int = 1) -> list[Any]:
     )
 
 
+def keep(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Return every value, in order; those that usual runs leave out are marked ``whole``.
+
+    Args:
+        values: The values of a parameter, or combinations as ``cover_pairs`` and ``cover_values`` return them.
+        kept: The values that usual runs have. A combination is kept if it contains one and its grid has kept it.
+    """
+    params = [each if hasattr(each, "marks") else pytest.param(*_parts(each)) for each in values]
+    unknown = [each for each in kept if not any(each in param.values for param in params)]
+    assert not unknown, f"not among the values: {unknown}"
+    return [
+        param if any(each in param.values for each in kept) else pytest.param(*param.values, marks=pytest.mark.whole)
+        for param in params
+    ]
+
+
 def _mark(values: list[list[Any]], chosen: Container[tuple[int, ...]]) -> list[Any]:
     """Return every combination of the columns' values, in order, marked ``whole`` unless its places are chosen."""
     return [

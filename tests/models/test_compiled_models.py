@@ -13,6 +13,7 @@ import torch
 from kvframe import Engine, SamplingParams
 from kvframe.contract.errors import ModelError
 from kvframe.contract.operator import OpaqueAttention, OpaqueFunction
+from tests.covering import keep
 from tests.engine.scripted_model import ScriptedModel
 from tests.models import encoder_decoder
 from tests.models.serving import PROMPTS, TinyModel, served
@@ -22,7 +23,7 @@ WHOLE = pytest.mark.whole
 WITH_STATES = (
     pytest.param("mamba", marks=WHOLE),
     "mamba2",
-    "jamba",
+    pytest.param("jamba", marks=WHOLE),
     pytest.param("falcon_h1", marks=WHOLE),
     pytest.param("qwen3_next", marks=WHOLE),
     "lfm2",
@@ -71,7 +72,7 @@ def compiled(engine: Engine, backend: Any) -> Engine:
         pytest.param("llama", {}, 1, marks=WHOLE),
         pytest.param("gemma3_text", {}, 1, marks=WHOLE),
         # Its experts broadcast over tokens, which a single token changes.
-        ("llama4_text", {}, 2),
+        pytest.param("llama4_text", {}, 2, marks=WHOLE),
         # Before the layers that share caches, its code asks whether a step has one token.
         pytest.param("gemma4_text", {}, 2, marks=WHOLE),
         pytest.param("gemma4_text", {"prefill_skipping": "decode_only"}, 3, marks=WHOLE),
@@ -163,9 +164,7 @@ def test_a_compiler_sees_a_state_layer_as_one_operator(models: Callable[[str], T
     assert not [target for target in seen if "conv" in target or "softplus" in target or "index_put" in target]
 
 
-@pytest.mark.parametrize(
-    "family", ["falcon_h1", "t5", *(pytest.param(each, marks=WHOLE) for each in ("llama", "qwen3_next"))]
-)
+@pytest.mark.parametrize("family", keep(["llama", "falcon_h1", "qwen3_next", "t5"], "falcon_h1", "t5"))
 def test_a_compiled_model_computes_drafts_in_replayed_steps(models: Callable[[str], TinyModel], family: str) -> None:
     prompts: Any = encoder_decoder.prompts(family) if family == "t5" else PROMPTS
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)

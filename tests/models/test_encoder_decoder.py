@@ -23,7 +23,7 @@ from kvframe.cli import main
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.engine.requests.progress import input_sequences
 from kvframe.engine.running.model_runner import TokenRunner
-from tests.covering import cover_pairs
+from tests.covering import cover_values
 from tests.models.encoder_decoder import (
     START,
     EncoderCalls,
@@ -74,7 +74,7 @@ SETTINGS = [(3, 1, 16), (7, 3, 4), (24, 8, 16), (2048, 8, 4), (24, 1, 4), (3, 8,
 
 @pytest.mark.parametrize(
     ("family", "max_num_batched_tokens", "max_num_seqs", "block_size", "prefix_caching"),
-    cover_pairs(FAMILIES, SETTINGS, (True, False)),
+    cover_values(FAMILIES, SETTINGS, (True, False), times=2),
 )
 def test_tokens_equal_those_of_generate(
     models: Any,

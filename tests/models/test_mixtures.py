@@ -187,7 +187,7 @@ def test_a_shared_prefix_is_computed_once(models: Any) -> None:
 
 @pytest.mark.parametrize(
     ("mixture", "prefix_caching", "preemption"),
-    cover_values(MIXTURES, product((True, False), ("recompute", "swap")), times=2),
+    cover_values(MIXTURES, product((True, False), ("recompute", "swap"))),
 )
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, mixture: str, prefix_caching: bool, preemption: str

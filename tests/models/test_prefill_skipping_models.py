@@ -20,7 +20,7 @@ from kvframe.contract.errors import ModelError, StackError
 from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.recognise import find_adapter
-from tests.covering import cover_pairs
+from tests.covering import cover_pairs, keep
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, make_stack, served
 
 SKIPPING = "decode_only"
@@ -43,6 +43,8 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any], int]] = {
     ),
 }
 MAIN = ("gemma3n", "gemma4")
+SHARING = (*MAIN, "gemma3n, most layers share", "gemma3n, windows share last", "gemma4, experts")
+"""Those that usual runs compare with ``generate``; the others have other numbers of layers and streams."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
 @pytest.mark.parametrize(
     ("variant", "skipping"),
     [
-        *((variant, SKIPPING) for variant in VARIANTS),
+        *keep(((variant, SKIPPING) for variant in VARIANTS), *SHARING),
         *(pytest.param(each, None, marks=[] if each in MAIN else pytest.mark.whole) for each in VARIANTS),
     ],
 )

@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.covering import cover_pairs, cover_values
+from tests.covering import cover_pairs, cover_values, keep
 
 COLUMNS = ("abcd", (1, 2, 3), (True, False))
 
@@ -43,3 +43,13 @@ def test_values_that_go_together_are_several_parameters() -> None:
     assert [(1, 2, "a"), (1, 2, "b"), (3, 4, "a"), (3, 4, "b")] == [
         param.values for param in cover_pairs([(1, 2), (3, 4)], "ab")
     ]
+
+
+def test_named_values_are_kept_and_the_others_are_whole() -> None:
+    assert [("a", True), ("b", False), ("c", True)] == [
+        (*param.values, not param.marks) for param in keep("abc", "a", "c")
+    ]
+    usual = [param.values for param in keep(cover_values("abc", (1, 2)), "b", "c") if not param.marks]
+    assert [("b", 2), ("c", 1)] == usual
+    with pytest.raises(AssertionError, match="not among the values: \\['d'\\]"):
+        keep("abc", "d")
