@@ -7,6 +7,8 @@ VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 JOBS ?= 2
+# One more than the cores, because some tests wait for other processes.
+TESTERS ?= $(shell expr $(JOBS) + 1)
 # Other engines that benchmarks measure against, each in an environment of its own.
 PEERS ?= .cache/peers
 VLLM := $(PEERS)/vllm
@@ -39,7 +41,7 @@ quick: $(READY) ## lint and tests of what changed, or of one package: make quick
 	@BIN=$(BIN) JOBS=$(JOBS) PACKAGE=$(PACKAGE) .ci/quick
 
 test: lint ## lint, then every test: core, plugins, examples
-	$(BIN)/pytest -n $(JOBS) --dist worksteal
+	$(BIN)/pytest -n $(TESTERS) --dist worksteal
 
 docs: $(READY) ## build the documentation as a site in build/site, with the contract's reference
 	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . build/site

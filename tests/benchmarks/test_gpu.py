@@ -203,6 +203,7 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
+@pytest.mark.whole
 @pytest.mark.usefixtures("_untimed")
 def test_tritons_kernels_compute_every_kind_of_case() -> None:
     *tiny, latents = cases.TINY
