@@ -79,6 +79,20 @@ def test_blocks_are_told_of_as_they_become_full() -> None:
     assert [] == log.take()
 
 
+def test_blocks_of_many_requests_are_told_of_as_they_become_full() -> None:
+    manager, prompts = make_manager(full(4)), {"a": [*range(20)], "b": [*range(30, 50)]}
+    log = manager.record_events(SECRET)
+    for name, tokens in prompts.items():
+        manager.start(name, tokens)
+    rows = np.array([manager.row(name) for name in prompts])
+    assert manager.extend_rows(rows, np.full(2, 20))
+    assert [CacheCleared()] == log.take()
+    for computed, first in [(3, None), (9, 0), (20, 8)]:
+        manager.commit_rows(rows, np.full(2, computed))
+        told = [] if first is None else [stored(tokens, first, computed // 4 * 4, 4) for tokens in prompts.values()]
+        assert told == log.take(), computed
+
+
 def test_a_block_that_many_compute_is_told_of_once() -> None:
     manager, tokens = make_manager(full(4)), [*range(12)]
     log = manager.record_events(SECRET)
