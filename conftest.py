@@ -8,13 +8,16 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvframe.contract.specs import KVCacheSpec
+from kvframe.planning import plan
+from kvframe.planning.spec_check import check_spec_at_set_up
 from tests.installed import remember_installed
 from tests.interpreter import make_faster
 
@@ -98,3 +101,23 @@ def pytest_runtest_setup() -> None:
     """Make Triton's interpreter faster once something has imported it."""
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
         make_faster(interpreter)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _specs_of_the_project_are_checked_once() -> Iterator[None]:
+    # The check at set-up asks a spec for hundreds of answers. That takes half of the time of making a tiny engine, and
+    # an eighth of that of the kit. Specs that tests define are checked each time, because some give wrong answers on
+    # purpose.
+    checked: set[tuple[KVCacheSpec, int, int]] = set()
+
+    def check_once(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
+        asked = spec, max_tokens, max_new_tokens
+        is_of_a_test = not type(spec).__module__.startswith(("kvframe", "tests.cache.plans"))
+        if is_of_a_test or asked not in checked:
+            check_spec_at_set_up(*asked)
+        if not is_of_a_test:
+            checked.add(asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "check_spec_at_set_up", check_once)
+        yield

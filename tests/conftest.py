@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from kvframe.contract.errors import KVFrameError
-from kvframe.contract.specs import KVCacheSpec
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning import plan
-from kvframe.planning.spec_check import check_spec_at_set_up
 from tests.loading.fake_distributions import FakeSite
 
 if TYPE_CHECKING:  # the tests of a backend's kernels run without transformers too
@@ -37,25 +34,6 @@ def _kernels_are_compiled(request: pytest.FixtureRequest) -> None:
     for name in (registry := load_plugins().registry).backends.names():
         with contextlib.suppress(KVFrameError):
             registry.backends.load(name).unusable_reason()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _specs_of_the_project_are_checked_once() -> Iterator[None]:
-    # The check at set-up asks a spec for hundreds of answers, which takes half of the time of making a tiny engine.
-    # Specs that tests define are checked each time: some of them give wrong answers on purpose.
-    checked: set[tuple[KVCacheSpec, int, int]] = set()
-
-    def check_once(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
-        asked = spec, max_tokens, max_new_tokens
-        is_of_a_test = not type(spec).__module__.startswith(("kvframe", "tests.cache.plans"))
-        if is_of_a_test or asked not in checked:
-            check_spec_at_set_up(*asked)
-        if not is_of_a_test:
-            checked.add(asked)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "check_spec_at_set_up", check_once)
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
