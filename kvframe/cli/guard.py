@@ -53,9 +53,6 @@ def run_guarded(command: Callable[[], Any]) -> int:
         try:
             code = command()
             sys.stdout.flush()
-            if interrupts.came:
-                # Python printed it where it could not be raised, and the command ended before it was sent again.
-                raise KeyboardInterrupt
         except SystemExit:
             raise
         except BaseException as error:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -401,18 +400,6 @@ def test_an_interrupt_that_python_would_print_and_forget_still_interrupts(capsys
     def command() -> None:
         Dying()
         signal.pause()
-
-    assert 130 == guard.run_guarded(command)
-    assert "kvframe: interrupted\n" == capsys.readouterr().err
-
-
-def test_an_interrupt_of_a_command_that_ends_before_it_comes_again_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def command() -> int:
-        with suppress(KeyboardInterrupt):  # as Python does where it prints exceptions and continues
-            signal.raise_signal(signal.SIGINT)
-        return 0
 
     assert 130 == guard.run_guarded(command)
     assert "kvframe: interrupted\n" == capsys.readouterr().err
