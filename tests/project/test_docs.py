@@ -225,7 +225,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     for name, module in (("pip", "pip"), ("served", "kvframe")):
         (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{folder}/bin/python3" -m {module} "$@"\n')
         (folder / "bin" / name).chmod(0o755)
-    # An author's tests compute the kit's grid, of which a part shows that they run.
+    # The tests of an author take long, and a few of them show that they run.
     (site / "few.py").write_text(FEW)
     # What pip would get from an index is here already.
     pip = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

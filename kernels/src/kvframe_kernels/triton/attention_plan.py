@@ -134,10 +134,10 @@ class StepPlanner:
 
     def _planner(self, batch: Batch) -> StepPlanner:
         """Return the planner of this step: the work of few tokens would not fill the device with the largest tiles."""
-        num_programs = batch.num_tokens * self.heads // self.tilings[-1].block_m * self._programs
-        if self._for_few_tokens is None or num_programs >= FEWEST_ITEMS_PER_CORE * self.num_cores:
+        if self._for_few_tokens is None:
             return self
-        return self._for_few_tokens
+        num_programs = batch.num_tokens * self.heads // self.tilings[-1].block_m * self._programs
+        return self if num_programs >= FEWEST_ITEMS_PER_CORE * self.num_cores else self._for_few_tokens
 
     def plan(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
         """Return the step's work for each mask.

@@ -1,7 +1,7 @@
 """The shapes of programs for each head size.
 
 They fit the resources of a Hopper multiprocessor (65,536 registers, 227 KiB of shared memory) without a spilled
-register, as ``ahead_of_time`` reports them. Among those that fit, the fastest were taken, as measured on an H200 for
+register, as ``ahead_of_time`` reports them. Among those that fit, they were chosen by what they take on an H200, for
 heads of 64, 128 and 256 (``benchmarks/gpu/notes.md``):
 
 - Decodes wait for memory. Two to four programs run on a multiprocessor, each with the loads of two iterations in
@@ -54,7 +54,7 @@ def suitable_tilings(head_size: int, item_bytes: int, kv_format: str, *, has_bia
         return decodes, *small, _open(128, 64)
     if kv_format == "plain":
         return (
-            _masked(16, 32, stages=4, programs=4),
+            _masked(16, 32, programs=4),
             *small,
             _open(64, 64, warps=4, programs=3),
             _open(256, 32, warps=16),
