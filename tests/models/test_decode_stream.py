@@ -127,6 +127,15 @@ def test_any_bytes_come_out_as_without_a_stream(make: Callable[[], Tokenizer], d
     assert text_of(model, *tokens, streams=False) == text_of(model, *tokens, streams=True)
 
 
+def test_what_a_stream_leaves_is_decoded_from_the_start_of_a_character() -> None:
+    model = model_with(byte_fallback)
+    lead, tail, letter, special = (
+        model.tokenizer.convert_tokens_to_ids(token) for token in ("<0xC3>", "<0xA9>", "<0x61>", "<s>")
+    )
+    new = [lead, *[special] * 3, tail, letter, special]
+    assert "éa" == text_of(model, [], new, [1] * len(new), streams=True)
+
+
 @pytest.mark.parametrize("make", [metaspace, word_pieces, words])
 @settings(max_examples=60)
 @given(data=st.data())

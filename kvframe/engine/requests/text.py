@@ -90,23 +90,26 @@ class TextStream:
             except Exception:
                 new = ""
             if new:
-                self._read = self._given
+                self._move_on(self._given)
                 return new
             if not final and len(token_ids) == self._given <= self._read + MAX_WINDOW_TOKENS:
                 return ""
             # The stream failed, or the end of a character does not come: the tokens are decoded as they are.
             self._decode_next = self._start_stream = self._before = None
-            self._context = max(0, self._read - NUM_CONTEXT_TOKENS)
         # The tokens before them are decoded too, because a token's text may depend on its neighbours.
         before = self._decode_context(token_ids).rstrip(_INCOMPLETE)
         after = self._decode(token_ids[self._context :])
         if after.endswith(_INCOMPLETE) and not final:
             return ""
         new, self._before = after[len(before) :], after
-        if len(token_ids) - self._context > MAX_WINDOW_TOKENS:
-            self._context, self._before = self._read, None
-        self._read = len(token_ids)
+        self._move_on(len(token_ids))
         return new
+
+    def _move_on(self, num_read: int) -> None:
+        """Record that tokens were read. The context begins between two characters, also while a stream is open."""
+        if num_read - self._context > MAX_WINDOW_TOKENS:
+            self._context, self._before = self._read, None
+        self._read = num_read
 
     def _open_stream(self, token_ids: Sequence[int]) -> None:
         """Open a stream after the tokens read, unless they end within a character, which would come out incomplete."""
