@@ -46,6 +46,23 @@ def cover_values(*columns: Iterable[Any], times: int = 1) -> list[Any]:
     )
 
 
+def few(count: int, values: Iterable[Any]) -> list[Any]:
+    """Return every value, in order; usual runs have ``count`` of them, evenly spaced, and the rest is marked ``whole``.
+
+    Args:
+        count: At least one, and at most as many as usual runs have of the values.
+        values: As for ``keep``.
+    """
+    params = _as_params(values)
+    usual = [index for index, param in enumerate(params) if not param.marks]
+    assert 0 < count <= len(usual), f"{count} of {len(usual)} values"
+    chosen = {usual[(2 * place + 1) * len(usual) // (2 * count)] for place in range(count)}
+    return [
+        param if index in chosen or param.marks else pytest.param(*param.values, marks=pytest.mark.whole)
+        for index, param in enumerate(params)
+    ]
+
+
 def keep(values: Iterable[Any], *kept: Any) -> list[Any]:
     """Return every value, in order; those that usual runs leave out are marked ``whole``.
 
@@ -53,7 +70,7 @@ def keep(values: Iterable[Any], *kept: Any) -> list[Any]:
         values: The values of a parameter, or combinations as ``cover_pairs`` and ``cover_values`` return them.
         kept: The values that usual runs have. A combination is kept if it contains one and its grid has kept it.
     """
-    params = [each if hasattr(each, "marks") else pytest.param(*_parts(each)) for each in values]
+    params = _as_params(values)
     unknown = [each for each in kept if not any(each in param.values for param in params)]
     assert not unknown, f"not among the values: {unknown}"
     return [
@@ -71,6 +88,10 @@ def _mark(values: list[list[Any]], chosen: Container[tuple[int, ...]]) -> list[A
         )
         for row in product(*(range(len(column)) for column in values))
     ]
+
+
+def _as_params(values: Iterable[Any]) -> list[Any]:
+    return [each if hasattr(each, "marks") else pytest.param(*_parts(each)) for each in values]
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

@@ -24,10 +24,9 @@ from kvframe.testing.laws import ConformanceError
 from kvframe.testing.sample import sample
 from kvframe.testing.wrappers import check_wrapper
 from tests.attention.key_halves import KeyHalves
+from tests.covering import keep
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (TorchReferenceBackend, TorchBackend, NumbaBackend, CpuBackend)
-USUAL = [pytest.param(each, marks=pytest.mark.whole if each is NumbaBackend else ()) for each in BACKENDS]
-"""Numba takes ten seconds to compile its kernel with a log-sum-exp, which its own tests check."""
 CHAIN = (KeyHalves(),)
 TOGETHER = (("batch", "visible"), ("format", "dtype"))
 """Traits whose pairs occur: halves depend on what is visible in a batch, and their rounding on what is stored."""
@@ -45,7 +44,7 @@ def halved_cases(backend: type[AttentionBackend]) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("backend", USUAL)
+@pytest.mark.parametrize("backend", keep(BACKENDS, TorchBackend, CpuBackend))
 def test_two_halves_merged_are_the_whole(backend: type[AttentionBackend]) -> None:
     cases = halved_cases(backend)
     names = {name for case in cases for name in case.name.split("-")}

@@ -47,6 +47,7 @@ from tests.attention.attending import full, layer, local, plugin
 from tests.attention.capturable import CapturableReference
 from tests.attention.test_states import states
 from tests.attention.test_steps import Decodes, ShortOnes
+from tests.covering import keep
 
 
 class OnHost(CapturableReference):
@@ -218,7 +219,7 @@ def test_a_step_is_one_copy_for_all_groups_chains_and_orders(backend: str, reque
     assert 1 == len(copies_of_a_step(backend, requests))
 
 
-@pytest.mark.parametrize("requests", [DECODES, MIXED])
+@pytest.mark.parametrize("requests", keep([DECODES, MIXED], MIXED))
 @pytest.mark.parametrize("backend", ["torch", "torch_reference", "on_host", "triton_here"])
 def test_what_is_copied_from_pages_of_another_format_is_in_that_one_copy(
     backend: str, requests: list[tuple[int, int]]

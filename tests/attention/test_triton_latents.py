@@ -27,6 +27,7 @@ from kvframe.testing.runs import Run, make_runs, sample_runs
 from kvframe.testing.sample import parts, sample
 from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
+from tests.covering import few
 
 CASES = make_cases(TritonMLABackend.capabilities, "cuda", form=Latents())
 FEW = sample(CASES, ())
@@ -40,7 +41,7 @@ interpreted = pytest.mark.skipif(
 
 
 @interpreted
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", few(7, FEW), ids=lambda case: case.name)
 def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
     check_backend(TritonMLABackend, case)
 
@@ -54,7 +55,7 @@ def test_it_serves_another_host_under_the_interpreter(layout: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("run", sample_runs(RUNS, ["head_size"]), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", few(1, sample_runs(RUNS, ["head_size"])), ids=lambda run: run.name)
 def test_it_serves_two_layers_and_steps_at_real_sizes_under_the_interpreter(run: Run) -> None:
     check_run(TritonMLABackend, run)
 

@@ -29,7 +29,7 @@ from kvframe.engine.requests.request import RequestOutput, SamplingParams
 from kvframe.engine.scheduling.stats import EngineStats
 from tests.cache.plans import encoder, evict_all, full, make_plan, ranged
 from tests.cache.test_manager import SPECS
-from tests.covering import cover_values
+from tests.covering import cover_values, few
 from tests.engine.test_scheduler_under_pressure import MAX_LEN, serve
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, ids
 
@@ -318,7 +318,7 @@ def served(engine: Engine, expected: Tokens) -> EngineStats:
         return engine.stats()
 
 
-@pytest.mark.parametrize(("family", "prefix_caching"), cover_values(FAMILIES, (True, False)))
+@pytest.mark.parametrize(("family", "prefix_caching"), few(2, cover_values(FAMILIES, (True, False))))
 def test_swapped_requests_give_the_same_tokens_and_are_not_computed_again(
     models: Any, references: Any, family: str, prefix_caching: bool
 ) -> None:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from kvframe_transformers.testing import save_tiny
 
 from kvframe.cli import main
+from tests.covering import few
 
 LAYERS = Path(__file__).resolve().parents[2] / "examples" / "layers"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -109,7 +110,7 @@ def shown_by_chromium(page: Path) -> str:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-@pytest.mark.parametrize("model", ["gemma_3_27b.json", "qwen3_next_80b.toml", "whisper_large_v3.toml"])
+@pytest.mark.parametrize("model", few(1, ["gemma_3_27b.json", "qwen3_next_80b.toml", "whisper_large_v3.toml"]))
 def test_a_browser_shows_it(model: str, tmp_path: Path) -> None:
     page_of(tmp_path, LAYERS / model, "--dtype", "bfloat16")
     shown = shown_by_chromium(tmp_path / "page.html")

@@ -17,7 +17,7 @@ from kvframe.engine.turns import HeldInterrupts
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
-from tests.covering import cover_values
+from tests.covering import cover_values, few
 from tests.engine import injected_faults
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_with_models import assert_pool_as_before
@@ -217,7 +217,7 @@ def test_a_listener_that_raises_while_other_things_break_harms_nobody(models: An
         assert_outlived(engine, prompts, expected, served)
 
 
-@pytest.mark.parametrize(("family", "kind"), cover_values(FAMILIES, ("logits", "state")))
+@pytest.mark.parametrize(("family", "kind"), few(2, cover_values(FAMILIES, ("logits", "state"))))
 def test_an_output_that_is_not_numbers_ends_its_request_alone(models: Any, family: str, kind: str) -> None:
     model, prompts, expected = case_of(models, family)
     for after in (0, 11):

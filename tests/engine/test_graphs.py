@@ -32,7 +32,7 @@ from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import Grouping
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference, DecodesOnly, UniformOnly
-from tests.covering import cover_values
+from tests.covering import cover_values, few
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, make_stack, served
 
 BACKENDS = {"capturable": CapturableReference, "decodes_only": DecodesOnly, "uniform_only": UniformOnly}
@@ -64,7 +64,7 @@ REPLAYED = ("capturable", "cpu")
 
 
 @pytest.mark.parametrize(
-    ("family", "backend"), cover_values(("llama", "gemma3_text", "llama4_text", "gemma3n_text"), REPLAYED)
+    ("family", "backend"), few(2, cover_values(("llama", "gemma3_text", "llama4_text", "gemma3n_text"), REPLAYED))
 )
 def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
     models: Callable[[str], TinyModel], family: str, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -85,7 +85,9 @@ def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
         assert any(wrapper.name == "chunked_local" for choice in engine.choices for wrapper in choice.wrappers)
 
 
-@pytest.mark.parametrize(("family", "backend"), cover_values(("gemma3n_text", "llama4_text", "gemma3_text"), REPLAYED))
+@pytest.mark.parametrize(
+    ("family", "backend"), few(2, cover_values(("gemma3n_text", "llama4_text", "gemma3_text"), REPLAYED))
+)
 def test_steps_of_several_tokens_a_request_are_replayed_too(
     models: Callable[[str], TinyModel], family: str, backend: str
 ) -> None:

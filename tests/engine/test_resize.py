@@ -10,6 +10,7 @@ import pytest
 from kvframe.contract.errors import KVFrameError, PlanError
 from kvframe.engine.engine import Engine
 from kvframe.engine.requests.request import SamplingParams
+from tests.covering import keep
 from tests.models.serving import TinyModel, held_pages, ids
 
 PROMPTS = [ids(3, 45), ids(4, 30), ids(5, 21), ids(6, 40)]
@@ -56,7 +57,7 @@ def test_requests_go_on_in_a_cache_of_another_size(
         assert 0 == held_pages(engine)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "flex", "numba", "torch", "torch_reference"])
+@pytest.mark.parametrize("backend", keep(["cpu", "flex", "numba", "torch", "torch_reference"], "cpu", "numba", "torch"))
 def test_every_backend_goes_on_in_a_cache_of_another_size(
     llama: TinyModel, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

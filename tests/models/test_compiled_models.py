@@ -26,7 +26,7 @@ WITH_STATES = (
     pytest.param("jamba", marks=WHOLE),
     pytest.param("falcon_h1", marks=WHOLE),
     pytest.param("qwen3_next", marks=WHOLE),
-    "lfm2",
+    pytest.param("lfm2", marks=WHOLE),
     "kimi_linear",
 )
 
@@ -34,11 +34,11 @@ SMALLER: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
     "llama4_text": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
     "gemma3n_text": {
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_kv_shared_layers": 1,
-        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        "intermediate_size": [96] * 3,
-        "activation_sparsity_pattern": [0.0] * 3,
+        "layer_types": ["full_attention"] * 2,
+        "intermediate_size": [96] * 2,
+        "activation_sparsity_pattern": [0.0] * 2,
     },
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {
@@ -51,7 +51,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "bart": {"encoder_layers": 1, "decoder_layers": 2},
     "t5": {"num_layers": 1, "num_decoder_layers": 2},
 }
-"""Few layers of each type, because torch traces each layer: of Gemma 3n's, the last shares the cache of the second."""
+"""Few layers of each type, because torch traces each layer: of Gemma 3n's, the second shares the cache of the first."""
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_a_compiler_sees_a_state_layer_as_one_operator(models: Callable[[str], T
     assert not [target for target in seen if "conv" in target or "softplus" in target or "index_put" in target]
 
 
-@pytest.mark.parametrize("family", keep(["llama", "falcon_h1", "qwen3_next", "t5"], "falcon_h1", "t5"))
+@pytest.mark.parametrize("family", keep(["llama", "falcon_h1", "qwen3_next", "t5"], "falcon_h1"))
 def test_a_compiled_model_computes_drafts_in_replayed_steps(models: Callable[[str], TinyModel], family: str) -> None:
     prompts: Any = encoder_decoder.prompts(family) if family == "t5" else PROMPTS
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)

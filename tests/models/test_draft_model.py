@@ -29,7 +29,7 @@ from kvframe.engine.ranks.leader import Leader
 from kvframe.planning.draft_model import split_layers
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.recognise import FoundAdapter
-from tests.covering import cover_values
+from tests.covering import cover_values, few
 from tests.models import encoder_decoder
 from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, make_stack
 
@@ -211,7 +211,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "draft", "sampling"), cover_values(PAIRS, SAMPLING))
+@pytest.mark.parametrize(("family", "draft", "sampling"), few(3, cover_values(PAIRS, SAMPLING)))
 def test_a_smaller_model_changes_no_token(
     models: Models, tmp_path: Path, family: str, draft: str, sampling: str
 ) -> None:
@@ -275,7 +275,7 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "setting"), cover_values(["gemma3_text", "lfm2"], SETTINGS))
+@pytest.mark.parametrize(("family", "setting"), few(1, cover_values(["gemma3_text", "lfm2"], SETTINGS)))
 def test_settings_change_nothing(models: Models, family: str, setting: str) -> None:
     model = models(family)
     check_twin(model, greedy(model), **SETTINGS[setting])
@@ -289,7 +289,7 @@ def test_other_settings_change_nothing(models: Models, family: str, setting: str
     check_twin(model, greedy(model), **OTHER_SETTINGS[setting])
 
 
-@pytest.mark.parametrize(("family", "preemption"), cover_values(["llama", "lfm2"], ["recompute", "swap"]))
+@pytest.mark.parametrize(("family", "preemption"), few(1, cover_values(["llama", "lfm2"], ["recompute", "swap"])))
 def test_its_state_is_right_after_preemption(models: Models, family: str, preemption: str) -> None:
     model = models(family)
     memory = model.tight_memory(81, drafts=by(model.path))

@@ -14,7 +14,7 @@ from kvframe import Embedder
 from kvframe.engine.assembly import assemble
 from kvframe.engine.self_check import run_packed
 from kvframe.planning.groups import make_layer_specs
-from tests.covering import cover_pairs, cover_values
+from tests.covering import cover_pairs, cover_values, few
 from tests.models.serving import TinyModel, make_stack
 
 MODES = ("mean", "cls", "last")
@@ -67,7 +67,7 @@ def embedded(made: Embedder) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("family", "backend", "max_num_batched_tokens"),
-    cover_values(ENCODER_FAMILIES, product(("torch", "torch_reference"), (64, 100, 2048))),
+    few(4, cover_values(ENCODER_FAMILIES, product(("torch", "torch_reference"), (64, 100, 2048)))),
 )
 def test_mixed_lengths_in_one_batch_give_the_plain_hidden_states(
     models: Any, family: str, backend: str, max_num_batched_tokens: int
@@ -140,7 +140,7 @@ def test_an_encoder_whose_attention_is_causal_by_mistake_would_show(
 
 @pytest.mark.parametrize(
     ("family", "mode", "block_size", "max_num_batched_tokens"),
-    cover_pairs(FAMILIES, MODES, [(16, 2048), (5, 24), (1, 7)]),
+    few(6, cover_pairs(FAMILIES, MODES, [(16, 2048), (5, 24), (1, 7)])),
 )
 def test_embeddings_of_a_decoder_are_the_plain_ones_in_chunks_too(
     models: Any, family: str, mode: str, block_size: int, max_num_batched_tokens: int

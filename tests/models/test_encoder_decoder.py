@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvframe.cli import main
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.engine.requests.progress import input_sequences
 from kvframe.engine.running.model_runner import TokenRunner
-from tests.covering import cover_values
+from tests.covering import cover_values, few
 from tests.models.encoder_decoder import (
     START,
     EncoderCalls,
@@ -74,7 +75,7 @@ SETTINGS = [(3, 1, 16), (7, 3, 4), (24, 8, 16), (2048, 8, 4), (24, 1, 4), (3, 8,
 
 @pytest.mark.parametrize(
     ("family", "max_num_batched_tokens", "max_num_seqs", "block_size", "prefix_caching"),
-    cover_values(FAMILIES, SETTINGS, (True, False), times=2),
+    few(5, cover_values(FAMILIES, SETTINGS, (True, False), times=2)),
 )
 def test_tokens_equal_those_of_generate(
     models: Any,
@@ -96,7 +97,7 @@ def test_tokens_equal_those_of_generate(
         assert (prefix_caching and block_size == 4) <= (engine.stats().cached_prompt_tokens > 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_tokens_of_the_reference_backend_equal_those_of_generate(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(backend="torch_reference", max_num_batched_tokens=24) as engine:
@@ -104,7 +105,7 @@ def test_tokens_of_the_reference_backend_equal_those_of_generate(models: Any, re
         assert expected == served(engine, family)
 
 
-@pytest.mark.parametrize("family", MORE_ENCODER_DECODER_FAMILIES)
+@pytest.mark.parametrize("family", few(3, MORE_ENCODER_DECODER_FAMILIES))
 def test_families_that_no_code_names_are_served_by_rule(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(max_num_batched_tokens=24, block_size=4, self_check=True) as engine:
@@ -128,8 +129,7 @@ def test_prompt_logprobs_are_those_of_the_plain_model(models: Any, family: str) 
         torch.testing.assert_close(torch.tensor(output.prompt_logprobs[1:]), logprobs, rtol=2e-4, atol=2e-3)
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "preemption"), few(4, product(FAMILIES, ("recompute", "swap"))))
 def test_preempted_requests_give_the_same_tokens(models: Any, references: Any, family: str, preemption: str) -> None:
     expected = references(family)
     options: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 12, "block_size": 4}
@@ -309,8 +309,7 @@ def assert_pool_as_before(engine: Engine) -> None:
     assert (0, engine.plan.num_slabs) == (pool.num_cached, pool.num_idle_slabs)
 
 
-@pytest.mark.parametrize("after", [0, 1, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "after"), few(4, product(FAMILIES, (0, 1, 4))))
 def test_an_aborted_request_gives_its_blocks_back_and_leaves_those_that_others_hold(
     models: Any, references: Any, family: str, after: int
 ) -> None:

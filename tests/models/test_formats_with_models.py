@@ -5,6 +5,7 @@ So pages are stored, hit, moved and copied correctly, for any rounding of the fo
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, ClassVar
 
 import attrs
@@ -20,6 +21,7 @@ from kvframe.engine.graphs import sizes as graph_sizes
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
+from tests.covering import few, keep
 from tests.models.encoder_decoder import encoder_inputs
 from tests.models.rounding import rounding
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages, served
@@ -66,8 +68,8 @@ def on_torch(model: TinyModel, **options: Any) -> Engine:
     return model.engine(**({"backend": "torch"} if everything else {}), **options)
 
 
-@pytest.mark.parametrize(("family", "kv_format"), CASES)
-@pytest.mark.parametrize("options", [{}, SMALL_STEPS], ids=["default", "small-steps"])
+@pytest.mark.parametrize(("family", "kv_format"), few(8, CASES))
+@pytest.mark.parametrize("options", keep([{}, SMALL_STEPS], SMALL_STEPS), ids=["default", "small-steps"])
 def test_a_format_equals_plain_pages_of_the_values_that_it_reads_back(
     models: Any, expected: Any, family: str, kv_format: KVFormat, options: dict[str, Any]
 ) -> None:
@@ -89,8 +91,11 @@ def test_the_reference_gives_the_tokens_of_the_torch_backend_on_every_format(
         assert tokens == served(engine)
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("kv_format", [Int8TokenHead(), Int4TokenHead()], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("kv_format", "preemption"),
+    few(2, product([Int8TokenHead(), Int4TokenHead()], ["recompute", "swap"])),
+    ids=lambda each: getattr(each, "name", each),
+)
 def test_preempted_requests_give_the_same_tokens(
     models: Any, expected: Any, kv_format: KVFormat, preemption: str
 ) -> None:

@@ -13,7 +13,7 @@ from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cli import main
 from kvframe.engine.requests.request import SamplingParams
-from tests.covering import cover_pairs, cover_values, keep
+from tests.covering import cover_pairs, cover_values, few, keep
 from tests.models.serving import PROMPTS, ids, served
 
 # --- equal to generate() ----------------------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ BLOCK_SIZES, CHUNKS, BATCHES = (1, 16, 17), (7, 24, 2048), (1, 3, 8)
 
 @pytest.mark.parametrize(
     ("family", "block_size", "max_num_batched_tokens", "max_num_seqs", "prefix_caching"),
-    cover_pairs(FAMILIES, BLOCK_SIZES, CHUNKS, BATCHES, (True, False)),
+    few(6, cover_pairs(FAMILIES, BLOCK_SIZES, CHUNKS, BATCHES, (True, False))),
 )
 def test_tokens_equal_those_of_generate(
     models: Any,
@@ -55,7 +55,7 @@ def test_tokens_are_the_same_if_every_layer_keeps_every_token(models: Any, refer
 
 
 @pytest.mark.parametrize(
-    ("family", "prefix_caching", "block_size"), cover_values(FAMILIES, product((True, False), (4, 5)))
+    ("family", "prefix_caching", "block_size"), few(3, cover_values(FAMILIES, product((True, False), (4, 5))))
 )
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, family: str, prefix_caching: bool, block_size: int
@@ -97,21 +97,21 @@ def test_a_second_round_finds_the_prompts_of_the_first(models: Any, references: 
         assert hits == engine.stats().cached_prompt_tokens - before.cached_prompt_tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(2, FAMILIES))
 def test_the_reference_backend_gives_the_same_tokens(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(block_size=5, max_num_batched_tokens=24, backend="torch_reference") as engine:
         assert expected == served(engine)
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", few(8, MORE_FAMILIES))
 def test_families_that_no_code_names_give_the_tokens_of_generate(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(block_size=5, max_num_batched_tokens=24, max_num_seqs=4, self_check=True) as engine:
         assert expected == served(engine)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(3, FAMILIES))
 def test_a_slightly_wrong_attention_would_show(
     models: Any, references: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from kvframe.engine.graphs.sizes import GraphSizes
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableLatents, CapturableReference
-from tests.covering import cover_pairs, cover_values
+from tests.covering import cover_pairs, cover_values, few
 from tests.models import encoder_decoder
 from tests.models.knowing import ANSWERS, MAX_DRAFTS, make_manifest
 from tests.models.serving import PROMPTS, TinyModel, held_pages, ids
@@ -93,7 +93,7 @@ def generates(batch: StepBatch) -> bool:
     return bool(batch.num_computed.all()) and batch.max_query_len <= 1 + MAX_DRAFTS and not has_input(batch)
 
 
-@pytest.mark.parametrize(("family", "with_drafts"), cover_values(FAMILIES, (False, True)))
+@pytest.mark.parametrize(("family", "with_drafts"), few(4, cover_values(FAMILIES, (False, True))))
 def test_every_step_that_only_generates_is_replayed_with_equal_tokens(
     models: Callable[[str], TinyModel], family: str, with_drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,9 @@ def test_every_step_that_only_generates_is_replayed_with_equal_tokens(
     assert {None} >= {*others}
 
 
-@pytest.mark.parametrize(("family", "preemption"), cover_pairs(("llama", "falcon_h1", "lfm2"), ("recompute", "swap")))
+@pytest.mark.parametrize(
+    ("family", "preemption"), few(2, cover_pairs(("llama", "falcon_h1", "lfm2"), ("recompute", "swap")))
+)
 def test_preempted_requests_with_drafts_are_replayed_with_equal_tokens(
     models: Callable[[str], TinyModel], family: str, preemption: str
 ) -> None:
@@ -129,7 +131,7 @@ def test_preempted_requests_with_drafts_are_replayed_with_equal_tokens(
         assert stats.accepted_draft_tokens > 0
 
 
-@pytest.mark.parametrize("family", WITH_STATES)
+@pytest.mark.parametrize("family", few(2, WITH_STATES))
 def test_what_the_null_page_holds_reaches_no_request(
     models: Callable[[str], TinyModel], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +176,7 @@ class Refusing(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", [*WITH_STATES[:-1], *WITH_ENCODERS])
+@pytest.mark.parametrize("family", few(3, [*WITH_STATES[:-1], *WITH_ENCODERS]))
 def test_a_replay_has_only_operators_that_a_gpu_can_record(
     models: Callable[[str], TinyModel], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from kvframe.cli import main
 from kvframe.contract.errors import ModelError
 from kvframe.contract.state import StateRound
 from kvframe.engine.requests.request import SamplingParams
-from tests.covering import cover_pairs, cover_values
+from tests.covering import cover_pairs, cover_values, few
 from tests.models.encoder_decoder import decoder_of, plain_logits
 from tests.models.encoder_decoder import prompts as encoder_prompts
 from tests.models.mixtures import dense_tokens, save_mixture
@@ -87,7 +87,7 @@ SETTINGS = [(1, 7, 3), (16, 24, 8), (17, 2048, 8), (5, 2048, 1), (4, 3, 8)]
 
 @pytest.mark.parametrize(
     ("mixture", "block_size", "chunk", "max_num_seqs", "prefix_caching"),
-    cover_values(MIXTURES, [(*settings, caching) for settings in SETTINGS for caching in (True, False)]),
+    few(4, cover_values(MIXTURES, [(*settings, caching) for settings in SETTINGS for caching in (True, False)])),
 )
 def test_tokens_equal_those_of_the_dense_forward(
     models: Any, references: Any, mixture: str, block_size: int, chunk: int, max_num_seqs: int, prefix_caching: bool
@@ -187,7 +187,7 @@ def test_a_shared_prefix_is_computed_once(models: Any) -> None:
 
 @pytest.mark.parametrize(
     ("mixture", "prefix_caching", "preemption"),
-    cover_values(MIXTURES, product((True, False), ("recompute", "swap"))),
+    few(2, cover_values(MIXTURES, product((True, False), ("recompute", "swap")))),
 )
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, mixture: str, prefix_caching: bool, preemption: str
@@ -239,7 +239,7 @@ def test_windows_full_and_cross_attention_have_a_group_each(translator: TinyMode
 
 @pytest.mark.parametrize(
     ("block_size", "chunk", "prefix_caching", "preemption"),
-    cover_pairs([(4, 12), (5, 7)], (True, False), (None, "recompute", "swap")),
+    few(2, cover_pairs([(4, 12), (5, 7)], (True, False), (None, "recompute", "swap"))),
 )
 def test_a_decoder_with_windows_and_cross_attention_gives_the_tokens_of_its_dense_forward(
     translator: TinyModel,

@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from kvframe import Embedder, Engine, Prompt, SamplingParams, Stack
 from kvframe.contract import EngineError, ModelError, RequestError
-from tests.covering import cover_pairs, cover_values, keep
+from tests.covering import cover_pairs, cover_values, few, keep
 from tests.models.serving import GREEDY, PROMPTS, ids
 
 STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"max_num_batched_tokens": 64}})
@@ -46,7 +46,7 @@ def change_weights(model: Any, seed: int = 1) -> None:
             weight += 0.3 * weight.std().nan_to_num(0.0) * torch.randn(weight.shape, generator=generator).to(weight)
 
 
-@pytest.mark.parametrize("family", keep(FAMILIES, "llama", "deepseek_v3", "qwen3_next"))
+@pytest.mark.parametrize("family", keep(FAMILIES, "llama", "deepseek_v3"))
 def test_its_tokens_are_those_of_generate(family: str, tmp_path: Path) -> None:
     model = tiny(tmp_path, family)
     expected = [generated(model, prompt) for prompt in PROMPTS]
@@ -55,7 +55,7 @@ def test_its_tokens_are_those_of_generate(family: str, tmp_path: Path) -> None:
         assert expected == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
 
 
-@pytest.mark.parametrize("family", keep(FAMILIES, "llama", "gpt_oss", "jamba"))
+@pytest.mark.parametrize("family", keep(FAMILIES, "gpt_oss", "jamba"))
 def test_between_steps_the_model_runs_trains_and_generates_as_before(family: str, tmp_path: Path) -> None:
     model = tiny(tmp_path, family)
     alone, batch = copy.deepcopy(model), torch.tensor([PROMPT])
@@ -77,7 +77,7 @@ def test_between_steps_the_model_runs_trains_and_generates_as_before(family: str
 
 @pytest.mark.parametrize(
     ("family", "preemption"),
-    keep(cover_values(FAMILIES, ["recompute", "swap"]), "gemma3_text", "deepseek_v3", "jamba", "qwen3_next", "lfm2"),
+    keep(cover_values(FAMILIES, ["recompute", "swap"]), "gemma3_text", "jamba"),
 )
 def test_nothing_of_the_old_weights_is_used_after_they_changed(family: str, preemption: str, tmp_path: Path) -> None:
     model = tiny(tmp_path, family)
@@ -249,7 +249,7 @@ ROUNDING = 2e-4
 
 @pytest.mark.parametrize(
     ("family", "temperature", "drafts"),
-    cover_pairs(["llama", "qwen3_next", "gemma3_text"], [0.0, 0.8], ["off", "ngram"]),
+    few(3, cover_pairs(["llama", "qwen3_next", "gemma3_text"], [0.0, 0.8], ["off", "ngram"])),
 )
 def test_they_are_those_of_a_dense_forward(family: str, temperature: float, drafts: str, tmp_path: Path) -> None:
     model = tiny(tmp_path, family)

@@ -20,7 +20,7 @@ from kvframe.contract.errors import ModelError, StackError
 from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.recognise import find_adapter
-from tests.covering import cover_pairs, keep
+from tests.covering import cover_pairs, few, keep
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, make_stack, served
 
 SKIPPING = "decode_only"
@@ -70,7 +70,7 @@ def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
 @pytest.mark.parametrize(
     ("variant", "skipping"),
     [
-        *keep(((variant, SKIPPING) for variant in VARIANTS), *SHARING),
+        *few(3, keep(((variant, SKIPPING) for variant in VARIANTS), *SHARING)),
         *(pytest.param(each, None, marks=[] if each in MAIN else pytest.mark.whole) for each in VARIANTS),
     ],
 )
@@ -95,7 +95,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(
-    ("variant", "backend", "settings", "hybrid"), cover_pairs(MAIN, BACKENDS, SETTINGS, (True, False))
+    ("variant", "backend", "settings", "hybrid"), few(4, cover_pairs(MAIN, BACKENDS, SETTINGS, (True, False)))
 )
 def test_tokens_are_the_same_whatever_the_settings(
     models: Any, references: Any, variant: str, backend: str, settings: dict[str, Any], hybrid: bool
@@ -107,7 +107,7 @@ def test_tokens_are_the_same_whatever_the_settings(
         assert (2 if hybrid else 1) == len(engine.plan.groups)
 
 
-@pytest.mark.parametrize(("variant", "backend", "prefix_caching"), cover_pairs(MAIN, BACKENDS, (True, False)))
+@pytest.mark.parametrize(("variant", "backend", "prefix_caching"), few(2, cover_pairs(MAIN, BACKENDS, (True, False))))
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, variant: str, backend: str, prefix_caching: bool
 ) -> None:
@@ -193,7 +193,7 @@ def prompt_and_one(engine: Engine, prompt: list[int]) -> None:
     engine.generate([prompt], SamplingParams(max_new_tokens=1))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", few(3, VARIANTS))
 def test_sharing_layers_compute_only_a_prompts_last_token(models: Any, variant: str) -> None:
     model, num_skipped = models(variant), VARIANTS[variant][2]
     with (
@@ -207,7 +207,7 @@ def test_sharing_layers_compute_only_a_prompts_last_token(models: Any, variant: 
     assert {f"model.layers.{block}.self_attn.q_proj" for block in range(6)} <= set(rows)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", few(3, VARIANTS))
 def test_sharing_layers_never_project_keys_or_values(models: Any, references: Any, variant: str) -> None:
     model, num_skipped = models(variant), VARIANTS[variant][2]
     with model.engine(prefill_skipping=SKIPPING) as engine, counting(model) as rows:

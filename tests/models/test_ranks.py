@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from kvframe_transformers.testing import save_tiny
 from tests.models import on_ranks
 from tests.models.headed import save_headed
 from tests.models.serving import PROMPTS, TinyModel
-from tests.programs import run_program
+from tests.programs import python_in_forks, run_program
 
 FAMILIES = ("llama", "gemma3_text", "mixtral", "bert", "eurobert", "deepseek_v2", "mamba2")
 
@@ -196,14 +194,8 @@ def test_the_command_line_runs_under_torchrun(folder: Path, tmp_path: Path, refe
     prompts.write_text(json.dumps(PROMPTS))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kvframe", "generate"]
     asked = [str(folder / "llama"), "--prompt-token-ids", str(prompts), "--max-new-tokens", "10", "--json"]
-    done = subprocess.run(
-        [sys.executable, *command, *asked, "--memory", "2MiB"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = run_program(*command, *asked, "--memory", "2MiB", environment=environment, executable=python_in_forks())
     assert 0 == done.returncode, done.stderr
     outputs = json.loads(done.stdout)["outputs"]
     assert [list(tokens) for tokens in references("llama")] == [output["token_ids"] for output in outputs]

@@ -15,12 +15,12 @@ from kvframe import Engine, Prompt, SamplingParams, Stack
 from kvframe.cache.stats import FoundPrefix
 from kvframe.contract.errors import ModelError
 from kvframe.contract.state import StateRound, StateRun
-from tests.covering import cover_values
+from tests.covering import cover_values, few
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, served
 
-ALL = pytest.mark.parametrize("family", STATE_FAMILIES)
+ALL = pytest.mark.parametrize("family", few(4, STATE_FAMILIES))
 HYBRID_FAMILIES = [family for family in STATE_FAMILIES if family not in ("mamba", "mamba2")]
-HYBRIDS = pytest.mark.parametrize("family", HYBRID_FAMILIES)
+HYBRIDS = pytest.mark.parametrize("family", few(3, HYBRID_FAMILIES))
 CACHES = [("none", False), ("aligned", True), ("all", True)]
 
 
@@ -36,7 +36,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(
-    ("family", "max_num_batched_tokens", "block_size", "checkpoints"), cover_values(STATE_FAMILIES, SETTINGS)
+    ("family", "max_num_batched_tokens", "block_size", "checkpoints"), few(4, cover_values(STATE_FAMILIES, SETTINGS))
 )
 def test_any_chunk_and_block_size_gives_the_tokens_of_generate(
     models: Any, references: Any, family: str, max_num_batched_tokens: int, block_size: int, checkpoints: str
@@ -48,7 +48,7 @@ def test_any_chunk_and_block_size_gives_the_tokens_of_generate(
         assert expected == served(engine)  # hits the blocks of the first round, which are right
 
 
-@pytest.mark.parametrize("family", MORE_STATE_FAMILIES)
+@pytest.mark.parametrize("family", few(3, MORE_STATE_FAMILIES))
 def test_families_that_no_code_names_give_the_tokens_of_generate(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(block_size=5, max_num_batched_tokens=24, max_num_seqs=4, self_check=True) as engine:
@@ -57,7 +57,7 @@ def test_families_that_no_code_names_give_the_tokens_of_generate(models: Any, re
 
 @pytest.mark.parametrize(
     ("family", "checkpoints", "prefix_caching", "preemption"),
-    cover_values(HYBRID_FAMILIES, [(*kept, how) for kept in CACHES for how in ("recompute", "swap")]),
+    few(3, cover_values(HYBRID_FAMILIES, [(*kept, how) for kept in CACHES for how in ("recompute", "swap")])),
 )
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, family: str, checkpoints: str, prefix_caching: bool, preemption: str

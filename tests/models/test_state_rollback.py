@@ -14,7 +14,7 @@ from kvframe_transformers.testing import STATE_FAMILIES, rounding_of
 
 from kvframe import Engine
 from kvframe.attention.batch_metadata import StepBatch
-from tests.covering import cover_values
+from tests.covering import cover_values, few
 from tests.models.serving import ids
 
 NUM_DRAFTS = 3
@@ -37,7 +37,7 @@ def compute(engine: Engine, fed: dict[str, tuple[int, list[int]]]) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("family", "checkpoints", "block_size"),
-    cover_values(STATE_FAMILIES, [("aligned", 4), ("all", 2), ("aligned", 16), ("none", 4)]),
+    few(4, cover_values(STATE_FAMILIES, [("aligned", 4), ("all", 2), ("aligned", 16), ("none", 4)])),
 )
 def test_refused_drafts_leave_no_trace(models: Any, family: str, checkpoints: str, block_size: int) -> None:
     model, choose = models(family), random.Random(block_size)
@@ -152,7 +152,7 @@ class Drafting:
 
 @pytest.mark.parametrize(
     ("family", "checkpoints", "block_size"),
-    cover_values(["falcon_h1", "mamba2", "qwen3_next"], [("aligned", 4), ("all", 4), ("all", 7), ("none", 4)]),
+    few(2, cover_values(["falcon_h1", "mamba2", "qwen3_next"], [("aligned", 4), ("all", 4), ("all", 7), ("none", 4)])),
 )
 def test_requests_with_drafts_are_swapped_forked_preempted_and_found_again(
     models: Any, family: str, checkpoints: str, block_size: int

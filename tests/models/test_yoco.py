@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract.errors import ModelError
-from tests.covering import cover_pairs
+from tests.covering import cover_pairs, few
 from tests.models.serving import ids
 from tests.programs import run_program
 
@@ -181,7 +181,7 @@ def test_missing_weights_are_one_sentence(yoco: Example, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("skipping", "hybrid", "backend", "max_num_batched_tokens"),
-    cover_pairs((None, "decode_only"), (True, False), ("torch", "torch_reference"), (2048, 19)),
+    few(3, cover_pairs((None, "decode_only"), (True, False), ("torch", "torch_reference"), (2048, 19))),
 )
 def test_tokens_equal_the_dense_forward(
     yoco: Example, skipping: str | None, hybrid: bool, backend: str, max_num_batched_tokens: int

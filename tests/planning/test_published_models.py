@@ -20,6 +20,7 @@ from kvframe.loading.registry import Registry
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.recognise import describe_model
+from tests.covering import few
 
 LAYER_FILES = Path(__file__).resolve().parents[2] / "examples" / "layers"
 PUBLISHED = tuple(path.name for path in sorted(LAYER_FILES.iterdir()) if path.name != "shared_caches.toml")
@@ -108,7 +109,7 @@ def kinds_of_layers(
     return Counter((layer.spec, layer.shares_with is None, layer.query if with_query else None) for layer in layers)
 
 
-@pytest.mark.parametrize("file", CONFIGS)
+@pytest.mark.parametrize("file", few(5, CONFIGS))
 def test_a_layer_file_equals_the_layers_of_the_published_config(file: str, tmp_path: Path, registry: Registry) -> None:
     name, options = CONFIGS[file]
     config = getattr(transformers, f"{name}Config")(**options)

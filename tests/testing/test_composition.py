@@ -26,6 +26,7 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.sample import sample
 from kvframe.testing.state import form_of
+from tests.covering import keep
 
 FILE = Path(__file__).resolve().parents[2] / "plugins" / "COMPOSITION.md"
 CODE = re.compile(r"[a-z][a-z0-9_]*( [a-z][a-z0-9_]*)*")
@@ -110,7 +111,7 @@ MAIN = {"full", "window=5-sink_tokens=3", "bidirectional"}
 CHUNKS = {"chunk=1", "chunk=2", "chunk=6", "chunk=16", "chunk=17", "chunk=32"}
 
 
-@pytest.mark.parametrize("backend", ["torch", "torch_reference"])
+@pytest.mark.parametrize("backend", keep(["torch", "torch_reference"], "torch"))
 @pytest.mark.parametrize(
     ("names", "masks"),
     [(("decode_only",), MAIN), (("chunked_local",), CHUNKS), (("decode_only", "chunked_local"), CHUNKS)],
@@ -146,7 +147,7 @@ INTERPRETED = ("triton", "triton_mla")
 """An interpreted case takes a second, so in usual runs their sample has every trait, and not every pair."""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", keep(BACKENDS, "cpu", "triton", "triton_mla"))
 def test_the_two_wrappers_compute_some_of_the_grid(backend: str, registry: Registry) -> None:
     check_after_wrappers(backend, registry, () if backend in INTERPRETED else TOGETHER)
 

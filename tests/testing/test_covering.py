@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.covering import cover_pairs, cover_values, keep
+from tests.covering import cover_pairs, cover_values, few, keep
 
 COLUMNS = ("abcd", (1, 2, 3), (True, False))
 
@@ -53,3 +53,12 @@ def test_named_values_are_kept_and_the_others_are_whole() -> None:
     assert [("b", 2), ("c", 1)] == usual
     with pytest.raises(AssertionError, match="not among the values: \\['d'\\]"):
         keep("abc", "d")
+
+
+def test_few_values_lie_as_far_apart_as_they_can_and_the_others_are_whole() -> None:
+    grid = few(2, "abcdef")
+    assert [*"abcdef"] == [value for param in grid for value in param.values]
+    assert [("b",), ("e",)] == [param.values for param in grid if not param.marks]
+    assert [("c",)] == [param.values for param in few(1, keep("abcde", "a", "c", "e")) if not param.marks]
+    with pytest.raises(AssertionError, match="3 of 2 values"):
+        few(3, keep("abc", "a", "b"))

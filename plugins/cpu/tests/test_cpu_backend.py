@@ -35,7 +35,9 @@ class TestCpu(BackendTests):
     writes_out = True
 
 
-@pytest.mark.parametrize("batch", ["mixed", "uneven", "extend", "decode"])
+@pytest.mark.parametrize(
+    "batch", ["mixed", "decode", *(pytest.param(batch, marks=pytest.mark.whole) for batch in ("uneven", "extend"))]
+)
 def test_finite_values_where_nothing_is_live_change_nothing(batch: str) -> None:
     chosen = [
         case for case in CASES if case.name.endswith(f"block=17-{batch}") or case.name == f"full-everything-{batch}"

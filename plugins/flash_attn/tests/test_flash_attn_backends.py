@@ -23,7 +23,6 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.hosts import OtherHost
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.sample import TOGETHER
 from kvframe.testing.staging import check_staging
 from kvframe.testing.suites import BackendTests, chains_of
 
@@ -260,7 +259,7 @@ class OnAStandIn(BackendTests):
     device = "cuda"
     runs_on = "cpu"
     chains = chains_of(*CHAINS)
-    together = (*TOGETHER, *(("wrappers", name) for name in ("batch", "is_padded", "visible", "causal")))
+    together = (("batch", "visible"), ("batch", "causal"), ("has_sinks", "soft_cap"), ("wrappers", "batch"))
     # With pages of 256 tokens, a run takes seconds: the cases have the formats, the sizes, and shorter prompts.
     run_traits = ("feature",)
     run_kinds = ("decodes", "decodes-padded", "mixed")

@@ -26,7 +26,6 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.sample import TOGETHER
 from kvframe.testing.staging import check_staging
 from kvframe.testing.suites import BackendTests, chains_of
 
@@ -255,7 +254,7 @@ with installed(Path()):
         device = "cuda"
         runs_on = "cpu"
         chains = CHAINS
-        together = (*TOGETHER, *(("wrappers", name) for name in ("batch", "is_padded", "visible", "causal")))
+        together = (("batch", "visible"), ("batch", "causal"), ("has_sinks", "soft_cap"), ("wrappers", "batch"))
         writes_out = True
 
         def keeps(self, case: Case) -> bool:

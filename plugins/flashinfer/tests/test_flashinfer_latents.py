@@ -20,7 +20,6 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.sample import TOGETHER
 from kvframe.testing.staging import check_staging
 from kvframe.testing.state import form_of
 from kvframe.testing.suites import BackendTests, chains_of
@@ -134,7 +133,7 @@ with installed() as made:
         device = "cuda"
         runs_on = "cpu"
         chains = chains_of(("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
-        together = (*TOGETHER, ("wrappers", "batch"), ("wrappers", "causal"), ("wrappers", "is_padded"))
+        together = (("batch", "causal"), ("wrappers", "batch"))
         run_traits = ("head_size",)
         writes_out = True
 

@@ -242,7 +242,9 @@ def chunks(draw: st.DrawFn) -> list[Request]:
     return [Request(before, now, num_hidden=int(hidden * before)) for before, now, hidden in pairs]
 
 
-@pytest.mark.parametrize("mask", [*MASKS[:4], {"window": 24}])
+@pytest.mark.parametrize(
+    "mask", [*(pytest.param(mask, marks=pytest.mark.whole) for mask in MASKS[:3]), MASKS[3], {"window": 24}]
+)
 @given(requests=chunks(), max_rows=st.sampled_from([24, 64]))
 def test_long_chunks_equal_the_reference(mask: Mapping[str, Any], requests: list[Request], max_rows: int) -> None:
     common = metadata_of(requests)

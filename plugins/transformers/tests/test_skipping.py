@@ -47,12 +47,12 @@ def attached(model: TransformersModel, dense_layers: Any, skipped: Sequence[str]
     "kept_rows",
     [
         [8, 32, 33],
-        [33],
-        [0],
-        [5, 6, 7, 8, 33],
-        [8, 32, 33, 33, 33, 33],
+        pytest.param([33], marks=pytest.mark.whole),
+        pytest.param([0], marks=pytest.mark.whole),
+        pytest.param([5, 6, 7, 8, 33], marks=pytest.mark.whole),
+        pytest.param([8, 32, 33, 33, 33, 33], marks=pytest.mark.whole),
         [8, 32, *[33] * 32],  # as many as the tokens
-        [*range(NUM_ROWS)],
+        pytest.param([*range(NUM_ROWS)], marks=pytest.mark.whole),
         [*range(NUM_ROWS), 33, 33],
     ],
     ids=str,
