@@ -300,8 +300,8 @@ def test_the_documents_show_imports() -> None:
 
 TEST_FILES = sorted(
     path
-    for path in (*ROOT.glob("*/**/*.py"), ROOT / "conftest.py")
-    if {"tests", "conftest.py"} & {*path.relative_to(ROOT).parts} and path.relative_to(ROOT).parts[0][0] != "."
+    for path in (*ROOT.glob("[!.]*/**/*.py"), ROOT / "conftest.py")
+    if {"tests", "conftest.py"} & {*path.relative_to(ROOT).parts}
 )
 CLOCK_MODULES = {"time", "timeit", "datetime"}
 CLOCKS = re.compile(

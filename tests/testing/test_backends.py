@@ -42,6 +42,7 @@ def one_thread() -> None:
 
 class TestReference(BackendTests):
     backend = "torch_reference"
+    together = (("batch", "visible"), ("format", "dtype"), ("has_sinks", "soft_cap"))
 
 
 # --- declarations and refusals ----------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ TRACED = sample(
     (),
 )
 """A smaller sample, without the traits in which only sizes and formats differ."""
-FEW_TRACED = TRACED[::6]
+FEW_TRACED = TRACED[::9]
 """The cases of usual runs: a trace takes seconds, and each mask and feature is computed without one too."""
 CPU = torch.device("cpu")
 
