@@ -20,9 +20,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from multiprocessing import reduction
+from multiprocessing import connection, reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,13 @@ def _answer(listener: socket.socket, asked: socket.socket, packages: Path) -> No
     program.start()
     for file in files:
         os.close(file)
+    # The connection ends before the program does if a signal ended the command of the shell.
+    if program.sentinel not in connection.wait([program.sentinel, asked]):
+        program.terminate()
     program.join()
     assert program.exitcode is not None
-    asked.sendall(b"%d" % (program.exitcode if program.exitcode >= 0 else 128 - program.exitcode))
+    with suppress(BrokenPipeError):
+        asked.sendall(b"%d" % (program.exitcode if program.exitcode >= 0 else 128 - program.exitcode))
 
 
 @cache
