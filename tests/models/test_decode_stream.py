@@ -136,6 +136,14 @@ def test_what_a_stream_leaves_is_decoded_from_the_start_of_a_character() -> None
     assert "éa" == text_of(model, [], new, [1] * len(new), streams=True)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_context_that_begins_within_a_character_adds_nothing(streams: bool) -> None:
+    model = model_with(byte_fallback)
+    prompt = [model.tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "🙂".encode()]
+    special, letter = (model.tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "s"))
+    assert "s" == text_of(model, [*prompt, special, special], [letter], [1], streams=streams)
+
+
 @pytest.mark.parametrize("make", [metaspace, word_pieces, words])
 @settings(max_examples=60)
 @given(data=st.data())

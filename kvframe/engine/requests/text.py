@@ -97,10 +97,11 @@ class TextStream:
             # The stream failed, or the end of a character does not come: the tokens are decoded as they are.
             self._decode_next = self._start_stream = self._before = None
         # The tokens before them are decoded too, because a token's text may depend on its neighbours.
-        before = self._decode_context(token_ids).rstrip(_INCOMPLETE)
-        after = self._decode(token_ids[self._context :])
+        before, after = self._decode_context(token_ids), self._decode(token_ids[self._context :])
         if after.endswith(_INCOMPLETE) and not final:
             return ""
+        if not after.startswith(before):
+            before = before.rstrip(_INCOMPLETE)  # the prompt ends within a character, which is complete now
         new, self._before = after[len(before) :], after
         self._move_on(len(token_ids))
         return new
