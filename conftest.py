@@ -25,6 +25,8 @@ HAS_GPU = torch.cuda.is_available()
 
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Processes that tests start compete with them for the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 with suppress(ImportError):  # a machine with a GPU runs its tests without
     from hypothesis import settings
 

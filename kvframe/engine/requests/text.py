@@ -107,7 +107,7 @@ class TextStream:
         return new
 
     def _move_on(self, num_read: int) -> None:
-        """Record that tokens were read. The context begins between two characters, also while a stream is open."""
+        """Record that tokens were read. A context that gets too long begins anew, between two characters."""
         if num_read - self._context > MAX_WINDOW_TOKENS:
             self._context, self._before = self._read, None
         self._read = num_read
