@@ -41,8 +41,15 @@ TOGETHER = (
     ("has_sinks", "soft_cap"),
     ("bias", "num_heads"),
 )
-BESIDES = ("int4_token_head-full-head_size=40-decode", "bidirectional-bfloat16-cross_mixed-padded")
-"""Cases with sizes of tiles that no case of the sample has."""
+BESIDES = (
+    "int4_token_head-full-head_size=40-decode-padded",
+    "bidirectional-multi_head-cross_decode-padded",
+    "bidirectional-multi_query-cross_decode-padded",
+    "bidirectional-short_values-cross_decode-padded",
+    "bidirectional-bfloat16-cross_mixed-padded",
+    "bidirectional-everything-cross_prefill",
+)
+"""Cases with variants of the kernels that no case of the sample has."""
 
 CHEAP = [case for case in CASES if "block=1-long_ranges" not in case.name]
 """Of these cases, none takes more than a second under the interpreter."""
