@@ -136,7 +136,8 @@ def _run(
         importlib.invalidate_caches()
     warnings.resetwarnings()
     warnings.simplefilter("ignore", DeprecationWarning)  # as Python does outside of the main module
-    arguments = arguments[arguments[0] == "-u" :]  # no line stays in a buffer anyway
+    if arguments[0] == "-u":
+        arguments = arguments[1:]  # no line stays in a buffer anyway
     kind = arguments[0] if arguments[0] in ("-m", "-c") else ""
     sys.argv = [kind, *arguments[2:]] if kind else [*arguments]
     sys.path.insert(0, str(cwd) if kind else str(Path(arguments[0]).parent.resolve()))

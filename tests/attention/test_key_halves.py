@@ -44,6 +44,7 @@ def halved_cases(backend: type[AttentionBackend]) -> list[Case]:
     ]
 
 
+# Numba takes ten seconds to compile its kernel with a log-sum-exp, which its own tests check.
 @pytest.mark.parametrize("backend", keep(BACKENDS, TorchBackend, CpuBackend))
 def test_two_halves_merged_are_the_whole(backend: type[AttentionBackend]) -> None:
     cases = halved_cases(backend)

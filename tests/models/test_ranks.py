@@ -194,8 +194,7 @@ def test_the_command_line_runs_under_torchrun(folder: Path, tmp_path: Path, refe
     prompts.write_text(json.dumps(PROMPTS))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kvframe", "generate"]
     asked = [str(folder / "llama"), "--prompt-token-ids", str(prompts), "--max-new-tokens", "10", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = run_program(*command, *asked, "--memory", "2MiB", environment=environment, executable=python_in_forks())
+    done = run_program(*command, *asked, "--memory", "2MiB", executable=python_in_forks())
     assert 0 == done.returncode, done.stderr
     outputs = json.loads(done.stdout)["outputs"]
     assert [list(tokens) for tokens in references("llama")] == [output["token_ids"] for output in outputs]
