@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from time import monotonic
 from types import ModuleType, TracebackType
 from typing import Any, Generic, Literal, Protocol, Self, get_args
 
@@ -19,7 +20,7 @@ from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
 from kvframe.engine.parts import attach_models, make_admission, make_manager, make_scheduler
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.joining import ranks_of
-from kvframe.engine.ranks.leader import Leader
+from kvframe.engine.ranks.leader import RANKS_ENDED, Leader
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.requests.request_table import RequestTable
 from kvframe.engine.resizing import resize
@@ -121,7 +122,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._check_model()
         if self.grouping.note is not None:
             _log.info("%s: %s", model.description.name, self.grouping.note)
-        self._turns = Turns()
+        self._turns, self._step_began = Turns(), 0.0
         self._requests: RequestTable[RequestT] = RequestTable()
         self._admission = make_admission(assembly, self._secret)
         self._manager = make_manager(assembly, registry, poison_freed=poison_freed)
@@ -272,8 +273,19 @@ class EngineCore(ABC, Generic[RequestT]):
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether ``step`` has something to compute or to report; False after ``close``."""
-        return self._scheduler.has_work or bool(self._requests.unreported)
+        """Whether ``step`` has something to compute or to report; False once the engine is closed."""
+        return not self.is_closed and (self._scheduler.has_work or bool(self._requests.unreported))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine serves no more: after ``close``, or after a step over several ranks has failed."""
+        return self._turns.is_closed
+
+    @property
+    def step_seconds(self) -> float:
+        """How many seconds the running step has taken so far; 0 between steps. Any thread may read it at any time."""
+        began = self._step_began
+        return monotonic() - began if began else 0.0
 
     def stats(self) -> EngineStats:
         """Return the engine's counters. It can be called at any time: during a verb, and after ``close``."""
@@ -391,7 +403,8 @@ class EngineCore(ABC, Generic[RequestT]):
     def close(self) -> None:
         """End every request and detach the model, which then computes as before. Safe to call twice.
 
-        After it, every verb but ``close`` raises ``EngineError`` (``closed``); ``stats`` still answers.
+        After it, every verb but ``close`` raises ``EngineError`` (``closed``), and ``has_unfinished`` is False;
+        ``stats`` still answers.
         """
         self._turns.close()
         self._forget(list(self._requests.values()))
@@ -485,6 +498,13 @@ class EngineCore(ABC, Generic[RequestT]):
 
     def _advance(self) -> None:
         """Compute one batch and record the requests that have something to report."""
+        self._step_began = monotonic()
+        try:
+            self._compute_batch()
+        finally:
+            self._step_began = 0.0
+
+    def _compute_batch(self) -> None:
         scheduler, unreported = self._scheduler, self._requests.unreported
         try:
             step = scheduler.schedule()
@@ -501,6 +521,8 @@ class EngineCore(ABC, Generic[RequestT]):
         except BaseException:
             self._turns.hold()
             self._requests.note(scheduler.fail(step, STEP_FAILED))
+            if self.is_closed:
+                self._end_all(RANKS_ENDED)
             raise
         try:
             unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
@@ -510,6 +532,13 @@ class EngineCore(ABC, Generic[RequestT]):
             trace.note_computed(step)
         if self._cache_events.listener is not None:
             self._cache_events.deliver()
+
+    def _end_all(self, error: str) -> None:
+        """End every request with an error, after the engine was closed in a step."""
+        for request in self._requests.values():
+            if request.finish_reason is None:
+                request.error = error
+                self._scheduler.end(request, "error")
 
     def _note_failed(self) -> None:
         """Record the requests that the scheduler ended with an error."""

@@ -91,18 +91,24 @@ class Turns:
 
     Attributes:
         is_closed: Whether the engine is closed.
+        why_closed: Why, in words; empty if it is open, or if its user closed it.
     """
 
     def __init__(self) -> None:
         """Start open, with no turn running."""
-        self.is_closed = False
+        self.is_closed, self.why_closed = False, ""
         self._lock = threading.Lock()
         self._turn: Turn | None = None
         self._deferred: deque[Callable[[], None]] = deque()
 
-    def close(self) -> None:
-        """Refuse all later verbs but those that a closed engine accepts."""
-        self.is_closed = True
+    def close(self, why: str = "") -> None:
+        """Refuse all later verbs but those that a closed engine accepts.
+
+        Args:
+            why: Why the engine is closed, if it was not its user who closed it. The first reason stays.
+        """
+        if not self.is_closed:
+            self.is_closed, self.why_closed = True, why
 
     def begin(self, turn: Turn) -> None:
         """Start a turn.
@@ -118,10 +124,8 @@ class Turns:
             )
         if self.is_closed and not turn.runs_when_closed:
             self._lock.release()
-            raise EngineError(
-                f"the engine is closed, so {turn.verb!r} cannot be called; make another engine for the model",
-                code="closed",
-            )
+            why = f": {self.why_closed}" if self.why_closed else "; make another engine for the model"
+            raise EngineError(f"the engine is closed, so {turn.verb!r} cannot be called{why}", code="closed")
         self._turn = turn
 
     def end(self) -> None:

@@ -323,6 +323,24 @@ def test_a_model_that_raises_fails_the_step_and_leaks_nothing() -> None:
         assert " brown" == engine.generate(["the quick"], SamplingParams(max_new_tokens=6))[0].text
 
 
+def test_the_seconds_of_a_step_count_while_it_runs_and_are_0_between_steps() -> None:
+    model, seconds = ScriptedModel("abcd"), []
+    with model.engine() as engine:
+
+        def look(tokens: torch.Tensor, logits: torch.Tensor) -> None:
+            seconds.append(engine.step_seconds)
+            if len(seconds) == 2:
+                raise RuntimeError("out of luck")
+
+        model.spoil = look
+        engine.add_request("a")
+        seconds.append(engine.step_seconds)
+        with pytest.raises(RuntimeError):
+            engine.step()
+        seconds.append(engine.step_seconds)
+    assert [False, True, False] == [each > 0 for each in seconds]
+
+
 def test_what_a_failed_step_says_of_one_tenant_is_not_told_to_another() -> None:
     model = ScriptedModel(SCRIPT)
 

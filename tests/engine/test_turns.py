@@ -87,8 +87,9 @@ def test_a_closed_engine_says_what_it_did_and_that_nothing_is_left() -> None:
     with ScriptedModel(SCRIPT).engine() as engine:
         engine.generate(["the"], SamplingParams(max_new_tokens=3))
         engine.add_request("the")
+        assert not engine.is_closed
     engine.close()
-    assert (3, False) == (engine.stats().generated_tokens, engine.has_unfinished)
+    assert (3, False, True) == (engine.stats().generated_tokens, engine.has_unfinished, engine.is_closed)
 
 
 def test_a_stream_that_is_half_read_says_that_the_engine_was_closed() -> None:

@@ -419,6 +419,34 @@ def kill_1_drafting(folder: Path) -> Result:
     return serve_long(folder, drafts=drafts_of(folder, "almost_llama"))
 
 
+def serve_in_thread(folder: Path) -> Result:
+    """Serve in a thread until something ends this process, as a server does, while the main thread waits."""
+    with engine_of(folder / "llama") as engine:
+
+        def serve() -> None:
+            while True:
+                for prompt in PROMPTS:
+                    engine.add_request(prompt, GREEDY)
+                while engine.has_unfinished:
+                    engine.step()
+
+        threading.Thread(target=serve, daemon=True).start()
+        threading.Event().wait(60)
+    return {}
+
+
+def kill_1_beside_a_thread(folder: Path) -> Result:
+    """Kill rank 1 while a thread of rank 0 serves."""
+    when_following(1, lambda: threading.Timer(0.3, _die).start())
+    return serve_in_thread(folder)
+
+
+def raise_on_1_beside_a_thread(folder: Path) -> Result:
+    """Let the attention of rank 1 raise while a thread of rank 0 waits for it in a step."""
+    when_following(1, _break_attention)
+    return serve_in_thread(folder)
+
+
 def kill_1_idle(folder: Path) -> Result:
     """Kill rank 1 while rank 0 waits for requests."""
     when_following(1, lambda: threading.Timer(0.3, _die).start())
@@ -497,23 +525,46 @@ def interrupt(folder: Path) -> Result:
 
 
 def fail_on_rank_0(folder: Path) -> Result:
-    """Let rank 0 fail in a step, and ask its engine for more."""
-    made: list[Engine] = []
+    """Let rank 0 fail in a step of two requests out of many, in a thread, and ask its engine for more."""
+    found: Result = {}
 
-    def fail(engine: Engine, number: int) -> None:
-        made.append(engine)
-        if number == 5:
-            _break_attention()
-
-    try:
-        serve_long(folder, fail)
-    except RuntimeError as error:
-        said = str(error)
+    def said_by(ask: Callable[[], Any]) -> list[str]:
         try:
-            made[0].step()
-        except EngineError as after:
-            return {"raised": said, "after": after.code}
-    return {}
+            ask()
+        except EngineError as error:
+            return [error.code, str(error)]
+        return []
+
+    def serve(engine: Engine) -> None:
+        stream = engine.stream(PROMPTS[0], GREEDY)
+        for prompt in PROMPTS[1:]:
+            engine.add_request(prompt, GREEDY)
+        for _ in range(3):
+            engine.step()
+        requests = list(engine._requests.values())
+        _break_attention()
+        try:
+            engine.step()
+        except RuntimeError as error:
+            found["raised"] = str(error)
+        found["errors"] = [request.error for request in requests]
+        found["reasons"] = sorted({str(request.finish_reason) for request in requests})
+        found["step"], found["stream"] = said_by(engine.step), said_by(lambda: next(stream))
+        found["generate"] = said_by(lambda: engine.generate(PROMPTS[:1]))
+        counts = engine.stats()
+        found["state"] = {
+            "closed": engine.is_closed,
+            "unfinished": engine.has_unfinished,
+            "running": counts.num_running,
+            "waiting": counts.num_waiting,
+        }
+        found["held"] = held_pages(engine)
+
+    with engine_of(folder / "llama", max_num_seqs=2) as engine:
+        thread = threading.Thread(target=serve, args=(engine,))
+        thread.start()
+        thread.join(60)
+    return found
 
 
 RUNS: Mapping[str, Callable[[Path], Result]] = {
@@ -526,8 +577,10 @@ RUNS: Mapping[str, Callable[[Path], Result]] = {
         kill_1,
         kill_1_drafting,
         kill_1_idle,
+        kill_1_beside_a_thread,
         stop_1,
         raise_on_1,
+        raise_on_1_beside_a_thread,
         raise_in_set_up,
         hang_on_1,
         fail_on_rank_0,
@@ -598,4 +651,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     asked = sys.argv[2:] or list(RUNS)
+    if "RANK" in os.environ:  # a process of torchrun
+        RUNS[asked[0]](Path(sys.argv[1]))
+        sys.exit()
     print(json.dumps({name: run_ranks(RUNS[name], Path(sys.argv[1])) for name in asked}))

@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock
 from kvframe_transformers.testing import save_tiny
 
+from kvframe.engine.core import STEP_FAILED
 from tests.models import on_ranks
 from tests.models.headed import save_headed
 from tests.models.serving import PROMPTS, TinyModel
@@ -142,7 +143,7 @@ def test_three_ranks_for_four_heads_are_refused_in_one_sentence(pairs: Mapping[s
     assert f"over 3 ranks: its layer 'model.layers.0.self_attn' has {expected}" in found["result"]["said"]
 
 
-@pytest.mark.parametrize("run", ["kill_1", "kill_1_drafting", "kill_1_idle"])
+@pytest.mark.parametrize("run", ["kill_1", "kill_1_drafting", "kill_1_idle", "kill_1_beside_a_thread"])
 def test_a_rank_that_is_killed_ends_all_with_one_sentence(pairs: Mapping[str, Any], run: str) -> None:
     found = pairs[run]
     assert [71, -9] == found["codes"]
@@ -172,17 +173,29 @@ def test_a_rank_that_answers_and_never_ends_a_step_ends_all_within_the_limit(pai
     assert "" == found["said"][1]
 
 
-@pytest.mark.parametrize("run", ["raise_on_1", "raise_in_set_up"])
+@pytest.mark.parametrize("run", ["raise_on_1", "raise_on_1_beside_a_thread", "raise_in_set_up"])
 def test_a_rank_that_raises_ends_all_with_its_sentence(pairs: Mapping[str, Any], run: str) -> None:
     found = pairs[run]
     assert [71, 71] == found["codes"]
     assert ["kvframe: error: rank 1: RuntimeError: attention is broken\n", ""] == found["said"]
 
 
-def test_an_error_of_rank_0_is_raised_there_and_closes_the_engine(pairs: Mapping[str, Any]) -> None:
-    found = pairs["fail_on_rank_0"]
-    assert {"raised": "attention is broken", "after": "closed"} == found["result"]
-    assert [0, 71] == found["codes"]
+def test_an_error_of_rank_0_is_raised_there_and_ends_all_requests(pairs: Mapping[str, Any]) -> None:
+    assert [0, 71] == pairs["fail_on_rank_0"]["codes"]
+    found = pairs["fail_on_rank_0"]["result"]
+    assert "attention is broken" == found["raised"]
+    assert [STEP_FAILED] * 2 + ["a step failed on rank 0, so its ranks have ended"] * 6 == found["errors"]
+    assert (["error"], 0) == (found["reasons"], found["held"])
+
+
+@pytest.mark.parametrize(("asked", "verb"), [("step", "step"), ("stream", "next"), ("generate", "generate")])
+def test_an_engine_whose_ranks_have_ended_is_closed_and_says_why(
+    pairs: Mapping[str, Any], asked: str, verb: str
+) -> None:
+    found = pairs["fail_on_rank_0"]["result"]
+    why = "a step failed on rank 0, so its ranks have ended: RuntimeError: attention is broken"
+    assert ["closed", f"the engine is closed, so '{verb}' cannot be called: {why}"] == found[asked]
+    assert {"closed": True, "unfinished": False, "running": 0, "waiting": 0} == found["state"]
 
 
 def test_leaving_the_engine_on_rank_0_lets_the_others_end(pairs: Mapping[str, Any]) -> None:
@@ -198,6 +211,14 @@ def test_the_command_line_runs_under_torchrun(folder: Path, tmp_path: Path, refe
     assert 0 == done.returncode, done.stderr
     outputs = json.loads(done.stdout)["outputs"]
     assert [list(tokens) for tokens in references("llama")] == [output["token_ids"] for output in outputs]
+
+
+def test_torchrun_ends_with_the_sentence_of_the_rank_that_failed_beside_a_serving_thread(folder: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.models.on_ranks"]
+    done = run_program(*command, str(folder), "raise_on_1_beside_a_thread", executable=python_in_forks())
+    assert 1 == done.returncode, done.stderr
+    assert "kvframe: error: rank 1: RuntimeError: attention is broken\n" in done.stderr
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 71 ", done.stderr), done.stderr
 
 
 def test_a_process_that_is_alone_has_no_ranks(folder: Path) -> None:

@@ -20,6 +20,7 @@ from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.storage import HostStorage, KVCacheStorage
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import PlanError
+from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.engine.ranks.links import END, Failure, Link, end_process, packed
@@ -27,6 +28,9 @@ from kvframe.engine.ranks.messages import StepMessage, TableEntries
 from kvframe.engine.ranks.step_limit import StepLimit, late
 from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.planning.plan import KVCachePlan
+
+RANKS_ENDED = "a step failed on rank 0, so its ranks have ended"
+"""Why an engine over ranks is closed, without the exception, which may hold a request's data."""
 
 GRACE_SECONDS = 2.0
 """How long the main thread has to report an error of its own after another rank has reported one."""
@@ -45,7 +49,6 @@ class Leader:
         num_ranks: The number of ranks.
         num_local_ranks: The number of ranks of this machine.
         is_over: Whether nothing more is sent to the other ranks: the engine was closed, or a step failed.
-        on_failed_step: Called when a step has failed, so that the ranks can compute no other one.
     """
 
     rank = 0
@@ -65,7 +68,7 @@ class Leader:
         """
         self.num_ranks, self.num_local_ranks = 1 + len(connections), num_local_ranks
         self.is_over = False
-        self._on_failed_step: Callable[[], None] | None = None
+        self._on_failed_step: Callable[[str], None] | None = None
         self._limit: StepLimit | None = None
         self._end = end
         self._has_ended = threading.Lock()
@@ -97,7 +100,7 @@ class Leader:
         runner: ModelRunner,
         tables: BlockTables,
         *,
-        on_failed_step: Callable[[], None],
+        on_failed_step: Callable[[str], None],
         max_step_seconds: float,
     ) -> None:
         """Let every other rank compute the batches of a runner too.
@@ -105,7 +108,8 @@ class Leader:
         Args:
             runner: The engine's runner.
             tables: The block tables of the engine.
-            on_failed_step: Called when a step has failed, after the command to end was sent to the other ranks.
+            on_failed_step: Called with a sentence when a step has failed, after the command to end was sent to the
+                other ranks.
             max_step_seconds: How long a step may take; all ranks end after that.
         """
         self._on_failed_step = on_failed_step
@@ -119,7 +123,7 @@ class Leader:
                     self.send_command("step", message)
                     return compute(batch, logits_indices, new_inputs)
             except BaseException as error:
-                self._give_up(isinstance(error, Exception))
+                self._give_up(error)
                 raise
 
         runner.compute = compute_everywhere
@@ -137,14 +141,14 @@ class Leader:
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
-    def _give_up(self, may_be_lost: bool) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """End the other ranks: they wait in the middle of a step that this rank has left."""
-        if may_be_lost:
+        if isinstance(error, Exception):
             # If the step failed because another rank was lost, the thread of its link ends this process.
             time.sleep(_MOMENT_SECONDS)
         self.close()
         if self._on_failed_step is not None:
-            self._on_failed_step()
+            self._on_failed_step(f"{RANKS_ENDED}: {safe_text(error)}")
 
     def _send(self, value: Any) -> None:
         message = packed(value)
