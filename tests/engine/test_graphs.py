@@ -113,7 +113,13 @@ def test_requests_with_log_probabilities_and_random_tokens_are_served_alike(
     models: Callable[[str], TinyModel],
 ) -> None:
     params = [
-        SamplingParams(max_new_tokens=6, temperature=0.8, seed=index, prompt_logprobs=index % 2 == 0)
+        SamplingParams(
+            max_new_tokens=6,
+            temperature=0.8,
+            seed=index,
+            prompt_logprobs=index % 2 == 0,
+            top_logprobs=2 * (index % 2 == 0),
+        )
         for index in range(len(PROMPTS))
     ]
     outputs = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,19 @@ class Checked:
         exact = [plain_logprobs(exact_model, prompt) for prompt in PROMPTS]
         return cls(model, [model.reference(prompt) for prompt in PROMPTS], exact)
 
+    def assert_top_right(self, index: int, found: tuple[Mapping[int, float] | None, ...] | None, count: int) -> None:
+        """Check the log-probabilities of the most likely tokens in the positions of one of ``PROMPTS``."""
+        assert found is not None
+        assert (None, len(PROMPTS[index])) == (found[0], len(found))
+        plain: Any = self.model.loaded
+        with torch.inference_mode():
+            logits = copy.deepcopy(plain.model).double()(torch.tensor([PROMPTS[index]])).logits[0, :-1]
+        for exact, likely in zip(logits.log_softmax(dim=-1), found[1:], strict=True):
+            assert likely is not None
+            values = torch.tensor(list(likely.values()), dtype=torch.float64)
+            torch.testing.assert_close(values, exact.topk(count).values, rtol=0, atol=ROUNDING)
+            torch.testing.assert_close(values, exact[list(likely)], rtol=0, atol=ROUNDING)
+
     def assert_right(self, index: int, found: tuple[float | None, ...] | None) -> None:
         """Check the log-probabilities of one of ``PROMPTS``."""
         assert found is not None
@@ -76,6 +89,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "few at a time": {"max_num_seqs": 2},
     "skipping": {"max_num_batched_tokens": 24, "prefill_skipping": "decode_only"},
 }
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_those_of_the_most_likely_tokens_are_those_of_the_plain_model(
+    checked: Checked, options: dict[str, Any]
+) -> None:
+    params = [attrs.evolve(WITH_LOGPROBS, top_logprobs=index % 4) for index in range(len(PROMPTS))]
+    with checked.model.engine(**options) as engine:
+        outputs = engine.generate(PROMPTS, params)
+    for index, output in enumerate(outputs):
+        checked.assert_right(index, output.prompt_logprobs)
+        if index % 4:
+            checked.assert_top_right(index, output.prompt_top_logprobs, index % 4)
+        else:
+            assert output.prompt_top_logprobs is None
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -104,11 +132,12 @@ def test_preemption_does_not_change_them(checked: Checked) -> None:
     options: dict[str, Any] = {"max_num_batched_tokens": 11, "block_size": 4, "prefix_caching": False}
     memory = checked.model.tight_memory(LONGEST + 8, **options)
     with checked.model.engine(memory=memory, **options) as engine:
-        outputs = engine.generate(PROMPTS, WITH_LOGPROBS)
+        outputs = engine.generate(PROMPTS, attrs.evolve(WITH_LOGPROBS, top_logprobs=2))
         assert engine.stats().preemptions > 0
     assert checked.tokens == [output.token_ids for output in outputs]
     for index, output in enumerate(outputs):
         checked.assert_right(index, output.prompt_logprobs)
+        checked.assert_top_right(index, output.prompt_top_logprobs, 2)
 
 
 def test_a_request_that_wants_them_takes_no_cached_prefix_and_leaves_one(checked: Checked) -> None:
@@ -175,6 +204,20 @@ def test_an_aborted_request_has_them_once_its_prompt_is_computed(num_steps: int,
         (output,) = engine.step()
     assert "aborted" == output.finish_reason
     assert (scripted_logprobs("the quack") if is_complete else None) == output.prompt_logprobs
+
+
+def test_samples_share_those_of_the_most_likely_tokens() -> None:
+    with ScriptedModel(SCRIPT).engine() as engine:
+        params = SamplingParams(max_new_tokens=2, prompt_logprobs=True, top_logprobs=1, n=2, temperature=1.0, seed=3)
+        outputs = engine.generate(["the "], params)
+    likely = [None, *({ord(letter): pytest.approx(LIKELY, abs=ROUNDING)} for letter in "he ")]
+    assert [likely, likely] == [list(output.prompt_top_logprobs or ()) for output in outputs]
+
+
+def test_the_most_likely_tokens_of_the_prompt_alone_may_be_asked_for() -> None:
+    with ScriptedModel(SCRIPT).engine() as engine:
+        (output,) = engine.generate(["the "], SamplingParams(max_new_tokens=2, prompt_logprobs=True, top_logprobs=1))
+    assert (None, None, 4) == (output.logprobs, output.top_logprobs, len(output.prompt_top_logprobs or ()))
 
 
 def test_a_refused_prompt_has_none() -> None:

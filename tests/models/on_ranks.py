@@ -140,16 +140,17 @@ def serve_llama(folder: Path, family: str = "llama", **options: Any) -> Result:
         cached = engine.stats().cached_prompt_tokens
         drawn = SamplingParams(n=3, temperature=1.5, seed=5, max_new_tokens=6)
         samples = tokens_of(engine.generate([[*PROMPTS[3][:50], 1, 2, 3, 4, 5]], drawn))
-        likely = engine.generate(PROMPTS[1:2], SamplingParams(prompt_logprobs=True, max_new_tokens=1))[
-            0
-        ].prompt_logprobs
-        assert likely is not None
+        scoring = SamplingParams(prompt_logprobs=True, top_logprobs=2, max_new_tokens=1)
+        (scored,) = engine.generate(PROMPTS[1:2], scoring)
+        assert scored.prompt_logprobs is not None
+        assert scored.prompt_top_logprobs is not None
         return {
             "first": first,
             "again": again,
             "cached": cached,
             "samples": samples,
-            "likely": [round(each, 3) for each in likely[1:] if each is not None],
+            "likely": [round(value, 3) for value in scored.prompt_logprobs[1:] if value is not None],
+            "most likely": [round(value, 3) for top in scored.prompt_top_logprobs[1:] for value in (top or {}).values()],
             "counts": counts_of(engine),
         }
 

@@ -287,7 +287,7 @@ def test_they_end_with_the_tokens_when_a_stop_lies_within_drafts(tmp_path: Path)
     ("wrong", "message"),
     [
         ({"logprobs": 1}, "logprobs must be True or False, not 1"),
-        ({"top_logprobs": 2}, "top_logprobs is given without logprobs=True"),
+        ({"top_logprobs": 2}, "top_logprobs is given without logprobs=True or prompt_logprobs=True"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20, not 21"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs must be a whole number of at least 0"),
     ],

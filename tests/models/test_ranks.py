@@ -77,7 +77,7 @@ def test_the_cases_reach_hits_preemption_and_swaps(pairs: Mapping[str, Any], fol
 @pytest.mark.parametrize("case", ["draft_llama", "draft_states"])
 def test_drafts_of_another_model_change_no_token(pairs: Mapping[str, Any], case: str) -> None:
     plain, drafted = pairs["run_cases"]["result"]["serve_llama"], pairs["run_cases"]["result"][case]
-    for what in ("first", "again", "samples", "likely"):
+    for what in ("first", "again", "samples", "likely", "most likely"):
         assert plain[what] == drafted[what]
     assert drafted["counts"]["draft_tokens"] > 0 == plain["counts"]["draft_tokens"]
 
@@ -85,7 +85,7 @@ def test_drafts_of_another_model_change_no_token(pairs: Mapping[str, Any], case:
 def test_rank_0_runs_prediction_heads_for_all(pairs: Mapping[str, Any], folder: Path) -> None:
     found = pairs["run_cases"]["result"]
     plain, drafted = found["serve_headed"], found["draft_headed"]
-    for what in ("first", "again", "samples", "likely"):
+    for what in ("first", "again", "samples", "likely", "most likely"):
         assert plain[what] == drafted[what]
     counts = drafted["counts"]
     assert counts["accepted_draft_tokens"] > 0.8 * counts["draft_tokens"] > 0 == plain["counts"]["draft_tokens"]

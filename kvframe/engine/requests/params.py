@@ -94,8 +94,8 @@ def _check_top_logprobs(instance: SamplingParams, attribute: attrs.Attribute[int
     _int_at_least(0)(instance, attribute, value)
     if value > MAX_TOP_LOGPROBS:
         raise bad_params(f"top_logprobs must be at most {MAX_TOP_LOGPROBS}, not {shown(value)}")
-    if value and not instance.logprobs:
-        raise bad_params("top_logprobs is given without logprobs=True")
+    if value and not instance.logprobs and not instance.prompt_logprobs:
+        raise bad_params("top_logprobs is given without logprobs=True or prompt_logprobs=True")
 
 
 @attrs.frozen(kw_only=True)
@@ -115,8 +115,8 @@ class SamplingParams:
         n: The number of samples of one prompt, which is computed once. Sample ``i`` equals the output of a single
             request with the seed ``seed + i``. The stack's ``max_samples`` limits it.
         logprobs: Whether to report the log-probability of each generated token.
-        top_logprobs: If ``logprobs``: of how many of the most likely tokens to report it, too, at each place; at most
-            20.
+        top_logprobs: Of how many of the most likely tokens to report it, too, in each position; at most 20. The
+            positions are those of the generated tokens if ``logprobs``, and those of the prompt if ``prompt_logprobs``.
         prompt_logprobs: Whether to report the log-probability of each token of the prompt. The whole prompt is then
             computed, without a cached prefix, and a step holds logits for each of its tokens.
     """

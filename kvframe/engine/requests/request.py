@@ -18,28 +18,49 @@ from kvframe.engine.requests.progress import NO_INPUTS, FinishReason, RequestPro
 from kvframe.engine.requests.text import TextStream
 
 
-# Not frozen: one is made for each request in each step, and a frozen one takes four times as long.
 @attrs.define(eq=False)
+class Transcript:
+    """What a request has produced so far.
+
+    Invariant: each list only grows, so an output refers to it and to its length at that time.
+
+    Attributes:
+        token_ids: The prompt and the generated tokens.
+        text_parts: The text, in the parts that were reported.
+        logprobs: The log-probability of each generated token, if the params ask for it.
+        top_logprobs: For each generated token, the log-probabilities of the most likely tokens, likewise. Both lists
+            may have further entries for drafts after a request's end.
+    """
+
+    token_ids: Sequence[int] = ()
+    text_parts: list[str] = attrs.field(factory=list)
+    logprobs: list[float] = attrs.field(factory=list)
+    top_logprobs: list[dict[int, float]] = attrs.field(factory=list)
+
+
+# Not frozen: one is made for each request in each step, and a frozen one takes four times as long.
+@attrs.define(eq=False, repr=False)
 class RequestOutput:
     """What a request has produced, and which part of it is new since the last report; no later step changes it.
+
+    An output stores what is new. The whole is built when it is read: ``text``, ``token_ids``, ``logprobs`` and
+    ``top_logprobs``. So read them once, and not in a loop over tokens.
 
     Attributes:
         request_id: The request.
         sample: The index of the sample, from 0, if the params ask for several; each has its own outputs.
         prompt_token_ids: Its prompt.
         new_token_ids: The tokens since the last report.
-        text: The text of ``token_ids``, cut before a stop string; empty if the model has no tokenizer.
         new_text: The text since the last report. It never ends within a character or within a possible stop string, so
             the parts of a request add up to its text.
         finish_reason: Why it ended; None until then.
         error: One sentence if the reason is ``refused`` or ``error``.
-        logprobs: For each of ``token_ids``, the logarithm of its probability after the tokens before it, from the
-            model's logits without temperature. None unless the params ask for it.
-        top_logprobs: For each of ``token_ids``, the same of the most likely tokens at its place, by token id, the most
-            likely first. None unless the params ask for it.
         prompt_logprobs: For each prompt token, the logarithm of its probability after the tokens before it, from the
             model's logits without temperature; None for the first token, NaN if the logits are not numbers. The whole
             field is None unless the params ask for it, and until the whole prompt is computed.
+        prompt_top_logprobs: For each prompt token, the same of the most likely tokens in its position, by token id, the
+            most likely first; None for the first token. The whole field is None as ``prompt_logprobs`` is, and unless
+            the params ask for ``top_logprobs`` too.
         cached: What was found of the prompt in the cache, which group limited it and why; None before it is admitted.
     """
 
@@ -47,22 +68,81 @@ class RequestOutput:
     sample: int = 0
     prompt_token_ids: tuple[int, ...] = ()
     new_token_ids: tuple[int, ...] = ()
-    text: str = ""
     new_text: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
-    logprobs: tuple[float, ...] | None = None
-    top_logprobs: tuple[Mapping[int, float], ...] | None = None
     prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_logprobs: tuple[Mapping[int, float] | None, ...] | None = None
     cached: FoundPrefix | None = None
-    # The request's own tokens, which only grow, and how many there were.
-    _known_token_ids: Sequence[int] = attrs.field(default=(), repr=False)
-    _num_known: int = attrs.field(default=0, repr=False)
+    # What the request has produced, how much of it there was, and which log-probabilities the params ask for.
+    _transcript: Transcript = attrs.field(factory=Transcript)
+    _num_generated: int = 0
+    _num_parts: int = 0
+    _has_logprobs: bool = False
+    _has_top_logprobs: bool = False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Every token generated so far, an end token included."""
-        return tuple(self._known_token_ids[len(self.prompt_token_ids) : self._num_known])
+        num_prompt_tokens = len(self.prompt_token_ids)
+        return tuple(self._transcript.token_ids[num_prompt_tokens : num_prompt_tokens + self._num_generated])
+
+    @property
+    def text(self) -> str:
+        """The text of ``token_ids``, cut before a stop string; empty if the model has no tokenizer."""
+        return "".join(self._transcript.text_parts[: self._num_parts])
+
+    @property
+    def logprobs(self) -> tuple[float, ...] | None:
+        """For each of ``token_ids``, the logarithm of its probability after the tokens before it.
+
+        It comes from the model's logits without temperature. None unless the params ask for it.
+        """
+        return tuple(self._transcript.logprobs[: self._num_generated]) if self._has_logprobs else None
+
+    @property
+    def new_logprobs(self) -> tuple[float, ...] | None:
+        """The same for each of ``new_token_ids``."""
+        return tuple(self._transcript.logprobs[self._new]) if self._has_logprobs else None
+
+    @property
+    def top_logprobs(self) -> tuple[Mapping[int, float], ...] | None:
+        """For each of ``token_ids``, the log-probabilities of the most likely tokens in its position.
+
+        They are by token id, the most likely first. None unless the params ask for them.
+        """
+        return tuple(self._transcript.top_logprobs[: self._num_generated]) if self._has_top_logprobs else None
+
+    @property
+    def new_top_logprobs(self) -> tuple[Mapping[int, float], ...] | None:
+        """The same for each of ``new_token_ids``."""
+        return tuple(self._transcript.top_logprobs[self._new]) if self._has_top_logprobs else None
+
+    @property
+    def _new(self) -> slice:
+        """The generated tokens since the last report."""
+        return slice(self._num_generated - len(self.new_token_ids), self._num_generated)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _SHOWN)
+        return f"RequestOutput({values})"
+
+
+_SHOWN = [
+    "request_id",
+    "sample",
+    "prompt_token_ids",
+    "new_token_ids",
+    "text",
+    "new_text",
+    "finish_reason",
+    "error",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "prompt_top_logprobs",
+    "cached",
+]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -79,15 +159,17 @@ class Request(RequestProgress):
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
         uniforms: Its next numbers, as far as they were drawn ahead.
-        logprobs: The log-probability of each generated token, if the params ask for it.
-        top_logprobs: For each generated token, the log-probabilities of the most likely tokens, likewise.
+        transcript: What it has produced, for the outputs.
         prompt_token_ids: The prompt for the outputs, copied once for all of them.
         wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
         known_logprobs: The prompt's log-probabilities so far; empty unless the params ask for them.
-        prompt_logprobs: The same for the outputs, once all are known.
+        known_top_logprobs: Those of the most likely tokens in their positions; empty unless the params ask for them.
+        prompt_logprobs: ``known_logprobs`` for the outputs, once all are known.
+        prompt_top_logprobs: ``known_top_logprobs`` for the outputs, likewise.
         is_unreadable: Whether its tokens could not be turned into text.
         num_reported: Generated tokens that its owner has seen.
         num_reported_chars: Characters of text that its owner has seen.
+        num_chars: Characters of text in the transcript.
     """
 
     params: SamplingParams
@@ -97,13 +179,15 @@ class Request(RequestProgress):
     random: random.Random = attrs.field(init=False)
     uniforms: deque[float] = attrs.field(init=False, factory=deque)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
-    logprobs: list[float] = attrs.field(init=False, factory=list)
-    top_logprobs: list[dict[int, float]] = attrs.field(init=False, factory=list)
+    transcript: Transcript = attrs.field(init=False)
     known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
+    known_top_logprobs: list[dict[int, float] | None] = attrs.field(init=False, factory=list)
     prompt_logprobs: tuple[float | None, ...] | None = attrs.field(init=False, default=None)
+    prompt_top_logprobs: tuple[dict[int, float] | None, ...] | None = attrs.field(init=False, default=None)
     is_unreadable: bool = False
     num_reported: int = 0
     num_reported_chars: int = 0
+    num_chars: int = 0
 
     @classmethod
     def create(
@@ -157,10 +241,11 @@ class Request(RequestProgress):
     def __attrs_post_init__(self) -> None:
         """Seed the request's own random source, and keep the prompt."""
         self.random = random.Random(self.params.seed)
+        self.transcript = Transcript(self.token_ids)
         self.prompt_token_ids = tuple(self.token_ids[: self.num_prompt_tokens])
         self.wants_prompt_rows = self.params.prompt_logprobs
         if self.wants_prompt_rows:
-            self.add_prompt_logprobs([None])
+            self.add_prompt_logprobs([None], [None])
 
     @property
     def num_final_tokens(self) -> int:
@@ -172,23 +257,41 @@ class Request(RequestProgress):
         """The last prompt token whose log-probability is known: its logits give that of the next token."""
         return len(self.known_logprobs) - 1
 
-    def add_prompt_logprobs(self, values: Sequence[float | None]) -> None:
-        """Add the log-probabilities of the prompt tokens after the known ones."""
+    @property
+    def num_top_prompt_logprobs(self) -> int:
+        """Of how many of the most likely tokens in the positions of its prompt it wants the log-probabilities."""
+        return self.params.top_logprobs if self.params.prompt_logprobs else 0
+
+    def add_prompt_logprobs(
+        self, values: Sequence[float | None], top_values: Sequence[dict[int, float] | None] = ()
+    ) -> None:
+        """Add the log-probabilities of the prompt tokens after the known ones.
+
+        Args:
+            values: Those of the tokens.
+            top_values: Those of the most likely tokens in their positions; ignored unless the params ask for them.
+        """
+        has_top = self.num_top_prompt_logprobs > 0
         self.known_logprobs.extend(values)
+        if has_top:
+            self.known_top_logprobs.extend(top_values)
         if len(self.known_logprobs) == self.num_prompt_tokens:
             self.prompt_logprobs = tuple(self.known_logprobs)
+            self.prompt_top_logprobs = tuple(self.known_top_logprobs) if has_top else None
             self.wants_prompt_rows = False
 
     def forget_partial(self) -> None:
         """Forget log-probabilities of the prompt that are not complete."""
         if self.wants_prompt_rows:
-            self.known_logprobs = [None]
+            self.known_logprobs, self.known_top_logprobs = [], []
+            self.add_prompt_logprobs([None], [None])
 
     def fork(self, other: RequestProgress) -> None:
         """Take over another request's computed tokens and its log-probabilities of the same prompt."""
         super().fork(other)
         if isinstance(other, Request) and other.prompt_logprobs is not None:
             self.known_logprobs, self.prompt_logprobs = other.known_logprobs, other.prompt_logprobs
+            self.known_top_logprobs, self.prompt_top_logprobs = other.known_top_logprobs, other.prompt_top_logprobs
             self.wants_prompt_rows = False
 
     def draw(self) -> float:
@@ -228,30 +331,32 @@ class Request(RequestProgress):
 
     def report(self) -> RequestOutput:
         """Return what it has produced, with the text read so far, and mark it as reported."""
+        transcript, params = self.transcript, self.params
         text = "" if self.text_stream is None else self.text_stream.text
-        num_known = len(self.token_ids)
-        num_generated = num_known - self.num_prompt_tokens
+        num_chars = len(text)
+        if num_chars > self.num_chars:
+            transcript.text_parts.append(text[self.num_chars :])
+            self.num_chars = num_chars
+        num_generated = len(self.token_ids) - self.num_prompt_tokens
         # By position: that many named arguments take longer than the rest of this method.
         output = RequestOutput(
             self.asked_id,
             self.sample,
             self.prompt_token_ids,
             tuple(self.token_ids[self.num_prompt_tokens + self.num_reported :]),
-            text,
             text[self.num_reported_chars :],
             self.finish_reason,
             self.error,
-            None,
-            None,
             self.prompt_logprobs,
+            self.prompt_top_logprobs,
             self.cached,
-            self.token_ids,
-            num_known,
+            transcript,
+            num_generated,
+            len(transcript.text_parts),
+            params.logprobs,
+            params.logprobs and params.top_logprobs > 0,
         )
-        if self.params.logprobs:
-            output.logprobs = tuple(self.logprobs[:num_generated])
-            output.top_logprobs = tuple(self.top_logprobs[:num_generated]) if self.params.top_logprobs else None
-        self.num_reported, self.num_reported_chars = num_generated, len(text)
+        self.num_reported, self.num_reported_chars = num_generated, num_chars
         return output
 
     def take_back(self, output: RequestOutput) -> None:

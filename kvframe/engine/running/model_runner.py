@@ -425,11 +425,22 @@ class TokenRunner(ModelRunner):
 
     def _add_prompt_logprobs(self, packed: PackedStep[Request], logits: torch.Tensor) -> None:
         following = self.tokens[packed.rows[packed.prompt_requests], packed.prompt_positions + 1]
-        values = token_logprobs(logits, self.to_device(packed.prompt_rows), self.to_device(following))
+        indices, counts = np.unique(packed.prompt_requests, return_counts=True)
+        requests = [packed.requests[index] for index in indices.tolist()]
+        values, top_ids, top_values = token_logprobs(
+            logits,
+            self.to_device(packed.prompt_rows),
+            self.to_device(following),
+            max(request.num_top_prompt_logprobs for request in requests),
+        )
         stop = 0
-        for index, count in zip(*np.unique(packed.prompt_requests, return_counts=True), strict=True):
-            start, stop = stop, stop + count
-            packed.requests[index].add_prompt_logprobs(values[start:stop])
+        for request, count in zip(requests, counts.tolist(), strict=True):
+            start, stop, num_top = stop, stop + count, request.num_top_prompt_logprobs
+            tops = zip(top_ids[start:stop], top_values[start:stop], strict=True)
+            request.add_prompt_logprobs(
+                values[start:stop],
+                [dict(zip(ids[:num_top], likely[:num_top], strict=True)) for ids, likely in tops] if num_top else (),
+            )
 
 
 def new_inputs_of(step: ScheduledStep[RequestT]) -> Mapping[str, Mapping[int, ModelInput]]:

@@ -130,23 +130,35 @@ def add_logprobs(
     num_top = min(max((request.params.top_logprobs for request in owners), default=0), logits.shape[1])
     top_values, top_ids = (tensor.tolist() for tensor in logprobs.topk(num_top, dim=-1))
     for index, request in enumerate(owners):
-        request.logprobs.append(values[index])
+        request.transcript.logprobs.append(values[index])
         count = request.params.top_logprobs
         if count:
-            request.top_logprobs.append(dict(zip(top_ids[index][:count], top_values[index][:count], strict=True)))
+            top = dict(zip(top_ids[index][:count], top_values[index][:count], strict=True))
+            request.transcript.top_logprobs.append(top)
 
 
-def token_logprobs(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> list[float]:
-    """Return the log-probabilities of some tokens, computed in float32.
+def token_logprobs(
+    logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: int = 0
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """Return the log-probabilities of some tokens, computed in float32, and of the most likely tokens instead of each.
 
     Args:
         logits: ``[num_rows, vocab_size], device``.
         rows: ``[num_tokens], int64, device``: for each token, the row that it follows.
         token_ids: ``[num_tokens], int64, device``.
+        num_top: How many of the most likely tokens.
+
+    Returns:
+        For each token, its log-probability; the ids of the most likely tokens; and their log-probabilities, the
+        greatest first.
     """
-    # log_softmax of all rows: selecting some rows first would copy about as much again.
-    found: list[float] = logits.log_softmax(dim=-1, dtype=torch.float32)[rows, token_ids].tolist()
-    return found
+    # log_softmax and topk of all rows: selecting some rows first would copy about as much again.
+    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    values: list[float] = logprobs[rows, token_ids].tolist()
+    if not num_top:
+        return values, [], []
+    top_values, top_ids = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    return values, top_ids[rows].tolist(), top_values[rows].tolist()
 
 
 def _draw(logits: torch.Tensor, requests: list[Request], numbers: list[float], truncate: bool) -> list[int]:
