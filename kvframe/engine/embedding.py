@@ -17,7 +17,7 @@ from kvframe.engine.core import EngineCore
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.requests.prompt import prompts_of
-from kvframe.engine.requests.salts import check_salt, salt_of_each
+from kvframe.engine.requests.salts import check_owner, check_salt, owner_of_each, salt_of_each
 from kvframe.engine.running.model_runner import SkipPolicy
 from kvframe.engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe.engine.turns import verb
@@ -179,21 +179,24 @@ class Embedder(EngineCore[EmbeddingRequest]):
         )
 
     @verb
-    def add_request(self, text: str | Sequence[int], request_id: str | None = None, *, cache_salt: str = "") -> str:
+    def add_request(
+        self, text: str | Sequence[int], request_id: str | None = None, *, cache_salt: str = "", owner: str = ""
+    ) -> str:
         """Queue a text and return the id of its request.
 
         Args:
             text: Text, or token ids. It is not truncated; only the tokenizer's special tokens are added.
             request_id: Its id; a fresh one unless given.
             cache_salt: The request shares cached prefixes with texts of the same salt only.
+            owner: Whose request it is, as for ``Engine``.
 
         Raises:
             RequestError: The text can never be embedded; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
-                ``exceeds_step``, ``bad_token``, ``bad_text``, ``bad_salt``, ``bad_id``, ``too_large``,
-                ``duplicate_id``. Other requests are unchanged.
+                ``exceeds_step``, ``bad_token``, ``bad_text``, ``bad_salt``, ``bad_owner``, ``bad_id``,
+                ``too_large``, ``duplicate_id``. Other requests are unchanged.
             ModelError: ``text`` is a string, and the model has no tokenizer.
         """
-        requests = self._add_text(text, request_id, cache_salt)
+        requests = self._add_text(text, request_id, cache_salt, owner)
         self._turns.if_lost(lambda: self._forget(requests))
         return requests[0].request_id
 
@@ -218,6 +221,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         texts: Sequence[str | Sequence[int]],
         *,
         cache_salt: str | Sequence[str] = "",
+        owner: str | Sequence[str] = "",
         on_progress: Callable[[int], None] | None = None,
     ) -> list[EmbeddingOutput]:
         """Embed a batch of texts.
@@ -225,6 +229,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         Args:
             texts: Texts or token ids.
             cache_salt: As for ``add_request``: one for all texts, or one for each.
+            owner: As for ``add_request``: one for all texts, or one for each.
             on_progress: Called after each step with the number of finished texts, refused ones included. It may call
                 ``stats``, and no verb of the embedder; an exception that it raises ends the batch.
 
@@ -232,13 +237,19 @@ class Embedder(EngineCore[EmbeddingRequest]):
             One output for each text, in order; a refused one has ``finish_reason="refused"`` and an ``error``.
 
         Raises:
-            RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
+            RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``,
+                ``bad_owner``).
             ModelError: No text can be embedded, and one is a string, but the model has no tokenizer.
         """
         with self._turns.let_through():
             texts = prompts_of(texts)
             salts = salt_of_each(cache_salt, len(texts))
-        ended = self._serve(len(texts), lambda index: self._add_text(texts[index], None, salts[index]), on_progress)
+            owners = owner_of_each(owner, len(texts))
+        ended = self._serve(
+            len(texts),
+            lambda index: self._add_text(texts[index], None, salts[index], owners[index]),
+            on_progress,
+        )
         return [
             self._refused_output(index, texts[index], request)
             if isinstance(request, KVFrameError)
@@ -248,15 +259,18 @@ class Embedder(EngineCore[EmbeddingRequest]):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _add_text(self, text: str | Sequence[int], request_id: str | None, cache_salt: str) -> list[EmbeddingRequest]:
+    def _add_text(
+        self, text: str | Sequence[int], request_id: str | None, cache_salt: str, owner: str
+    ) -> list[EmbeddingRequest]:
         check_salt(cache_salt)
+        check_owner(owner)
         request_id = self._new_id(request_id)
         if isinstance(text, str) and not text.strip():
             raise RequestError("the text is empty", code="empty_prompt")
         # Reading a text may take long, and changes no state.
         with self._turns.let_through():
             token_ids = self._admission.token_ids(text, None)
-        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt)]
+        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt, owner)]
         self._add(requests)
         return requests
 

@@ -22,7 +22,7 @@ from kvframe.engine.requests.batch import checked_params, make_samples, params_f
 from kvframe.engine.requests.params import SamplingParams
 from kvframe.engine.requests.prompt import AnyPrompt, prompts_of
 from kvframe.engine.requests.request import Request, RequestOutput
-from kvframe.engine.requests.salts import check_salt, salt_of_each
+from kvframe.engine.requests.salts import check_owner, check_salt, owner_of_each, salt_of_each
 from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 from kvframe.engine.requests.text import TextStream
 from kvframe.engine.running.draft_runner import DraftRunner
@@ -70,6 +70,7 @@ class Engine(EngineCore[Request]):
         request_id: str | None = None,
         *,
         cache_salt: str = "",
+        owner: str = "",
     ) -> str:
         """Queue a request and return its id.
 
@@ -79,15 +80,17 @@ class Engine(EngineCore[Request]):
             request_id: Its id; a fresh one unless given.
             cache_salt: The request shares cached prefixes and inputs with requests of the same salt only. The salt is,
                 for example, the name of a tenant or of a session.
+            owner: Whose request it is, for example the name of a tenant. Owners share the engine equally, however many
+                requests each has.
 
         Raises:
             RequestError: The request can never be served; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
-                ``bad_token``, ``bad_text``, ``bad_params``, ``bad_salt``, ``bad_id``, ``too_large``, ``no_tokenizer``,
-                ``duplicate_id``, and for the input of an encoder ``missing_input``, ``extra_input``, ``bad_input``,
-                ``input_too_long``. Other requests are unchanged.
+                ``bad_token``, ``bad_text``, ``bad_params``, ``bad_salt``, ``bad_owner``, ``bad_id``, ``too_large``,
+                ``no_tokenizer``, ``duplicate_id``, and for the input of an encoder ``missing_input``, ``extra_input``,
+                ``bad_input``, ``input_too_long``. Other requests are unchanged.
             ModelError: The prompt is text, and the model has no tokenizer.
         """
-        requests = self._add_samples(prompt, params, request_id, cache_salt)
+        requests = self._add_samples(prompt, params, request_id, cache_salt, owner)
         self._turns.if_lost(lambda: self._forget(requests))
         return requests[0].request_id
 
@@ -112,7 +115,9 @@ class Engine(EngineCore[Request]):
         return [output for _, output in reported]
 
     @verb
-    def stream(self, prompt: AnyPrompt, params: SamplingParams | None = None, *, cache_salt: str = "") -> RequestStream:
+    def stream(
+        self, prompt: AnyPrompt, params: SamplingParams | None = None, *, cache_salt: str = "", owner: str = ""
+    ) -> RequestStream:
         """Serve one request and yield its outputs as they come; the last one of each sample has a ``finish_reason``.
 
         Other requests continue meanwhile, and their outputs are kept for ``step``. A ``step`` while the stream is open
@@ -123,11 +128,12 @@ class Engine(EngineCore[Request]):
             prompt: As for ``add_request``.
             params: How to sample and when to stop.
             cache_salt: As for ``add_request``.
+            owner: As for ``add_request``.
 
         Raises:
             RequestError: As for ``add_request``, when ``stream`` is called.
         """
-        requests = self._add_samples(prompt, params, None, cache_salt)
+        requests = self._add_samples(prompt, params, None, cache_salt, owner)
         self._turns.if_lost(lambda: self._forget(requests))
         return RequestStream(self._turns, partial(self._next_of, requests), partial(self._forget, requests))
 
@@ -138,6 +144,7 @@ class Engine(EngineCore[Request]):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | Sequence[str] = "",
+        owner: str | Sequence[str] = "",
         on_progress: Callable[[int], object] | None = None,
     ) -> list[RequestOutput]:
         """Serve a batch of requests to their ends.
@@ -146,6 +153,7 @@ class Engine(EngineCore[Request]):
             prompts: As for ``add_request``.
             params: One for all prompts, or one for each.
             cache_salt: As for ``add_request``: one for all prompts, or one for each.
+            owner: As for ``add_request``: one for all prompts, or one for each.
             on_progress: Called after each step with the number of finished prompts, refused ones included. It may call
                 ``stats``, and no verb of the engine; an exception that it raises ends the batch. If it returns False,
                 the batch ends: the outputs of unfinished prompts hold what was generated (``finish_reason="aborted"``).
@@ -155,16 +163,18 @@ class Engine(EngineCore[Request]):
             params ask for ``n`` samples, a prompt has ``n`` outputs; a prompt whose ``n`` is refused has one.
 
         Raises:
-            RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
+            RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``,
+                ``bad_owner``).
             ModelError: No prompt can be served, and one is text, but the model has no tokenizer.
         """
         with self._turns.let_through():
             prompts = prompts_of(prompts)
             params = params_for_each(params, len(prompts))
             salts = salt_of_each(cache_salt, len(prompts))
+            owners = owner_of_each(owner, len(prompts))
         ended = self._serve(
             len(prompts),
-            lambda index: self._add_samples(prompts[index], params[index], None, salts[index]),
+            lambda index: self._add_samples(prompts[index], params[index], None, salts[index], owners[index]),
             on_progress,
         )
         outputs = []
@@ -352,11 +362,17 @@ class Engine(EngineCore[Request]):
         )
 
     def _add_samples(
-        self, prompt: AnyPrompt, params: SamplingParams | None, request_id: str | None, cache_salt: str
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        cache_salt: str,
+        owner: str = "",
     ) -> list[Request]:
         """Queue a request, and return all samples of it."""
         params = checked_params(params)
         check_salt(cache_salt)
+        check_owner(owner)
         request_id = self._new_id(request_id)
         # Reading a prompt may take long, and changes no state.
         with self._turns.let_through():
@@ -374,6 +390,7 @@ class Engine(EngineCore[Request]):
             max_model_len=self._max_model_len,
             inputs=inputs,
             cache_salt=cache_salt,
+            owner=owner,
             boundaries=boundaries if self._manager.prefix_caching else (),
             ranges=ranges,
         )

@@ -150,7 +150,9 @@ def serve_llama(folder: Path, family: str = "llama", **options: Any) -> Result:
             "cached": cached,
             "samples": samples,
             "likely": [round(value, 3) for value in scored.prompt_logprobs[1:] if value is not None],
-            "most likely": [round(value, 3) for top in scored.prompt_top_logprobs[1:] for value in (top or {}).values()],
+            "most likely": [
+                round(value, 3) for top in scored.prompt_top_logprobs[1:] for value in (top or {}).values()
+            ],
             "counts": counts_of(engine),
         }
 

@@ -46,6 +46,7 @@ class RequestProgress:
         token_ids: Prompt and generated tokens, as four bytes each; the cache reads them where they are.
         num_prompt_tokens: How many of them are the prompt.
         cache_salt: The request shares cached prefixes and inputs with requests of the same salt only.
+        owner: Whose request it is: owners share the engine equally.
         inputs: Its inputs beside the tokens, by sequence, kept so that they can be computed again.
         input_sequences: The same in the form that the cache takes.
         new_inputs: The inputs whose state the running step computes.
@@ -75,6 +76,7 @@ class RequestProgress:
     token_ids: array[int]
     num_prompt_tokens: int
     cache_salt: str = ""
+    owner: str = ""
     inputs: Mapping[str, ModelInput] = NO_INPUTS
     input_sequences: Mapping[str, InputSequence] = attrs.field(
         init=False, default=attrs.Factory(lambda self: input_sequences(self.inputs), takes_self=True)

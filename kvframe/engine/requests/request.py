@@ -201,6 +201,7 @@ class Request(RequestProgress):
         text_stream: TextStream | None = None,
         inputs: Mapping[str, ModelInput] = NO_INPUTS,
         cache_salt: str = "",
+        owner: str = "",
         asked_id: str | None = None,
         sample: int = 0,
         boundaries: tuple[int, ...] = (),
@@ -217,6 +218,7 @@ class Request(RequestProgress):
             text_stream: Turns its tokens into text; None if the model has no tokenizer.
             inputs: Its inputs beside the tokens, by sequence, checked.
             cache_salt: The request shares cached prefixes with requests of the same salt.
+            owner: Whose request it is.
             asked_id: The id that its owner uses; ``request_id`` unless given.
             sample: The index of the sample.
             boundaries: Tokens of the prompt at which steps end, ascending.
@@ -234,6 +236,7 @@ class Request(RequestProgress):
             text_stream=text_stream,
             inputs=inputs,
             cache_salt=cache_salt,
+            owner=owner,
             boundaries=boundaries,
             ranges=ranges,
         )

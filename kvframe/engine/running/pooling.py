@@ -59,7 +59,7 @@ class EmbeddingRequest(RequestProgress):
 
     @classmethod
     def create(
-        cls, request_id: str, token_ids: Sequence[int], pooling: Pooling, cache_salt: str = ""
+        cls, request_id: str, token_ids: Sequence[int], pooling: Pooling, cache_salt: str = "", owner: str = ""
     ) -> EmbeddingRequest:
         """Return a request that has not started.
 
@@ -68,12 +68,14 @@ class EmbeddingRequest(RequestProgress):
             token_ids: Checked token ids, at least one.
             pooling: How its embedding is made: of its last token alone, or of others too.
             cache_salt: The request shares cached prefixes with requests of the same salt.
+            owner: Whose request it is.
         """
         request = cls(
             request_id=request_id,
             token_ids=array("I", token_ids),
             num_prompt_tokens=len(token_ids),
             cache_salt=cache_salt,
+            owner=owner,
         )
         request.wants_prompt_rows = pooling.mode != "last"
         return request

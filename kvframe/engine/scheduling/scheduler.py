@@ -1,18 +1,17 @@
 """Continuous batching: chooses which tokens of which requests the next step computes.
 
-Each step has a token budget. Running requests come first, in the order of their admission, then waiting requests, first
-come, first served. A prompt that exceeds the budget is computed in chunks over several steps; its first chunk is
-scheduled when the cache has enough free blocks for all chunks. If there are too few blocks for a running request, the
-request that was admitted last is preempted: it frees its blocks and waits at the head of the queue. Its state is
-swapped out to host memory if it fits there; otherwise its tokens are recomputed. If the cache keeps no state between
-steps, a prompt is computed in one step. Draft tokens come last: they take what the step's budget and the free blocks
-have left.
+Each step has a token budget. Running requests come first, in the order of their admission, then waiting requests, those
+of the owner with the fewest running requests first. A prompt that exceeds the budget is computed in chunks over several
+steps; its first chunk is scheduled when the cache has enough free blocks for all chunks. If there are too few blocks
+for a running request, the request that was admitted last is preempted: it frees its blocks and waits at the head of its
+owner's queue. Its state is swapped out to host memory if it fits there; otherwise its tokens are recomputed. If the
+cache keeps no state between steps, a prompt is computed in one step. Draft tokens come last: they take what the step's
+budget and the free blocks have left.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, cast
 
@@ -23,6 +22,7 @@ from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import FinishReason, RequestT
 from kvframe.engine.scheduling.drafting import Continue, Drafting
+from kvframe.engine.scheduling.fair_queue import FairQueue
 from kvframe.engine.scheduling.request_blocks import RequestBlocks, is_being_computed
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.stats import SchedulerStats
@@ -73,7 +73,7 @@ class Scheduler(Generic[RequestT]):
                 more than ``max_num_batched_tokens``.
             drafting: Gets draft tokens for requests that generate; None for none.
         """
-        self.waiting: deque[RequestT] = deque()
+        self.waiting: FairQueue[RequestT] = FairQueue()
         self.running: RunningRequests[RequestT] = RunningRequests(max_num_seqs)
         self.stats = SchedulerStats()
         self._cache = cache
@@ -127,7 +127,7 @@ class Scheduler(Generic[RequestT]):
         try:
             return self._schedule()
         except Exception:
-            self._end_all(list(self.running) or list(self.waiting)[:1])
+            self._end_all(list(self.running) or ([self.waiting.first] if self.waiting else []))
             raise
 
     def take_failed(self) -> list[RequestT]:
@@ -150,8 +150,7 @@ class Scheduler(Generic[RequestT]):
                 # No step will compute their tokens, so they wait again.
                 for request in reversed(admitted):
                     self._blocks.release(request)
-                    self.running.remove(request)
-                    self.waiting.appendleft(request)
+                    self._queue_again(request)
                 raise
         num_reqs = len(continuing) + len(admitted)
         if not num_reqs:
@@ -238,6 +237,7 @@ class Scheduler(Generic[RequestT]):
         self.running.advance(num_computed, num_known)
         for request in ended:
             self._blocks.release(request)
+            self.waiting.note_stop(request)
             if self._drafting is not None:
                 self._drafting.forget(request)
         if ended:
@@ -263,6 +263,7 @@ class Scheduler(Generic[RequestT]):
         request.finish_reason = reason
         if request.row >= 0:
             self.running.remove(request)
+            self.waiting.note_stop(request)
         else:
             self.waiting.remove(request)
         if request.row >= 0 or request.is_swapped:
@@ -308,8 +309,7 @@ class Scheduler(Generic[RequestT]):
         """
         for request in reversed(list(self.running)):
             self._blocks.release(request)
-            self.running.remove(request)
-            self.waiting.appendleft(request)
+            self._queue_again(request)
         started = [request for request in self.waiting if request.was_started]
         for request in started:
             if request.is_swapped:
@@ -401,8 +401,7 @@ class Scheduler(Generic[RequestT]):
         """Queue a request to be recomputed without cached state, because that state may be why it failed."""
         request.trusts_cache = False
         self._blocks.release(request)
-        self.running.remove(request)
-        self.waiting.appendleft(request)
+        self._queue_again(request)
         self.stats.retries += 1
 
     def _preempt(self, request: RequestT) -> None:
@@ -411,9 +410,14 @@ class Scheduler(Generic[RequestT]):
         self._let_wait(request)
 
     def _let_wait(self, request: RequestT) -> None:
-        self.running.remove(request)
-        self.waiting.appendleft(request)
+        self._queue_again(request)
         self.stats.preemptions += 1
+
+    def _queue_again(self, request: RequestT) -> None:
+        """Let a running request, which has given its blocks back, wait at the head of its owner's queue."""
+        self.running.remove(request)
+        self.waiting.note_stop(request)
+        self.waiting.appendleft(request)
 
     def _admit_waiting(self, budget: int, admitted: list[RequestT], counts: list[int]) -> int:
         """Admit waiting requests, in their order, as long as there are enough free blocks.
@@ -427,7 +431,7 @@ class Scheduler(Generic[RequestT]):
             The tokens that the step still has left.
         """
         while self.waiting and budget and len(self.running) < self._max_num_seqs:
-            request = self.waiting[0]
+            request = self.waiting.first
             if self.running and (request.runs_alone or self.running[0].runs_alone):
                 break
             if self._whole_prompts and len(request.token_ids) > budget:
