@@ -8,6 +8,7 @@ from .capabilities import Capabilities as Capabilities
 from .capabilities import Refusal as Refusal
 from .capture import GraphCapture as GraphCapture
 from .capture import NotReplayableError as NotReplayableError
+from .decoding import decode_by_windows as decode_by_windows
 from .description import LayerDescription as LayerDescription
 from .description import ModelDescription as ModelDescription
 from .description import Pooling as Pooling

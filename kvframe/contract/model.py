@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
+from kvframe.contract.decoding import decode_by_windows
 from kvframe.contract.description import ModelDescription, Pooling
 from kvframe.contract.errors import ModelError, RequestError
 
@@ -347,19 +348,36 @@ class LoadedModel(ABC):
         """Return the text of ``token_ids``; None if the model has no tokenizer."""
         return None
 
-    def decode_stream(self, token_ids: Sequence[int]) -> Callable[[Sequence[int]], str] | None:
-        """Return a function that decodes the tokens of one request as they come; None if there is none.
+    def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of ``token_ids`` in which special tokens have a text, too; None, the default, if it cannot.
 
-        None is the default: then each new token is decoded by ``decode`` together with a few before it. Called when the
-        first tokens of a request are read. Every call of the function gets the tokens after those of the last call, and
-        returns the text that they add: no text while they end within a character, whose text a later call returns.
-        All of this text together is the one that ``decode`` returns for these tokens after ``token_ids``. If a call
-        raises, ``decode`` is used from there on.
-
-        Args:
-            token_ids: The last tokens before the first one: they decide about a space at the start of the text.
+        Needed for requests with ``special_tokens=True``. For such requests, ``decode_stream`` is called with
+        ``special_tokens=True``, and for no others.
         """
         return None
+
+    def decode_stream(
+        self, token_ids: Sequence[int], *, special_tokens: bool = False
+    ) -> Callable[[Sequence[int], bool], str]:
+        """Return a function that decodes the tokens of one request as they come.
+
+        Called when the first generated tokens of a request are read. Each call of the function gets the tokens after
+        those of the last call, and whether these are the last ones. It returns the text that they add, as far as later
+        tokens cannot change it: no part of a character, for example. If it raises, the request ends with an error.
+
+        All of this text together is what ``decode`` returns for all tokens of the request, after its common beginning
+        with what ``decode`` returns for the prompt. So a character that the prompt begins belongs to the text if the
+        generated tokens complete it, and to the prompt if they do not. It is the same text however the tokens are
+        divided into calls. How it differs for tokens that are no valid text is up to the model.
+
+        The default decodes new tokens by ``decode`` together with a few before them (``decode_by_windows``).
+
+        Args:
+            token_ids: The prompt.
+            special_tokens: Whether special tokens have a text, as in ``decode_with_special_tokens``.
+        """
+        decode = self.decode_with_special_tokens if special_tokens else self.decode
+        return decode_by_windows(lambda window: decode(window) or "", token_ids)
 
     def _no_tokenizer(self) -> Exception:
         return ModelError(f"{self.description.name} has no tokenizer; give token ids instead of text")

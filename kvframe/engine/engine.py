@@ -380,11 +380,14 @@ class Engine(EngineCore[Request]):
             ranges = self._admission.ranges(prompt, token_ids)
             boundaries = self._admission.boundaries(prompt, len(token_ids), ranges)
             stops, has_text = StopStrings(params.stop) if params.stop else NO_STOPS, self._admission.has_text
+            decode_stream = self.model.decode_stream
+            if params.special_tokens:
+                decode_stream = partial(decode_stream, special_tokens=True)
         requests = make_samples(
             [self._new_id(each) for each in sample_ids(request_id, params.n)],
             token_ids,
             params,
-            lambda: TextStream(self._decode, token_ids, stops, self.model.decode_stream) if has_text else None,
+            lambda: TextStream(decode_stream, token_ids, stops) if has_text else None,
             forks=bool(self.plan.groups),
             eos_token_ids=self.model.description.eos_token_ids,
             max_model_len=self._max_model_len,
@@ -479,6 +482,3 @@ class Engine(EngineCore[Request]):
             finish_reason="refused",
             error=str(error),
         )
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.model.decode(list(token_ids)) or ""

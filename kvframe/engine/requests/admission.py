@@ -218,6 +218,8 @@ class Admission:
                 f"{description.name} has no tokenizer, so no stop string can be found; use stop_token_ids",
                 code="no_tokenizer",
             )
+        if params.special_tokens and _ask("the tokenizer", self._model.decode_with_special_tokens, []) is None:
+            raise bad_params(f"{description.name} cannot show special tokens; leave special_tokens out")
         num_chars = sum(map(len, params.stop))
         if num_chars > options.max_stop_chars:
             raise bad_params(

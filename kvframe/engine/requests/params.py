@@ -110,7 +110,8 @@ class SamplingParams:
         seed: Makes sampling repeatable, in any batch; None for a fresh draw each time.
         stop: Strings that end the request; the text is cut before the first of them. The stack's ``max_stop_chars``
             limits their total length.
-        stop_token_ids: Token ids that end the request, beside the model's own; the token is part of the output.
+        stop_token_ids: Token ids that end the request, beside the model's own. The token is part of the output, and its
+            text part of the output's text, if it is no special token.
         ignore_eos: Whether to continue after the model's own end tokens.
         n: The number of samples of one prompt, which is computed once. Sample ``i`` equals the output of a single
             request with the seed ``seed + i``. The stack's ``max_samples`` limits it.
@@ -119,6 +120,9 @@ class SamplingParams:
             positions are those of the generated tokens if ``logprobs``, and those of the prompt if ``prompt_logprobs``.
         prompt_logprobs: Whether to report the log-probability of each token of the prompt. The whole prompt is then
             computed, without a cached prefix, and a step holds logits for each of its tokens.
+        special_tokens: Whether the output's text shows special tokens, such as the marks of a tool call. It then leaves
+            out the text of the token that ended the request, whether that token is special or not. ``stop`` may hold
+            special tokens.
     """
 
     max_new_tokens: int = attrs.field(default=64, converter=_as_int, validator=_int_at_least(1))
@@ -135,3 +139,4 @@ class SamplingParams:
     logprobs: bool = attrs.field(default=False, validator=_check_flag)
     top_logprobs: int = attrs.field(default=0, converter=_as_int, validator=_check_top_logprobs)
     prompt_logprobs: bool = attrs.field(default=False, validator=_check_flag)
+    special_tokens: bool = attrs.field(default=False, validator=_check_flag)

@@ -324,8 +324,11 @@ class Request(RequestProgress):
         """Turn new tokens into text; return False, with an ``error``, if the tokenizer raises."""
         if self.text_stream is None or self.is_unreadable:
             return True
+        token_ids = self.token_ids
+        if self.params.special_tokens and self.finish_reason == "stop" and token_ids[-1] in self.end_token_ids:
+            token_ids = token_ids[:-1]
         try:
-            self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
+            self.text_stream.feed(token_ids, final=self.finish_reason is not None)
         except BaseException as error:  # interrupts are delayed here, so the tokenizer raised it
             self.is_unreadable = True
             self.error = f"its tokens could not be turned into text: {safe_text(error)}"

@@ -12,9 +12,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import attrs
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import nn
-from transformers import PreTrainedModel, TokenizersBackend
+from transformers import PreTrainedModel
 
 from kvframe.contract import (
     AttachedLayers,
@@ -27,9 +26,9 @@ from kvframe.contract import (
     Pooling,
     PredictionHeads,
 )
-from kvframe_transformers.byte_level import bytes_of, decode_by_bytes
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody, for_any_size
+from kvframe_transformers.decoding import decode_as_they_come
 from kvframe_transformers.hidden_states import HiddenStates
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
@@ -366,19 +365,23 @@ class TransformersModel(LoadedModel):
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def decode_stream(self, token_ids: Sequence[int]) -> Callable[[Sequence[int]], str] | None:
-        """Return a function that decodes new tokens; None if their text depends on more than the tokenizers library."""
-        kind = type(self.tokenizer)
-        if not isinstance(self.tokenizer, TokenizersBackend) or self.tokenizer.clean_up_tokenization_spaces:
+    def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of ``token_ids`` with special tokens; None if the model has no tokenizer."""
+        if self.tokenizer is None:
             return None
-        if (kind.decode, kind._decode) != (TokenizersBackend.decode, TokenizersBackend._decode):
-            return None
-        tokenizer = self.tokenizer.backend_tokenizer
-        if (token_bytes := bytes_of(tokenizer)) is not None:
-            return decode_by_bytes(token_bytes)
-        stream = DecodeStream(ids=list(token_ids), skip_special_tokens=True)
-        # A single id is read in half the time of a list of one.
-        return lambda new: stream.step(tokenizer, new[0] if len(new) == 1 else list(new)) or ""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def decode_stream(
+        self, token_ids: Sequence[int], *, special_tokens: bool = False
+    ) -> Callable[[Sequence[int], bool], str]:
+        """Return a function that decodes new tokens, in the way of the tokenizer's kind.
+
+        Args:
+            token_ids: The prompt.
+            special_tokens: Whether special tokens have a text.
+        """
+        return decode_as_they_come(self.tokenizer, token_ids, special_tokens)
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
         if self._takes_positions:
