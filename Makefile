@@ -13,12 +13,13 @@ TESTERS ?= $(shell expr $(JOBS) + 1)
 PEERS ?= .cache/peers
 VLLM := $(PEERS)/vllm
 HOSTED := $(PEERS)/kvframe-in-vllm
+HARNESS := $(PEERS)/lm_eval
 # Small tensors: more threads than one only fight over the cores that the test processes use.
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, and each would compile the modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quick test lint docs demo bench peer vllm clean
+.PHONY: help setup quick test lint docs demo bench peer harness vllm clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -79,6 +80,14 @@ $(VLLM)/.ready: benchmarks/requirements-vllm.txt
 
 vllm: $(HOSTED)/.ready ## tests of kvframe inside vLLM, in an environment of their own beside that of `make peer`
 	$(HOSTED)/bin/python -m pytest plugins/vllm
+
+harness: $(HARNESS)/.ready ## make .cache/peers/lm_eval, an evaluation harness that scores a served model
+
+$(HARNESS)/.ready: $(READY) benchmarks/requirements-harness.txt
+	@$(PYTHON) -m venv --clear $(HARNESS)
+	@$(BIN)/python -c 'import os, site; print(os.path.abspath(site.getsitepackages()[0]))' > $$($(HARNESS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvframe.pth
+	@$(HARNESS)/bin/python -m pip install -qq --disable-pip-version-check -r benchmarks/requirements-harness.txt
+	@touch $@
 
 # The peer's packages by a path file, and what kvframe and its tests need besides.
 $(HOSTED)/.ready: $(VLLM)/.ready plugins/vllm/requirements-test.txt

@@ -1,4 +1,4 @@
-"""The order of waiting requests: the owner with the fewest running requests is the next, in turn if there are several."""
+"""The order of waiting requests: the owner with the fewest running requests is next; equal owners take turns."""
 
 from __future__ import annotations
 

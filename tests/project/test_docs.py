@@ -407,6 +407,17 @@ def test_the_tables_of_keys_are_those_of_the_options() -> None:
     assert "| `max_num_seqs` | `64` | The most requests that run at once. |" in page
 
 
+def test_the_tables_of_fields_are_those_of_the_bodies() -> None:
+    spec = importlib.util.spec_from_file_location("server_fields", ROOT / "docs" / "server_fields.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = read("docs/http_server.md")
+    assert module.with_tables(page) == page, "run python docs/server_fields.py"
+    assert "| `best_of` | refused, unless it is `1` or null | More samples than are answered. |" in page
+
+
 def test_the_drawings_are_those_of_todays_specs_and_slabs() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "drawings.py"))["draw_all"]()
     assert {path.name for path in (ROOT / "docs").glob("*.svg")} == {*drawn}

@@ -12,7 +12,6 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
 from kvframe_serve.server import Server
 from kvframe_transformers.testing import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -26,7 +25,7 @@ TEMPLATE = (
     "{{ raise_exception('roles are system, user and assistant') }}{% endif %}"
     "{{ message['role'][0] + ':' + message['content'] + ';' }}{% endfor %}a:{% if loud %}!{% endif %}"
 )
-CACHE = {"cache": {"memory": "4MiB"}, "engine": {"max_num_batched_tokens": 256}}
+CACHE: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "engine": {"max_num_batched_tokens": 256}}
 STACK = Stack.from_mapping(CACHE)
 
 
@@ -48,19 +47,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Running:
     """A server in a thread with an event loop of its own, and clients for it."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, grace: float = 0.0) -> None:
         """Start to serve on a free port."""
         self.server = server
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._uvicorn = uvicorn.Server(uvicorn.Config(server.app, log_level="error", timeout_graceful_shutdown=1))
-
-        async def run() -> None:
-            server.start(asyncio.get_running_loop())
-            await self._uvicorn.serve([listener])
-
-        self._thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.bind(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=lambda: asyncio.run(server.run(listener, grace=grace)), daemon=True)
         self._thread.start()
+        wait_until(lambda: self._accepts())
+
+    def _accepts(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port)).close()
+        except ConnectionRefusedError:
+            return False
+        return True
 
     def client(self, key: str = "any", **options: Any) -> openai.OpenAI:
         """Return a client that retries nothing."""
@@ -68,10 +71,18 @@ class Running:
 
     def close(self) -> None:
         """End the server."""
-        self._uvicorn.should_exit = True
+        self.server.stop()
         self._thread.join(30)
         assert not self._thread.is_alive()
-        self.server.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, for 20 seconds at most."""
+    for _ in range(2000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not come true in 20 s")
 
 
 @pytest.fixture
@@ -79,9 +90,15 @@ def serve(checkpoint: Path) -> Iterator[Callable[..., Running]]:
     """Return a function that starts a server."""
     with ExitStack() as running:
 
-        def start(limits: dict[str, Any] | None = None, **options: Any) -> Running:
-            stack = Stack.from_mapping({**CACHE, "plugin": {"serve": limits or {}}})
-            started = Running(Server(checkpoint, stack=stack, **options))
+        def start(
+            limits: dict[str, Any] | None = None,
+            path: Path = checkpoint,
+            engine: dict[str, Any] | None = None,
+            **options: Any,
+        ) -> Running:
+            tables = {**CACHE, "engine": {**CACHE["engine"], **(engine or {})}, "plugin": {"serve": limits or {}}}
+            stack = Stack.from_mapping(tables)
+            started = Running(Server(path, stack=stack, **options))
             running.callback(started.close)
             return started
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import re
 import threading
 import urllib.error
 import urllib.request
@@ -14,16 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import kvframe_serve
 import openai
 import pytest
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import get_response_template
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvframe import Engine, SamplingParams
 from kvframe.contract import StackError
-from plugins.serve.tests.conftest import STACK, Running
+from plugins.serve.tests.conftest import STACK, Running, wait_until
 
 Serve = Callable[..., Running]
 PROMPTS = [f"prompt number {index} of sixty-four: " * (1 + index % 4) for index in range(64)]
@@ -36,15 +30,7 @@ def expected(checkpoint: Path, prompts: list[str], **params: Any) -> list[str]:
 
 
 def stats(running: Running) -> Any:
-    return running.server._engine.stats()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not come true in 20 s")
+    return running.server.engine.stats()
 
 
 def test_completions_are_those_of_the_engine(serve: Serve, checkpoint: Path) -> None:
@@ -222,7 +208,7 @@ def test_sixty_four_streams_one_of_which_goes_away_and_one_asks_nonsense(serve: 
 
     def ask(index: int) -> str:
         if index == 13:
-            with pytest.raises(openai.BadRequestError, match="temperature must be"):
+            with pytest.raises(openai.BadRequestError, match="temperature must be 0"):
                 client.completions.create(model="tiny", prompt=PROMPTS[13], temperature=-3, stream=True)
             return texts[13]
         count = 400 if index == 21 else 40
@@ -244,7 +230,7 @@ def test_sixty_four_streams_one_of_which_goes_away_and_one_asks_nonsense(serve: 
 
 def slow_down(running: Running, seconds: float) -> None:
     """Let each step take some time more."""
-    model: Any = running.server._engine.model
+    model: Any = running.server.engine.model
     forward = model.forward
 
     def slow(*tensors: Any) -> Any:
@@ -262,7 +248,7 @@ def test_a_client_that_stops_waiting_ends_its_request(serve: Serve) -> None:
         client.completions.create(model="tiny", prompt="x", max_tokens=490)
     wait_until(lambda: not any(stats(running).blocks_held))
     assert 0 < stats(running).generated_tokens < 490
-    wait_until(lambda: running.server._access.num_running == 0)
+    wait_until(lambda: running.server._places.num_taken == 0)
 
 
 def test_a_client_that_closes_its_stream_ends_its_request(serve: Serve) -> None:
@@ -273,67 +259,106 @@ def test_a_client_that_closes_its_stream_ends_its_request(serve: Serve) -> None:
     stream.close()
     wait_until(lambda: not any(stats(running).blocks_held))
     assert 0 < stats(running).generated_tokens < 490
-    wait_until(lambda: running.server._access.num_running == 0)
+    wait_until(lambda: running.server._places.num_taken == 0)
 
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def said(content: Any = "x", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content, **more}]}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 WRONG: list[tuple[str, Any, int, str]] = [
     ("completions", {"prompt": "a", "model": "other"}, 404, "there is no model 'other'; this server serves 'tiny'"),
-    ("completions", {"prompt": ["a", "b"]}, 400, "prompt must be a text"),
-    ("completions", {}, 400, "prompt must be a text"),
-    ("completions", {"prompt": ""}, 400, "prompt"),
-    ("completions", {"prompt": "a" * 600}, 400, "600"),
+    ("completions", {"prompt": ["a", 3]}, 400, "prompt must be a text, token ids, or a list of texts or of token ids"),
+    ("completions", {"prompt": []}, 400, "the prompt is empty"),
+    ("completions", {}, 400, "prompt is missing"),
+    ("completions", {"prompt": ""}, 400, "the prompt is empty"),
+    ("completions", {"prompt": ["a", ""]}, 400, "the prompt is empty"),
+    ("completions", {"prompt": [-1]}, 400, "-1 is not a token id"),
+    ("completions", {"prompt": [1 << 70]}, 400, "is not a token id"),
+    ("completions", {"prompt": [300]}, 400, "300 is not a token id; the model has [0, 256)"),
+    ("completions", {"prompt": "a" * 600}, 400, "the prompt has 600 tokens"),
+    ("completions", {"prompt": "a" * 5000}, 400, "the prompt has 5,000 bytes, and this server reads at most 4,096"),
+    ("completions", {"prompt": ["a"] * 300}, 400, "a request has 1 to 256 prompts and samples of them"),
     ("completions", {"prompt": "a", "n": 0}, 400, "n must be a whole number of at least 1, not 0"),
-    ("completions", {"prompt": "a", "n": 1000}, 400, "n"),
-    ("completions", {"prompt": "a", "n": "2"}, 400, "n must be a whole number of at least 1, not '2'"),
+    ("completions", {"prompt": "a", "n": 1000}, 400, "a request has 1 to 256 prompts and samples of them"),
+    ("completions", {"prompt": "a", "n": 200}, 400, "n must be at most 128, not 200"),
+    ("completions", {"prompt": "a", "n": "2"}, 400, "n must be a valid integer, not '2'"),
     ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs must be at most 20, not 21"),
     ("completions", {"prompt": "a", "logprobs": -1}, 400, "logprobs must be a whole number of at least 0, not -1"),
-    ("completions", {"prompt": "a", "logprobs": True}, 400, "logprobs must be a whole number of at least 0, not True"),
+    ("completions", {"prompt": "a", "logprobs": True}, 400, "logprobs must be a valid integer, not True"),
+    (
+        "completions",
+        {"prompt": "a", "n": 128, "logprobs": 20, "max_tokens": 490},
+        400,
+        "log-probabilities, and holds at most",
+    ),
     ("completions", {"prompt": "a", "top_logprobs": 2}, 400, "the field 'top_logprobs' is unknown"),
     ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of = 3 is not served"),
+    ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix = 'b' is not served"),
     ("completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not served"),
     ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be a whole number of at least 1, not 0"),
     ("completions", {"prompt": "a", "max_tokens": -5}, 400, "max_tokens must be a whole number of at least 1, not -5"),
     ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "more than this server generates, 4096"),
-    ("completions", {"prompt": "a", "temperature": "warm"}, 400, "temperature must be 0"),
-    ("completions", {"prompt": "a", "stop": [3]}, 400, "stop must hold non-empty strings"),
-    ("completions", {"prompt": "a", "stream": "yes"}, 400, "stream must be true or false"),
-    ("completions", {"prompt": "a", "cache_salt": 5}, 400, "cache_salt must be a string"),
+    (
+        "completions",
+        {"prompt": "abc", "max_tokens": 510},
+        400,
+        "the prompt has 3 tokens and max_tokens is 510, but the model's context has 512; ask for at most 509 tokens",
+    ),
+    ("completions", {"prompt": "a", "temperature": "warm"}, 400, "temperature must be a valid number, not 'warm'"),
+    ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature must be 0"),
+    ("completions", {"prompt": "a", "top_k": -2}, 400, "top_k must be a whole number of at least 0, not -2"),
+    ("completions", {"prompt": "a", "stop": [3]}, 400, "stop must be a text or a list of texts, not [3]"),
+    ("completions", {"prompt": "a", "stop": ""}, 400, "stop must hold non-empty strings"),
+    ("completions", {"prompt": "a", "stream_options": {"include_usage": True}, "stream": False}, 400, "without stream"),
+    ("completions", {"prompt": "a", "stream_options": {"include": True}}, 400, "'stream_options.include' is unknown"),
+    ("completions", {"prompt": "a", "cache_salt": 5}, 400, "cache_salt must be a valid string, not 5"),
     ("completions", {"prompt": "a", "beam_width": 5}, 400, "the field 'beam_width' is unknown"),
     ("completions", [1, 2], 400, "must be a JSON object"),
-    ("chat/completions", {"messages": []}, 400, "messages must be a list"),
-    ("chat/completions", {"messages": ["hi"]}, 400, "a message is an object"),
-    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "content is text"),
-    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content is text"),
+    ("completions", 7, 400, "must be a JSON object"),
+    ("chat/completions", {"messages": []}, 400, "messages must hold at least one message"),
+    ("chat/completions", {"messages": ["hi"]}, 400, "messages[0] must be an object, not 'hi'"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, 400, "messages[0].role is missing"),
+    ("chat/completions", said(5), 400, "messages[0].content must be text, or parts of text, not 5"),
+    ("chat/completions", said([{"type": "image_url"}]), 400, "messages[0].content must be text, or parts of text"),
+    ("chat/completions", said([{"type": "text"}]), 400, "messages[0].content must be text, or parts of text"),
+    ("chat/completions", said(weight=1), 400, "the field 'messages[0].weight' is unknown"),
+    ("chat/completions", said(audio={}), 400, "messages[0].audio = {} is not served"),
+    ("chat/completions", said(name="anna"), 400, "messages[0].name is ignored by the model's chat template"),
     ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "roles are system"),
+    ("chat/completions", {**HELLO, "chat_template_kwargs": {"tokenize": False}}, 400, "may not set 'tokenize'"),
+    ("chat/completions", {**HELLO, "chat_template_kwargs": {"think": True}}, 400, "does not read 'think'"),
+    ("chat/completions", {**HELLO, "chat_template_kwargs": {"loud": [1]}}, 400, "must be an object of plain values"),
+    ("chat/completions", {**HELLO, "reasoning_effort": "high"}, 400, "does not read 'reasoning_effort'"),
+    ("chat/completions", {**HELLO, "tools": "none"}, 400, "tools must be a valid array, not 'none'"),
     (
         "chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": False}},
+        {**HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]},
         400,
-        "chat_template_kwargs sets 'tokenize'",
+        "the model's chat template does not read 'tools'; leave it out",
     ),
-    (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "tools": "none"},
-        400,
-        "tools must be a list",
-    ),
-    ("chat/completions", {**HELLO, "logprobs": 3}, 400, "logprobs must be True or False, not 3"),
+    ("chat/completions", {**HELLO, "tool_choice": "required"}, 400, "tool_choice must be 'auto' or 'none'"),
+    ("chat/completions", {**HELLO, "include_reasoning": True}, 400, "no format of answers is known"),
+    ("chat/completions", {**HELLO, "logprobs": 3}, 400, "logprobs must be a valid boolean, not 3"),
     ("chat/completions", {**HELLO, "top_logprobs": 3}, 400, "top_logprobs is given without logprobs: true"),
-    (
-        "chat/completions",
-        {**HELLO, "logprobs": True, "top_logprobs": 99},
-        400,
-        "top_logprobs must be at most 20, not 99",
-    ),
+    ("chat/completions", {**HELLO, "logprobs": True, "top_logprobs": 99}, 400, "top_logprobs must be at most 20"),
     ("chat/completions", {**HELLO, "n": -2}, 400, "n must be a whole number of at least 1, not -2"),
-    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": "x"}]}, 400, "refuses the messages"),
-    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "refuses the messages"),
-    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "refuses the messages"),
-    ("completions", {"prompt": "a", "\ud800": 1}, 400, "is unknown"),
-    ("completions", {"prompt": "\ud800"}, 400, "prompt"),
-    ("completions", {"prompt": "a", "suffix": "\ud800"}, 400, "suffix"),
-    ("completions", {"prompt": "a", "cache_salt": "\ud800"}, 400, "salt"),
+    ("chat/completions", {**HELLO, "max_tokens": 3, "max_completion_tokens": 4}, 400, "differ; give one of them"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": "x"}]}, 400, "must be a valid array"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "function is missing"),
+    ("chat/completions", {"messages": [{"role": "assistant"}]}, 400, "refuses the messages"),
+    ("chat/completions", {"messages": [called("[" * 100_000)]}, 400, "arguments are the JSON of an object"),
+    ("chat/completions", {"messages": [called("{}")]}, 400, "does not read tool calls; leave them out"),
+    ("completions", {"prompt": "a", "\ud800": 1}, 400, "must be a JSON object"),
+    ("completions", {"prompt": "\ud800"}, 400, "must be a JSON object"),
+    ("embeddings", {"input": "a"}, 400, "this server generates tokens; start one with `kvframe serve --task embed`"),
     ("responses", {"input": "a"}, 404, "Not Found"),
 ]
 
@@ -357,6 +382,7 @@ def test_bad_input_is_refused_in_one_sentence(serve: Serve) -> None:
             found, answer = post(running, f"/v1/{path}", json.dumps(asked).encode())
             assert (status, message in answer["error"]["message"]) == (found, True), (body, found, answer)
     assert 400 == post(running, "/v1/completions", b"{not json")[0]
+    assert 400 == post(running, "/v1/chat/completions", b'{"tools": ' + b"[" * 100_000)[0]
     assert 413 == post(running, "/v1/completions", b"x" * (5 << 20))[0]
     for path in ("/reset", "/load_model"):
         assert 404 == post(running, path, b"{}")[0]
@@ -405,25 +431,25 @@ def test_more_requests_than_the_most_are_told_to_try_again(serve: Serve) -> None
 
     with ThreadPoolExecutor(2) as pool:
         held = [pool.submit(hold) for _ in range(2)]
-        wait_until(lambda: running.server._access.num_running == 2)
-        with pytest.raises(openai.RateLimitError, match="2 requests run already"):
+        wait_until(lambda: running.server._places.num_taken == 2)
+        with pytest.raises(openai.RateLimitError, match="2 of the 2 samples that one key may ask for at once"):
             client.completions.create(model="tiny", prompt="x", max_tokens=1)
         go.set()
         for each in held:
             each.result(30)
-    wait_until(lambda: running.server._access.num_running == 0)
+    wait_until(lambda: running.server._places.num_taken == 0)
     client.completions.create(model="tiny", prompt="x", max_tokens=1)
 
 
 @pytest.mark.parametrize("limits", [{"max_requests": 0}, {"max_tokens": 3}, {"max_new_tokens": True}])
 def test_wrong_limits_are_refused(serve: Serve, limits: dict[str, Any]) -> None:
-    with pytest.raises(StackError, match=r"\[plugin.serve\] takes max_requests, max_new_tokens, max_body_bytes"):
+    with pytest.raises(StackError, match=r"\[plugin.serve\] takes max_requests, max_requests_per_key, max_new_tokens"):
         serve(limits)
 
 
 def test_a_failing_step_fails_its_requests_and_no_others(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     running = serve()
-    client, engine = running.client(), running.server._engine
+    client, engine = running.client(), running.server.engine
     model: Any = engine.model
     forward, failures = model.forward, [RuntimeError("the device is gone")]
 
@@ -446,7 +472,7 @@ def test_a_server_that_closes_ends_its_streams_and_refuses_others(serve: Serve) 
     slow_down(running, 0.005)
     stream = running.client().completions.create(model="tiny", prompt="x", max_tokens=490, stream=True)
     next(iter(stream))
-    running.server.served.shutdown()
+    running.server.end_requests()
     with pytest.raises(openai.APIError, match="the server is closing"):
         list(stream)
     with pytest.raises(openai.InternalServerError, match="the server is closing"):
@@ -476,38 +502,3 @@ def test_metrics_count_what_was_served(serve: Serve) -> None:
     for name in ("evictions", "preemptions", "draft_tokens", "accepted_draft_tokens"):
         assert f"kvframe_{name}_total 0.0" in lines
     assert 'kvframe_lookup_asked_tokens_total{group="0",kind="full_attention"} 5.0' in lines
-
-
-# --- names of transformers --------------------------------------------------------------------------------------------
-
-
-def test_the_names_of_transformers_that_are_used() -> None:
-    """After an upgrade of transformers, compare these with its serving application."""
-    used: dict[str, set[str]] = {}
-    for file in Path(kvframe_serve.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
-                used.setdefault(str(node.module), set()).update(each.name for each in node.names)
-    assert used == {
-        "transformers": {"AutoConfig", "AutoTokenizer", "GenerationConfig", "PreTrainedTokenizerBase"},
-        "transformers.cli.serving.server": {"build_server"},
-        "transformers.cli.serving.utils": {
-            "BaseHandler",
-            "Modality",
-            "ReasoningText",
-            "ToolCall",
-            "build_response_parser",
-            "parse_assistant_message",
-            "response_events_to_chunks",
-        },
-    }
-    # What the application and its parsers of answers ask of their parts.
-    asked = set(
-        re.findall(
-            r"(?:model_manager|generation_state)\.(\w+)\(", inspect.getsource(build_server).partition("/load_model")[0]
-        )
-    )
-    assert {"shutdown"} == asked
-    health = inspect.getsource(build_server).partition("/v1/models")[2]
-    assert {"get_gen_models", "is_cb_alive"} == set(re.findall(r"(?:model_manager|generation_state)\.(\w+)\(", health))
-    assert {"config"} == set(re.findall(r"\bmodel\.(\w+)", inspect.getsource(get_response_template)))

@@ -1,4 +1,4 @@
-"""Check each request before the application gets it: keys, salts and limits; cancel it if its client disconnects."""
+"""Check each request before the application gets it: its key, its place, its body; and log it when it is answered."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ import contextlib
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Collection
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import attrs
 
-from kvframe.contract import RequestError, shown
+from kvframe_serve.places import BusyError, Place, Places
+from kvframe_serve.request_log import log_request
 
-SALT_HEADER = "x-cache-salt"
+SALT_HEADER = b"x-cache-salt"
+ID_HEADER = b"x-request-id"
 OPEN_PATHS = ("/health", "/metrics")
-"""Paths that need no key."""
+"""Paths that need no key and no place."""
 
 _DROPPED = 16
 """A body that is too large is read to its end only if it has at most so many times the bytes of the largest one."""
+
+_MOST_ID_CHARS = 128
 
 
 @attrs.define
@@ -28,24 +34,27 @@ class Caller:
     """The sender of the running request.
 
     Attributes:
+        request_id: The request's id in the log and in the answer's headers.
+        owner: Stands for the caller's key; empty without a key.
         salt: The cache salt from the caller's key and header.
+        place: Its places.
         on_end: Functions that are called when the request was answered or its client disconnected.
+        logged: What the log says of the request, by name.
     """
 
-    salt: str = ""
+    request_id: str
+    owner: str
+    salt: str
+    place: Place
     on_end: list[Callable[[], None]] = attrs.field(factory=list)
+    logged: dict[str, Any] = attrs.field(factory=dict)
 
-    def salt_for(self, named: Any) -> str:
+    def salt_for(self, named: str) -> str:
         """Return the cache salt of the request. The key is part of it, so no caller can name another caller's salt.
 
         Args:
-            named: The salt in the request's body, or None.
-
-        Raises:
-            RequestError: The salt is not a string (``bad_salt``).
+            named: The salt in the request's body; empty for none.
         """
-        if named is not None and not isinstance(named, str):
-            raise RequestError(f"cache_salt must be a string, not {shown(named)}", code="bad_salt")
         return f"{self.salt}/{named}" if named else self.salt
 
 
@@ -58,81 +67,157 @@ def error_body(message: str, kind: str, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "code": code, "param": None}}
 
 
+class ClientGoneError(Exception):
+    """The client has closed its connection before it sent the whole body."""
+
+
+class _Refused(Exception):
+    """The request is answered without the application."""
+
+    def __init__(self, status: int, message: str, code: str, *, closes: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.closes = status, message, code, closes
+
+
 class Access:
-    """ASGI middleware around the application.
+    """An ASGI application around another one."""
 
-    It refuses wrong keys (401), bodies that are too large (413) and requests beyond the limit (429). If a client
-    disconnects, it cancels the application's work for this client.
-    """
-
-    def __init__(self, app: Any, *, keys: Collection[str] = (), max_requests: int, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        app: Any,
+        places: Places,
+        *,
+        keys: Collection[str],
+        max_body_bytes: int,
+        client_seconds: float,
+        count_refusal: Callable[[str], None] = lambda code: None,
+    ) -> None:
         """Wrap the application.
 
         Args:
             app: The application.
+            places: The places for samples.
             keys: The keys that are accepted; without keys, every caller is served.
-            max_requests: The most requests at once.
             max_body_bytes: The most bytes of a request's body.
+            client_seconds: How long a client may take to send a body.
+            count_refusal: Called with the code of each refusal.
         """
         self._app = app
+        self._places = places
         self._keys = [key.encode() for key in keys]
-        self._max_requests = max_requests
         self._max_body_bytes = max_body_bytes
-        self.num_running = 0
+        self._client_seconds = client_seconds
+        self._count_refusal = count_refusal
+        self._num_bytes = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one request."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
+        begun, status = time.perf_counter(), 0
         headers = dict(scope["headers"])
-        key = headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
-        if self._keys and not self._knows(key):
-            await _refuse(send, 401, "the key is missing or wrong: send it as `Authorization: Bearer KEY`", "bad_key")
-            return
-        if self.num_running >= self._max_requests:
-            await _refuse(send, 429, f"{self._max_requests} requests run already; try again later", "too_many_requests")
-            return
-        body = await self._read_body(headers, receive)
-        if body is None:
-            await _refuse(send, 413, f"the body is larger than {self._max_body_bytes} bytes", "too_large")
-            return
-        salt = hashlib.blake2b(key, digest_size=16).hexdigest() if key else ""
-        named = headers.get(SALT_HEADER.encode(), b"").decode("latin-1")
-        caller = Caller(f"{salt}/{named}" if named else salt)
-        token = CALLER.set(caller)
-        self.num_running += 1
+        request_id = _request_id(headers.get(ID_HEADER, b""))
+
+        async def send_with_id(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (ID_HEADER, request_id.encode())]
+            await send(message)
+
+        logged: dict[str, Any] = {}
         try:
+            logged = await self._serve(scope, headers, request_id, receive, send_with_id)
+        except ClientGoneError:
+            logged = {"gone": "before its body was there"}
+        except _Refused as refusal:
+            logged = {"refused": refusal.code}
+            self._count_refusal(refusal.code)
+            await _refuse(send_with_id, refusal)
+        finally:
+            seconds = time.perf_counter() - begun
+            log_request(
+                {
+                    "id": request_id,
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status or "none",
+                    "seconds": seconds,
+                    **logged,
+                }
+            )
+
+    async def _serve(
+        self, scope: Any, headers: Mapping[bytes, bytes], request_id: str, receive: Any, send: Any
+    ) -> dict[str, Any]:
+        """Serve a request; return what the log says of it."""
+        key = self._key(headers.get(b"authorization", b""))
+        owner = hashlib.blake2b(key, digest_size=16).hexdigest() if key else ""
+        header = headers.get(SALT_HEADER, b"").decode("latin-1")
+        place = Place(self._places, owner)
+        if scope["method"] == "POST":
+            try:
+                place.grow(1)
+            except BusyError as error:
+                raise _Refused(429, str(error), "too_many_requests") from None
+        caller = Caller(request_id, owner, f"{owner}/{header}" if header else owner, place)
+        if owner:
+            caller.logged["key"] = owner[:8]
+        token = CALLER.set(caller)
+        try:
+            body = await self._read_body(headers, receive)
             await self._run(scope, body, receive, send)
         finally:
             # A stream that waits for its client gets no notice of the disconnection, so the request is ended here.
             for end in caller.on_end:
                 end()
-            self.num_running -= 1
+            place.free()
             CALLER.reset(token)
+        return caller.logged
 
-    def _knows(self, key: bytes) -> bool:
-        """Return whether a key is accepted. The comparison takes the same time for each key."""
-        found = False
-        for each in self._keys:
-            found |= hmac.compare_digest(key, each)
-        return found
+    def _key(self, header: bytes) -> bytes:
+        """Return the caller's key. The comparison takes the same time for each key."""
+        scheme, _, key = header.partition(b" ")
+        key = key.strip() if scheme.lower() == b"bearer" else b""
+        is_known = not self._keys
+        for known in self._keys:
+            is_known |= hmac.compare_digest(key, known)
+        if not is_known:
+            raise _Refused(401, "the key is missing or wrong: send it as `Authorization: Bearer KEY`", "bad_key")
+        return key
 
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Any) -> bytes | None:
-        """Return the whole body; None if it is too large.
-
-        Up to a limit, the rest of such a body is read and dropped, so that its sender can read the answer.
-        """
-        length = headers.get(b"content-length", b"")
-        most, body, num_read, more = self._max_body_bytes, bytearray(), 0, True
-        while more and num_read <= _DROPPED * most and not (length.isdigit() and int(length) > _DROPPED * most):
-            message = await receive()
-            chunk = message.get("body", b"")
-            num_read += len(chunk)
-            more = message["type"] == "http.request" and message.get("more_body", False)
-            if num_read <= most:
-                body += chunk
-        return bytes(body) if not more and num_read <= most else None
+    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Any) -> bytes:
+        """Return the whole body. Up to a limit, one that is too large is read and dropped, so that its sender can read
+        the answer.
+        """  # noqa: D205
+        length, body, num_read, more = headers.get(b"content-length", b""), bytearray(), 0, True
+        most, dropped = self._max_body_bytes, _DROPPED * self._max_body_bytes
+        try:
+            async with asyncio.timeout(self._client_seconds):
+                while more and num_read <= dropped and not (length.isdigit() and int(length) > dropped):
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    chunk = message.get("body", b"")
+                    num_read += len(chunk)
+                    more = message.get("more_body", False)
+                    if num_read <= most:
+                        body += chunk
+                        self._num_bytes += len(chunk)
+                    if self._num_bytes > dropped:
+                        raise _Refused(
+                            429, "too many bytes are being sent; try again later", "too_many_requests", closes=True
+                        )
+        except TimeoutError:
+            raise _Refused(
+                408, f"the body did not come within {self._client_seconds:g} seconds", "too_slow", closes=True
+            ) from None
+        finally:
+            self._num_bytes -= len(body)
+        if more or num_read > most:
+            raise _Refused(413, f"the body is larger than {most} bytes", "too_large", closes=True)
+        return bytes(body)
 
     async def _run(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
         """Run the application until it has answered or its client has disconnected."""
@@ -162,8 +247,20 @@ class Access:
             await work
 
 
-async def _refuse(send: Any, status: int, message: str, code: str) -> None:
-    body = json.dumps(error_body(message, "invalid_request_error", code)).encode()
+def _request_id(asked: bytes) -> str:
+    """Return the id that a client gave its request, or a fresh one."""
+    text = asked.decode("latin-1")
+    is_id = 0 < len(text) <= _MOST_ID_CHARS and text.isascii() and text.isprintable() and " " not in text
+    return text if is_id else uuid.uuid4().hex
+
+
+async def _refuse(send: Any, refusal: _Refused) -> None:
+    kind = "rate_limit_error" if refusal.status == 429 else "invalid_request_error"
+    body = json.dumps(error_body(refusal.message, kind, refusal.code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    if refusal.status == 429:
+        headers.append((b"retry-after", b"1"))
+    if refusal.closes:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,189 +1,161 @@
-"""The choices of OpenAI's answers: what one sample of a request generated, as a whole or in parts."""
+"""The choices of OpenAI's answers: what one sample of a question generated, in parts or as a whole.
+
+All text is the engine's. A choice of a chat only takes it apart, if the client asks for that.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
-from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import (
-    ReasoningText,
-    ToolCall,
-    build_response_parser,
-    parse_assistant_message,
-    response_events_to_chunks,
-)
 
-from kvframe import RequestOutput, SamplingParams
-from kvframe_serve import logprobs
-from kvframe_serve.logprobs import TokenTexts
-
-
-@attrs.frozen(kw_only=True)
-class Asking:
-    """What the choices of one request have in common.
-
-    Attributes:
-        request_id: Its id, as its client sees it.
-        tokenizer: The model's tokenizer.
-        model: What transformers' parsers of answers read of the model: its config.
-        texts: The texts of the vocabulary's tokens.
-        params: How it is sampled.
-        token_ids: Its prompt.
-        tools: The tools that a chat may call, or None.
-        suffix: The text after a completion.
-    """
-
-    request_id: str
-    tokenizer: PreTrainedTokenizerBase
-    model: Any
-    texts: TokenTexts
-    params: SamplingParams
-    token_ids: list[int]
-    tools: Any = None
-    suffix: str = ""
+from kvframe_serve.answers import AnswerParser, Content, Reasoning, ToolCall
+from kvframe_serve.answers import Part as AnswerPart
+from kvframe_serve.generation import Part
+from kvframe_serve.logprobs import ChatLogprobs, TextLogprobs, TokenTexts
+from kvframe_serve.reading.question import Question
 
 
 class Choice(ABC):
-    """One sample. It is asked for its parts, output by output, or once for the whole."""
+    """One sample. It gets all its parts in order, and is asked for chunks of a stream, or once for the whole."""
 
-    def __init__(self, asking: Asking, index: int) -> None:
-        """Take the request, and the index of the sample."""
-        self._asking = asking
+    def __init__(self, index: int) -> None:
+        """Take the index of the choice."""
         self._index = index
 
     def start(self) -> list[dict[str, Any]]:
-        """Return the choices of the chunks before the first output."""
+        """Return the choices of the chunks before the first part."""
         return []
 
     @abstractmethod
-    def parts(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the choices of the chunks that an output adds; the last one of the last output has its reason."""
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """Return the choices of the chunks that a part adds; the last one of the last part has its finish reason."""
 
     @abstractmethod
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the choice of an answer in one, from the only output that this sample is asked with."""
+    def whole(self, part: Part) -> dict[str, Any]:
+        """Return the choice of an answer in one, from a part that has everything."""
 
 
 class TextChoice(Choice):
     """A choice of ``/v1/completions``."""
 
-    _offset = 0
+    def __init__(self, question: Question, index: int, texts: TokenTexts) -> None:
+        """Take the question.
 
-    def parts(self, output: RequestOutput) -> list[dict[str, Any]]:
+        Args:
+            question: What is asked for.
+            index: The index of the choice.
+            texts: The texts of tokens.
+        """
+        super().__init__(index)
+        self._question = question
+        prompt = index // question.params.n
+        self._echo = "" if question.echo is None else question.echo[prompt]
+        self._prompt = question.prompts[prompt]
+        self._logprobs = TextLogprobs(texts, with_top=question.params.top_logprobs > 0)
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
         """As for the base class."""
-        is_last = output.finish_reason is not None
-        text = output.new_text + (self._asking.suffix if is_last else "")
-        found = self._logprobs(output)
-        return [self._choice(text, found, output.finish_reason)] if text or found or is_last else []
+        choice = self.whole(part)
+        is_needed = choice["text"] or choice["logprobs"] or choice["finish_reason"]
+        return [choice] if is_needed else []
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, part: Part) -> dict[str, Any]:
         """As for the base class."""
-        return self._choice(output.text + self._asking.suffix, self._logprobs(output), output.finish_reason)
-
-    def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
-        asking = self._asking
-        if not asking.params.logprobs:
-            return None
-        found = logprobs.of_text(asking.texts, output, self._offset, with_top=asking.params.top_logprobs > 0)
-        self._offset += sum(map(len, found["tokens"]))
-        return found
-
-    def _choice(self, text: str, found: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-        return {"index": self._index, "text": text, "logprobs": found, "finish_reason": reason}
+        echo, self._echo = self._echo, ""
+        if self._question.only_echo:
+            text, part = echo, attrs.evolve(part, token_ids=[], logprobs=[], top_logprobs=[])
+        else:
+            text = echo + part.text
+        logprobs = None
+        if self._question.params.logprobs:
+            if part.prompt_logprobs is not None:
+                self._logprobs.add(self._prompt, part.prompt_logprobs, part.prompt_top_logprobs or ())
+            self._logprobs.add(part.token_ids, part.logprobs, part.top_logprobs)
+            logprobs = self._logprobs.take()
+        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
 
 class ChatChoice(Choice):
-    """A choice of ``/v1/chat/completions``. Reasoning and tool calls are parsed as transformers does it."""
+    """A choice of ``/v1/chat/completions``."""
 
-    def __init__(self, asking: Asking, index: int) -> None:
-        """As for the base class."""
-        super().__init__(asking, index)
-        self._parser: Any = None
-        self._raw: Any = None
+    def __init__(
+        self, question: Question, index: int, texts: TokenTexts, parser: AnswerParser | None, request_id: str
+    ) -> None:
+        """Take the question.
+
+        Args:
+            question: What is asked for.
+            index: The index of the choice.
+            texts: The texts of tokens.
+            parser: Takes the answer apart; None to answer the text as it is.
+            request_id: The request's id, of which ids of tool calls are made.
+        """
+        super().__init__(index)
+        self._logprobs = ChatLogprobs(texts) if question.params.logprobs else None
+        self._parser = parser
+        self._request_id = request_id
         self._num_calls = 0
 
     def start(self) -> list[dict[str, Any]]:
         """As for the base class."""
-        asking = self._asking
-        self._parser = build_response_parser(asking.tokenizer, asking.model, asking.token_ids, tools=asking.tools)
-        chunks = [self._chunk({"role": "assistant", "content": ""})]
-        if self._parser is not None:
-            # A parser reads the special tokens, which the engine's text leaves out.
-            self._raw = DecodeStream([], skip_special_tokens=False)
-            chunks += map(self._chunk, self._deltas(self._parser.initial_events))
-        return chunks
+        return [self._chunk({"role": "assistant", "content": ""})]
 
-    def parts(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
         """As for the base class."""
-        deltas = self._new_deltas(output)
-        found = self._logprobs(output) if output.new_token_ids else None
-        if found is not None and not deltas:
+        deltas = [self._delta(answer_part) for answer_part in self._answer_parts(part)]
+        logprobs = self._logprobs.of(part) if self._logprobs is not None and part.token_ids else None
+        if logprobs is not None and not deltas:
             deltas = [{"content": ""}]
-        chunks = list(map(self._chunk, deltas))
-        if found is not None:
-            chunks[0]["logprobs"] = found
-        if output.finish_reason is not None:
-            chunks.append({**self._chunk({}), "finish_reason": self._reason(output)})
+        chunks = [self._chunk(delta) for delta in deltas]
+        if logprobs is not None:
+            chunks[0]["logprobs"] = logprobs
+        if part.finish_reason is not None:
+            chunks.append({**self._chunk({}), "finish_reason": self._reason(part)})
         return chunks
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, part: Part) -> dict[str, Any]:
         """As for the base class."""
-        asking = self._asking
-        content, reasoning, calls = parse_assistant_message(
-            asking.tokenizer,
-            asking.model,
-            list(output.token_ids),
-            input_ids=asking.token_ids,
-            cleaned_content=output.text,
-            tools=asking.tools,
-        )
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if reasoning is not None:
+        deltas = [self._delta(answer_part) for answer_part in self._answer_parts(part)]
+        calls = [
+            {key: value for key, value in call.items() if key != "index"}
+            for delta in deltas
+            for call in delta.get("tool_calls", ())
+        ]
+        content = "".join(delta.get("content", "") for delta in deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        message["refusal"] = None
+        if reasoning := "".join(delta.get("reasoning_content", "") for delta in deltas):
             message["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = list(map(self._call, calls))
+            message["tool_calls"] = calls
         return {
             "index": self._index,
             "message": message,
-            "logprobs": self._logprobs(output),
-            "finish_reason": self._reason(output),
+            "logprobs": None if self._logprobs is None else self._logprobs.of(part),
+            "finish_reason": self._reason(part),
         }
 
-    def _new_deltas(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def _answer_parts(self, part: Part) -> Iterable[AnswerPart]:
         if self._parser is None:
-            return [{"content": output.new_text}] if output.new_text else []
-        tokenizer: Any = self._asking.tokenizer
-        text = "".join(self._raw.step(tokenizer.backend_tokenizer, each) or "" for each in output.new_token_ids)
-        events = list(self._parser.feed(text)) if text else []
-        if output.finish_reason is not None:
-            with suppress(ValueError, RuntimeError):  # the text ended within a structured part
-                events += self._parser.finalize()[1]
-        return self._deltas(events)
+            return [Content(part.text)] if part.text else []
+        answer_parts = self._parser.feed(part.text)
+        return answer_parts if part.finish_reason is None else [*answer_parts, *self._parser.finish()]
 
-    def _deltas(self, events: Iterable[Any]) -> list[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
-        for item in response_events_to_chunks(list(events)):
-            if isinstance(item, ToolCall):
-                deltas.append({"tool_calls": [{"index": self._num_calls, **self._call(item)}]})
-            else:
-                deltas.append({"reasoning_content" if isinstance(item, ReasoningText) else "content": str(item)})
-        return deltas
+    def _delta(self, answer_part: AnswerPart) -> dict[str, Any]:
+        if isinstance(answer_part, ToolCall):
+            call_id = f"{self._request_id}-call-{self._index}-{self._num_calls}"
+            function = {"name": answer_part.name, "arguments": answer_part.arguments}
+            self._num_calls += 1
+            return {
+                "tool_calls": [{"index": self._num_calls - 1, "id": call_id, "type": "function", "function": function}]
+            }
+        return {"reasoning_content" if isinstance(answer_part, Reasoning) else "content": answer_part.text}
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
-        call_id = f"{self._asking.request_id}_tool_call_{self._index}_{self._num_calls}"
-        self._num_calls += 1
-        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    def _reason(self, part: Part) -> str | None:
+        return "tool_calls" if self._num_calls and part.finish_reason == "stop" else part.finish_reason
 
-    def _reason(self, output: RequestOutput) -> str | None:
-        return "tool_calls" if self._num_calls else output.finish_reason
-
-    def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
-        return logprobs.of_chat(self._asking.texts, output) if self._asking.params.logprobs else None
-
-    def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, delta: Mapping[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import attrs
 
-from kvframe import Engine, RequestOutput, SamplingParams
+from kvframe import Embedder, Engine
 from kvframe.contract import EngineError
+from kvframe_serve.request_log import LOG
 
-_log = logging.getLogger("kvframe.serve")
-
-Receive = Callable[[RequestOutput], None]
-"""Takes a request's outputs, on the event loop; the last one of each sample has a ``finish_reason``."""
+Receive = Callable[[Any], None]
+"""Takes a request's outputs, on the event loop; the last one of each sample has a ``finish_reason`` or an error."""
 
 _Job = Callable[[], None]
+
+STEP_SECONDS = 2.0
+"""How long the running step has to end when the thread is closed."""
+
+
+@attrs.frozen(kw_only=True)
+class EngineEnded:
+    """What a receiver gets in place of further outputs if the engine has ended."""
+
+    error: str
 
 
 @attrs.define
@@ -35,11 +44,21 @@ class _Receiver:
 class EngineThread:
     """Calls all methods of an engine in one thread.
 
-    Invariant: only this thread calls the engine, except for ``stats``, and only this thread uses ``_receivers``.
+    Invariant: only this thread calls the engine, except for ``stats`` and what says how long a step has taken, and only
+    this thread uses ``_receivers``.
+
+    Attributes:
+        ended_by: Why the engine serves no more although nobody closed it; empty while it serves.
     """
 
     def __init__(
-        self, engine: Engine, loop: asyncio.AbstractEventLoop, note_step: Callable[[float], None] = lambda seconds: None
+        self,
+        engine: Engine | Embedder,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        note_step: Callable[[float], None] = lambda seconds: None,
+        note_failed_step: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the thread.
 
@@ -47,14 +66,19 @@ class EngineThread:
             engine: The engine, which this thread closes at its end.
             loop: Where outputs are delivered.
             note_step: Called with the seconds of each step.
+            note_failed_step: Called for each step that failed.
+            on_end: Called on the event loop when the engine serves no more although nobody closed it.
         """
+        self.ended_by = ""
         self._engine = engine
         self._loop = loop
         self._note_step = note_step
+        self._note_failed_step = note_failed_step
+        self._on_end = on_end
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._receivers: dict[str, _Receiver] = {}
-        self._thread = threading.Thread(target=self._run, name="kvframe-engine", daemon=True)
         self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kvframe-engine", daemon=True)
         self._thread.start()
 
     @property
@@ -62,37 +86,40 @@ class EngineThread:
         """Whether requests are served."""
         return self._thread.is_alive() and not self._is_closing
 
-    async def add(
-        self, token_ids: Sequence[int], params: SamplingParams, receive: Receive, *, cache_salt: str = ""
-    ) -> str:
+    @property
+    def step_seconds(self) -> float:
+        """How long the running step has taken; 0 between steps."""
+        return self._engine.step_seconds
+
+    async def add(self, add_request: Callable[[Any], str], num_samples: int, receive: Receive) -> str:
         """Add a request and return its id in the engine.
 
         Args:
-            token_ids: The prompt.
-            params: The sampling parameters.
+            add_request: Adds it to the engine, and returns its id.
+            num_samples: Its samples.
             receive: Is called on the event loop with each output.
-            cache_salt: As for ``Engine.add_request``.
 
         Raises:
             RequestError: The engine refuses the request.
             EngineError: The server is closing (``closed``).
         """
-        if not self.is_alive:
-            raise EngineError("the server is closing", code="closed")
         added: Future[str] = Future()
 
         def job() -> None:
             if not added.set_running_or_notify_cancel():
                 return  # The client disconnected before its request was added.
             try:
-                request_id = self._engine.add_request(token_ids, params, cache_salt=cache_salt)
-            except Exception as error:
-                added.set_exception(error)
+                request_id = add_request(self._engine)
+            except BaseException as error:  # a plugin may raise anything; the thread serves others
+                added.set_exception(error if isinstance(error, Exception) else _as_error(error))
                 return
-            self._receivers[request_id] = _Receiver(receive, params.n)
+            self._receivers[request_id] = _Receiver(receive, num_samples)
             added.set_result(request_id)
 
         self._jobs.put(job)
+        if not self.is_alive and not added.done():
+            added.cancel()
+            raise EngineError(self.ended_by or "the server is closing", code="closed")
         try:
             return await asyncio.wrap_future(added)
         except asyncio.CancelledError:
@@ -109,22 +136,50 @@ class EngineThread:
 
         self._jobs.put(job)
 
-    def close(self) -> None:
-        """End all requests and close the engine. It may be called twice."""
+    def close(self) -> bool:
+        """End all requests and close the engine. It may be called twice.
+
+        Returns:
+            Whether the thread has ended; False if a step does not end.
+        """
         self._is_closing = True
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(STEP_SECONDS)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             while self._take_jobs():
                 if self._engine.has_unfinished:
                     self._step()
+                if self._engine.is_closed:
+                    break
+        except BaseException as error:
+            LOG.exception("the engine's thread has failed")
+            self.ended_by = f"the engine has failed: {type(error).__name__}"
         finally:
-            self._is_closing = True
+            if not self._is_closing:
+                self.ended_by = self.ended_by or "the engine has ended, because a step failed on one of its ranks"
+                LOG.error("%s; the server ends", self.ended_by)
+            self._end()
+
+    def _end(self) -> None:
+        """End what waits for the engine, and close it."""
+        is_unasked, self._is_closing = not self._is_closing, True
+        with contextlib.suppress(Exception):  # it is closed already, or cannot be
             self._engine.close()
-            unended = list(self._receivers)
-            self._deliver([_ended_by_close(request_id) for request_id in unended])
+        ended = EngineEnded(error=self.ended_by or "the server is closing")
+        for receiver in self._receivers.values():
+            self._call(receiver.receive, ended)
+        self._receivers.clear()
+        # Requests that were being added find a closed engine.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    job()
+        if is_unasked:
+            self._call(self._on_end)
 
     def _take_jobs(self) -> bool:
         """Run the queued jobs; wait for one if no request is unfinished. Return False if the thread is to end."""
@@ -140,18 +195,19 @@ class EngineThread:
             wait = False
 
     def _step(self) -> None:
-        started = time.perf_counter()
+        begun = time.perf_counter()
         try:
             outputs = self._engine.step()
-        except Exception:
+        except BaseException:  # a plugin may raise SystemExit, or KeyboardInterrupt, which no signal raises here
             # The requests of the step have ended with an error, which the next step reports.
-            _log.exception("a step failed")
+            LOG.exception("a step failed")
+            self._note_failed_step()
             return
-        self._note_step(time.perf_counter() - started)
+        self._note_step(time.perf_counter() - begun)
         if outputs:
             self._deliver(outputs)
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[Any]) -> None:
         """Give outputs to their receivers, all in one turn of the event loop."""
         ready = []
         for output in outputs:
@@ -167,11 +223,12 @@ class EngineThread:
             for receive, output in ready:
                 receive(output)
 
+        self._call(deliver)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # The event loop is closed; there are no clients.
-            self._loop.call_soon_threadsafe(deliver)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _ended_by_close(request_id: str) -> RequestOutput:
-    return RequestOutput(
-        request_id=request_id, prompt_token_ids=(), finish_reason="error", error="the server is closing"
-    )
+def _as_error(error: BaseException) -> EngineError:
+    return EngineError(f"a plugin raised {type(error).__name__} while the request was added", code="failed")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-from kvframe import RequestOutput
+from kvframe_serve.generation import Part
 
 _LEAST = -9999.0
 """What stands for the logarithm of 0, which JSON does not have."""
@@ -73,51 +73,71 @@ def _finite(value: float) -> float:
     return value if value > _LEAST else _LEAST
 
 
-def of_chat(texts: TokenTexts, output: RequestOutput) -> dict[str, Any]:
-    """Return the log-probabilities of an output's new tokens, as a chat's choice gives them."""
+class ChatLogprobs:
+    """The log-probabilities of a chat's choice."""
 
-    def entry(token_id: int, value: float) -> dict[str, Any]:
-        text, data = texts.of(token_id)
+    def __init__(self, texts: TokenTexts) -> None:
+        """Take the texts of tokens."""
+        self._texts = texts
+
+    def of(self, part: Part) -> dict[str, Any]:
+        """Return the log-probabilities of a part's tokens, as a chat's choice gives them."""
+        tops = part.top_logprobs or [{}] * len(part.token_ids)
+        content = [
+            {**self._entry(token_id, value), "top_logprobs": [self._entry(*likely) for likely in top.items()]}
+            for token_id, value, top in zip(part.token_ids, part.logprobs, tops, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, value: float) -> dict[str, Any]:
+        text, data = self._texts.of(token_id)
         return {"token": text, "logprob": _finite(value), "bytes": list(data)}
 
-    content = [
-        {**entry(token_id, value), "top_logprobs": [entry(*each) for each in top.items()]}
-        for token_id, value, top in _new(output)
-    ]
-    return {"content": content, "refusal": None}
 
+class TextLogprobs:
+    """The log-probabilities of a completion's choice, in the order of its tokens."""
 
-def of_text(texts: TokenTexts, output: RequestOutput, offset: int, *, with_top: bool) -> dict[str, Any]:
-    """Return the log-probabilities of an output's new tokens, as a completion's choice gives them.
+    def __init__(self, texts: TokenTexts, *, with_top: bool) -> None:
+        """Start before the first token.
 
-    Args:
-        texts: The tokens' texts.
-        output: The output.
-        offset: The characters of the tokens before.
-        with_top: Whether the most likely tokens are asked for; the generated one is then always among them.
-    """
-    tokens, values, tops, offsets = [], [], [], []
-    for token_id, value, top in _new(output):
-        text = texts.of(token_id)[0]
-        tokens.append(text)
-        values.append(_finite(value))
-        # Of tokens with one text, the most likely one is reported.
-        most = {texts.of(each)[0]: _finite(found) for each, found in reversed(top.items())}
-        tops.append({**most, text: _finite(max(value, most.get(text, value)))})
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": values,
-        "top_logprobs": tops if with_top else None,
-        "text_offset": offsets,
-    }
+        Args:
+            texts: The texts of tokens.
+            with_top: Whether the most likely tokens are asked for; the token itself is then always among them.
+        """
+        self._texts = texts
+        self._with_top = with_top
+        self._offset = 0
+        self._entries: list[tuple[str, float | None, dict[str, float] | None, int]] = []
 
+    def add(
+        self,
+        token_ids: Sequence[int],
+        values: Sequence[float | None],
+        tops: Sequence[Mapping[int, float] | None],
+    ) -> None:
+        """Add tokens.
 
-def _new(output: RequestOutput) -> Iterator[tuple[int, float, Any]]:
-    """Yield each new token, its log-probability, and those of the most likely tokens at its place."""
-    assert output.logprobs is not None
-    start = len(output.token_ids) - len(output.new_token_ids)
-    for place in range(start, len(output.token_ids)):
-        top = {} if output.top_logprobs is None else output.top_logprobs[place]
-        yield output.token_ids[place], output.logprobs[place], top
+        Args:
+            token_ids: The tokens.
+            values: The log-probability of each; None for the first token of a prompt.
+            tops: For each, those of the most likely tokens, if they are asked for.
+        """
+        for index, (token_id, value) in enumerate(zip(token_ids, values, strict=True)):
+            text, top = self._texts.of(token_id)[0], None
+            if self._with_top and value is not None:
+                # Of tokens with one text, the most likely one is reported.
+                likely = (tops[index] if index < len(tops) else None) or {}
+                top = {self._texts.of(other)[0]: _finite(found) for other, found in reversed([*likely.items()])}
+                top[text] = _finite(max(value, top.get(text, value)))
+            self._entries.append((text, None if value is None else _finite(value), top, self._offset))
+            self._offset += len(text)
+
+    def take(self) -> dict[str, Any]:
+        """Return what was added since the last call, as a completion's choice gives it."""
+        entries, self._entries = self._entries, []
+        return {
+            "tokens": [text for text, _, _, _ in entries],
+            "token_logprobs": [value for _, value, _, _ in entries],
+            "top_logprobs": [top for _, _, top, _ in entries] if self._with_top else None,
+            "text_offset": [offset for _, _, _, offset in entries],
+        }

@@ -1,15 +1,15 @@
-"""Report an engine's counters as Prometheus metrics."""
+"""Report an engine's counters and the times of requests as Prometheus metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvframe import Engine
+from kvframe import Embedder, Engine
 
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests.",
@@ -34,39 +34,75 @@ _LOOKUPS = {
 
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class RequestTimes:
+    """The times of requests, as histograms, and how requests ended.
+
+    Attributes:
+        registry: Where they are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Start with no request."""
+        self.registry = registry
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"kvframe_{name}_seconds", text, registry=registry, buckets=buckets)
+
+        self._steps = histogram("step", "Seconds of each step of the engine.", _STEP_BUCKETS)
+        self._first = histogram(
+            "time_to_first_token", "Seconds from a question to its first token, by prompt.", _REQUEST_BUCKETS
+        )
+        self._next = histogram(
+            "time_per_output_token", "Mean seconds of a sample's tokens after the first, by sample.", _STEP_BUCKETS
+        )
+        self._whole = histogram("request", "Seconds from a question to its last token.", _REQUEST_BUCKETS)
+        self._failed_steps = Counter("kvframe_failed_steps", "Steps that failed.", registry=registry)
+        self._failed = Counter("kvframe_failed_requests", "Requests that ended with an error.", registry=registry)
+        self._refused = Counter(
+            "kvframe_refused_requests",
+            "Requests that were refused, by code.",
+            ["code"],
+            registry=registry,
+        )
+        # Calls are found once; a step adds its own time only.
+        self.step = self._steps.observe
+        self.first_token = self._first.observe
+        self.output_token = self._next.observe
+        self.whole = self._whole.observe
+        self.failed_step = self._failed_steps.inc
+        self.failed = self._failed.inc
+
+    def refused(self, code: str) -> None:
+        """Record a refusal. The codes are the server's own, so there are few."""
+        self._refused.labels(code).inc()
 
 
 class EngineMetrics(Collector):
-    """Reads an engine's counters whenever they are asked for. A step only adds its own time."""
+    """Reads an engine's counters whenever they are asked for."""
 
-    def __init__(self, engine: Engine, num_asking: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine | Embedder, num_taken: Callable[[], int]) -> None:
         """Take the engine.
 
         Args:
             engine: The engine.
-            num_asking: Returns the number of requests that clients wait for.
+            num_taken: Returns the number of samples that clients wait for.
         """
         self._engine = engine
-        self._num_asking = num_asking
-        self._steps = Histogram(
-            "kvframe_step_seconds", "Seconds of each step of the engine.", registry=None, buckets=_STEP_BUCKETS
-        )
-
-    def note_step(self, seconds: float) -> None:
-        """Record the time of a step."""
-        self._steps.observe(seconds)
+        self._num_taken = num_taken
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present metrics."""
         stats = self._engine.stats()
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"kvframe_{name}", text, value=getattr(stats, name))
-        yield GaugeMetricFamily("kvframe_requests", "Requests that clients wait for.", value=self._num_asking())
+        yield GaugeMetricFamily("kvframe_requests", "Samples that clients wait for.", value=self._num_taken())
         yield GaugeMetricFamily("kvframe_requests_running", "Requests in the batch.", value=stats.num_running)
         yield GaugeMetricFamily("kvframe_requests_waiting", "Requests that wait for a place.", value=stats.num_waiting)
         yield GaugeMetricFamily("kvframe_prefix_hit_rate", "Share of prompt tokens found.", value=stats.prefix_hit_rate)
         yield GaugeMetricFamily("kvframe_cache_bytes", "Bytes of the KV cache.", value=stats.cache_bytes)
-        yield from self._steps.collect()
         yield from self._of_groups(stats)
 
     def _of_groups(self, stats: Any) -> Iterator[Metric]:

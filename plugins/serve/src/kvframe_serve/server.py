@@ -1,32 +1,41 @@
-"""Put an engine, its thread and the HTTP application together."""
+"""Put an engine, its thread, the reading processes and the HTTP application together."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import socket
-import time
-from collections.abc import Collection
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from prometheus_client import CollectorRegistry, generate_latest
-from starlette.exceptions import HTTPException
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from prometheus_client import CollectorRegistry
+from transformers import AutoTokenizer, GenerationConfig
 
-from kvframe import Engine, Stack
-from kvframe.contract import EngineError, ModelError, RequestError
-from kvframe_serve.access import Access, error_body
-from kvframe_serve.engine_thread import EngineThread
-from kvframe_serve.handlers import RequestFailedError, ServedModel, UnknownModelError, make_application
-from kvframe_serve.metrics import EngineMetrics
-from kvframe_serve.plugin import limits
+from kvframe import Embedder, Engine, Stack, describe
+from kvframe.contract import ModelError
+from kvframe_serve.access import Access
+from kvframe_serve.answering import Chats, Completions, Embeddings
+from kvframe_serve.answers import find_format
+from kvframe_serve.connections import Connections
+from kvframe_serve.engine_thread import STEP_SECONDS, EngineThread
+from kvframe_serve.limits import Limits, read_limits
+from kvframe_serve.logprobs import TokenTexts
+from kvframe_serve.metrics import EngineMetrics, RequestTimes
+from kvframe_serve.places import Places
+from kvframe_serve.reading.chat import template_of
+from kvframe_serve.reading.process import Readers
+from kvframe_serve.reading.question import ServedModel
+from kvframe_serve.routes import Serving, make_application
 
-_DEFAULT_TOKENS = 1024
-"""The most generated tokens of a request that names no limit."""
+Task = Literal["generate", "embed"]
+"""What a server does: it generates tokens, or makes embeddings."""
+
+_ENDING_SECONDS = 1.0
+"""How long answers have to be sent after the requests of a closing server have ended."""
 
 
 class Server:
@@ -34,7 +43,8 @@ class Server:
 
     Attributes:
         app: The ASGI application.
-        served: The model as clients see it.
+        engine: The engine, which only the server's thread calls.
+        ended_by: Why the engine serves no more although nobody closed it; empty otherwise.
     """
 
     def __init__(
@@ -44,6 +54,7 @@ class Server:
         stack: Stack | None = None,
         name: str | None = None,
         keys: Collection[str] = (),
+        task: Task | None = None,
     ) -> None:
         """Load a model and make its engine.
 
@@ -52,128 +63,246 @@ class Server:
             stack: The stack; the default stack unless given. Its ``[plugin.serve]`` limits requests.
             name: The name that clients use; the folder's name unless given.
             keys: The keys that are accepted; without keys, every caller is served.
+            task: What the server does; unless given, what the model is for.
 
         Raises:
             KVFrameError: The stack, the model or the memory is wrong, or the model has no tokenizer.
         """
-        self._engine = Engine.from_pretrained(path, stack=stack)
+        if task is None:
+            task = "generate" if describe(path).generates else "embed"
+        self.engine: Engine | Embedder = (
+            Engine.from_pretrained(path, stack=stack)
+            if task == "generate"
+            else Embedder.from_pretrained(path, stack=stack)
+        )
+        self._has_keys = bool(keys)
+        self._limits = limits = read_limits()
+        self._thread: EngineThread | None = None
+        self._uvicorn: _Uvicorn | None = None
         try:
-            limit = limits()
-            self.served = _read_model(path, name or path.resolve().name, limit["max_new_tokens"])
-            app = make_application(self.served)
-            _add_errors(app)
-            self._access = Access(
-                app, keys=keys, max_requests=limit["max_requests"], max_body_bytes=limit["max_body_bytes"]
-            )
-            self._metrics = EngineMetrics(self._engine, lambda: self._access.num_running)
-            _add_metrics(app, self._metrics)
+            self._tokenizer = _load_tokenizer(path)
+            self._served = _served_model(path, name or path.resolve().name, self.engine, limits, task)
+            self._readers = Readers(self._served, max_seconds=limits.read_seconds, max_memory_mb=limits.read_memory_mb)
         except BaseException:
-            self._engine.close()
+            self.engine.close()
             raise
-        self.app: Any = self._access
+        try:
+            self._readers.wait()
+            self._wire(keys)
+        except BaseException:
+            self.close()
+            raise
 
-    async def run(self, place: socket.socket, *, grace: float = 5.0, log_level: str = "info") -> None:
+    def _wire(self, keys: Collection[str]) -> None:
+        """Connect the parts."""
+        limits = self._limits
+        per_key = limits.max_requests_per_key or (limits.max_requests // 2 if keys else limits.max_requests)
+        self._places = Places(max_total=limits.max_requests, max_per_key=max(1, per_key))
+        self._connections = Connections(max_connections=limits.max_connections, client_seconds=limits.client_seconds)
+        registry = CollectorRegistry()
+        registry.register(EngineMetrics(self.engine, lambda: self._places.num_taken))
+        self._times = RequestTimes(registry)
+        self._serving = Serving(
+            name=self._served.name,
+            max_model_len=self._served.max_model_len,
+            engine=self.engine,
+            readers=self._readers,
+            registry=registry,
+            embeds=not self._served.generates,
+            health=self.health,
+            count_refusal=self._times.refused,
+        )
+        self.app: Any = Access(
+            make_application(self._serving),
+            self._places,
+            keys=keys,
+            max_body_bytes=limits.max_body_bytes,
+            client_seconds=limits.client_seconds,
+            count_refusal=self._times.refused,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name that clients use."""
+        return self._served.name
+
+    @property
+    def ended_by(self) -> str:
+        """Why the engine serves no more although nobody closed it; empty otherwise."""
+        return "" if self._thread is None else self._thread.ended_by
+
+    def health(self) -> str:
+        """Return why requests are not served now; empty if they are."""
+        thread = self._thread
+        if thread is None or not thread.is_alive:
+            return self.ended_by or "the server is closing"
+        seconds, most = thread.step_seconds, self.engine.stack.engine.max_step_seconds
+        return f"a step has been running for {seconds:.0f} seconds" if seconds > most else ""
+
+    def describe(self) -> Mapping[str, str]:
+        """Return what is served, and how: what a start prints."""
+        engine, served = self.engine, self._served
+        backends = sorted({choice.backend for choice in engine.choices})
+        concurrency = engine.plan.max_concurrency(served.max_model_len) if engine.plan.groups else None
+        defaults = {name: value for name, value in served.defaults.items() if name != "max_new_tokens"}
+        lines = {
+            "model": f"{served.name}, to {'generate' if served.generates else 'embed'}",
+            "runs on": f"{engine.stack.engine.device}, {engine.stack.engine.dtype}",
+            "backends": ", ".join(backends) or "none",
+            "cache": f"{engine.plan.total_bytes / (1 << 20):,.0f} MiB",
+            "concurrency": f"{concurrency} requests of {served.max_model_len:,} tokens"
+            if concurrency
+            else "not limited",
+            "keys": "accepted ones only" if self._has_keys else "none: every caller is served",
+        }
+        if served.generates:
+            shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            lines["sampling"] = f"{shown or 'greedy'} unless a request says otherwise (generation_config.json)"
+        return lines
+
+    async def run(self, listener: socket.socket, *, grace: float = 5.0) -> None:
         """Serve until the process is told to end.
 
         Args:
-            place: A bound socket, which this closes.
+            listener: A bound socket, which this closes.
             grace: Seconds that running requests then get to end; the others end with an error.
-            log_level: What uvicorn logs.
         """
-        config = uvicorn.Config(self.app, log_level=log_level, access_log=False)
-        self.start(asyncio.get_running_loop())
+        config = uvicorn.Config(
+            self.app,
+            http=self._connections.make,  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=self._limits.client_seconds,
+            timeout_graceful_shutdown=grace + STEP_SECONDS + 2 * _ENDING_SECONDS,  # type: ignore[arg-type]
+        )
+        self._uvicorn = _Uvicorn(config, self, grace)
+        self._start(asyncio.get_running_loop())
         try:
-            await _Ending(config, self.served, grace).serve([place])
+            await self._uvicorn.serve([listener])
         finally:
             self.close()
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the engine's thread; outputs are delivered in ``loop``."""
-        self.served.thread = EngineThread(self._engine, loop, self._metrics.note_step)
+    def stop(self) -> None:
+        """Let ``run`` end, as after SIGTERM. It may be called in any thread."""
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
 
     def close(self) -> None:
-        """End all requests and close the engine. It may be called twice."""
-        self.served.shutdown()
-        self._engine.close()
+        """End all requests, the engine and the reading processes. It may be called twice."""
+        self.end_requests()
+        self._readers.close()
+
+    def end_requests(self) -> None:
+        """End all requests and the engine."""
+        if self._thread is not None:
+            self._thread.close()
+        else:
+            self.engine.close()
+
+    def close_connections(self) -> None:
+        """Close all connections, unsent bytes or not."""
+        self._connections.abort()
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the engine's thread; outputs are delivered in ``loop``."""
+        thread = self._thread = EngineThread(
+            self.engine,
+            loop,
+            note_step=self._times.step,
+            note_failed_step=self._times.failed_step,
+            on_end=self.stop,
+        )
+        answerers, times = self._serving.answerers, self._times
+        if not self._served.generates:
+            answerers["/v1/embeddings"] = Embeddings(self.name, thread, times)
+            return
+        serving = (self.name, thread, times, TokenTexts(self._tokenizer))
+        answerers["/v1/completions"] = Completions(*serving)
+        answerers["/v1/chat/completions"] = Chats(
+            *serving,
+            answer_format=find_format(template_of(self._tokenizer), self._limits.answers),
+            special=tuple(self._tokenizer.all_special_tokens),
+        )
 
 
-class _Ending(uvicorn.Server):
+class _Uvicorn(uvicorn.Server):
     """uvicorn's server, whose requests end with an error some time after the process was told to end."""
 
-    def __init__(self, config: uvicorn.Config, served: ServedModel, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, server: Server, grace: float) -> None:
         super().__init__(config)
-        self._served = served
+        self._server = server
         self._grace = grace
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen; a terminal that goes away ends the server as SIGTERM does."""
+        await super().startup(sockets)
+        if hasattr(signal, "SIGHUP"):
+            with contextlib.suppress(ValueError, RuntimeError):  # not the main thread
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close, after the running requests have ended or the time for them is over."""
 
         async def end_requests() -> None:
             await asyncio.sleep(self._grace)
-            await asyncio.to_thread(self._served.shutdown)
+            await asyncio.to_thread(self._server.end_requests)
+            await asyncio.sleep(_ENDING_SECONDS)
+            self._server.close_connections()
 
         ending = asyncio.ensure_future(end_requests())
         try:
             await super().shutdown(sockets)
         finally:
             ending.cancel()
+            # A signal that is raised again after this ends the process.
+            await asyncio.to_thread(self._server.close)
+            if hasattr(signal, "SIGHUP"):
+                with contextlib.suppress(ValueError, RuntimeError):
+                    asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
 
 
-def _read_model(path: Path, name: str, most_tokens: int) -> ServedModel:
+def _load_tokenizer(path: Path) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} has no tokenizer, which a server needs: {error}") from error
-    defaults: dict[str, Any] = {"max_new_tokens": min(_DEFAULT_TOKENS, most_tokens)}
-    if (path / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(str(path), local_files_only=True)
-        if generation.do_sample:
-            named = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-            defaults |= {key: getattr(generation, key) or value for key, value in named.items()}
-    config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    return ServedModel(name, tokenizer, config, int(time.time()), defaults, most_tokens)
 
 
-def _add_errors(app: FastAPI) -> None:
-    """Answer every error in OpenAI's format, with one sentence."""
-
-    def answer(status: int, error: str, code: str) -> JSONResponse:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        return JSONResponse(error_body(error, kind, code), status_code=status)
-
-    @app.exception_handler(RequestError)
-    async def refused(_request: Request, error: RequestError) -> JSONResponse:
-        return answer(400, str(error), error.code)
-
-    @app.exception_handler(UnknownModelError)
-    async def unknown(_request: Request, error: UnknownModelError) -> JSONResponse:
-        return answer(404, str(error), "model_not_found")
-
-    @app.exception_handler(EngineError)
-    async def closing(_request: Request, error: EngineError) -> JSONResponse:
-        return answer(503, str(error), error.code)
-
-    @app.exception_handler(RequestFailedError)
-    async def failed(_request: Request, error: RequestFailedError) -> JSONResponse:
-        return answer(500, str(error), "failed")
-
-    @app.exception_handler(RequestValidationError)
-    async def not_json(_request: Request, error: RequestValidationError) -> JSONResponse:
-        return answer(400, "the body must be a JSON object", "bad_body")
-
-    @app.exception_handler(HTTPException)
-    async def other(_request: Request, error: HTTPException) -> JSONResponse:
-        return answer(error.status_code, str(error.detail), "not_served")
-
-    @app.exception_handler(Exception)
-    async def broken(_request: Request, error: Exception) -> JSONResponse:
-        return answer(500, "the server has failed; its log says why", "internal")
+def _served_model(path: Path, name: str, engine: Engine | Embedder, limits: Limits, task: Task) -> ServedModel:
+    return ServedModel(
+        path=str(path),
+        name=name,
+        max_model_len=engine.plan.max_model_len,
+        most_tokens=_most_tokens(engine),
+        generates=task == "generate",
+        defaults=_defaults(path),
+        max_new_tokens=limits.max_new_tokens,
+        max_samples=limits.max_requests,
+        max_logprobs=limits.max_logprobs,
+        answers=limits.answers,
+    )
 
 
-def _add_metrics(app: FastAPI, metrics: EngineMetrics) -> None:
-    registry = CollectorRegistry()
-    registry.register(metrics)
+def _most_tokens(engine: Engine | Embedder) -> int:
+    """Return the most tokens of a request that fit the cache alone."""
+    lengths = range(1, engine.plan.max_model_len + 1)
+    return max(1, bisect_right(lengths, 0, key=lambda length: not engine.plan.fits(length)))
 
-    @app.get("/metrics")
-    async def read_metrics() -> Response:
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+def _defaults(path: Path) -> dict[str, Any]:
+    """Return the sampling parameters of the checkpoint's generation config; greedy if it does not sample."""
+    if not (path / "generation_config.json").is_file():
+        return {}
+    config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+    defaults: dict[str, Any] = {}
+    if config.max_new_tokens is not None:
+        defaults["max_new_tokens"] = config.max_new_tokens
+    if config.do_sample:
+        # A config that samples and does not name a value means transformers' own.
+        for key, value in {"temperature": 1.0, "top_p": 1.0, "top_k": 50}.items():
+            named = getattr(config, key)
+            defaults[key] = value if named is None else named
+        defaults["top_k"] = max(defaults["top_k"], 0)
+    return defaults

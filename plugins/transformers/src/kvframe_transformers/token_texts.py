@@ -82,7 +82,7 @@ class TokenTextDecoder:
                 continue
             if self._is_first:
                 self._is_first = False
-                part = self._texts.of_first(token_id)
+                part = self._texts.of_first(token_id) or ""
             if isinstance(part, bytes):
                 self._bytes += part
             else:
@@ -158,7 +158,7 @@ def token_texts_of(tokenizer: Tokenizer, special_tokens: bool) -> TokenTexts | N
         return None
     before = decoder.decode([_BEFORE])
     has_bytes = "ByteFallback" in kinds
-    strip = stages[-1] if kinds[-1:] == ["Strip"] else {"content": "", "start": 0, "stop": 0}
+    strip: dict[str, Any] = stages[-1] if kinds[-1:] == ["Strip"] else {"content": "", "start": 0, "stop": 0}
     if strip["stop"] or (has_bytes and decoder.decode([_BEFORE, "<0x41>"]) != f"{before}A"):
         return None
 

@@ -1,0 +1,1 @@
+"""What serving over HTTP withstands, and whether evaluation harnesses get the right scores."""

@@ -1,0 +1,61 @@
+"""What the server takes from its clients: the keys of ``[plugin.serve]`` of the stack file."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvframe.contract import StackError
+from kvframe_serve.plugin import SETTINGS
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """What the server takes from its clients.
+
+    Attributes:
+        max_requests: Samples that are served at once, those that wait for the engine included. A request of three
+            prompts and ``n = 2`` has six samples. More are refused with 429.
+        max_requests_per_key: Samples of one key at once; without a value, half of ``max_requests`` if the server has
+            keys, and all of them if it has none.
+        max_new_tokens: Generated tokens of a sample.
+        max_logprobs: Log-probabilities that one answer may hold.
+        max_body_bytes: Bytes of a request's body.
+        max_connections: Open connections. If more come, the one that has been idle for longest is closed.
+        client_seconds: Seconds in which a client has to send a request, and to read what is ready for it.
+        read_seconds: Seconds that it may take to turn a body into tokens.
+        read_memory_mb: Megabytes that this may take.
+        answers: The registered name of the format in which the model marks its reasoning and its tool calls; without
+            a value, the format that matches the checkpoint's chat template.
+    """
+
+    max_requests: int = 256
+    max_requests_per_key: int | None = None
+    max_new_tokens: int = 4096
+    max_logprobs: int = 1 << 20
+    max_body_bytes: int = 4 << 20
+    max_connections: int = 1024
+    client_seconds: int = 30
+    read_seconds: int = 10
+    read_memory_mb: int = 1024
+    answers: str | None = None
+
+
+def read_limits() -> Limits:
+    """Return the limits of the stack that was loaded last.
+
+    Raises:
+        StackError: As for ``kvframe_configure``. An engine runs without a plugin whose settings are wrong; this server
+            cannot.
+    """
+    names = [field.name for field in attrs.fields(Limits)]
+    for name, value in SETTINGS.items():
+        if name == "answers":
+            is_right = isinstance(value, str) and value != ""
+        else:
+            is_right = name in names and isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not is_right:
+            raise StackError(
+                f"[plugin.serve] takes {', '.join(names)}: answers is a name, the others are whole numbers of at "
+                f"least 1, not {name} = {value!r}"
+            )
+    return Limits(**SETTINGS)
