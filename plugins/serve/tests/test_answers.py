@@ -137,6 +137,43 @@ def test_a_call_that_is_cut_is_text(name: str) -> None:
         assert not any(isinstance(part, ToolCall) for part in parts)
 
 
+@pytest.mark.parametrize("quote", ['<|"|>', "<escape>"])
+def test_values_of_gemma_that_python_wrote_are_json(quote: str) -> None:
+    name = "gemma" if "|" in quote else "function_gemma"
+    body = CALLS[name].replace("days:2", f"days:None,on:[True,False],word:{quote}None, True{quote}")
+    (call,) = parts_of(name, [body])
+    assert isinstance(call, ToolCall)
+    values = {"city": "Rome", "days": None, "on": [True, False], "word": "None, True"}
+    assert values == json.loads(call.arguments)
+
+
+def test_arguments_within_a_string_of_json_are_read() -> None:
+    def call(arguments: str) -> str:
+        return f'<tool_call>{{"name": "weather", "arguments": {json.dumps(arguments)}}}</tool_call>'
+
+    assert [ToolCall("weather", ROME)] == parts_of("hermes", [call(ROME)])
+    for text in ("Rome", "[1]", '{"city": ', '{"city": "\ud800"}'):
+        assert [Content(call(text))] == parts_of("hermes", [call(text)])
+
+
+def test_marks_around_a_call_that_is_cut_after_reasoning_are_text() -> None:
+    begun = CALLS["deepseek"][: CALLS["deepseek"].index("Rome")]
+    assert [Reasoning("hm"), Content(begun)] == parts_of("deepseek", ["<think>hm</think>\n" + begun])
+
+
+def test_a_recipient_of_harmony_in_a_final_answer_is_plain_text() -> None:
+    parser = form("harmony").parser(reasoning=True, tools=TOOLS, in_reasoning=False, special=())
+    (part,) = parser.feed("<|channel|>final<|message|>Write to=functions.weather there")
+    assert Content("Write to=functions.weather there") == part
+    assert [] == parser.feed("<|return|>") + parser.finish()
+
+
+@pytest.mark.parametrize("before", ["", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"])
+def test_a_recipient_of_harmony_before_the_channel_calls(before: str) -> None:
+    answer = f"{before} to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{ROME}<|call|>"
+    assert ToolCall("weather", ROME) == parts_of("harmony", [answer])[-1]
+
+
 @pytest.mark.parametrize("name", REASONING)
 def test_reasoning_is_told_apart(name: str) -> None:
     thought, content = parts_of(name, [REASONING[name]])
@@ -191,6 +228,15 @@ def test_a_division_of_the_text_changes_nothing(name: str, data: st.DataObject) 
     assert whole == parts_of(name, divided, **options)
     for part in whole:
         assert not isinstance(part, ToolCall) or isinstance(json.loads(part.arguments), dict)
+
+
+@pytest.mark.parametrize("name", sorted({*CALLS, *REASONING} - {"harmony"}))
+@given(data=st.data())
+def test_marks_that_make_no_call_are_text_to_the_letter(name: str, data: st.DataObject) -> None:
+    pieces = [*sorted(form(name).marks), *MARKS, CALLS.get(name, "x")[:20], CALLS.get(name, "x")[20:]]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8)))
+    parts = parts_of(name, list(text), reasoning=False, tools={"other": {}})
+    assert ([Content(text)] if text else []) == parts
 
 
 @pytest.mark.parametrize("name", sorted({*CALLS, *REASONING}))

@@ -174,7 +174,7 @@ GEMMA = MarkedFormat(
 )
 
 _HARMONY_CALL = CallMarks(
-    open=" to=functions.",
+    open="<|start|>assistant to=functions.",
     closes=("<|call|>", "<|end|>", "<|return|>"),
     begins=("{name}",),
     read=NamedObject(r"(?P<name>[^\s<]++)[^<]*+(?:<\|(?:channel|constrain)\|>[^<]*+)*+<\|message\|>\s*+"),
@@ -189,6 +189,7 @@ HARMONY = MarkedFormat(
     is_first=False,
     calls=(
         _HARMONY_CALL,
+        attrs.evolve(_HARMONY_CALL, open=" to=functions.", is_first=True),
         attrs.evolve(_HARMONY_CALL, open="<|channel|>commentary to=functions."),
         attrs.evolve(_HARMONY_CALL, open="<|channel|>analysis to=functions."),
     ),

@@ -87,6 +87,10 @@ def _skip(text: str, position: int) -> int:
 def _as_arguments(value: str) -> str:
     if value == "null":
         return "{}"
+    if value.startswith('"'):  # a template that writes a client's JSON by tojson shows models JSON within a string
+        value = json.loads(value).strip()
+        value.encode()  # raises ValueError for half of a pair of UTF-16, which cannot be sent
+        members(value)
     if not value.startswith("{"):
         raise ValueError("arguments are an object")
     return value
@@ -170,13 +174,20 @@ class NamedBraces:
         """Return the call."""
         head = _match(self.head, text)
         texts = text[head.end() :].strip().split(self.quote)
-        texts[::2] = [_BARE_KEY.sub(r'\1"\2":', bare) for bare in texts[::2]]
+        texts[::2] = [_as_bare_json(bare) for bare in texts[::2]]
         texts[1::2] = [json.dumps(string, ensure_ascii=False) for string in texts[1::2]]
         arguments = "".join(texts)
         members(arguments)
         return [ToolCall(head["name"], _as_arguments(arguments))]
 
 
+def _as_bare_json(text: str) -> str:
+    if '"' not in text:
+        text = _BARE_WORD.sub(lambda match: _WRITTEN_BY_PYTHON[match[0]], text)
+    return _BARE_KEY.sub(r'\1"\2":', text)
+
+
+_BARE_WORD = re.compile(r"(?<=[:,\[])(?:True|False|None)(?=\s*+[,}\]])")
 _BARE_KEY = re.compile(r'([{,]\s*+)([^\s{}\[\]:,"]++)\s*+:')
 
 

@@ -119,9 +119,9 @@ class _MarkedParser(AnswerParser):
     ) -> None:
         self._form, self._separates, self._tools = form, separates, tools
         self._calls = {call.open: call for call in form.calls} if tools else {}
+        self._syntaxes: dict[str, _CallSyntax] = {}
         layout = form.layout if tools else ()
-        self._special = frozenset(special) - form.marks
-        self._dropped = self._special.union(form.dropped)
+        self._dropped = frozenset(special).difference(form.marks).union(form.dropped)
         self._content_marks = marks_of(self._dropped.union(self._calls, layout, form.opens))
         self._reasoning_marks = marks_of(self._dropped.union(self._calls, layout, form.opens, form.ends))
         self._text = ""
@@ -131,6 +131,7 @@ class _MarkedParser(AnswerParser):
         # White space and layout that belong to the text if no mark follows.
         self._pending: list[str] = []
         self._follows_mark = in_reasoning and separates
+        self._follows_call = False
         self._follows_content = False
 
     def feed(self, text: str) -> list[Part]:
@@ -188,21 +189,26 @@ class _MarkedParser(AnswerParser):
         if self._in_reasoning and mark in form.ends:
             self._change_reasoning(mark)
         elif call is not None and not (call.is_first and (self._follows_content or self._in_reasoning)):
-            self._call = _OpenCall(call, self._tools, frozenset(self._calls), self._dropped)
+            self._call = _OpenCall(self._syntax(call), self._tools)
         elif mark in form.opens and self._in_reasoning and self._follows_mark:
             pass  # the prompt opened the reasoning, and the model has repeated it
         elif mark in form.opens and not self._in_reasoning and not (form.is_first and self._follows_content):
             self._change_reasoning(mark)
         elif mark in form.layout:
-            if not self._follows_mark:
+            if not self._follows_call:
                 self._pending.append(mark)
         elif mark not in self._dropped:
             self._emit(mark)
 
+    def _syntax(self, call: CallMarks) -> _CallSyntax:
+        if call.open not in self._syntaxes:
+            self._syntaxes[call.open] = _CallSyntax(call, self._tools, frozenset(self._calls), self._dropped)
+        return self._syntaxes[call.open]
+
     def _change_reasoning(self, mark: str) -> None:
         if self._separates:
             self._pending = []
-            self._follows_mark = True
+            self._follows_mark, self._follows_call = True, False
         else:
             self._emit(mark)
         self._in_reasoning = not self._in_reasoning
@@ -224,15 +230,15 @@ class _MarkedParser(AnswerParser):
         if text:
             is_reasoning = self._in_reasoning and self._separates
             self._parts.append(Reasoning(text) if is_reasoning else Content(text))
-            self._follows_mark = False
+            self._follows_mark = self._follows_call = False
             self._follows_content = not self._in_reasoning
 
     def _meet_in_call(self, call: _OpenCall, mark: str) -> int:
         """Return how many characters of a mark are read."""
-        if call.quote is None and mark in call.form.closes:
+        if call.quote is None and mark in call.syntax.form.closes:
             self._end_call(call, mark)
             return len(mark)
-        if call.quote is None and mark in call.others:
+        if call.quote is None and mark in call.syntax.others:
             self._end_call(call, "")
             return 0
         num_fitting = call.add(mark)
@@ -243,7 +249,7 @@ class _MarkedParser(AnswerParser):
         return num_fitting
 
     def _end_call(self, call: _OpenCall, close: str) -> None:
-        calls = call.read() if close or not call.form.needs_close else []
+        calls = call.read() if close or not call.syntax.form.needs_close else []
         if not calls:
             call.texts.append(close)
             self._give_up(call)
@@ -251,26 +257,34 @@ class _MarkedParser(AnswerParser):
         self._call = None
         self._pending = []
         self._parts += calls
-        self._follows_mark, self._follows_content = True, False
+        self._follows_mark = self._follows_call = True
+        self._follows_content = False
 
     def _give_up(self, call: _OpenCall) -> None:
         self._call = None
-        self._emit(marks_of(self._special).remove("".join(call.texts)))
+        self._emit(marks_of(self._dropped).remove("".join(call.texts)))
+
+
+class _CallSyntax:
+    """How a call is marked, for the tools and the special tokens of one answer."""
+
+    def __init__(self, form: CallMarks, tools: Tools, opens: frozenset[str], dropped: frozenset[str]) -> None:
+        self.form = form
+        self.others = (opens | dropped) - form.marks.difference((form.open,)) - _BRACKETS
+        self.outside_quotes = marks_of(form.marks | self.others)
+        texts = [begin.replace("{name}", name) for begin in form.begins for name in tools]
+        self.begins = {"".join(text.split()) for text in texts}
 
 
 class _OpenCall:
     """The text of a call that has not ended."""
 
-    def __init__(self, form: CallMarks, tools: Tools, opens: frozenset[str], dropped: frozenset[str]) -> None:
-        self.form = form
-        self.texts = [form.open]
+    def __init__(self, syntax: _CallSyntax, tools: Tools) -> None:
+        self.syntax = syntax
+        self.texts = [syntax.form.open]
         self.quote: Quote | None = None
-        self.others = (opens | dropped) - form.marks.difference((form.open,)) - _BRACKETS
         self._tools = tools
-        self._outside_quotes = marks_of(form.marks | self.others)
-        self._depth = int(form.open in _BRACKETS)
-        texts = [begin.replace("{name}", name) for begin in form.begins for name in tools]
-        self._begins = {"".join(text.split()) for text in texts}
+        self._depth = int(syntax.form.open in _BRACKETS)
         # The text so far without white space, until it is what a call begins with.
         self._begin: str | None = ""
 
@@ -278,7 +292,7 @@ class _OpenCall:
     def marks(self) -> Marks:
         """The marks that can come next."""
         quote = self.quote
-        return self._outside_quotes if quote is None else marks_of(frozenset((*quote.closes, *quote.escapes)))
+        return self.syntax.outside_quotes if quote is None else marks_of(frozenset((*quote.closes, *quote.escapes)))
 
     def add(self, text: str) -> int:
         """Add text, up to the character with which it is no call, and return how many characters were added."""
@@ -287,10 +301,10 @@ class _OpenCall:
             if character.isspace():
                 continue
             begin = f"{self._begin}{character}"
-            if begin in self._begins:
+            if begin in self.syntax.begins:
                 self._begin = None
                 break
-            if not any(known.startswith(begin) for known in self._begins):
+            if not any(known.startswith(begin) for known in self.syntax.begins):
                 num_fitting = index
                 break
             self._begin = begin
@@ -303,8 +317,8 @@ class _OpenCall:
             if mark in self.quote.closes:
                 self.quote = None
             return False
-        self.quote = next((quote for quote in self.form.quotes if quote.open == mark), None)
-        if self.form.closes or mark not in _BRACKETS:
+        self.quote = next((quote for quote in self.syntax.form.quotes if quote.open == mark), None)
+        if self.syntax.form.closes or mark not in _BRACKETS:
             return False
         self._depth += 1 if mark in "{[" else -1
         return self._depth <= 0
@@ -312,7 +326,7 @@ class _OpenCall:
     def read(self) -> list[ToolCall]:
         """Return the calls; none if the text is no call of offered tools."""
         try:
-            calls = self.form.read("".join(self.texts[1:]), self._tools)
+            calls = self.syntax.form.read("".join(self.texts[1:]), self._tools)
         except (ValueError, RecursionError):  # JSON that is nested too deeply
             return []
         return calls if all(call.name in self._tools for call in calls) else []
