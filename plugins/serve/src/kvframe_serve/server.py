@@ -223,7 +223,7 @@ class Server:
         answerers["/v1/chat/completions"] = Chats(
             *serving,
             answer_format=find_format(template_of(self._tokenizer), self._limits.answers),
-            special=tuple(self._tokenizer.all_special_tokens),
+            special=_special_tokens(self._tokenizer),
         )
 
 
@@ -268,6 +268,12 @@ def _load_tokenizer(path: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} has no tokenizer, which a server needs: {error}") from error
+
+
+def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """Return the texts of all special tokens, those that have no name in the tokenizer's config too."""
+    added = (token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special)
+    return tuple({*tokenizer.all_special_tokens, *added})
 
 
 def _served_model(path: Path, name: str, engine: Engine | Embedder, limits: Limits, task: Task) -> ServedModel:
