@@ -108,8 +108,8 @@ class SamplingParams:
         top_k: Sample among the ``k`` most likely tokens; 0 for all.
         top_p: Sample among the fewest most likely tokens whose probabilities (after ``top_k``) add up to this.
         seed: Makes sampling repeatable, in any batch; None for a fresh draw each time.
-        stop: Strings that end the request; the text is cut before the first of them. The stack's ``max_stop_chars``
-            limits their total length.
+        stop: Strings that end the request; the text is cut before the first of them that is complete. The stack's
+            ``max_stop_chars`` limits their total length.
         stop_token_ids: Token ids that end the request, beside the model's own. The token is part of the output, and its
             text part of the output's text, if it is no special token.
         ignore_eos: Whether to continue after the model's own end tokens.

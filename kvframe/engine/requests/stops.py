@@ -52,15 +52,13 @@ class StopStrings:
             state: The state after the text before.
             text: The part.
         """
-        first: int | None = None
         if not self._following[0]:
             return NOTHING
         for index, character in enumerate(text):
             state = self._next(state, character)
             if self._found[state]:
-                start = index + 1 - self._found[state]
-                first = start if first is None else min(first, start)
-        return Reading(state, self._depth[state], first)
+                return Reading(state, self._depth[state], index + 1 - self._found[state])
+        return Reading(state, self._depth[state], None)
 
     def _next(self, state: int, character: str) -> int:
         while state and character not in self._following[state]:
@@ -75,8 +73,8 @@ class Reading:
     Attributes:
         state: The state after it.
         num_held: Characters at the end of the text so far that may begin a string.
-        found_at: The index in the part at which the first string that was found begins, negative if it begins before
-            the part; None if none was found.
+        found_at: The index in the part at which the string begins that is complete first, negative if it begins before
+            the part; None if none is complete. Of strings that are complete at one character, it is the longest.
     """
 
     state: int

@@ -26,7 +26,7 @@ class TextStream:
         Args:
             decode_stream: ``LoadedModel.decode_stream``. It is called when tokens are first read.
             prompt_token_ids: The prompt.
-            stop: Strings that end the text; the text is cut before the first of them.
+            stop: Strings that end the text; the text is cut before the first of them that is complete.
         """
         self.text = ""
         self.stopped = False
