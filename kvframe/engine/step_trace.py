@@ -106,7 +106,7 @@ class StepTrace(Generic[RequestT]):
         for request_id, request in self._running.items():
             if request_id not in running and request.finish_reason is None:
                 kept = "its state is swapped out" if request.is_swapped else "its tokens are computed again later"
-                self._note(request, "preempted", f"there were too few free blocks; {kept}")
+                self._note(request, "preempted", f"other requests needed its blocks or its row; {kept}")
         computed = dict(zip((each.request_id for each in step.requests), step.num_computed.tolist(), strict=True))
         for request in step.admitted:
             cached: FoundPrefix | None = getattr(request, "cached", None)

@@ -7,6 +7,22 @@ for a running request, the request that was admitted last is preempted: it frees
 owner's queue. Its state is swapped out to host memory if it fits there; otherwise its tokens are recomputed. If the
 cache keeps no state between steps, a prompt is computed in one step. Draft tokens come last: they take what the step's
 budget and the free blocks have left.
+
+Owners share what runs. An owner's share is the number of running requests, divided by the number of owners with waiting
+or running requests. Three rules give an owner below its share what another one has above its own:
+
+- If the first waiting request finds no row or too few blocks, the last request of the owner with the most running
+  requests is preempted for it, if that owner has at least two more than the owner of the waiting request.
+- If running requests need more blocks than are free, they take them from the last request of that owner too.
+- If prompts in progress exceed a step, their owners get equal parts of its tokens.
+
+A preemption by the first rule makes the numbers of running requests more equal: the owner that loses one still has more
+than the other one had, so it is above its share, and its preempted request waits until the other one is admitted and
+does not preempt back. An owner's only running request is never preempted by this rule. The first running request is
+preempted by no rule while others run. So it ends, and every other one becomes the first some time. The worst case is an
+owner with a new short request whenever the last one has ended. Each of them can preempt the last request of the owner
+with the most, which then computes again what it does not find in the cache or in host memory; its other requests
+continue.
 """
 
 from __future__ import annotations
@@ -43,7 +59,8 @@ class Scheduler(Generic[RequestT]):
 
     Attributes:
         waiting: The queue.
-        running: The running requests, in the order of their admission.
+        running: The running requests, in the order of their admission. If they have several owners, they may be ordered
+            by rank.
         stats: The counters.
         failed: The requests that ended with an error in ``schedule``, or in a ``complete`` that raised, each once.
     """
@@ -87,6 +104,8 @@ class Scheduler(Generic[RequestT]):
         self._drafting = drafting
         self._pausing: list[RequestT] = []
         self._ranged: list[RequestT] = []
+        # The first waiting request, if it found too few free blocks when it was to be admitted last.
+        self._without_blocks: RequestT | None = None
         self.failed: list[RequestT] = []
 
     @property
@@ -136,6 +155,8 @@ class Scheduler(Generic[RequestT]):
         return failed
 
     def _schedule(self) -> ScheduledStep[RequestT] | None:
+        if self.waiting and self.running and self.waiting.has_several_owners:
+            self._preempt_for_waiting()
         preempted = self.stats.preemptions
         continuing = self._continue_running() if self.running else NO_ROWS
         budget = self._max_num_batched_tokens - int(continuing.sum())
@@ -326,13 +347,19 @@ class Scheduler(Generic[RequestT]):
             ``[n], int64, host``: how many tokens each of the first ``n`` running requests computes.
         """
         budget = self._max_num_batched_tokens
+        if len(self.running) >= budget and self.waiting.has_several_owners:
+            self.running.rank()  # the first ones of each owner get the step's tokens
         rows, num_computed, num_known = self.running.columns(len(self.running))
         counts: IntArray = num_known - num_computed
         if self._pausing:
             self._pausing = [each for each in self._pausing if each.row >= 0 and each.num_computed < each.last_pause]
             for request in self._pausing:
                 counts[self.running.index(request)] = request.next_stop - request.num_computed
-        if int(counts.sum()) > budget:
+        if int(counts.sum()) <= budget:
+            pass
+        elif len(counts) < budget and not self._ranged and self.waiting.has_several_owners:
+            counts = self._divide(counts)
+        else:
             counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
             counts = counts[counts > 0]
         if self._ranged:
@@ -345,6 +372,8 @@ class Scheduler(Generic[RequestT]):
         except Exception:
             pass  # a copy failed, or a spec is wrong; allocating one by one finds the request
         # There are too few blocks for all: requests that were admitted early take blocks from those admitted late.
+        if self.waiting.has_several_owners:
+            self.running.rank()
         granted: list[int] = []
         while len(granted) < len(self.running) and budget:
             request = self.running[len(granted)]
@@ -419,6 +448,64 @@ class Scheduler(Generic[RequestT]):
         self.waiting.note_stop(request)
         self.waiting.appendleft(request)
 
+    # --- owners -------------------------------------------------------------------------------------------------------
+
+    def _preempt_for_waiting(self) -> None:
+        """Preempt running requests for the first waiting one, if it finds no row or no blocks and its owner has fewer.
+
+        For a row, that is one request. For blocks, it is as many as have the tokens of the waiting request.
+        """
+        request, waiting = self.waiting.first, self.waiting
+        is_full = len(self.running) >= min(self._max_num_seqs, self._max_num_batched_tokens)
+        num_needed = len(request.token_ids) if request is self._without_blocks else 0
+        self._without_blocks = None
+        if not (is_full or num_needed) or self._waits_for_others(request):
+            return
+        self.running.rank()
+        while waiting.num_running(self.running[-1].owner) >= waiting.num_running(request.owner) + 2:
+            victim = self.running[-1]
+            num_needed -= len(victim.token_ids)
+            self._preempt(victim)
+            if num_needed <= 0:
+                break
+
+    def _waits_for_others(self, request: RequestT) -> bool:
+        """Return whether a waiting request cannot be admitted yet, however many blocks are free."""
+        if self.running and (request.runs_alone or self.running[0].runs_alone):
+            return True
+        other = request.forks_from
+        return other is not None and other.row >= 0 and other.num_computed < other.pause_at
+
+    def _divide(self, counts: IntArray) -> IntArray:
+        """Return how many tokens running requests of several owners compute if they exceed a step.
+
+        Each request gets a token, and each owner with prompts in progress an equal part of the others. What an owner
+        does not need goes to the other owners. If the first waiting request has another owner, one token is left for
+        it: it starts with this token, and is a prompt in progress then.
+
+        Args:
+            counts: ``[num_running]``: how many tokens each could compute; fewer requests than a step has tokens.
+        """
+        needed: dict[str, int] = {}
+        prompts = np.flatnonzero(counts > 1).tolist()
+        for index in prompts:
+            owner = self.running[index].owner
+            needed[owner] = needed.get(owner, 0) + int(counts[index]) - 1
+        num_left = self._max_num_batched_tokens - len(counts)
+        if self.waiting and self.waiting.first.owner not in needed and len(counts) < self._max_num_seqs:
+            num_left -= 1
+        parts: dict[str, int] = {}
+        for owner in sorted(needed, key=needed.__getitem__):
+            parts[owner] = min(needed[owner], num_left // (len(needed) - len(parts)))
+            num_left -= parts[owner]
+        divided: IntArray = np.minimum(counts, 1)
+        for index in prompts:
+            owner = self.running[index].owner
+            count = min(parts[owner], int(counts[index]) - 1)
+            divided[index] += count
+            parts[owner] -= count
+        return divided
+
     def _admit_waiting(self, budget: int, admitted: list[RequestT], counts: list[int]) -> int:
         """Admit waiting requests, in their order, as long as there are enough free blocks.
 
@@ -432,14 +519,11 @@ class Scheduler(Generic[RequestT]):
         """
         while self.waiting and budget and len(self.running) < self._max_num_seqs:
             request = self.waiting.first
-            if self.running and (request.runs_alone or self.running[0].runs_alone):
+            if self._waits_for_others(request):
                 break
             if self._whole_prompts and len(request.token_ids) > budget:
                 break
             if is_being_computed(request, admitted, counts, self._shared_block_size):
-                break
-            other = request.forks_from
-            if other is not None and other.row >= 0 and other.num_computed < other.pause_at:
                 break
             input_tokens = sum(each.num_new_input_tokens for each in admitted)
             try:
@@ -450,6 +534,9 @@ class Scheduler(Generic[RequestT]):
                 self._end_at_fault(request, error)
                 continue
             if not count:
+                # If others were admitted before it, they may be why.
+                if not admitted and request.end_of_step(request.num_computed, budget) > request.num_computed:
+                    self._without_blocks = request
                 break
             if request.num_computed < request.last_pause:
                 self._pausing.append(request)

@@ -31,6 +31,7 @@ class RunningRequests(Sequence[RequestT]):
             max_num_seqs: The most requests at a time.
         """
         self._requests: list[RequestT] = []
+        self._is_ranked = True
         self._columns: IntArray = np.zeros((3, max_num_seqs), dtype=np.int64)
 
     def columns(self, count: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -42,11 +43,14 @@ class RunningRequests(Sequence[RequestT]):
         """Add a request that has a row."""
         self._columns[:, len(self._requests)] = request.row, request.num_computed, len(request.token_ids)
         self._requests.append(request)
+        self._is_ranked = False
 
     def remove(self, request: RequestT) -> None:
         """Remove a request."""
         index = self._requests.index(request)
         del self._requests[index]
+        # Without the last request, the order of the others is the same.
+        self._is_ranked = self._is_ranked and index == len(self._requests)
         self._columns[:, index : len(self._requests)] = self._columns[:, index + 1 : len(self._requests) + 1]
 
     def advance(self, num_computed: IntArray, num_known: IntArray) -> None:
@@ -64,6 +68,25 @@ class RunningRequests(Sequence[RequestT]):
         going_on = [index for index, request in enumerate(self._requests) if request.finish_reason is None]
         self._requests = [self._requests[index] for index in going_on]
         self._columns[:, : len(going_on)] = self._columns[:, going_on]
+        self._is_ranked = False
+
+    def rank(self) -> None:
+        """Order the requests by rank: the first of each owner, then the second of each, and so on.
+
+        Requests of one rank keep their order, so with one owner this changes nothing. The last request is then the last
+        one of the owner with the most. The first request stays the first one until it ends.
+        """
+        if self._is_ranked:
+            return
+        counts: dict[str, int] = {}
+        ranks = []
+        for request in self._requests:
+            ranks.append(counts.get(request.owner, 0))
+            counts[request.owner] = ranks[-1] + 1
+        order = np.argsort(ranks, kind="stable")
+        self._requests = [self._requests[index] for index in order.tolist()]
+        self._columns[:, : len(order)] = self._columns[:, order]
+        self._is_ranked = True
 
     @overload
     def __getitem__(self, index: int) -> RequestT: ...
