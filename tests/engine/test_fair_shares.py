@@ -111,11 +111,13 @@ def test_an_owner_without_running_requests_gets_blocks_after_one_step_without_th
 
 
 def test_requests_of_the_owner_with_the_most_give_their_blocks_first() -> None:
-    # Each of the requests has two blocks, and needs a third one in the third step.
-    made = scheduler(CountingCache(8), *many("a", 3, 7), request("b", 7), seqs=8, tokens=64)
-    seen = run(made, 3)
-    assert {"a0", "a1", "a2", "b"} == set(seen[1])
-    assert {"a0", "b"} == set(seen[2])
+    # The requests have eight blocks after the second step, and three of them need another one in the third step.
+    made = scheduler(CountingCache(8), *many("a", 3, 7), seqs=8, tokens=64)
+    run(made, 1)
+    made.add(request("b", 8))
+    seen = run(made, 2)
+    assert {"a0", "a1", "a2", "b"} == set(seen[0])
+    assert {"a0", "b"} == set(seen[1])
 
 
 def test_the_only_running_request_of_an_owner_is_not_preempted_for_another() -> None:
@@ -144,6 +146,12 @@ def test_two_prompts_of_one_owner_have_one_part() -> None:
     seen = run(made, 4)
     assert {"a1": 8, "b1": 8} == seen[1]
     assert {16} == {sum(step.values()) for step in seen}
+
+
+def test_as_many_running_requests_as_tokens_get_one_each() -> None:
+    made = scheduler(CountingCache(), *many("a", 2, 1), request("b", 30), seqs=3, tokens=3)
+    run(made, 2)
+    assert [{"a0": 1, "b": 1, "a1": 1}] * 2 == run(made, 2)
 
 
 def test_with_one_owner_a_prompt_has_the_whole_step() -> None:
@@ -181,8 +189,8 @@ ARRIVALS = st.lists(
     max_size=12,
 )
 LONGEST_WAIT = len(OWNERS) * MAX_LEN
-"""Before an owner's first request, one request of each other owner may have to end, and each has so many tokens at most.
-The longest wait seen is 28 steps."""
+"""Before an owner's first request starts, one request of each other owner may have to end. Each has so many tokens at
+most. The longest wait seen is 28 steps."""
 
 
 class HostWithoutBytes:

@@ -347,8 +347,6 @@ class Scheduler(Generic[RequestT]):
             ``[n], int64, host``: how many tokens each of the first ``n`` running requests computes.
         """
         budget = self._max_num_batched_tokens
-        if len(self.running) >= budget and self.waiting.has_several_owners:
-            self.running.rank()  # the first ones of each owner get the step's tokens
         rows, num_computed, num_known = self.running.columns(len(self.running))
         counts: IntArray = num_known - num_computed
         if self._pausing:
@@ -357,7 +355,7 @@ class Scheduler(Generic[RequestT]):
                 counts[self.running.index(request)] = request.next_stop - request.num_computed
         if int(counts.sum()) <= budget:
             pass
-        elif len(counts) < budget and not self._ranged and self.waiting.has_several_owners:
+        elif not self._ranged and self.waiting.has_several_owners:
             counts = self._divide(counts)
         else:
             counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
@@ -484,7 +482,8 @@ class Scheduler(Generic[RequestT]):
         it: it starts with this token, and is a prompt in progress then.
 
         Args:
-            counts: ``[num_running]``: how many tokens each could compute; fewer requests than a step has tokens.
+            counts: ``[num_running]``: how many tokens each could compute. A step has a token for each at least, because
+                a request is admitted only if the running ones leave a token.
         """
         needed: dict[str, int] = {}
         prompts = np.flatnonzero(counts > 1).tolist()
@@ -492,7 +491,8 @@ class Scheduler(Generic[RequestT]):
             owner = self.running[index].owner
             needed[owner] = needed.get(owner, 0) + int(counts[index]) - 1
         num_left = self._max_num_batched_tokens - len(counts)
-        if self.waiting and self.waiting.first.owner not in needed and len(counts) < self._max_num_seqs:
+        has_row = len(counts) < self._max_num_seqs
+        if num_left and has_row and self.waiting and self.waiting.first.owner not in needed:
             num_left -= 1
         parts: dict[str, int] = {}
         for owner in sorted(needed, key=needed.__getitem__):
