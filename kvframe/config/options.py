@@ -110,8 +110,8 @@ class CacheOptions:
         prefix_caching: Whether requests reuse the blocks of a common prefix.
         eviction: The registered policy that chooses the cached pages that are evicted first; ``"lru"``: the least
             recently used.
-        preemption: What happens to a preempted request, whose blocks other requests need: ``"recompute"`` computes its
-            tokens again, ``"swap"`` moves its blocks to host memory while that has free pages.
+        preemption: What happens to a preempted request, whose blocks or row other requests need: ``"recompute"``
+            computes its tokens again, ``"swap"`` moves its blocks to host memory while that has free pages.
         swap_memory: Bytes of host memory for swapped blocks, such as ``"2GiB"``. ``"swap"`` requires it; otherwise it
             has no effect. If this memory is full, preempted requests are computed again.
         audit: Whether to check after every operation that each page is free, held or cached and counted right, and in

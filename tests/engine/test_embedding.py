@@ -163,6 +163,16 @@ def test_texts_are_added_while_others_run() -> None:
         assert not embedder.has_unfinished
 
 
+def test_owners_of_texts_take_turns() -> None:
+    with Echo().embedder(max_num_seqs=2) as embedder:
+        for index in range(6):
+            embedder.add_request([10], f"many{index}", owner="many")
+        embedder.add_request([20], "few", owner="few")
+        assert ["many0", "few"] == [output.request_id for output in embedder.step()]
+        outputs = embedder.embed([[30], [40]], owner=["many", "few"])
+        assert [(30.0, 0.0, 1.0), (40.0, 0.0, 1.0)] == [output.embedding for output in outputs]
+
+
 def test_progress_counts_texts() -> None:
     counts: list[int] = []
     with Echo().embedder(max_num_seqs=2) as embedder:

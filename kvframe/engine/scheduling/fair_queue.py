@@ -39,8 +39,10 @@ class FairQueue(Generic[RequestT]):
     @property
     def has_several_owners(self) -> bool:
         """Whether the waiting and the running requests belong to several owners."""
-        waiting, running = self._queues.keys(), self._num_running.keys()
-        return len(waiting) > 1 or len(running) > 1 or bool(waiting and running and waiting != running)
+        waiting, running = self._queues, self._num_running
+        if len(waiting) > 1 or len(running) > 1:
+            return True
+        return bool(waiting and running) and next(iter(waiting)) not in running
 
     def num_running(self, owner: str) -> int:
         """Return the number of running requests of an owner."""

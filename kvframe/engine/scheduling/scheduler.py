@@ -517,6 +517,7 @@ class Scheduler(Generic[RequestT]):
         Returns:
             The tokens that the step still has left.
         """
+        input_tokens = 0
         while self.waiting and budget and len(self.running) < self._max_num_seqs:
             request = self.waiting.first
             if self._waits_for_others(request):
@@ -525,7 +526,6 @@ class Scheduler(Generic[RequestT]):
                 break
             if is_being_computed(request, admitted, counts, self._shared_block_size):
                 break
-            input_tokens = sum(each.num_new_input_tokens for each in admitted)
             try:
                 count = self._blocks.let_run(request, budget, input_tokens, others_run=bool(self.running))
             except AssertionError:
@@ -547,4 +547,5 @@ class Scheduler(Generic[RequestT]):
             admitted.append(request)
             counts.append(count)
             budget -= count
+            input_tokens += request.num_new_input_tokens
         return budget
