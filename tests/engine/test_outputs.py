@@ -77,14 +77,13 @@ def test_the_text_of_an_output_shows_what_it_has() -> None:
 
 
 def request_with_text(**params: Any) -> Request:
-    decode = ScriptedModel(SCRIPT).decode
     return Request.create(
         "a",
         [ord("x")],
         SamplingParams(max_new_tokens=10_000, **params),
         eos_token_ids=frozenset(),
         max_model_len=20_000,
-        text_stream=TextStream(lambda tokens: decode(tokens) or "", [ord("x")]),
+        text_stream=TextStream(ScriptedModel(SCRIPT).decode_stream, [ord("x")]),
     )
 
 
@@ -102,7 +101,7 @@ def bytes_of_outputs(count: int) -> int:
         queued.append(request.report())
     size = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert count == len(queued)
+    assert count == len(queued[-1].text)
     return size
 
 
