@@ -171,7 +171,8 @@ class EngineError(KVFrameError):
         Args:
             message: The sentence for a person.
             code: The ``snake_case`` code for a program: ``closed``, ``busy``, ``ranks`` if ranks cannot be joined,
-                or ``several_ranks`` if a model over several ranks cannot do it.
+                ``ranks_differ`` if they have different packages, or ``several_ranks`` if a model over several ranks
+                cannot do it.
         """
         super().__init__(message)
         self.code = code

@@ -41,7 +41,8 @@ class ModelIdentity:
 
     Attributes:
         config: Everything besides the weights that determines it, as text that is equal each time the model is loaded.
-        weights: Its weights by name.
+        weights: Its weights by name. A rank that has loaded a part of a weight gives the whole one, for example mapped
+            from the checkpoint's file: the same on all ranks.
     """
 
     config: str
@@ -133,7 +134,8 @@ class LoadedModel(ABC):
     def identity(self) -> ModelIdentity | None:
         """Return what distinguishes this model from models that compute something else.
 
-        Called when states are saved to a file or loaded from one. None if the model cannot tell: then nothing is saved.
+        Called when states are saved to a file or loaded from one, and when several ranks begin to serve one model. None
+        if the model cannot tell: then nothing is saved, and the model does not run over ranks.
         """
         return None
 

@@ -25,6 +25,7 @@ from kvframe.contract.formats import PLAIN
 from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.ranks.agreement import agree
+from kvframe.engine.ranks.fingerprint import Fingerprint
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
 from kvframe.engine.running.device import check_device
@@ -122,6 +123,8 @@ def assemble(
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
         PluginError: A wrapper cannot be imported.
         BackendError: No backend serves a layer, the named backend cannot serve it, or a backend could not be set up.
+        EngineError: The ranks have different packages (``ranks_differ``).
+        ModelError: The ranks have different models.
     """
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
@@ -135,7 +138,7 @@ def assemble(
     num_local_ranks = 1 if ranks is None else ranks.num_local_ranks
     plan = plan_for_stack(grouping, stack, max_model_len, model.description.max_input_lens, copied, num_local_ranks)
     if ranks is not None:
-        plan = agree(ranks, layers, plan, choices, stack)
+        plan = agree(ranks, layers, plan, choices, stack, Fingerprint.of(model, registry.versions))
     leader = ranks if isinstance(ranks, Leader) else None
     made = _assemble(model, own, stack, grouping, plan, choices, skipped, num_host_slabs(plan, stack), leader)
     return made if draft is None else attrs.evolve(made, draft=_assemble_draft(made, draft, drafted, draft_choices))

@@ -144,6 +144,7 @@ def _outcome(found: FoundPlugin, clashes: Mapping[str, str], policy: PluginPolic
         if found.id in clashes:
             raise _SetAside("conflict", clashes[found.id])
         _load(found, policy, registry)
+        registry.versions[found.distribution] = found.version
         outcome = _SetAside("loaded", "")
     except _SetAside as set_aside:
         outcome = set_aside

@@ -132,7 +132,12 @@ class Catalogue:
 
 
 class Registry:
-    """The catalogues of all kinds. Loading plugins fills them; later code only reads them."""
+    """The catalogues of all kinds. Loading plugins fills them; later code only reads them.
+
+    Attributes:
+        catalogues: By kind.
+        versions: By distribution, the version of each loaded plugin; empty if it is unknown.
+    """
 
     def __init__(self, owners: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
         """Start empty.
@@ -141,6 +146,7 @@ class Registry:
             owners: The stack's choices for contested names: kind, name, distribution.
         """
         self._set_aside: list[str] = []
+        self.versions: dict[str, str] = {}
         self.catalogues: Mapping[str, Catalogue] = {
             kind: Catalogue(kind, owners.get(kind, {}), self._set_aside) for kind in KINDS
         }

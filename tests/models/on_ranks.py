@@ -32,6 +32,7 @@ from kvframe.contract.errors import EngineError, KVFrameError
 from kvframe.engine.ranks import links
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.requests.request import RequestOutput
+from tests.loading.fake_distributions import FakeSite
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
 
@@ -371,6 +372,31 @@ def run_refused(folder: Path) -> Result:
     return said
 
 
+def run_different(folder: Path) -> Result:
+    """Set-ups that differ between the ranks; then one that does not."""
+    said: Result = {}
+
+    def serve(name: str, model: Path, code: int = 71) -> None:
+        with followed(code):
+            try:
+                with engine_of(model) as engine:
+                    said[name] = engine.generate(PROMPTS[:1], GREEDY)[0].finish_reason
+            except KVFrameError as error:
+                said[name] = f"{type(error).__name__}: {error}"
+
+    rank = int(os.environ["RANK"])
+    serve("weights", folder / ("llama", "other_llama")[rank])
+    serve("whole weights", folder / ("bert", "other_bert")[rank])
+    serve("config", folder / ("llama", "turned_llama")[rank])
+    with tempfile.TemporaryDirectory() as packages:
+        FakeSite(Path(packages)).add("kvframe-fake", "fake", version=("1.0", "2.0")[rank])
+        sys.path.insert(0, packages)
+        serve("packages", folder / "llama")
+        sys.path.remove(packages)
+    serve("nothing", folder / "llama", 0)
+    return said
+
+
 def run_three(folder: Path) -> Result:
     """A model of 4 heads over three ranks."""
     with followed(71):
@@ -575,6 +601,7 @@ RUNS: Mapping[str, Callable[[Path], Result]] = {
     for each in (
         run_cases,
         run_refused,
+        run_different,
         run_three,
         kill_0,
         kill_1,

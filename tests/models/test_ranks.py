@@ -33,6 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_headed(made / "headed", "glm4_moe", 2, agrees=True)
     save_headed(made / "guessing", "mellum")
     save_tiny(made / "one_kv_head", "llama", num_key_value_heads=1)
+    save_tiny(made / "turned_llama", "llama", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    other = save_tiny(made / "other_llama", "llama")
+    with torch.no_grad():
+        other.get_parameter("model.layers.1.self_attn.q_proj.weight").mul_(1.01)
+    other.save_pretrained(made / "other_llama")
+    save_tiny(made / "other_bert", "bert", seed=1)
     almost = save_tiny(made / "almost_llama", "llama")
     with torch.no_grad():
         for parameter in almost.parameters():
@@ -134,6 +140,31 @@ def test_a_model_that_cannot_be_divided_is_refused_in_one_sentence(pairs: Mappin
     assert "its tp_plan divides the layer 'model.layers.0.self_attn'" in said["deepseek_v2"]
     assert "engine.device 'cpu:0' is one device, and there are 2 ranks" in said["device"]
     assert "a file of saved prefixes holds all of them" in said["prefixes"]
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        (
+            "weights",
+            "ModelError: rank 1 has other weights of other_llama than rank 0: model.layers.1.self_attn.q_proj.weight;",
+        ),
+        ("whole weights", "ModelError: rank 1 has other weights of other_bert than rank 0: "),
+        ("config", "ModelError: rank 1 has another config of turned_llama than rank 0: "),
+        (
+            "packages",
+            "EngineError: rank 1 has other packages than rank 0: kvframe-fake 2.0 instead of 1.0; install the ",
+        ),
+    ],
+)
+def test_ranks_that_would_compute_parts_of_different_models_are_refused(
+    pairs: Mapping[str, Any], what: str, sentence: str
+) -> None:
+    assert pairs["run_different"]["result"][what].startswith(sentence)
+
+
+def test_ranks_that_were_refused_can_start_with_equal_models(pairs: Mapping[str, Any]) -> None:
+    assert ([0, 0], "length") == (pairs["run_different"]["codes"], pairs["run_different"]["result"]["nothing"])
 
 
 def test_three_ranks_for_four_heads_are_refused_in_one_sentence(pairs: Mapping[str, Any]) -> None:

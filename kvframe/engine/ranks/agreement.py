@@ -1,4 +1,4 @@
-"""The agreement of all ranks before they serve: one stack, one choice of backends, and plans with as many slabs."""
+"""The agreement of all ranks before they serve: one stack, one model, the same backends, plans with as many slabs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import attrs
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import BackendError, PlanError, StackError, listed
 from kvframe.contract.specs import LayerSpec
+from kvframe.engine.ranks.fingerprint import Fingerprint, check_equal
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
 from kvframe.planning.plan import KVCachePlan
@@ -30,16 +31,23 @@ class RankSetup:
         memory_bytes: The most bytes that it can allocate.
         stack: Its stack.
         chosen: For each layer, its backend's name, and what identifies its wrappers and its backend.
+        fingerprint: Its packages and its model.
     """
 
     layers: tuple[LayerSpec, ...]
     memory_bytes: int
     stack: Stack
     chosen: tuple[tuple[str, str, tuple[Identity, ...]], ...]
+    fingerprint: Fingerprint
 
 
 def agree(
-    ranks: Leader | Follower, layers: Sequence[LayerSpec], plan: KVCachePlan, choices: Sequence[Choice], stack: Stack
+    ranks: Leader | Follower,
+    layers: Sequence[LayerSpec],
+    plan: KVCachePlan,
+    choices: Sequence[Choice],
+    stack: Stack,
+    fingerprint: Fingerprint,
 ) -> KVCachePlan:
     """Return this rank's plan, with the slabs of the rank that has the least memory; every rank calls this.
 
@@ -49,17 +57,23 @@ def agree(
         plan: The plan that this rank would have alone.
         choices: The choices for its layers.
         stack: What to use.
+        fingerprint: This rank's packages and model.
 
     Raises:
         StackError: The ranks have different stacks.
+        EngineError: The ranks have different packages (``ranks_differ``).
+        ModelError: The ranks have different models.
         SpecError: The ranks keep different tokens of a layer.
         PlanError: A rank has too little memory, or the ranks store a different number of heads.
         BackendError: Two ranks chose different wrappers or backends for a layer.
     """
     chosen = tuple((choice.layer, choice.backend, (*choice.wrapper_ids, choice.backend_id)) for choice in choices)
-    own = RankSetup(layers=tuple(layers), memory_bytes=plan.memory_bytes, stack=stack, chosen=chosen)
+    own = RankSetup(
+        layers=tuple(layers), memory_bytes=plan.memory_bytes, stack=stack, chosen=chosen, fingerprint=fingerprint
+    )
     setups: list[RankSetup] = ranks.exchange(own)
     _check_stacks(setups)
+    check_equal([setup.fingerprint for setup in setups])
     _check_chosen(setups)
     plans = plan_ranks(
         [setup.layers for setup in setups],

@@ -86,7 +86,7 @@ class TransformersAdapter(ModelAdapter):
         loaded: TransformersModel
         if config.is_encoder_decoder:
             build = partial(build_without_weights, config, description.name)
-            loaded = EncoderDecoderModel(model, tokenizer, description, build)
+            loaded = EncoderDecoderModel(model, tokenizer, description, build, path)
         else:
             first_position = 0 if description.generates else find_first_position(model)
             loaded = TransformersModel(model, tokenizer, description, path, first_position)

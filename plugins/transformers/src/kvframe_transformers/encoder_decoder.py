@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class EncoderDecoderModel(TransformersModel):
         tokenizer: Any,
         description: ModelDescription,
         build_without_weights: Callable[[], PreTrainedModel],
+        folder: Path | None = None,
     ) -> None:
         """Take a model in evaluation mode.
 
@@ -54,8 +56,9 @@ class EncoderDecoderModel(TransformersModel):
             tokenizer: Its tokenizer, or None.
             description: Its decoder's layers, as planned.
             build_without_weights: Builds it on the meta device, to find how many tokens features of a shape become.
+            folder: As for ``TransformersModel``.
         """
-        super().__init__(model, tokenizer, description)
+        super().__init__(model, tokenizer, description, folder)
         self._encoder: Any = self.model.get_encoder()
         self._build_without_weights = build_without_weights
         self._num_tokens: dict[torch.Size, int] = {}

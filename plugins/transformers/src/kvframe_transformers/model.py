@@ -40,6 +40,7 @@ from kvframe_transformers.shared_inputs import SharedInputs
 from kvframe_transformers.skipping import RowCutter, blocks_from
 from kvframe_transformers.states import OpaqueForward, own_forward
 from kvframe_transformers.step_mode import StepMode
+from kvframe_transformers.stored_weights import weights_for_all_ranks
 from kvframe_transformers.temperature import Temperatures
 
 _SERVING: WeakKeyDictionary[nn.Module, ReferenceType[TransformersModel]] = WeakKeyDictionary()
@@ -107,12 +108,18 @@ class TransformersModel(LoadedModel):
         return None if self._folder is None else read_pooling(self._folder)
 
     def identity(self) -> ModelIdentity:
-        """Return the config, without its path and transformers' version, and all parameters and buffers."""
+        """Return the config, without its path and transformers' version, and all parameters and buffers.
+
+        If transformers has divided the model over ranks, the weights of the checkpoint replace the divided ones.
+        """
         config = self.model.config.to_dict()
         for key in ("_name_or_path", "transformers_version"):
             config.pop(key, None)
         weights = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return ModelIdentity(config=json.dumps(config, sort_keys=True, default=str), weights=weights)
+        return ModelIdentity(
+            config=json.dumps(config, sort_keys=True, default=str),
+            weights=weights_for_all_ranks(weights, self._folder, self.model.config),
+        )
 
     def can_skip(self, layers: Sequence[str]) -> bool:
         """Return whether the blocks from the first of these layers on can compute only some rows.
