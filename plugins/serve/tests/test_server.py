@@ -11,8 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import attrs
 import openai
 import pytest
+from kvframe_serve.limits import Limits
+from kvframe_serve.plugin import NUMBERS
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvframe import Engine, SamplingParams
@@ -445,6 +448,10 @@ def test_more_requests_than_the_most_are_told_to_try_again(serve: Serve) -> None
 def test_wrong_limits_are_refused(serve: Serve, limits: dict[str, Any]) -> None:
     with pytest.raises(StackError, match=r"\[plugin.serve\] takes max_requests, max_requests_per_key, max_new_tokens"):
         serve(limits)
+
+
+def test_every_limit_is_a_key_of_the_stack_file() -> None:
+    assert {*NUMBERS, "answers"} == {field.name for field in attrs.fields(Limits)}
 
 
 def test_a_failing_step_fails_its_requests_and_no_others(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvframe.contract import StackError
-from kvframe_serve.plugin import SETTINGS
+from kvframe_serve.plugin import SETTINGS, check_settings
 
 
 @attrs.frozen(kw_only=True)
@@ -44,18 +43,8 @@ def read_limits() -> Limits:
     """Return the limits of the stack that was loaded last.
 
     Raises:
-        StackError: As for ``kvframe_configure``. An engine runs without a plugin whose settings are wrong; this server
-            cannot.
+        StackError: There is another key, or a value is wrong. An engine runs without a plugin whose settings are wrong;
+            this server cannot.
     """
-    names = [field.name for field in attrs.fields(Limits)]
-    for name, value in SETTINGS.items():
-        if name == "answers":
-            is_right = isinstance(value, str) and value != ""
-        else:
-            is_right = name in names and isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not is_right:
-            raise StackError(
-                f"[plugin.serve] takes {', '.join(names)}: answers is a name, the others are whole numbers of at "
-                f"least 1, not {name} = {value!r}"
-            )
+    check_settings()
     return Limits(**SETTINGS)
