@@ -8,7 +8,7 @@ from weakref import ref
 
 import pytest
 import torch
-from kvframe_transformers.packed import PackedLinears
+from kvframe_transformers.packed import PackedLinears, packable
 from kvframe_transformers.plugin import kvframe_configure
 from kvframe_transformers.shared_inputs import SharedInputs
 from kvframe_transformers.testing import save_tiny
@@ -43,7 +43,15 @@ def packs(engine: Engine) -> bool:
     return found == [{True}]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+PACKED_DTYPES = [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
+
+
+def test_a_dtype_that_the_processor_does_not_multiply_is_not_packed() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert (dtype in PACKED_DTYPES) == bool(packable(nn.Sequential(nn.Linear(8, 8)).to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
 def test_a_packed_layer_computes_what_it_did(dtype: torch.dtype) -> None:
     first = nn.Linear(40, 24)
     layers = nn.Sequential(first, nn.Linear(24, 17, bias=False)).to(dtype)
@@ -62,7 +70,7 @@ def test_a_packed_layer_computes_what_it_did(dtype: torch.dtype) -> None:
         assert layers(rows).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
 def test_layers_with_one_input_share_a_multiplication(dtype: torch.dtype) -> None:
     layers = nn.ModuleList([nn.Linear(40, 24), nn.Linear(40, 17, bias=False), nn.Linear(40, 9)]).to(dtype)
     first, second, third = layers

@@ -258,6 +258,9 @@ class _Uvicorn(uvicorn.Server):
             ending.cancel()
             # A signal that is raised again after this ends the process.
             await asyncio.to_thread(self._server.close)
+            if tasks := set(self.server_state.tasks):  # after a second Ctrl-C, nobody has waited for them
+                await asyncio.wait(tasks, timeout=_ENDING_SECONDS)
+            self._server.close_connections()
             if hasattr(signal, "SIGHUP"):
                 with contextlib.suppress(ValueError, RuntimeError):
                     asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)

@@ -10,8 +10,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
 
 class PackedLinears:
     """The linear layers of a model on a CPU, each beside a packed copy of its weight.
@@ -71,7 +69,14 @@ def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear or "forward" in vars(module) or not torch.backends.mkldnn.is_available():
         return False
     weight = module.weight.detach()
-    return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.dtype in _DTYPES
+    return type(weight) is torch.Tensor and weight.device.type == "cpu" and _multiplies(weight.dtype)
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies packed weights of a dtype on this processor; bfloat16 needs AVX-512."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 class _Product:
