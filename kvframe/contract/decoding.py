@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+_WHOLE = re.compile(rf"[^\s{_INCOMPLETE}]")
 
 _NUM_FIRST = 4
 """Prompt tokens that are decoded with the first generated ones, unless more are needed."""
@@ -133,7 +136,5 @@ def _is_safe(text: str, more_text: str, num_shown: int) -> bool:
         more_text: The text of these tokens and some before them.
         num_shown: Characters of ``text``, of which one has to be whole and no space.
     """
-    for index, character in enumerate(text[:num_shown]):
-        if character != _INCOMPLETE and not character.isspace():
-            return more_text.endswith(text[index:])
-    return False
+    whole = _WHOLE.search(text, 0, num_shown)
+    return whole is not None and more_text.endswith(text[whole.start() :])

@@ -22,10 +22,19 @@ from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
 from kvframe.cli.prompts import read_prompts
-from kvframe.contract.errors import BackendError, EngineError, PlanError, RequestError, SpecError, StackError
+from kvframe.contract.errors import (
+    BackendError,
+    EngineError,
+    KVFrameError,
+    PlanError,
+    RequestError,
+    SpecError,
+    StackError,
+)
 from kvframe.contract.specs import ENCODER, TOKENS, LayerSpec
 from kvframe.engine.ranks import links, step_limit
 from kvframe.engine.ranks.agreement import RankSetup, agree
+from kvframe.engine.ranks.fingerprint import Fingerprint
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.joining import collectives_for, ranks_of
 from kvframe.engine.ranks.leader import Leader
@@ -110,19 +119,31 @@ class Together:
 
 
 def setup(
-    *, heads: int = 1, memory: int = 2**16, backend: str = "torch", block_size: int = 4, stack: Any = None
+    *,
+    heads: int = 1,
+    memory: int = 2**16,
+    backend: str = "torch",
+    block_size: int = 4,
+    stack: Any = None,
+    fingerprint: Fingerprint | None = None,
 ) -> RankSetup:
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=4)
     chosen = (("0", backend, (Identity(backend, "module:Class"),)),)
     layers = (LayerSpec(name="0", spec=spec),)
-    return RankSetup(layers=layers, memory_bytes=memory, stack=Stack.from_mapping(stack or {}), chosen=chosen)
+    return RankSetup(
+        layers=layers,
+        memory_bytes=memory,
+        stack=Stack.from_mapping(stack or {}),
+        chosen=chosen,
+        fingerprint=fingerprint or Fingerprint(model="m", versions={}, config="", weights={}),
+    )
 
 
 def agreed(*setups: RankSetup, rank: int = 0) -> KVCachePlan:
     grouping = group_layers(setups[rank].layers)
     plan = plan_cache(grouping, memory_bytes=setups[rank].memory_bytes, max_model_len=64, max_num_batched_tokens=16)
     ranks: Any = Together(rank, list(setups))
-    return agree(ranks, setups[rank].layers, plan, (), setups[rank].stack)
+    return agree(ranks, setups[rank].layers, plan, (), setups[rank].stack, setups[rank].fingerprint)
 
 
 def test_the_rank_with_the_least_memory_decides_for_all() -> None:
@@ -138,6 +159,26 @@ def test_ranks_with_different_stacks_are_refused() -> None:
         match=r"rank 1 has another stack than rank 0: \[cache\] hybrid, \[engine\] max_num_seqs, \[\[rules\]\] differ",
     ):
         agreed(setup(), setup(stack=other))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"versions": {"torch": "2", "own": "2"}}, "rank 1 has other packages than rank 0: own 2 instead of 1"),
+        ({"config": '{"a": 1, "heads": 4}'}, 'rank 1 has another config of m than rank 0: "heads": 4'),
+        (
+            {"weights": {"up": b"2"}},
+            "rank 1 has other weights of m than rank 0: up; give all ranks the same checkpoint",
+        ),
+    ],
+)
+def test_ranks_with_other_packages_configs_or_weights_are_refused(changed: dict[str, Any], message: str) -> None:
+    one = Fingerprint(
+        model="m", versions={"torch": "2", "own": "1"}, config='{"a": 1, "heads": 2}', weights={"up": b"1"}
+    )
+    agreed(setup(fingerprint=one), setup(fingerprint=one))
+    with pytest.raises(KVFrameError, match=re.escape(message)):
+        agreed(setup(fingerprint=one), setup(fingerprint=attrs.evolve(one, **changed)))
 
 
 def test_ranks_may_have_memory_and_devices_of_their_own() -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -58,6 +59,7 @@ def serving(checkpoint: Path, tmp_path: Path, *options: str, table: str = "") ->
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
+            threading.Event().wait(0.01)
         yield server, port, lines
     finally:
         server.kill()
