@@ -9,8 +9,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import attrs
@@ -42,14 +42,30 @@ class ServerProcess:
 
     @property
     def memory_mb(self) -> float:
-        """The resident memory of the process, in megabytes (10^6 bytes)."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1])
-        return pages * os.sysconf("SC_PAGESIZE") / 1e6
+        """The resident memory of the process and its children, shared pages once, in megabytes (10^6 bytes)."""
+        return sum(_memory_kib(process) for process in _with_children(self.pid)) * 1024 / 1e6
 
     @property
     def num_descriptors(self) -> int:
         """The open file descriptors of the process."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+
+def _with_children(process: int) -> Iterator[int]:
+    yield process
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            listed = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
+            for child in listed.split():
+                yield from _with_children(int(child))
+
+
+def _memory_kib(process: int) -> int:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1])
+    return 0  # it ended
 
 
 def save_model(folder: Path) -> Path:
@@ -69,13 +85,16 @@ def save_model(folder: Path) -> Path:
 
 
 @contextmanager
-def served(model: Path, folder: Path, *, tables: str = "", max_files: int | None = None) -> Iterator[ServerProcess]:
+def served(
+    model: Path, folder: Path, *, tables: str = "", keys: Sequence[str] = (), max_files: int | None = None
+) -> Iterator[ServerProcess]:
     """Serve a model; yield the server when it answers.
 
     Args:
         model: The model's folder.
         folder: Where the stack and the log are written.
         tables: The stack, as TOML.
+        keys: The API keys; none if everybody is served.
         max_files: The most file descriptors that the server may have.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -83,6 +102,7 @@ def served(model: Path, folder: Path, *, tables: str = "", max_files: int | None
     stack, log = folder / "stack.toml", folder / "server.log"
     stack.write_text(tables or '[cache]\nmemory = "8MiB"\n', encoding="utf-8")
     command = [sys.executable, "-m", "kvframe", "serve", str(model), "--port", str(port), "--stack", str(stack)]
+    command += [option for key in keys for option in ("--api-key", key)]
     if max_files is not None:
         command = ["sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
     with log.open("wb") as file:

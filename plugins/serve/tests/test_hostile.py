@@ -139,9 +139,7 @@ def test_one_key_cannot_take_all_places_and_samples_count(serve: Serve) -> None:
         body = {"prompt": "x", "max_tokens": 480, "n": 4, "temperature": 1, "stream": True}
         client.sendall(request_bytes(body, Authorization="Bearer anna"))
         wait_until(lambda: num_taken(running) == 4)
-        with pytest.raises(
-            openai.RateLimitError, match="4 of the 4 samples that one key may ask for at once"
-        ) as refused:
+        with pytest.raises(openai.RateLimitError, match="4 of the 4 samples that one key may have at once") as refused:
             running.client("anna").completions.create(model="tiny", prompt="x", max_tokens=1)
         assert "1" == refused.value.response.headers["retry-after"]
         running.client("ben").completions.create(model="tiny", prompt="x", max_tokens=1)
@@ -159,23 +157,6 @@ def test_a_stream_that_has_ended_holds_no_place_though_it_is_not_read(serve: Ser
             wait_until(lambda: num_taken(running) == 0)
 
 
-def test_reading_a_long_body_holds_nobody_up(serve: Serve) -> None:
-    running = serve({"read_seconds": 60})
-    waits: list[bool] = []
-    body = {"messages": [{"role": "user", "content": "x"}] * 60_000}
-    asking = threading.Thread(
-        target=lambda: waits.append(post(running, "/v1/chat/completions", json.dumps(body).encode())[0] == 400)
-    )
-    asking.start()
-    answered = 0
-    while asking.is_alive():
-        assert is_healthy(running)
-        assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 1}')[0]
-        answered += 1
-    asking.join()
-    assert ([True], True) == (waits, answered > 3)
-
-
 def test_a_text_that_cannot_fit_is_refused_by_its_bytes(serve: Serve) -> None:
     running = serve()
     status, answer = post(running, "/v1/completions", json.dumps({"prompt": "a" * (4 << 20 >> 1)}).encode())
@@ -184,6 +165,88 @@ def test_a_text_that_cannot_fit_is_refused_by_its_bytes(serve: Serve) -> None:
 
 LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
 FILLS = "{% set ns = namespace(x='x' * 1000) %}{% for a in range(90000) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+
+
+def with_template(template: str, checkpoint: Path, folder: Path) -> Path:
+    """Copy a checkpoint into a folder, with another chat template."""
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "chat_template.jinja").write_text(template)
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+LARGE_CHAT = json.dumps({"messages": [{"role": "user", "content": "x" * (100 << 10)}]}).encode()
+"""A body that does not wait with small ones."""
+
+
+def test_reading_a_long_body_holds_nobody_up(serve: Serve, checkpoint: Path, tmp_path: Path) -> None:
+    running = serve({"read_seconds": 3}, path=with_template(LOOPS, checkpoint, tmp_path), name="tiny")
+    statuses: list[int] = []
+    asking = threading.Thread(target=lambda: statuses.append(post(running, "/v1/chat/completions", LARGE_CHAT)[0]))
+    asking.start()
+    answered = 0
+    while asking.is_alive():
+        assert is_healthy(running)
+        assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 1}')[0]
+        answered += 1
+    asking.join()
+    assert ([400], True) == (statuses, answered > 3)
+
+
+def test_keys_take_turns_when_large_bodies_are_read(serve: Serve, checkpoint: Path, tmp_path: Path) -> None:
+    path = with_template(LOOPS, checkpoint, tmp_path)
+    running = serve({"read_seconds": 4}, path=path, name="tiny", keys=["anna", "ben"])
+    statuses: list[int] = []
+
+    def ask() -> None:
+        statuses.append(post(running, "/v1/chat/completions", LARGE_CHAT, Authorization="Bearer anna")[0])
+
+    hostile = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in hostile:
+        thread.start()
+    wait_until(lambda: num_taken(running) == 8)
+    large = json.dumps({"prompt": "a" * (100 << 10), "max_tokens": 1}).encode()
+    status, answer = post(running, "/v1/completions", large, Authorization="Bearer ben")
+    assert (400, "prompt_too_long") == (status, answer["error"]["code"])
+    assert 5 <= num_taken(running)
+    for thread in hostile:
+        thread.join()
+    assert {400, 429} == {*statuses}
+
+
+def test_the_bytes_of_bodies_are_bounded(serve: Serve, checkpoint: Path, tmp_path: Path) -> None:
+    path = with_template(LOOPS, checkpoint, tmp_path)
+    running = serve({"read_seconds": 2, "max_body_bytes": 150 << 10}, path=path, name="tiny", keys=["anna", "ben"])
+    with ExitStack() as stack:
+        clients = [connect(running, stack) for _ in range(14)]
+        for client in clients:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(LARGE_CHAT)}\r\n"
+            client.sendall(f"{head}Authorization: Bearer anna\r\n\r\n".encode() + LARGE_CHAT)
+        wait_until(lambda: num_taken(running) == 11)
+        status, _ = post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 1}', Authorization="Bearer ben")
+        assert 200 == status
+        assert 3 == sum(b"bytes of bodies that one key may have" in read_some(client) for client in clients)
+
+
+def read_some(client: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n{" not in data and (part := client.recv(1 << 16)):
+        data += part
+    return data
+
+
+def test_a_chat_of_more_messages_than_tokens_fit_is_refused_before_it_is_written(serve: Serve) -> None:
+    running = serve({"read_seconds": 60})
+    body = {"messages": [{"role": "user", "content": "x"}] * 513}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        status, answer = post(running, path, json.dumps(body).encode())
+        assert (400, "the chat has 513 messages, and the model's context 512 tokens") == (
+            status,
+            answer["error"]["message"],
+        )
 
 
 @pytest.mark.parametrize(
@@ -196,13 +259,8 @@ FILLS = "{% set ns = namespace(x='x' * 1000) %}{% for a in range(90000) %}{% set
 def test_a_template_that_does_not_end_is_ended(
     serve: Serve, checkpoint: Path, tmp_path: Path, template: str, message: str
 ) -> None:
-    for file in checkpoint.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "chat_template.jinja").write_text(template)
-    config.pop("chat_template", None)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    running = serve({"read_seconds": 1, "read_memory_mb": 64}, path=tmp_path, name="tiny")
+    path = with_template(template, checkpoint, tmp_path)
+    running = serve({"read_seconds": 1, "read_memory_mb": 64}, path=path, name="tiny")
     hello = b'{"messages": [{"role": "user", "content": "x"}]}'
     for _ in range(2):
         status, answer = post(running, "/v1/chat/completions", hello)

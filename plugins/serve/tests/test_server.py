@@ -435,7 +435,7 @@ def test_more_requests_than_the_most_are_told_to_try_again(serve: Serve) -> None
     with ThreadPoolExecutor(2) as pool:
         held = [pool.submit(hold) for _ in range(2)]
         wait_until(lambda: running.server._places.num_taken == 2)
-        with pytest.raises(openai.RateLimitError, match="2 of the 2 samples that one key may ask for at once"):
+        with pytest.raises(openai.RateLimitError, match="2 of the 2 samples that one key may have at once"):
             client.completions.create(model="tiny", prompt="x", max_tokens=1)
         go.set()
         for each in held:

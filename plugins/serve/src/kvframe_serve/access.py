@@ -108,7 +108,8 @@ class Access:
         self._max_body_bytes = max_body_bytes
         self._client_seconds = client_seconds
         self._count_refusal = count_refusal
-        self._num_bytes = 0
+        most = _DROPPED * max_body_bytes
+        self._bytes = Places("bytes of bodies", max_total=most, max_per_key=most // 2 if self._keys else most)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one request."""
@@ -155,7 +156,7 @@ class Access:
         key = self._key(headers.get(b"authorization", b""))
         owner = hashlib.blake2b(key, digest_size=16).hexdigest() if key else ""
         header = headers.get(SALT_HEADER, b"").decode("latin-1")
-        place = Place(self._places, owner)
+        place, held = Place(self._places, owner), Place(self._bytes, owner)
         if scope["method"] == "POST":
             try:
                 place.grow(1)
@@ -166,13 +167,14 @@ class Access:
             caller.logged["key"] = owner[:8]
         token = CALLER.set(caller)
         try:
-            body = await self._read_body(headers, receive)
+            body = await self._read_body(headers, receive, held)
             await self._run(scope, body, receive, send)
         finally:
             # A stream that waits for its client gets no notice of the disconnection, so the request is ended here.
             for end in caller.on_end:
                 end()
             place.free()
+            held.free()
             CALLER.reset(token)
         return caller.logged
 
@@ -187,7 +189,7 @@ class Access:
             raise _Refused(401, "the key is missing or wrong: send it as `Authorization: Bearer KEY`", "bad_key")
         return key
 
-    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Any) -> bytes:
+    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Any, held: Place) -> bytes:
         """Return the whole body. Up to a limit, one that is too large is read and dropped, so that its sender can read
         the answer.
         """  # noqa: D205
@@ -204,17 +206,13 @@ class Access:
                     more = message.get("more_body", False)
                     if num_read <= most:
                         body += chunk
-                        self._num_bytes += len(chunk)
-                    if self._num_bytes > dropped:
-                        raise _Refused(
-                            429, "too many bytes are being sent; try again later", "too_many_requests", closes=True
-                        )
+                        held.grow(len(body))
+        except BusyError as error:
+            raise _Refused(429, str(error), "too_many_requests", closes=True) from None
         except TimeoutError:
             raise _Refused(
                 408, f"the body did not come within {self._client_seconds:g} seconds", "too_slow", closes=True
             ) from None
-        finally:
-            self._num_bytes -= len(body)
         if more or num_read > most:
             raise _Refused(413, f"the body is larger than {most} bytes", "too_large", closes=True)
         return bytes(body)

@@ -1,4 +1,4 @@
-"""Places for samples: how many are served at once, of all clients and of one key."""
+"""Places for samples and for bytes of bodies: how many there are at once, of all clients and of one key."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ class BusyError(KVFrameError):
 
 
 class Places:
-    """Counts the samples that are served.
+    """Counts what requests hold.
 
     Invariant: at most ``max_total`` are taken, and at most ``max_per_key`` by one key.
 
     Attributes:
-        num_taken: The samples that are served.
+        num_taken: The places that are taken.
     """
 
-    def __init__(self, *, max_total: int, max_per_key: int) -> None:
-        """Start with all places free."""
+    def __init__(self, unit: str, *, max_total: int, max_per_key: int) -> None:
+        """Start with all places free; ``unit`` says in errors what they are for."""
         self.num_taken = 0
+        self._unit = unit
         self._max_total = max_total
         self._max_per_key = min(max_per_key, max_total)
         self._of_keys: Counter[str] = Counter()
@@ -35,13 +36,13 @@ class Places:
         """
         if self._of_keys[key] + count > self._max_per_key:
             raise BusyError(
-                f"{self._of_keys[key]} of the {self._max_per_key} samples that one key may ask for at once are being "
-                f"served, and this request has {count} more; try again later"
+                f"{self._of_keys[key]:,} of the {self._max_per_key:,} {self._unit} that one key may have at once are "
+                f"in use, and this request has {count:,} more; try again later"
             )
         if self.num_taken + count > self._max_total:
             raise BusyError(
-                f"{self.num_taken} of {self._max_total} samples are being served, and this request has {count} more; "
-                "try again later"
+                f"{self.num_taken:,} of {self._max_total:,} {self._unit} are in use, and this request has {count:,} "
+                "more; try again later"
             )
         self.num_taken += count
         self._of_keys[key] += count

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvframe import API_VERSION, Embedder, Engine
 from kvframe.contract import EngineError, ModelError, RequestError, shown
-from kvframe_serve.access import error_body
+from kvframe_serve.access import CALLER, error_body
 from kvframe_serve.answering import Answerer, Embeddings
 from kvframe_serve.generation import RequestFailedError
 from kvframe_serve.places import BusyError
@@ -104,7 +104,7 @@ def _add_questions(app: FastAPI, serving: Serving) -> None:
                 raise RequestError(
                     f"this server {does}; start one with `kvframe serve --task {task}`", code="wrong_task"
                 )
-            question: Any = await serving.readers.read(reading, await request.body())
+            question: Any = await serving.readers.read(reading, await request.body(), CALLER.get().owner)
             return await answerer.answer(question)
 
         app.add_api_route(path, answer, methods=["POST"], name=reading, openapi_extra=_body(kind), response_model=None)
@@ -115,7 +115,7 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
 
     def answered_by(reading: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            return JSONResponse(await serving.readers.read(reading, await request.body()))
+            return JSONResponse(await serving.readers.read(reading, await request.body(), CALLER.get().owner))
 
         return answer
 

@@ -97,7 +97,7 @@ class Server:
         """Connect the parts."""
         limits = self._limits
         per_key = limits.max_requests_per_key or (limits.max_requests // 2 if keys else limits.max_requests)
-        self._places = Places(max_total=limits.max_requests, max_per_key=max(1, per_key))
+        self._places = Places("samples", max_total=limits.max_requests, max_per_key=max(1, per_key))
         self._connections = Connections(max_connections=limits.max_connections, client_seconds=limits.client_seconds)
         registry = CollectorRegistry()
         registry.register(EngineMetrics(self.engine, lambda: self._places.num_taken))

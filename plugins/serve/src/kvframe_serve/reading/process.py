@@ -2,7 +2,7 @@
 
 A chat template is a program of the checkpoint's, and a tokenizer may need seconds for a text of megabytes. In the
 server's own process either would stop all clients, and nothing could end it. A process is killed if it takes too long,
-and another one takes its place. Small bodies never wait for a large one: there are two processes.
+and another one takes its place. Small bodies never wait for a large one: there are two processes. Owners take turns.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import queue
 import signal
 import sys
 import threading
+from collections import OrderedDict, deque
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvframe.contract import EngineError, ModelError, RequestError
+from kvframe_serve.places import BusyError
 from kvframe_serve.reading.question import ServedModel
 from kvframe_serve.request_log import LOG
 
@@ -34,6 +35,9 @@ SMALL_BODY_BYTES = 64 << 10
 
 _START_SECONDS = 300
 """How long a process may take to load a tokenizer, on a machine that is loading a model."""
+
+_MOST_READS = 3
+"""A body is answered within the time of so many readings, those that it waits for included."""
 
 _MEGABYTE = 1 << 20
 
@@ -60,6 +64,38 @@ class _Job:
     answer: Future[Any] = attrs.field(factory=Future)
 
 
+class _Turns:
+    """The jobs that wait. Owners take turns, so that nobody's bodies wait for all of another's."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[str, deque[_Job]] = OrderedDict()
+        self._is_ended = False
+        self._changed = threading.Condition()
+
+    def put(self, owner: str, job: _Job) -> None:
+        with self._changed:
+            self._jobs.setdefault(owner, deque()).append(job)
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Let ``take`` return None when no job waits."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify()
+
+    def take(self) -> _Job | None:
+        """Wait for a job and return it; None after the last one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._is_ended)
+            if not self._jobs:
+                return None
+            owner, jobs = self._jobs.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._jobs[owner] = jobs
+            return job
+
+
 class Readers:
     """The reading processes of a server: one for small bodies and one for large ones."""
 
@@ -71,6 +107,7 @@ class Readers:
             max_seconds: How long a body may take.
             max_memory_mb: How much memory it may take, beside what the tokenizer needs.
         """
+        self._most_seconds = _MOST_READS * max_seconds
         self._small, self._large = (_Lane(served, max_seconds, max_memory_mb) for _ in range(2))
 
     def wait(self) -> None:
@@ -82,19 +119,25 @@ class Readers:
         for lane in (self._small, self._large):
             lane.wait()
 
-    async def read(self, kind: str, body: bytes) -> Any:
+    async def read(self, kind: str, body: bytes, owner: str) -> Any:
         """Return what a method of ``Reader`` returns for a body.
 
         Args:
             kind: The name of the method.
             body: The bytes of the body.
+            owner: Whose body it is; owners take turns.
 
         Raises:
             RequestError: The body is wrong, or takes too much time or memory.
+            BusyError: Too many bodies wait.
             EngineError: The processes cannot be started any more (``closed``).
         """
         lane = self._small if len(body) <= SMALL_BODY_BYTES else self._large
-        return await asyncio.wrap_future(lane.read(kind, body))
+        try:
+            async with asyncio.timeout(self._most_seconds):
+                return await asyncio.wrap_future(lane.read(kind, body, owner))
+        except TimeoutError:
+            raise BusyError("too many bodies wait to be read; send fewer at once") from None
 
     def close(self) -> None:
         """End both processes. It may be called twice."""
@@ -112,7 +155,7 @@ class _Lane:
         self._served = served
         self._max_seconds = max_seconds
         self._max_memory_mb = max_memory_mb
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._turns = _Turns()
         self._ready: Future[None] = Future()
         self._process: Any = None
         self._connection: Connection[Any, Any] | None = None
@@ -123,17 +166,17 @@ class _Lane:
     def wait(self) -> None:
         self._ready.result()
 
-    def read(self, kind: str, body: bytes) -> Future[Any]:
+    def read(self, kind: str, body: bytes, owner: str) -> Future[Any]:
         job = _Job(kind, body)
         if self._is_closed:
             job.answer.set_exception(EngineError("the server is closing", code="closed"))
         else:
-            self._jobs.put(job)
+            self._turns.put(owner, job)
         return job.answer
 
     def close(self) -> None:
         self._is_closed = True
-        self._jobs.put(None)
+        self._turns.end()
         if self._process is not None:
             self._process.kill()  # the thread may wait for it
         self._thread.join()
@@ -145,7 +188,7 @@ class _Lane:
         except Exception as error:
             self._is_closed = True
             self._ready.set_exception(error)
-        while (job := self._jobs.get()) is not None:
+        while (job := self._turns.take()) is not None:
             if not job.answer.set_running_or_notify_cancel():
                 continue  # its client has gone away
             try:

@@ -18,8 +18,10 @@ from kvframe_serve.reading.bodies import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    Message,
     SampledBody,
     TokenizeBody,
+    Tool,
 )
 from kvframe_serve.reading.chat import ChatWriter, template_of
 from kvframe_serve.reading.fields import read_fields
@@ -89,7 +91,7 @@ class Reader:
         options = dict(fields.chat_template_kwargs or {})
         if fields.reasoning_effort is not None:
             options["reasoning_effort"] = fields.reasoning_effort
-        text = self._chat.write(fields.messages, tools, options)
+        text = self._text_of(fields.messages, tools, options)
         prompts = [self._tokens(text, add_special_tokens=False)]
         logprobs = {"logprobs": bool(fields.logprobs), "top_logprobs": fields.top_logprobs or 0}
         params = self._params(fields, next(iter(lengths), None), prompts, logprobs, None)
@@ -143,7 +145,7 @@ class Reader:
         elif fields.add_special_tokens is not None:
             raise RequestError("add_special_tokens is for a prompt: a chat template writes its own", code="bad_params")
         else:
-            text = self._chat.write(fields.messages, fields.tools, fields.chat_template_kwargs)
+            text = self._text_of(fields.messages, fields.tools, fields.chat_template_kwargs)
             tokens = self._tokens(text, add_special_tokens=False)
         return {"count": len(tokens), "max_model_len": self._served.max_model_len, "tokens": tokens.tolist()}
 
@@ -166,6 +168,18 @@ class Reader:
                 f"there is no model {shown(fields.model)}; this server serves {self._served.name!r}",
                 code=UNKNOWN_MODEL,
             )
+
+    def _text_of(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, options: Mapping[str, Any] | None
+    ) -> str:
+        """Return a chat as text; one of more messages than the context has tokens is refused before it is written."""
+        if len(messages) > self._served.max_model_len:
+            raise RequestError(
+                f"the chat has {len(messages):,} messages, and the model's context {self._served.max_model_len:,} "
+                "tokens",
+                code="prompt_too_long",
+            )
+        return self._chat.write(messages, tools, options)
 
     def _tokens(self, prompt: str | Sequence[int], add_special_tokens: bool) -> array[int]:
         """Return the tokens of a prompt, which may be far too long for the tokenizer."""
