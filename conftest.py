@@ -60,6 +60,7 @@ LONG = {
     "test_frozen.py",
     "test_new_plugin.py",
     "test_packed.py",
+    "test_served_ranks.py",
     "test_soak.py",
 }
 """Files with tests that take at least five seconds each."""

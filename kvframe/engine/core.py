@@ -72,6 +72,9 @@ class EngineCore(ABC, Generic[RequestT]):
         grouping: The cache groups.
         plan: The cache plan.
         choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
+        on_failed_rank: Called before this process ends because another rank failed; None, the default, for nothing. A
+            thread of the engine calls it, while a verb may wait for the failed rank, so it must call no verb. It can
+            tell clients that their requests have ended. The process ends when it returns, or after one second.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class EngineCore(ABC, Generic[RequestT]):
         if self.grouping.note is not None:
             _log.info("%s: %s", model.description.name, self.grouping.note)
         self._turns, self._step_began = Turns(), 0.0
+        self.on_failed_rank: Callable[[], None] | None = None
         self._requests: RequestTable[RequestT] = RequestTable()
         self._admission = make_admission(assembly, self._secret)
         self._manager = make_manager(assembly, registry, poison_freed=poison_freed)
@@ -146,6 +150,7 @@ class EngineCore(ABC, Generic[RequestT]):
                 self._runner,
                 self._manager.tables,
                 on_failed_step=self._turns.close,
+                before_end=self._before_end,
                 max_step_seconds=stack.engine.max_step_seconds,
             )
 
@@ -532,6 +537,11 @@ class EngineCore(ABC, Generic[RequestT]):
             trace.note_computed(step)
         if self._cache_events.listener is not None:
             self._cache_events.deliver()
+
+    def _before_end(self) -> None:
+        """Call the listener before this process ends because another rank failed."""
+        if self.on_failed_rank is not None:
+            self.on_failed_rank()
 
     def _end_all(self, error: str) -> None:
         """End every request with an error, after the engine was closed in a step."""

@@ -441,15 +441,28 @@ def test_a_step_is_late_after_its_own_moments_only(
 
 
 class _Runner:
-    """What rank 0 asks to compute a step: it waits."""
+    """What rank 0 asks to compute a step: it waits, and then fails if an error is given."""
 
     tokens = np.zeros((1, 8), dtype=np.int64)
 
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
+    def __init__(self, event: threading.Event, error: Exception | None = None) -> None:
+        self._event, self._error = event, error
 
     def compute(self, *arguments: Any) -> None:
         self._event.wait(20)
+        if self._error is not None:
+            raise self._error
+
+
+def start_step(runner: Any) -> None:
+    """Let a thread compute a step of one request."""
+    batch = StepBatch(
+        rows=np.zeros(1, dtype=np.int64),
+        num_computed=np.zeros(1, dtype=np.int64),
+        query_lens=np.ones(1, dtype=np.int64),
+        generating_indices=np.zeros(1, dtype=np.int64),
+    )
+    threading.Thread(target=runner.compute, args=(batch, batch.generating_indices, {}), daemon=True).start()
 
 
 @pytest.mark.parametrize("is_told", [False, True])
@@ -460,13 +473,7 @@ def test_rank_0_ends_all_if_a_step_does_not_end(is_told: bool, monkeypatch: pyte
     event = threading.Event()
     runner: Any = _Runner(event)
     leader.lead(runner, BlockTables(1, 8, [4]), on_failed_step=lambda: None, max_step_seconds=0.5)
-    batch = StepBatch(
-        rows=np.zeros(1, dtype=np.int64),
-        num_computed=np.zeros(1, dtype=np.int64),
-        query_lens=np.ones(1, dtype=np.int64),
-        generating_indices=np.zeros(1, dtype=np.int64),
-    )
-    threading.Thread(target=runner.compute, args=(batch, batch.generating_indices, {}), daemon=True).start()
+    start_step(runner)
     if is_told:
         other.sendall(packed(Failure("a step has not ended")))
     sentence = str(ended.get(timeout=10))
@@ -478,6 +485,32 @@ def test_rank_0_ends_all_if_a_step_does_not_end(is_told: bool, monkeypatch: pyte
     event.set()
     leader.close()
     other.close()
+
+
+def test_rank_0_answers_its_callers_before_it_ends_with_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends although the answers are never complete, and a step that fails meanwhile is not reported."""
+    monkeypatch.setattr("kvframe.engine.ranks.leader.ANSWERING_SECONDS", 0.3)
+    monkeypatch.setattr("kvframe.engine.ranks.leader._MOMENT_SECONDS", 0.05)
+    leader, other, ended = pair()
+    failed: SimpleQueue[str] = SimpleQueue()
+    step, answering, never = threading.Event(), threading.Event(), threading.Event()
+
+    def before_end() -> None:
+        assert ended.empty()
+        answering.set()
+        never.wait(20)
+
+    runner: Any = _Runner(step, RuntimeError("the other rank closed the connection"))
+    leader.lead(runner, BlockTables(1, 8, [4]), on_failed_step=failed.put, before_end=before_end, max_step_seconds=60)
+    start_step(runner)
+    other.close()
+    assert answering.wait(10)
+    step.set()
+    assert "rank 1 is lost: its process was killed or its machine was lost; all ranks end" == ended.get(timeout=10)
+    with pytest.raises(Empty):
+        failed.get(timeout=0.5)
+    never.set()
+    leader.close()
 
 
 def test_a_rank_that_waits_in_its_set_up_ends_with_rank_0() -> None:

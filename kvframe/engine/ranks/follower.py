@@ -29,6 +29,9 @@ _MOMENT_SECONDS = 1.0
 
 _MAX_SENTENCE = 2_000
 
+_SIGNALS_OF_RANK_0 = ("SIGINT", "SIGTERM", "SIGHUP")
+"""Signals after which rank 0 may still complete requests, for which it needs the other ranks."""
+
 
 class Follower:
     """The connection of another rank to rank 0.
@@ -89,9 +92,11 @@ class Follower:
             host: Its host store, if requests are swapped.
             max_step_seconds: How long a step may take; rank 0 is told where this rank is after that.
         """
-        # Ctrl-C in a terminal reaches all processes; rank 0 decides what it means.
+        # Ctrl-C in a terminal, and a signal that ends torchrun, reach all processes; rank 0 decides what they mean.
         with suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for name in _SIGNALS_OF_RANK_0:
+                if hasattr(signal, name):
+                    signal.signal(getattr(signal, name), signal.SIG_IGN)
         limit = StepLimit(max_step_seconds, partial(self._late, max_step_seconds))
         commands: dict[str, Callable[..., None]] = {
             "step": lambda step: _run(step, runner, tables, limit),

@@ -35,6 +35,9 @@ RANKS_ENDED = "a step failed on rank 0, so its ranks have ended"
 GRACE_SECONDS = 2.0
 """How long the main thread has to report an error of its own after another rank has reported one."""
 
+ANSWERING_SECONDS = 1.0
+"""How long this process may answer its callers after another rank has failed, before it ends."""
+
 _MOMENT_SECONDS = 0.5
 """How long the end of another process may take to be noticed after a collective operation has failed."""
 
@@ -69,6 +72,7 @@ class Leader:
         self.num_ranks, self.num_local_ranks = 1 + len(connections), num_local_ranks
         self.is_over = False
         self._on_failed_step: Callable[[str], None] | None = None
+        self._before_end: Callable[[], None] | None = None
         self._limit: StepLimit | None = None
         self._end = end
         self._has_ended = threading.Lock()
@@ -101,6 +105,7 @@ class Leader:
         tables: BlockTables,
         *,
         on_failed_step: Callable[[str], None],
+        before_end: Callable[[], None] | None = None,
         max_step_seconds: float,
     ) -> None:
         """Let every other rank compute the batches of a runner too.
@@ -110,9 +115,11 @@ class Leader:
             tables: The block tables of the engine.
             on_failed_step: Called with a sentence when a step has failed, after the command to end was sent to the
                 other ranks.
+            before_end: Called by another thread before this process ends because a rank failed. The process ends when
+                the call returns, and after ``ANSWERING_SECONDS`` at the latest.
             max_step_seconds: How long a step may take; all ranks end after that.
         """
-        self._on_failed_step = on_failed_step
+        self._on_failed_step, self._before_end = on_failed_step, before_end
         self._limit = limit = StepLimit(max_step_seconds, partial(self._late, max_step_seconds))
         entries, compute = TableEntries(tables), runner.compute
 
@@ -146,6 +153,8 @@ class Leader:
         if isinstance(error, Exception):
             # If the step failed because another rank was lost, the thread of its link ends this process.
             time.sleep(_MOMENT_SECONDS)
+            if self._has_ended.locked():
+                threading.Event().wait()
         self.close()
         if self._on_failed_step is not None:
             self._on_failed_step(f"{RANKS_ENDED}: {safe_text(error)}")
@@ -173,6 +182,10 @@ class Leader:
         if not self.is_over and self._has_ended.acquire(blocking=False):
             for link in self._links.values():
                 link.try_send(packed(Failure(sentence)))
+            if self._before_end is not None:
+                answering = threading.Thread(target=self._before_end, daemon=True)
+                answering.start()
+                answering.join(ANSWERING_SECONDS)
             self._end(sentence)
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from pathlib import Path
-from typing import Any, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
 
 import click
+
+if TYPE_CHECKING:
+    from kvframe_serve.server import Server
 
 _ENDED_EXIT_CODE = 71
 """Exit code if the engine has ended by itself: a rank failed."""
@@ -71,9 +76,9 @@ def serve(
         raise click.UsageError("--host is empty; write 0.0.0.0 to listen on all addresses")
     if os.environ.get("RANK", "0") == "0":  # under torchrun, the first rank has the server
         _bind(host, port).close()  # a wrong address is said before a model is loaded
-    from kvframe_serve.reading.process import prepare
+        from kvframe_serve.reading.process import prepare
 
-    prepare()
+        prepare()
 
     from kvframe import Stack, find_model
     from kvframe_serve.server import Server, Task
@@ -97,10 +102,24 @@ def serve(
     if not keys and not _is_local(listener):
         click.echo(f"WARNING: whoever reaches {host}:{port} is served, since there is no --api-key", err=True)
     click.echo(f"serving {server.name} on http://{_url_host(host)}:{port}/v1", err=True)
+    _ignore_sigterm_once_ended(server)
     asyncio.run(server.run(listener, grace=grace))
     if server.ended_by:
         click.echo(f"error: {server.ended_by}", err=True)
-        click.get_current_context().exit(_ENDED_EXIT_CODE)
+        # Python's own end takes a second, in which SIGTERM would replace the exit code, and may wait for a lost rank.
+        os._exit(_ENDED_EXIT_CODE)
+
+
+def _ignore_sigterm_once_ended(server: Server) -> None:
+    """Keep this process's exit code if the engine ended: torchrun sends SIGTERM to all ranks when one has failed."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        if not server.ended_by:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    # uvicorn has a handler of its own while it runs, and afterwards raises the signal again for this one.
+    signal.signal(signal.SIGTERM, end)
 
 
 def _checked_keys(keys: tuple[str, ...]) -> tuple[str, ...]:

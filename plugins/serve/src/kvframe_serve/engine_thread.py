@@ -25,6 +25,9 @@ _Job = Callable[[], None]
 STEP_SECONDS = 2.0
 """How long the running step has to end when the thread is closed."""
 
+_RANK_FAILED = "the engine has ended, because one of its ranks failed"
+"""What clients are told; the exception may hold data of another client."""
+
 
 @attrs.frozen(kw_only=True)
 class EngineEnded:
@@ -45,7 +48,7 @@ class EngineThread:
     """Calls all methods of an engine in one thread.
 
     Invariant: only this thread calls the engine, except for ``stats`` and what says how long a step has taken, and only
-    this thread uses ``_receivers``.
+    this thread uses ``_receivers``, until ``fail`` is called.
 
     Attributes:
         ended_by: Why the engine serves no more although nobody closed it; empty while it serves.
@@ -109,6 +112,7 @@ class EngineThread:
             if not added.set_running_or_notify_cancel():
                 return  # The client disconnected before its request was added.
             try:
+                self._check_open()
                 request_id = add_request(self._engine)
             except BaseException as error:  # a plugin may raise anything; the thread serves others
                 added.set_exception(error if isinstance(error, Exception) else _as_error(error))
@@ -119,7 +123,7 @@ class EngineThread:
         self._jobs.put(job)
         if not self.is_alive and not added.done():
             added.cancel()
-            raise EngineError(self.ended_by or "the server is closing", code="closed")
+            self._check_open()
         try:
             return await asyncio.wrap_future(added)
         except asyncio.CancelledError:
@@ -147,6 +151,17 @@ class EngineThread:
         self._thread.join(STEP_SECONDS)
         return not self._thread.is_alive()
 
+    def fail(self) -> None:
+        """End all requests with an error because a rank failed, although this thread may wait for that rank."""
+        self.ended_by, self._is_closing = _RANK_FAILED, True
+        LOG.error("%s; the server ends", self.ended_by)
+        self._end_requests()
+
+    def _check_open(self) -> None:
+        """Raise an ``EngineError`` if no requests are served."""
+        if not self.is_alive:
+            raise EngineError(self.ended_by or "the server is closing", code="closed")
+
     def _run(self) -> None:
         try:
             while self._take_jobs():
@@ -159,7 +174,7 @@ class EngineThread:
             self.ended_by = f"the engine has failed: {type(error).__name__}"
         finally:
             if not self._is_closing:
-                self.ended_by = self.ended_by or "the engine has ended, because a step failed on one of its ranks"
+                self.ended_by = self.ended_by or _RANK_FAILED
                 LOG.error("%s; the server ends", self.ended_by)
             self._end()
 
@@ -168,18 +183,21 @@ class EngineThread:
         is_unasked, self._is_closing = not self._is_closing, True
         with contextlib.suppress(Exception):  # it is closed already, or cannot be
             self._engine.close()
+        self._end_requests()
+        if is_unasked:
+            self._call(self._on_end)
+
+    def _end_requests(self) -> None:
+        """Answer the requests that were added, or are being added, with an error."""
         ended = EngineEnded(error=self.ended_by or "the server is closing")
-        for receiver in self._receivers.values():
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
             self._call(receiver.receive, ended)
-        self._receivers.clear()
-        # Requests that were being added find a closed engine.
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()
                 if job is not None:
                     job()
-        if is_unasked:
-            self._call(self._on_end)
 
     def _take_jobs(self) -> bool:
         """Run the queued jobs; wait for one if no request is unfinished. Return False if the thread is to end."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import time
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -36,6 +37,9 @@ Task = Literal["generate", "embed"]
 
 _ENDING_SECONDS = 1.0
 """How long answers have to be sent after the requests of a closing server have ended."""
+
+_MOMENT_SECONDS = 0.01
+"""The time between two looks at whether all answers have been sent."""
 
 
 class Server:
@@ -205,6 +209,14 @@ class Server:
         """Close all connections, unsent bytes or not."""
         self._connections.abort()
 
+    def _end_with_a_rank(self) -> None:
+        """Answer all requests with an error, before this process ends because a rank failed."""
+        assert self._thread is not None
+        assert self._uvicorn is not None
+        self._thread.fail()
+        while self._uvicorn.server_state.tasks:
+            time.sleep(_MOMENT_SECONDS)
+
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the engine's thread; outputs are delivered in ``loop``."""
         thread = self._thread = EngineThread(
@@ -214,6 +226,7 @@ class Server:
             note_failed_step=self._times.failed_step,
             on_end=self.stop,
         )
+        self.engine.on_failed_rank = self._end_with_a_rank
         answerers, times = self._serving.answerers, self._times
         if not self._served.generates:
             answerers["/v1/embeddings"] = Embeddings(self.name, thread, times)

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,  # noqa: F401  # loads what every config needs before the processes are forked, which takes seconds
+)
 
 from kvframe import SamplingParams
 from kvframe.contract import RequestError, shown
