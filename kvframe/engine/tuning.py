@@ -104,8 +104,8 @@ def check_measurable(layer: LayerSpec, device: torch.device, context: int) -> No
             num_bytes += _plan(grouping, requests).total_bytes
         check_host_bytes(
             num_bytes,
-            f"the host has no {num_bytes} bytes to measure {len(requests)} requests of {context} tokens; give a smaller "
-            "--context",
+            f"the host has no {num_bytes} bytes to measure {len(requests)} requests of {context} tokens; give a "
+            "smaller --context",
         )
 
 

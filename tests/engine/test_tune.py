@@ -319,7 +319,7 @@ def test_a_context_that_needs_more_memory_than_there_is_is_refused_before_anythi
 ) -> None:
     layers.write_text(layers.read_text().replace('"max_model_len": 32', '"max_model_len": 2000000000'))
     refused = error_of("tune", layers, "--stack", stack_file, "--context", 999999999)
-    expected = r"^kvframe: error: the host has no \d+ bytes to measure 16 requests of 999999999 tokens; give a smaller "
+    expected = r"^the host has no \d+ bytes to measure 16 requests of 999999999 tokens; give a smaller "
     assert re.match(expected + r"--context; this process may use \d+ bytes of memory$", refused.strip()), refused
     assert not table.exists()
 
