@@ -244,12 +244,12 @@ class MetadataPlan:
                 continue
             try:
                 build.built = builder.builder.build(build.take())
-            except Exception as error:
+            except BaseException as error:
                 raise self._failure([build], "build", error) from error
         for builder_class, alike in together.items():
             try:
                 made = build_all(builder_class, [(self._builders[each.reuse].builder, each.take()) for each in alike])
-            except Exception as error:
+            except BaseException as error:
                 raise self._failure(alike, "build_together", error) from error
             for build, built in zip(alike, made, strict=True):
                 build.built = built
@@ -258,7 +258,7 @@ class MetadataPlan:
                 builder, built = self._builders[build.reuse], builds[build.like].built
                 try:
                     build.built = refresh_fields(builder.builder, built, build.take())
-                except Exception as error:
+                except BaseException as error:
                     raise self._failure([build], "refreshed_fields", error) from error
 
     def _finish(self, builds: Sequence[Build]) -> list[Any]:
@@ -271,14 +271,14 @@ class MetadataPlan:
             elif build.like is None:
                 try:
                     finished.append(builder.builder.finish(build.built))
-                except Exception as error:
+                except BaseException as error:
                     raise self._failure([build], "finish", error) from error
             else:
                 fields = {name: getattr(build.built, name) for name in builder.builder.table_fields or ()}
                 finished.append(replace_fields(builder.builder, finished[build.like], fields))
         return finished
 
-    def _failure(self, builds: Iterable[Build], method: str, error: Exception) -> Exception:
+    def _failure(self, builds: Iterable[Build], method: str, error: BaseException) -> BaseException:
         """Return the error for what the builders raised."""
         numbers = {build.reuse for build in builds}
         groups = [reader.group for reader in self._readers if reader.reuse in numbers]

@@ -90,7 +90,7 @@ class ServedLayer:
         assert value is not None
         try:
             self._backend.write_kv(key, value, kv_cache, read.slots)
-        except Exception as error:
+        except BaseException as error:
             raise self._failure("write_kv", error) from error
 
     def attend(
@@ -127,7 +127,7 @@ class ServedLayer:
             query, wanted = query.index_select(0, order.tokens), None
         try:
             output = self._backend.forward(self._wrapped, query, kv_cache, read.metadata, sinks, wanted)
-        except Exception as error:
+        except BaseException as error:
             raise self._failure("forward", error) from error
         if (
             getattr(output, "shape", None) != (query.shape[0], *self._head_shape)
@@ -141,7 +141,7 @@ class ServedLayer:
             return torch.index_select(output, 0, order.inverse, out=out)
         return output if output is out else out.copy_(output)
 
-    def _failure(self, method: str, error: Exception) -> Exception:
+    def _failure(self, method: str, error: BaseException) -> BaseException:
         return step_failure(self._backend_name, [self.spec.name], method, error)
 
     def _check_output(self, output: Any, query: torch.Tensor) -> None:

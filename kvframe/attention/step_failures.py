@@ -12,16 +12,17 @@ from kvframe.contract.errors import BackendError, KVFrameError, shown
 from kvframe.contract.foreign import safe_text
 
 
-def step_failure(backend: str, layers: Sequence[str], method: str, error: Exception) -> Exception:
+def step_failure(backend: str, layers: Sequence[str], method: str, error: BaseException) -> BaseException:
     """Return the error that a backend's method ends a step with.
 
     Args:
         backend: The backend's registered name.
         layers: The layers that it was called for.
         method: What was called (``"forward"``).
-        error: What it raised. Returned as they are: errors of kvframe, and those that the capture of a graph handles.
+        error: What it raised. Returned as they are: errors of kvframe, those that the capture of a graph handles, and
+            ``KeyboardInterrupt``, which comes from the user.
     """
-    if isinstance(error, KVFrameError | NotReplayableError | torch.OutOfMemoryError):
+    if isinstance(error, KVFrameError | NotReplayableError | torch.OutOfMemoryError | KeyboardInterrupt):
         return error
     others = f" and {len(layers) - 1} others" if len(layers) > 1 else ""
     *_, (frame, line) = walk_tb(error.__traceback__)

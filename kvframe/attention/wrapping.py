@@ -66,9 +66,9 @@ def apply_wrapper(
             )
     try:
         wrapped = wrapper(metadata)
-    except KVFrameError:
+    except (KVFrameError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise wrapper_mistake(wrapper, layers, f"failed: {safe_text(error)}", "failed") from error
     if wrapped is metadata:
         return wrapped
@@ -109,9 +109,9 @@ def divide_keys(
     """
     try:
         parts = wrapper.parts(metadata)
-    except KVFrameError:
+    except (KVFrameError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise wrapper_mistake(wrapper, layers, f"failed: {safe_text(error)}", "failed") from error
     if not isinstance(parts, tuple) or len(parts) != wrapper.num_parts:
         found = f"{len(parts)} parts" if isinstance(parts, tuple) else f"a {type(parts).__name__!r}"

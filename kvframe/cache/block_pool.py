@@ -228,7 +228,10 @@ class BlockPool:
         try:
             return policy.rank(places, groups)
         except PluginError as error:
-            _log.error("%s; it is set aside, and the least recently used blocks are evicted first", error)
+            why = str(error)
+        except KeyboardInterrupt:  # Ctrl-C waits here, so the policy raised it
+            why = f"eviction policy {policy.policy.name!r}: priorities() failed: KeyboardInterrupt"
+        _log.error("%s; it is set aside, and the least recently used blocks are evicted first", why)
         self._policy = None
         self._orders = [order.by_release() for order in self._orders if isinstance(order, PriorityOrder)]
         return self._stamp
@@ -310,7 +313,7 @@ class BlockPool:
             try:
                 for group, where in equal_runs(groups):
                     self.on_pages_freed(group, block_ids[where].tolist())
-            except Exception as error:
+            except BaseException as error:
                 _log.error("on_pages_freed raises %s; it was removed", safe_text(error))
                 self.on_pages_freed = None
 

@@ -10,13 +10,17 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import TextWrapper
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ShowProgress = Callable[[int], None]
 """Takes the number of finished units and updates a progress bar."""
@@ -24,6 +28,9 @@ ShowProgress = Callable[[int], None]
 
 _PIPE_WIDTH = 80
 """Columns of a line if the output is not a terminal."""
+
+_NARROWEST_LINE, _WIDEST_LINE = 20, 1000
+"""The least and the most columns that a line is made for, whatever the terminal or the environment says."""
 
 _NARROWEST_FOLD = 24
 """The least width that a folded cell gets, unless its longest word is shorter."""
@@ -53,14 +60,38 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
 
 
 def line_width() -> int:
-    """Return the columns of a line: ``COLUMNS`` if it is set, the terminal's width on a terminal, 80 in a pipe."""
+    """Return the columns of a line: ``COLUMNS`` if it is set, the terminal's width on a terminal, 80 in a pipe.
+
+    A number of columns that no text can be folded to is replaced by the nearest one that works.
+    """
+    columns = _columns_asked_for()
+    if not columns:
+        try:
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns or _PIPE_WIDTH
+        except (OSError, ValueError, AttributeError):  # not a terminal, or a stream without a descriptor
+            columns = _PIPE_WIDTH
+    return min(max(columns, _NARROWEST_LINE), _WIDEST_LINE)
+
+
+def make_console(stream: TextIO) -> Console:
+    """Return a console of rich for a stream, as wide as ``line_width`` if ``COLUMNS`` is set.
+
+    Otherwise it follows the width of the terminal. rich itself takes any number from ``COLUMNS``, or raises.
+    """
+    from rich.console import Console
+
+    if "COLUMNS" not in os.environ:
+        return Console(file=stream)
+    return Console(file=stream, width=line_width(), height=shutil.get_terminal_size().lines)
+
+
+def _columns_asked_for() -> int:
+    """Return the number in ``COLUMNS``; 0 if there is none."""
     asked = os.environ.get("COLUMNS", "")
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or _PIPE_WIDTH
-    except (OSError, ValueError, AttributeError):  # not a terminal, or a stream without a descriptor
-        return _PIPE_WIDTH
+    if not asked.isdecimal():
+        return 0
+    # Python converts no number of thousands of digits.
+    return int(asked) if len(asked) < len(str(sys.maxsize)) else _WIDEST_LINE
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -187,11 +218,10 @@ def progress(description: str, total: int) -> Iterator[ShowProgress]:
     if not is_drawn_on(sys.stderr):
         yield lambda done: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=make_console(sys.stderr), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.update(task, completed=done)
 

@@ -20,7 +20,7 @@ from kvframe.cli.options import (
     stack_option,
 )
 from kvframe.cli.prompts import prompt_options, read_given_prompts
-from kvframe.cli.render import format_bytes, is_drawn_on, line_width, log_lines
+from kvframe.cli.render import format_bytes, is_drawn_on, line_width, log_lines, make_console
 from kvframe.cli.snapshot import Snapshot, UnreachableError, fetch, metrics_url, read_metrics, snapshot_of
 from kvframe.config.hub import find_model
 
@@ -244,9 +244,8 @@ def _screen() -> Iterator[Show]:
     if not drawn:
         yield lambda now: click.echo(f"{lines(now)}\n")
         return
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    with Live(console=Console(file=sys.stdout), auto_refresh=False) as live:
+    with Live(console=make_console(sys.stdout), auto_refresh=False) as live:
         yield lambda now: live.update(Text(lines(now)), refresh=True)

@@ -149,7 +149,7 @@ def _measure_all(
     """Measure each shape of layer that ``backend = "auto"`` has a choice for."""
     import torch
 
-    from kvframe.engine.tuning import able_backends, is_measured, measure
+    from kvframe.engine.tuning import able_backends, check_measurable, is_measured, measure
     from kvframe.selection.times import layer_shape
 
     device = torch.device(stack.engine.device)
@@ -158,6 +158,8 @@ def _measure_all(
     for choice in choices:
         if is_measured(choice):
             alike.setdefault(layer_shape(choice.wrapped, choice.wrappers), []).append(choice)
+    for members in alike.values():
+        check_measurable(by_name[members[0].layer], device, context)
     for shape, members in alike.items():
         layer = by_name[members[0].layer]
         names = tuple(choice.layer for choice in members)

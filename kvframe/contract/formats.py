@@ -167,14 +167,15 @@ def state_of(kv_format: KVFormat, state_tensors: Callable[[], Mapping[str, State
 
     Args:
         kv_format: The format.
-        state_tensors: Calls its function of that name.
+        state_tensors: Calls its function of that name; called twice.
 
     Raises:
-        SpecError: The format raises, or returns anything but tensors; the message says which.
+        SpecError: The format raises, or returns anything but tensors, or other ones the second time; the message says
+            which.
     """
     whose = f"KV format {kv_format.name!r}"
     try:
-        state = call(f"{whose}: state_tensors()", state_tensors, passes=(KVFrameError,))
+        state, again = (call(f"{whose}: state_tensors()", state_tensors, passes=(KVFrameError,)) for _ in range(2))
     except PluginError as error:
         raise SpecError(str(error)) from error.__cause__
     if not isinstance(state, Mapping) or not state or not all(isinstance(each, StateTensor) for each in state.values()):
@@ -182,8 +183,16 @@ def state_of(kv_format: KVFormat, state_tensors: Callable[[], Mapping[str, State
             f"{whose}: state_tensors() has to give StateTensors by name, at least one, not {safe_repr(state)}"
         )
     for name, tensor in state.items():
-        if not all(isinstance(size, int) and size > 0 for size in tensor.shape):
-            raise SpecError(f"{whose}: {name!r} has the shape {tensor.shape}; sizes are whole numbers from 1 on")
+        if not isinstance(tensor.shape, tuple) or not all(isinstance(size, int) and size > 0 for size in tensor.shape):
+            raise SpecError(
+                f"{whose}: {name!r} has the shape {safe_repr(tensor.shape)}; a shape is a tuple of whole numbers from "
+                "1 on"
+            )
+    if again != state:
+        raise SpecError(
+            f"{whose}: state_tensors() gives {safe_repr(state)} the first time and {safe_repr(again)} the second time; "
+            "it has to give the same for the same sizes"
+        )
     return state
 
 

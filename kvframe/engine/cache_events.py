@@ -63,7 +63,9 @@ class CacheEventDelivery:
             try:
                 with self._let_through():
                     self.listener(events)
-            except Exception:
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
                 _log.exception("the listener to cache events raised; it was removed")
                 self.listen(None)
         self._must_resend = False

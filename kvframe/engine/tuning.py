@@ -25,6 +25,7 @@ from kvframe.contract.specs import RELATIVE_BIAS, TOKENS, KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import Grouping, group_layers
+from kvframe.planning.memory import check_host_bytes
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
@@ -81,6 +82,31 @@ def is_measured(choice: Choice) -> bool:
 def able_backends(choice: Choice) -> list[str]:
     """Return the backends that can serve a layer, with their distributions."""
     return [candidate.name for candidate in choice.candidates if not candidate.refusals]
+
+
+def check_measurable(layer: LayerSpec, device: torch.device, context: int) -> None:
+    """Refuse a context that needs more memory than the host has, before anything is allocated.
+
+    Args:
+        layer: The layer, as the model has it.
+        device: The device to measure on.
+        context: Tokens of the longest request.
+
+    Raises:
+        PlanError: The cache, the tokens and the queries of a batch take more memory than this process may use.
+    """
+    grouping, query = group_layers([attrs.evolve(layer, shares_with=None)]), layer.query
+    assert query is not None
+    for requests in make_batches(context).values():
+        num_bytes = 8 * context * len(requests)
+        if device.type == "cpu":
+            num_bytes += 4 * query.num_heads * query.head_size * sum(new for _, new in requests)
+            num_bytes += _plan(grouping, requests).total_bytes
+        check_host_bytes(
+            num_bytes,
+            f"the host has no {num_bytes} bytes to measure {len(requests)} requests of {context} tokens; give a "
+            "smaller --context",
+        )
 
 
 def measure(

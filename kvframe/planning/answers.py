@@ -7,13 +7,13 @@ reach. This module imports neither NumPy nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any, TypeVar
 
 from kvframe.contract.errors import PluginError, SpecError
 from kvframe.contract.foreign import call, safe_repr
-from kvframe.contract.specs import AttentionMask, KVCacheSpec, TokenRange
+from kvframe.contract.specs import AttentionMask, KVCacheSpec, StateTensor, TokenRange
 
 _MOST_KNOWN = 1 << 14
 """The number of positions whose answers are kept."""
@@ -74,6 +74,25 @@ def ask_live_ranges(spec: KVCacheSpec, n: int) -> Ranges:
     return given
 
 
+def ask_state_tensors(spec: KVCacheSpec) -> Mapping[str, StateTensor]:
+    """Return ``spec.state_tensors()``; raise ``SpecError`` if it raises, is wrong, or is another one the next time."""
+    given = ask(spec, "state_tensors()", spec.state_tensors)
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, StateTensor) and _is_shape(tensor.shape)
+        for name, tensor in given.items()
+    ):
+        expected = "a mapping of names to StateTensors whose shapes are tuples of int of at least 1"
+        raise wrong_answer(spec, "state_tensors()", given, expected)
+    again = ask(spec, "state_tensors()", spec.state_tensors)
+    if again != given:
+        raise wrong_answer(spec, "state_tensors()", again, f"{safe_repr(given)}, as when it was asked before")
+    return given
+
+
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
+
+
 def spec_for_prompt(spec: KVCacheSpec, num_prompt_tokens: int) -> KVCacheSpec:
     """Return ``spec.for_prompt(num_prompt_tokens)``, and check its law around the prompt's end.
 
@@ -116,10 +135,10 @@ def check_law_of_prompt(made: KVCacheSpec, num_prompt_tokens: int, n: int, given
 
 def are_ranges(given: Any, first: int, last: int) -> bool:
     """Return whether a value is a tuple of sorted, disjoint, non-empty pairs of ``int`` within ``[first, last)``."""
-    if not isinstance(given, tuple | list):
+    if not isinstance(given, tuple):
         return False
     for part in given:
-        if not isinstance(part, tuple | list) or len(part) != 2:
+        if not isinstance(part, tuple) or len(part) != 2:
             return False
         start, stop = part
         if type(start) is not int or type(stop) is not int or not first <= start < stop:

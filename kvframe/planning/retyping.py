@@ -12,6 +12,7 @@ from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import SpecError, StackError
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.planning.answers import ask_state_tensors
 
 if TYPE_CHECKING:
     from kvframe.loading.registry import Registry
@@ -114,7 +115,7 @@ def _usual(registry: Registry, layer: LayerDescription) -> KVCacheSpec:
 
 
 def _stored(spec: KVCacheSpec) -> Mapping[str, tuple[int, ...]]:
-    return {name: tensor.shape[1:] for name, tensor in spec.state_tensors().items()}
+    return {name: tensor.shape[1:] for name, tensor in ask_state_tensors(spec).items()}
 
 
 def retyped_layers(description: ModelDescription, layers: tuple[LayerSpec, ...], registry: Registry) -> tuple[str, ...]:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import random
 from bisect import bisect_right
-from collections.abc import Mapping
 from functools import partial
 from operator import itemgetter
 
 import attrs
 
-from kvframe.contract.formats import StateTensor
 from kvframe.contract.masks import AttentionMask, MaskFunction
 from kvframe.contract.specs import KVCacheSpec, TokenRange, num_covered, union
 from kvframe.planning.answers import (
@@ -23,6 +21,7 @@ from kvframe.planning.answers import (
     ask,
     ask_count,
     ask_live_ranges,
+    ask_state_tensors,
     check_law_of_prompt,
     lacks,
     spec_for_prompt,
@@ -169,18 +168,8 @@ def _warn_of_many_ranges(spec: KVCacheSpec, num_tokens: int) -> None:
 
 
 def _check_state_tensors(spec: KVCacheSpec) -> None:
-    tensors = ask(spec, "state_tensors()", spec.state_tensors)
-    if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str) and isinstance(each, StateTensor) and _is_shape(each.shape)
-        for name, each in tensors.items()
-    ):
-        expected = "a mapping of names to StateTensors whose shapes are tuples of int of at least 1"
-        raise wrong_answer(spec, "state_tensors()", tensors, expected)
+    ask_state_tensors(spec)
     ask_count(spec, "block_bytes", lambda: spec.block_bytes, least=0, most=1 << 62)
-
-
-def _is_shape(shape: object) -> bool:
-    return isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
 
 
 def _check_mask(spec: KVCacheSpec, mask: AttentionMask | None) -> None:

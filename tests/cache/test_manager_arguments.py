@@ -196,21 +196,24 @@ def test_a_prompt_without_tokens_is_refused_whatever_is_cached() -> None:
                 ask()
 
 
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_listener_that_raises_is_set_aside_and_leaks_nothing(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_raises_is_set_aside_and_leaks_nothing(
+    kind: str, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     manager = make_manager(kind)
     told: list[int] = []
 
     def listen(group: int, block_ids: list[int]) -> None:
         told.append(group)
-        raise ValueError("no\nidea")
+        raise error("no\nidea")
 
     manager.on_pages_freed = listen
     with caplog.at_level(logging.ERROR, "kvframe"):
         manager.free("running")
         manager.reset_prefix_cache()
     assert 1 == len(told)
-    assert ["on_pages_freed raises ValueError: no idea; it was removed"] == caplog.messages
+    assert [f"on_pages_freed raises {error.__name__}: no idea; it was removed"] == caplog.messages
     manager.audit()
     assert (0, 4) == (manager.num_held_pages, manager.num_free_rows)
 

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 from pathlib import Path
 
@@ -84,6 +85,35 @@ def test_a_terminal_of_few_columns_is_filled_and_not_overrun(command: tuple[obje
 def test_a_terminal_and_a_pipe_of_one_width_show_the_same_but_for_the_rule() -> None:
     shown = [line for line in run_on_terminal(80, "explain", GEMMA).splitlines() if "───" not in line]
     assert run("explain", GEMMA).splitlines() == shown
+
+
+@pytest.mark.parametrize("columns", ["1", "9" * 5000])
+@pytest.mark.parametrize(
+    "command",
+    [("plugins",), ("plugins", "mla"), ("plan", GEMMA), ("explain", GEMMA), ("plan", "--help"), ("--help",)],
+    ids=lambda command: " ".join(map(str, command[:1])),
+)
+def test_no_number_of_columns_ends_a_command(
+    command: tuple[object, ...], columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert 20 <= widest(run(*command)) <= 1000
+
+
+@pytest.mark.parametrize("columns", [1, 7])
+def test_a_terminal_may_be_narrower_than_any_word(columns: int) -> None:
+    assert "gemma-3-27b" in run_on_terminal(columns, "explain", GEMMA)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [("1", 20), ("\u0663", 20), ("60", 60), ("9" * 30, 1000), ("9" * 5000, 1000), ("0", 80), ("-3", 80), ("abc", 80)],
+)
+def test_a_line_and_a_progress_bar_have_20_to_1000_columns(
+    columns: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert [expected, expected] == [render.line_width(), render.make_console(sys.stderr).width]
 
 
 def test_the_help_of_every_command_fits_80_columns() -> None:

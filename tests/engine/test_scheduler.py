@@ -200,31 +200,35 @@ def test_boundaries_within_a_hit_and_before_a_fork_change_nothing_else() -> None
     assert [{"a": 4}, {"a": 7}, {"a": 1, "b": 1}] == run(made, 3)
 
 
-def test_who_was_admitted_when_a_step_breaks_waits_as_before() -> None:
+def test_requests_that_were_admitted_when_the_cache_breaks_end_and_hold_nothing() -> None:
     cache = CountingCache()
-    made = scheduler(cache, request("a", 3, inputs=encoder("x")), request("b", 5), request("c", 2))
+    made = scheduler(cache, request("a", 3), request("b", 5, inputs=encoder("x")), request("c", 2))
     extend = cache.extend
 
     def break_once(request_id: str, num_tokens: int) -> bool:
         if request_id == "b":
             vars(cache).pop("extend")
-            raise KeyboardInterrupt
+            raise AssertionError("the cache is broken")
         return extend(request_id, num_tokens)
 
     vars(cache)["extend"] = break_once
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(AssertionError, match="the cache is broken"):
         made.schedule()
-    assert (["a", "b", "c"], 0, {}) == ([each.request_id for each in made.waiting], len(made.running), cache.held)
+    assert ["a"] == [each.request_id for each in made.take_failed()]
+    assert (["b", "c"], 0, {}) == ([each.request_id for each in made.waiting], len(made.running), cache.held)
     step = made.schedule()
     assert step is not None
     # The encoder's input belongs to the step that admits its request.
-    assert [("a", {"encoder"}), ("b", set()), ("c", set())] == [
-        (each.request_id, each.new_inputs) for each in step.admitted
-    ]
+    assert [("b", {"encoder"}), ("c", set())] == [(each.request_id, each.new_inputs) for each in step.admitted]
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(SpecError("the cache spec lies"), "the cache spec lies"), (KeyboardInterrupt("no"), "KeyboardInterrupt: no")],
+    ids=["an error", "an interrupt"],
+)
 @pytest.mark.parametrize("verb", ["start", "extend", "has_capacity"])
-def test_a_request_that_the_cache_cannot_take_in_ends_alone(verb: str) -> None:
+def test_a_request_that_the_cache_cannot_take_in_ends_alone(verb: str, error: BaseException, why: str) -> None:
     cache = CountingCache()
     others = request("a", 3, 1), request("c", 2, 1)
     made = scheduler(cache, others[0], faulty := request("b", 20), others[1])
@@ -232,15 +236,12 @@ def test_a_request_that_the_cache_cannot_take_in_ends_alone(verb: str) -> None:
 
     def refuse(request_id: str, *args: Any, **options: Any) -> Any:
         if request_id == "b":
-            raise SpecError("the cache spec lies")
+            raise error
         return ask(request_id, *args, **options)
 
     vars(cache)[verb] = refuse
     assert [{"a": 3, "c": 2}] == run(made, 1)
-    assert ("error", "no further token of it can be computed: the cache spec lies") == (
-        faulty.finish_reason,
-        faulty.error,
-    )
+    assert ("error", f"no further token of it can be computed: {why}") == (faulty.finish_reason, faulty.error)
     assert ([faulty], []) == (made.take_failed(), made.take_failed())
     assert (["length", "length"], {}, False) == ([each.finish_reason for each in others], cache.held, made.has_work)
 

@@ -79,14 +79,15 @@ FAILING = {
 }
 
 
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("method", FAILING)
-def test_what_a_backend_raises_in_a_step_names_it_with_layer_and_line(method: str) -> None:
-    BOOM[0] = ValueError("boom")
+def test_what_a_backend_raises_in_a_step_names_it_with_layer_and_line(method: str, kind: type[BaseException]) -> None:
+    BOOM[0] = kind("boom")
     backend, where = FAILING[method]
     line = explode.__code__.co_firstlineno + 1
     with pytest.raises(BackendError) as failed:
         bench_of(backend, num_layers=2).run(MIXED)
-    expected = rf"backend 'mine:mine', of layer {where}() failed in line {line} of '{__name__}': ValueError: boom"
+    expected = rf"backend 'mine:mine', of layer {where}() failed in line {line} of '{__name__}': {kind.__name__}: boom"
     assert expected == str(failed.value)
     assert ("failed", BOOM[0]) == (failed.value.code, failed.value.__cause__)
 
@@ -120,10 +121,12 @@ def test_what_builders_of_several_layers_raise_names_one_and_the_number_of_the_o
         bench_of(on(OfAll), num_layers=3).run(MIXED)
 
 
-def test_what_a_wrapper_raises_in_a_step_names_it_with_its_layer() -> None:
-    BOOM[0] = ValueError("boom")
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_what_a_wrapper_raises_in_a_step_names_it_with_its_layer(kind: type[BaseException]) -> None:
+    BOOM[0] = kind("boom")
     Wrong.change = staticmethod(explode)
-    with pytest.raises(WrapperError, match=r"wrapper 'wrong', of the layer 'a', failed: ValueError: boom; ") as failed:
+    expected = f"wrapper 'wrong', of the layer 'a', failed: {kind.__name__}: boom; "
+    with pytest.raises(WrapperError, match=expected) as failed:
         wrapped_bench("torch").run(MIXED)
     assert "failed" == failed.value.code
     BOOM[0] = KVFrameError("as it is")

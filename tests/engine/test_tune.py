@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,16 @@ def test_tune_measures_the_backends_that_are_asked_for(layers: Path, stack_file:
     tuned = run_json("tune", layers, "--stack", stack_file, "--context", 8, "--backend", "torch")
     assert {TORCH} == {result["backend"] for result in tuned["results"]}
     assert "there is no backend named 'torhc'" in error_of("tune", layers, "--backend", "torhc")
+
+
+def test_a_context_that_needs_more_memory_than_there_is_is_refused_before_anything_is_measured(
+    layers: Path, stack_file: Path, table: Path
+) -> None:
+    layers.write_text(layers.read_text().replace('"max_model_len": 32', '"max_model_len": 2000000000'))
+    refused = error_of("tune", layers, "--stack", stack_file, "--context", 999999999)
+    expected = r"^the host has no \d+ bytes to measure 16 requests of 999999999 tokens; give a smaller "
+    assert re.match(expected + r"--context; this process may use \d+ bytes of memory$", refused.strip()), refused
+    assert not table.exists()
 
 
 def test_what_only_one_backend_serves_is_not_measured(tmp_path: Path, table: Path) -> None:

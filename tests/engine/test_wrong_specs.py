@@ -3,6 +3,7 @@ requests are not affected, and no block is held at the end."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from kvframe import Engine, HostedLayers, RequestOutput, Stack, load_plugins
+from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import SpecError
 from kvframe.contract.formats import StateTensor
@@ -49,6 +51,8 @@ LIES: dict[str, tuple[Callable[[int], Any], str]] = {
     "is empty within": (lambda n: ((0, 3), (5, 5)), r"live_ranges\({n}\) is .* not empty"),
     "is no pair": (lambda n: (0, n), r"live_ranges\({n}\) is \(0, {n}\)"),
     "is a triple": (lambda n: ((0, n, n),), r"live_ranges\({n}\) is "),
+    "is a list": (lambda n: [(0, n)], r"live_ranges\({n}\) is \[\(0, {n}\)\]; expected a tuple of pairs"),
+    "has a list": (lambda n: ([0, n],), r"live_ranges\({n}\) is \(\[0, {n}\],\); expected a tuple of pairs"),
     "is a string": (lambda n: "all", r"live_ranges\({n}\) is 'all'"),
     "is nothing": (lambda n: None, r"live_ranges\({n}\) is None"),
     "forgets": (lambda n: (), r"live_ranges\(\d+\) is .* (token \d+ among them|none of the)"),
@@ -166,7 +170,7 @@ class Variant(RangeSpec):
 STATE = StateTensor((1,), "float32")
 WRONG: dict[str, list[Any]] = {
     "live_blocks": [((0, 9),), None, SpecFailure()],
-    "stored_blocks": [(), ((0, 0),), ((-1, 1),), ((0, 900),), None, 3, SpecFailure()],
+    "stored_blocks": [(), [(0, 1)], ((0, 0),), ((-1, 1),), ((0, 900),), None, 3, SpecFailure()],
     "num_resident_blocks": [0, -1, 2.0, None, True, SpecFailure()],
     "peak_blocks": [0, 1, -1, 3.0, None, 10**9, SpecFailure()],
     "state_tensors": [
@@ -187,6 +191,20 @@ def test_every_other_wrong_answer_is_refused_at_set_up(name: str, answer: Any) -
     assert plan_of(spec).groups[0].peak_blocks == ranged(window=9).peak_blocks(MAX_LEN, 32)
     with pytest.raises(SpecError, match=rf"^the cache spec 'variant': (mask|live_ranges|{name})\b"):
         plan_of(attrs.evolve(spec, said=Said(name, answer)))
+
+
+def test_a_spec_whose_state_tensors_change_is_refused_at_set_up() -> None:
+    sizes = itertools.count(1)
+
+    class Unsteady(FullAttentionSpec):
+        kind = "unsteady"
+
+        def state_tensors(self) -> Mapping[str, StateTensor]:
+            return {"k": StateTensor((next(sizes),), "float32")}
+
+    said = r"^the cache spec 'unsteady': state_tensors\(\) is .*\(\d+,\).*; expected .*, as when it was asked before: "
+    with pytest.raises(SpecError, match=said):
+        plan_of(Unsteady(block_size=4, num_kv_heads=1, head_size=4))
 
 
 def test_what_is_right_but_written_otherwise_is_taken() -> None:

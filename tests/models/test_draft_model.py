@@ -388,7 +388,7 @@ def test_a_draft_model_that_fails_is_set_aside(
 ) -> None:
     model, params = models("llama"), SamplingParams(max_new_tokens=12)
     wanted = expected(model, params, SOME)
-    for failing_call in (1, 2, 5):
+    for failing_call, kind in ((1, SystemExit), (2, KeyboardInterrupt), (5, RuntimeError)):
         caplog.clear()
         with model.engine(drafts=by(model.path)) as engine:
             draft, calls = engine._draft, []
@@ -398,7 +398,7 @@ def test_a_draft_model_that_fails_is_set_aside(
             def fail(*inputs: torch.Tensor, at: int = failing_call, forward: Any = forward, calls: Any = calls) -> Any:
                 calls.append(1)
                 if len(calls) >= at:
-                    raise RuntimeError("no more memory")
+                    raise kind("no more memory")  # noqa: B023
                 return forward(*inputs)
 
             monkeypatch.setattr(draft, "forward", fail)
@@ -407,7 +407,7 @@ def test_a_draft_model_that_fails_is_set_aside(
             assert failing_call == len(calls)
         monkeypatch.undo()
         assert [
-            "the draft model failed, and is set aside: it continues no more requests: RuntimeError: no more memory"
+            f"the draft model failed, and is set aside: it continues no more requests: {kind.__name__}: no more memory"
         ] == [record.message for record in caplog.records]
 
 

@@ -5,7 +5,7 @@ So pages are stored, hit, moved and copied correctly, for any rounding of the fo
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from typing import Any, ClassVar
 
 import attrs
@@ -15,8 +15,8 @@ from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8Token
 from kvframe_torch.backend import TorchBackend
 
 from kvframe import Engine, Prompt, SamplingParams, Stack
-from kvframe.contract.errors import BackendError, KVFrameError
-from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat
+from kvframe.contract.errors import BackendError, KVFrameError, SpecError
+from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat, StateTensor
 from kvframe.engine.graphs import sizes as graph_sizes
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
@@ -231,6 +231,31 @@ def test_a_format_without_state_tensors_is_refused_at_the_start(models: Any) -> 
     model = attrs.evolve(models("llama"), registry=registry)
     with pytest.raises(KVFrameError, match=r"'silent': state_tensors\(\) failed: ZeroDivisionError: by zero"):
         model.engine(format="silent")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        (((4,), (5,)), r"gives .*\(4,\).* the first time and .*\(5,\).* the second time; it has to give the same"),
+        (([4], [4]), r"has the shape \[4\]; a shape is a tuple of whole numbers from 1 on"),
+        ((5, 5), r"has the shape 5; a shape is a tuple of whole numbers from 1 on"),
+    ],
+    ids=["changes", "list", "number"],
+)
+def test_a_format_with_wrong_or_changing_shapes_is_refused_at_the_start(models: Any, shapes: Any, said: str) -> None:
+    answers = cycle(shapes)
+
+    class Unsteady(PlainFormat):
+        name: ClassVar[str] = "unsteady"
+
+        def state_tensors(self, *sizes: Any) -> Any:
+            shape = next(answers)
+            return {"k": StateTensor(shape, "float32"), "v": StateTensor(shape, "float32")}
+
+    registry = load_plugins(plugins=[plugin("theirs", formats={"unsteady": Unsteady})]).registry
+    model = attrs.evolve(models("llama"), registry=registry)
+    with pytest.raises(SpecError, match=rf"KV format 'unsteady': .*{said}"):
+        model.engine(format="unsteady")
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class DraftRunner:
         try:
             with torch.inference_mode():
                 self._continue(requests, rows, num_known, np.array(counts), found)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C waits while a step is scheduled
             self._set_aside(error)
             return [[] for _ in requests]
         return found
@@ -158,10 +158,12 @@ class DraftRunner:
                 ),
                 wants_logits=False,
             )
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._set_aside(error)
 
-    def _set_aside(self, error: Exception) -> None:
+    def _set_aside(self, error: BaseException) -> None:
         self.is_set_aside = True
         _log.error("%s: %s", self._failure, safe_text(error))
 

@@ -183,7 +183,9 @@ class HeadsRunner(DraftRunner):
         try:
             with torch.inference_mode():
                 self._follow(step.rows[places], step.num_computed[places], num_kept[places], num_done[places])
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._set_aside(error)
 
     def _follow(self, rows: IntArray, num_computed: IntArray, num_kept: IntArray, num_done: IntArray) -> None:

@@ -246,7 +246,7 @@ class Drafting(Generic[RequestT]):
         try:
             proposed = self._proposer.propose(asked)
             return [self._checked(tokens, each.max_drafts) for each, tokens in zip(asked, proposed, strict=True)]
-        except Exception as error:
+        except BaseException as error:
             self._set_aside(error)
             return [[] for _ in requests]
 
@@ -283,7 +283,7 @@ class Drafting(Generic[RequestT]):
         if self._paces.pop(request.request_id, None) is not None and self._proposer is not None:
             try:
                 self._proposer.forget([request.request_id])
-            except Exception as error:
+            except BaseException as error:
                 self._set_aside(error)
 
     def _checked(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -296,7 +296,7 @@ class Drafting(Generic[RequestT]):
             found.append(number)
         return found
 
-    def _set_aside(self, error: Exception) -> None:
+    def _set_aside(self, error: BaseException) -> None:
         name = type(self._proposer).__name__
         _log.error("the proposer %s failed, and is set aside: no more drafts are computed: %s", name, safe_text(error))
         self._proposer = None
@@ -308,5 +308,5 @@ def _extend(cache: RequestCache, rows: IntArray, num_tokens: IntArray) -> bool:
         return cache.extend_rows(rows, num_tokens)
     except AssertionError:
         raise
-    except Exception:  # a spec is wrong at these tokens; if the request gets there, it ends with that error
+    except BaseException:  # a spec is wrong at these tokens; if the request gets there, it ends with that error
         return False

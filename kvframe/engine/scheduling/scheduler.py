@@ -54,6 +54,8 @@ NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 class Scheduler(Generic[RequestT]):
     """Owns the queue of waiting requests and the list of running ones.
 
+    Ctrl-C waits while the scheduler runs. So every exception here is a plugin's or a fault, ``KeyboardInterrupt`` too.
+
     Invariant: a request of the scheduler either waits (no row, and no blocks except swapped ones), or runs (with a row
     and blocks).
 
@@ -140,12 +142,12 @@ class Scheduler(Generic[RequestT]):
         it.
 
         Raises:
-            Exception: The step could not be scheduled, and no single request is the cause. Every running request ended
-                with an error, or the first waiting one if none ran.
+            BaseException: The step could not be scheduled, and no single request is the cause. Every running request
+                ended with an error, or the first waiting one if none ran.
         """
         try:
             return self._schedule()
-        except Exception:
+        except BaseException:
             self._end_all(list(self.running) or ([self.waiting.first] if self.waiting else []))
             raise
 
@@ -165,14 +167,7 @@ class Scheduler(Generic[RequestT]):
         # A request that was just preempted would be preempted again. But if none runs, one has to start.
         may_admit = self.waiting and budget and len(continuing) == len(self.running)
         if may_admit and (preempted == self.stats.preemptions or not self.running):
-            try:
-                budget = self._admit_waiting(budget, admitted, counts)
-            except BaseException:
-                # No step will compute their tokens, so they wait again.
-                for request in reversed(admitted):
-                    self._blocks.release(request)
-                    self._queue_again(request)
-                raise
+            budget = self._admit_waiting(budget, admitted, counts)
         num_reqs = len(continuing) + len(admitted)
         if not num_reqs:
             return None
@@ -202,12 +197,12 @@ class Scheduler(Generic[RequestT]):
             The requests with a new token or an end, in the step's order.
 
         Raises:
-            Exception: The cache could not record the step. The requests of the step ended with an error;
+            BaseException: The cache could not record the step. The requests of the step ended with an error;
                 ``take_failed`` returns them.
         """
         try:
             return self._complete(step, outcomes)
-        except Exception:
+        except BaseException:
             self._end_all(step.requests)
             raise
 
@@ -292,7 +287,7 @@ class Scheduler(Generic[RequestT]):
         if self._drafting is not None:
             self._drafting.forget(request)
 
-    def _end_at_fault(self, request: RequestT, error: Exception) -> None:
+    def _end_at_fault(self, request: RequestT, error: BaseException) -> None:
         """End one request that the cache cannot serve."""
         why = str(error) if isinstance(error, KVFrameError) else safe_text(error)
         request.error = f"no further token of it can be computed: {why}"
@@ -306,7 +301,7 @@ class Scheduler(Generic[RequestT]):
                 request.error = "the step that was to compute it failed"
                 try:
                     self.end(request, "error")
-                except Exception as error:
+                except BaseException as error:
                     _log.error("the blocks of request %r could not be freed: %s", request.request_id, safe_text(error))
                 self.failed.append(request)
 
@@ -367,7 +362,7 @@ class Scheduler(Generic[RequestT]):
                 return counts
         except AssertionError:
             raise
-        except Exception:
+        except BaseException:
             pass  # a copy failed, or a spec is wrong; allocating one by one finds the request
         # There are too few blocks for all: requests that were admitted early take blocks from those admitted late.
         if self.waiting.has_several_owners:
@@ -412,7 +407,7 @@ class Scheduler(Generic[RequestT]):
                 return False
             except AssertionError:  # the cache itself is broken
                 raise
-            except Exception as error:
+            except BaseException as error:
                 self._end_at_fault(request, error)
                 return False
             victim = self.running[-1]
@@ -530,7 +525,7 @@ class Scheduler(Generic[RequestT]):
                 count = self._blocks.let_run(request, budget, input_tokens, others_run=bool(self.running))
             except AssertionError:
                 raise
-            except Exception as error:
+            except BaseException as error:
                 self._end_at_fault(request, error)
                 continue
             if not count:
