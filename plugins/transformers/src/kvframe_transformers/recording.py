@@ -142,8 +142,9 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     """
     model.set_attn_implementation(DISCOVERY)
     for module in model.modules():
-        # A dynamic rotary embedding depends on the positions' values, which do not exist here; layers do not.
-        if getattr(module, "rope_type", None) == "dynamic":
+        # These rotary embeddings (longrope in transformers 5.20 only) depend on the positions' values, which do not
+        # exist here; layers do not depend on them.
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
             module.rope_type = "default"
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
