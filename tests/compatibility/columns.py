@@ -104,7 +104,7 @@ def measure(requirement: str) -> Column:
             commit=_run(["git", "rev-parse", "--short", "HEAD"]).stdout.strip(),
             environment=f"Python {platform.python_version()}, torch {version('torch')}",
             families=dict(_families(folder)) if package.compares_families else {},
-            suites={suite: _tested(folder, tests) for suite, tests in package.suites.items()},
+            suites=_tested(folder, package.suites),
         )
 
 
@@ -148,19 +148,29 @@ def _families(folder: str) -> Iterator[tuple[str, str]]:
         yield "the program", f"ended with {done.stderr.strip().splitlines()[-1]}"
 
 
-def _tested(folder: str, tests: Sequence[str]) -> str:
+def _tested(folder: str, suites: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Run the tests of all suites once, and return what is to be said of each suite."""
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports) / "report.xml"
         options = ["-q", "-p", "no:cacheprovider", "-W", _OF_OLD_RELEASES, f"--junit-xml={report}"]
-        done = _run([sys.executable, "-m", "pytest", *options, *tests], folder)
+        paths = sorted({path for paths in suites.values() for path in paths})
+        done = _run([sys.executable, "-m", "pytest", *options, *paths], folder)
         if not report.is_file():
-            return f"pytest ended with {done.returncode}"
-        return summary(report.read_text(encoding="utf-8"))
+            return dict.fromkeys(suites, f"pytest ended with {done.returncode}")
+        text = report.read_text(encoding="utf-8")
+        return {suite: summary(text, paths) for suite, paths in suites.items()}
 
 
-def summary(report: str) -> str:
-    """Return what a report of pytest in JUnit's format says: how many tests passed, or which failed."""
-    cases = list(ElementTree.fromstring(report).iter("testcase"))
+def summary(report: str, paths: Sequence[str]) -> str:
+    """Return what a report of pytest in JUnit's format says of some files: how many tests passed, or which failed.
+
+    Args:
+        report: The report.
+        paths: The files, or folders, from the root.
+    """
+    prefixes = tuple(path.removesuffix(".py").replace("/", ".") for path in paths)
+    found = ElementTree.fromstring(report).iter("testcase")
+    cases = [case for case in found if f"{case.get('classname')}.".startswith(tuple(f"{each}." for each in prefixes))]
     failed = [case.get("name", "") for case in cases if any(case.find(tag) is not None for tag in ("failure", "error"))]
     num_run = sum(case.find("skipped") is None for case in cases)
     if failed:

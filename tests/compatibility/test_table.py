@@ -62,14 +62,20 @@ def test_versions_are_in_order_and_what_one_lacks_is_said() -> None:
     assert [False, True] == [COLUMN.is_good, LATER.is_good]
 
 
-def test_a_report_says_what_passed_or_failed() -> None:
-    good, bad, left_out = '<testcase name="a"/>', '<testcase name="b"><failure/></testcase>', "<skipped/>"
-    suite = "<testsuites><testsuite>{}</testsuite></testsuites>"
-    skipped = f'<testcase name="c">{left_out}</testcase>'
-    assert "passed (2)" == summary(suite.format(good + good + skipped))
-    assert "1 of 2 fail: b" == summary(suite.format(good + bad + skipped))
-    assert "4 of 4 fail: b, b, b, …" == summary(suite.format(4 * bad))
-    assert "no test ran" == summary(suite.format(skipped))
+def test_a_report_says_what_of_a_suite_passed_or_failed() -> None:
+    def report(**results: str) -> str:
+        cases = [
+            f'<testcase classname="tests.kit.{name}" name="{name}">{result}</testcase>'
+            for name, result in results.items()
+        ]
+        return f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>"
+
+    failure, skipped = "<failure/>", "<skipped/>"
+    assert "passed (2)" == summary(report(test_a="", test_b="", test_c=skipped), ["tests/kit"])
+    assert "passed (1)" == summary(report(test_a="", test_b=failure), ["tests/kit/test_a.py"])
+    assert "1 of 2 fail: test_b" == summary(report(test_a="", test_b=failure), ["tests/kit", "tests/other"])
+    assert "4 of 4 fail: a, b, c, …" == summary(report(a=failure, b="<error/>", c=failure, d=failure), ["tests/kit"])
+    assert "no test ran" == summary(report(test_a=skipped, test_b=""), ["tests/ki", "tests/kit/test_a.py"])
 
 
 def test_only_requirements_that_are_not_met_are_installed_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,21 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kvframe_transformers.names
 import pytest
 import torch
-import transformers
-from kvframe_transformers import states
+from kvframe_transformers import names, states
 from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.checkpoint import load_weights, read_config
 from kvframe_transformers.names import NAMES, TESTED, missing_names
 from kvframe_transformers.soft_caps import attention_options
 from kvframe_transformers.testing import save_tiny, tiny_config
+from transformers import PreTrainedModel
 
 from kvframe import load_plugins
 from kvframe.contract import ModelError, PluginError
 
-SOURCES = sorted(Path(kvframe_transformers.names.__file__).parent.rglob("*.py"))
+SOURCES = sorted(Path(names.__file__).parent.rglob("*.py"))
 PLUGINS = Path(__file__).resolve().parents[2]
 IMITATED = {
     "transformers:PreTrainedConfig",
@@ -60,8 +59,8 @@ def test_the_installed_transformers_has_every_name() -> None:
 
 
 def test_a_release_without_a_name_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.31.0")
-    monkeypatch.delattr(transformers.PreTrainedModel, "set_attn_implementation")
+    monkeypatch.setattr(names, "VERSION", "5.31.0")
+    monkeypatch.delattr(PreTrainedModel, "set_attn_implementation")
     with pytest.raises(PluginError) as caught:
         load_adapter(monkeypatch)
     assert str(caught.value).endswith(
@@ -73,7 +72,7 @@ def test_a_release_without_a_name_is_refused_in_one_sentence(monkeypatch: pytest
 def test_a_newer_minor_than_tested_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.31.0")
+    monkeypatch.setattr(names, "VERSION", "5.31.0")
     with caplog.at_level(logging.WARNING):
         assert load_adapter(monkeypatch) is TransformersAdapter
         load_plugins().registry.model_adapters.load("transformers")
@@ -87,7 +86,7 @@ def test_a_newer_minor_than_tested_warns_once(
 def test_a_tested_minor_does_not_warn(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(names, "VERSION", version)
     load_adapter(monkeypatch)
     assert [] == caplog.messages
 
@@ -97,7 +96,7 @@ def test_a_mixer_that_takes_its_cache_under_a_later_name_is_refused(
 ) -> None:
     save_tiny(tmp_path, "mamba2")
     monkeypatch.setattr(states, "CACHE_NAMES", ("other",))
-    monkeypatch.setattr(transformers, "__version__", "5.31.0")
+    monkeypatch.setattr(names, "VERSION", "5.31.0")
     message = (
         "Mamba2Mixer keeps a state in transformers' cache, and has no argument for it of the name .*; "
         r"the cause may be transformers 5.31.0, which is newer than the tested versions \(5.20 to 5.24\)$"
@@ -119,10 +118,10 @@ def test_a_model_with_a_soft_cap_attends_eagerly_in_a_version_whose_sdpa_leaves_
 ) -> None:
     save_tiny(tmp_path, "gemma3_text", attn_logit_softcapping=50.0)
     config = read_config(tmp_path)
+    monkeypatch.setattr(names, "VERSION", "5.21.0")
+    assert {} == attention_options(tiny_config("gemma2"))
     assert "sdpa" == load_weights(tmp_path, config, "cpu", torch.float32).config._attn_implementation
-    monkeypatch.setattr(transformers, "__version__", "5.20.2")
+    monkeypatch.setattr(names, "VERSION", "5.20.2")
     assert "eager" == load_weights(tmp_path, config, "cpu", torch.float32).config._attn_implementation
     assert {"attn_implementation": "eager"} == attention_options(tiny_config("t5gemma"))
     assert {} == attention_options(tiny_config("llama"))
-    monkeypatch.setattr(transformers, "__version__", "5.21.0")
-    assert {} == attention_options(tiny_config("gemma2"))

@@ -11,6 +11,9 @@ from kvframe.contract import PluginError
 
 _log = logging.getLogger("kvframe")
 
+VERSION = transformers.__version__
+"""The installed version."""
+
 TESTED = ("5.20", "5.21", "5.22", "5.23", "5.24")
 """The minor versions of transformers whose models were compared, oldest first; ``make compat`` compares them."""
 
@@ -102,31 +105,33 @@ def check_transformers() -> None:
     """
     if missing := missing_names():
         raise PluginError(
-            f"transformers {transformers.__version__} lacks {', '.join(missing)}, which kvframe-transformers uses; "
+            f"transformers {VERSION} lacks {', '.join(missing)}, which kvframe-transformers uses; "
             f"install a version that is tested: {_TESTED_RANGE}"
         )
     if is_untested():
         _log.warning(
             "transformers %s is newer than the versions that kvframe-transformers is tested with (%s): every model is "
             "compared with its own forward before it serves, unless the stack sets self_check = false",
-            transformers.__version__,
+            VERSION,
             _TESTED_RANGE,
         )
 
 
 def is_untested() -> bool:
     """Return whether the installed transformers is of a newer minor version than those that are tested."""
-    return _minor_of(transformers.__version__) > _minor_of(TESTED[-1])
+    return _minor_of(VERSION) > _minor_of(TESTED[-1])
+
+
+def is_of_minor(minor: str) -> bool:
+    """Return whether the installed transformers is of a minor version, such as ``5.20``."""
+    return _minor_of(VERSION) == _minor_of(minor)
 
 
 def if_untested() -> str:
     """Return what an error says more if it may be due to a version that is untested; otherwise an empty string."""
     if not is_untested():
         return ""
-    return (
-        f"; the cause may be transformers {transformers.__version__}, which is newer than the tested versions "
-        f"({_TESTED_RANGE})"
-    )
+    return f"; the cause may be transformers {VERSION}, which is newer than the tested versions ({_TESTED_RANGE})"
 
 
 def _minor_of(version: str) -> tuple[int, int]:

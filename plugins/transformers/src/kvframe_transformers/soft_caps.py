@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
+from kvframe_transformers.names import is_of_minor
 
 _SOFT_CAP = "attn_logit_softcapping"
 
@@ -20,4 +20,4 @@ def attention_options(config: Any) -> dict[str, str]:
     """
     sides = [config, *(getattr(config, name, None) for name in ("encoder", "decoder"))]
     has_cap = any(getattr(side, _SOFT_CAP, None) is not None for side in sides)
-    return {"attn_implementation": "eager"} if has_cap and transformers.__version__.startswith("5.20.") else {}
+    return {"attn_implementation": "eager"} if has_cap and is_of_minor("5.20") else {}
