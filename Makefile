@@ -19,7 +19,10 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, and each would compile the modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quick test lint docs demo bench peer harness vllm clean
+# Versions to compare, as pip takes them; all tested ones unless given.
+VERSIONS ?=
+
+.PHONY: help setup quick test lint docs demo bench compat peer harness vllm clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -67,6 +70,9 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 	$(BIN)/python -m benchmarks.cache.core
 	$(BIN)/python -m benchmarks.cache.growth
 	$(BIN)/python -m benchmarks.engine.soak
+
+compat: $(READY) ## compare with each tested version of transformers; write plugins/COMPATIBILITY.md
+	$(BIN)/python -m tests.compatibility $(VERSIONS)
 
 peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against
 

@@ -120,17 +120,12 @@ class MixtureForCausalLM(PreTrainedModel):  # type: ignore[misc]
         hidden_states = self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        inputs = {
-            "config": self.config,
-            "inputs_embeds": hidden_states,
-            "attention_mask": attention_mask,
-            "past_key_values": None,
-            "position_ids": position_ids,
-        }
+        # By place, because transformers 5.24 has another name for the cache.
+        inputs = (self.config, hidden_states, attention_mask, None, position_ids)
         masks = {
-            "full_attention": create_causal_mask(**inputs),
-            "sliding_attention": create_sliding_window_causal_mask(**inputs),
-            "chunked_attention": create_chunked_causal_mask(**inputs),
+            "full_attention": create_causal_mask(*inputs),
+            "sliding_attention": create_sliding_window_causal_mask(*inputs),
+            "chunked_attention": create_chunked_causal_mask(*inputs),
             "linear_attention": None,
         }
         rotation = self.rotary_emb(hidden_states, position_ids)

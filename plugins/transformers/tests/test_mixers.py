@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.routing import RunningStep, running
 from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference
-from kvframe_transformers.states import StateView, is_mixer
+from kvframe_transformers.states import MixerCall, StateView, is_mixer
 from kvframe_transformers.testing import save_tiny, tiny_model
 
 from kvframe.contract import ModelError, StateRound, StateRun, StateStep
@@ -81,21 +81,23 @@ def test_a_scan_that_starts_from_nothing_is_given_one_that_does_not(
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (5, 600)])
 def test_a_continued_scan_gives_what_token_after_token_gives(family: str, before: int, after: int) -> None:
     mixer = mixer_of(family)
-    scan = ContinuedScan.of(mixer)
+    scan, call = ContinuedScan.of(mixer), MixerCall.of(mixer)
     assert scan is not None
+    assert call is not None
     tokens = torch.randn(1, before + after, 64, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         view, other = StateView(), StateView()
         for each in (view, other):
-            mixer(tokens[:, :before], cache_params=each)
-        expected = torch.cat([mixer(token, cache_params=view) for token in tokens[:, before:].split(1, dim=1)], dim=1)
-        found = scan(other, hidden_states=tokens[:, before:], cache_params=other)
+            mixer(tokens[:, :before], **{call.cache: each})
+        rest = tokens[:, before:]
+        expected = torch.cat([mixer(token, **{call.cache: view}) for token in rest.split(1, dim=1)], dim=1)
+        found = scan(other, hidden_states=rest, **{call.cache: other})
         assert isinstance(found, torch.Tensor)
         assert relative_difference(found, expected) < 1e-5
         for name, state in view.named().items():
             assert relative_difference(other.named()[name], state) < 1e-5
         # The module itself still starts without a state.
-        assert relative_difference(mixer(tokens[:, before:], cache_params=StateView()), expected) > 1e-4
+        assert relative_difference(mixer(rest, **{call.cache: StateView()}), expected) > 1e-4
 
 
 def test_a_scan_that_cannot_be_continued_goes_on_token_by_token(
@@ -148,6 +150,33 @@ def test_a_mixer_with_a_state_that_its_cache_does_not_show_is_refused() -> None:
     driver.note({}, torch.zeros(1, 2, 8))
     with pytest.raises(ModelError, match="keeps a state that is not in transformers' cache"):
         driver.check()
+
+
+def test_a_mixer_that_asks_its_cache_for_more_is_refused() -> None:
+    class Asking(torch.nn.Module):
+        """Asks for what transformers' cache does not have yet."""
+
+        def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+            if cache is not None:
+                cache.get_later_state(0)
+            return tokens
+
+    class State:
+        pages: ClassVar[dict[str, torch.Tensor]] = {}
+
+    module = Asking()
+    driver = MixerDriver("layer", module, module.forward, State())
+    driver.note({}, torch.zeros(1, 2, 8))
+    with pytest.raises(ModelError, match=r"asks its cache for what kvframe's does not have .*'get_later_state'"):
+        driver.check()
+
+
+def test_a_mixer_reads_its_states_as_transformers_5_20_does() -> None:
+    conv, recurrent = torch.ones(1, 2, 3), torch.ones(1, 2)
+    layer = StateView({1: conv}, {0: recurrent}).layers[7]
+    assert layer.conv_states[1] is conv
+    assert layer.recurrent_states[0] is recurrent
+    assert not layer.record_past
 
 
 def test_a_mixer_sees_its_convolution_as_transformers_cache_shows_it() -> None:

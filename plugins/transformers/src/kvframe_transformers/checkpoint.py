@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 from kvframe.contract import ModelError, shown
 from kvframe_transformers.encoders import BodyLoader, generates
+from kvframe_transformers.soft_caps import attention_options
 
 # transformers' type hints are incomplete.
 _CausalLM: Any = AutoModelForCausalLM
@@ -172,6 +173,7 @@ def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype, **opt
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # reported, and raised below with the weight's name
                 output_loading_info=True,
+                **attention_options(config),
                 **options,
             )
     except Exception as error:  # a corrupt file raises an error of safetensors, pickle, json, torch or transformers

@@ -13,6 +13,7 @@ from torch import nn
 from kvframe.contract import LayerDescription, ModelError
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
+from kvframe_transformers.names import if_untested
 from kvframe_transformers.recording import (
     PROBE_DTYPE,
     PROBE_ENCODER_TOKENS,
@@ -23,8 +24,9 @@ from kvframe_transformers.recording import (
     record,
 )
 from kvframe_transformers.relative_bias import BiasReader
+from kvframe_transformers.states import CACHE_NAMES
 
-_KEEPS_STATE = re.compile(r"\b(past_key_values?|layer_past|cache_params)(\.layers\[[^]]+\])?\.(?P<update>update\w*)\(")
+_KEEPS_STATE = re.compile(rf"\b({'|'.join(CACHE_NAMES)}|layer_past)(\.layers\[[^]]+\])?\.(?P<update>update\w*)\(")
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position_bias"})
 """Tensors that may come with an attention call: those that kvframe serves, and those that change nothing."""
 
@@ -102,7 +104,7 @@ class _Reader:
             raise ModelError(
                 f"{self._name} ({type(self._model).__name__}) has no attention layer that goes through transformers' "
                 "attention interface, and none that keeps a state in transformers' cache, so nothing can be routed "
-                "through kvframe"
+                f"through kvframe{if_untested()}"
             )
         served = {call.module for call in calls}
         for module in self._recording.ran:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvframe.contract import AttachedState, ModelError, StateRound, StateRun
+from kvframe_transformers.names import if_untested
 from kvframe_transformers.paged_steps import PagedStep, kernels_run_on
 from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference, tolerance_of
@@ -81,7 +82,12 @@ class MixerDriver:
         def random(noted: torch.Tensor) -> torch.Tensor:
             return torch.randn(1, _CHECK_TOKENS, *noted.shape[2:], generator=generator).to(noted)
 
-        inputs = _each(self._noted, random)
+        try:
+            self._check(_each(self._noted, random))
+        except AttributeError as error:  # a newer transformers may ask a cache for more
+            raise self._refusal(f"asks its cache for what kvframe's does not have ({error})") from error
+
+    def _check(self, inputs: Inputs) -> None:
         with torch.inference_mode():
             view = StateView()
             whole = _join(self._run(inputs, view))[:, _CHECK_TOKENS // 2 :]
@@ -188,6 +194,7 @@ class MixerDriver:
     def _refusal(self, why: str) -> ModelError:
         return ModelError(
             f"layer {self._name!r} ({type(self._module).__name__}) {why}; only a model adapter of its own can serve it"
+            f"{if_untested()}"
         )
 
     def _round(self, part: StateRound, inputs: Inputs) -> Output:

@@ -32,6 +32,7 @@ from kvframe_transformers.decoding import decode_as_they_come
 from kvframe_transformers.hidden_states import HiddenStates
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
+from kvframe_transformers.names import if_untested
 from kvframe_transformers.packed import PackedLinears, packable
 from kvframe_transformers.routing import Route, Routes, RunningStep, running, running_step
 from kvframe_transformers.self_check import RunPacked, compare_runs
@@ -449,7 +450,7 @@ class TransformersModel(LoadedModel):
             if layer.name not in num_rows:
                 raise ModelError(
                     f"layer {layer.name!r} of {self.description.name} ({type(modules[layer.name]).__name__}) does not "
-                    "run through transformers' attention interface, so kvframe cannot serve it"
+                    f"run through transformers' attention interface, so kvframe cannot serve it{if_untested()}"
                 )
         for driver in self._drivers.values():
             driver.check()

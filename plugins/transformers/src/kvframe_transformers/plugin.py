@@ -31,4 +31,4 @@ def kvframe_configure(settings: Mapping[str, Any]) -> None:
 @hookimpl
 def kvframe_register_model_adapters(register: Register) -> None:
     """Register the adapter for Hugging Face checkpoints."""
-    register("transformers", "kvframe_transformers.adapter:TransformersAdapter")
+    register("transformers", "kvframe_transformers.entry:TransformersAdapter", needs_versions="transformers>=5.20")

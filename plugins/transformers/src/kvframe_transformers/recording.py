@@ -17,7 +17,9 @@ from kvframe.contract import ModelError
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.latents import Expansion, noting_expansions
 from kvframe_transformers.masks import MaskFunction
+from kvframe_transformers.names import if_untested
 from kvframe_transformers.states import (
+    CACHE_NAMES,
     Forward,
     Inputs,
     MixerCall,
@@ -140,17 +142,18 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     """
     model.set_attn_implementation(DISCOVERY)
     for module in model.modules():
-        # A dynamic rotary embedding depends on the positions' values, which do not exist here; layers do not.
-        if getattr(module, "rope_type", None) == "dynamic":
+        # These rotary embeddings (longrope in transformers 5.20 only) depend on the positions' values, which do not
+        # exist here; layers do not depend on them.
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
             module.rope_type = "default"
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
     mixers = [module for module in model.modules() if is_mixer(module)]
     if mixers:
         model.to(PROBE_DTYPE)  # shows which states have the model's dtype, and which have another one
+    recorders = {module: _recorder(module, own_forward(module)) for module in mixers}
     recording = Recording()
     token = _RECORDING.set(recording)
-    recorders = {module: _recorder(module, own_forward(module)) for module in mixers}
     try:
         with (
             torch.no_grad(),
@@ -164,7 +167,7 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     except Exception as error:
         raise ModelError(
             f"the layers of {name} cannot be read without its weights: a forward of {type(model).__name__} on tensors "
-            f"without data fails ({one_sentence(error)})"
+            f"without data fails ({one_sentence(error)}){if_untested()}"
         ) from error
     finally:
         _RECORDING.reset(token)
@@ -175,7 +178,10 @@ def _recorder(module: nn.Module, forward: Forward) -> Forward:
     """Return a forward that records the states that ``forward`` leaves."""
     call = MixerCall.of(module)
     if call is None:
-        return forward
+        raise ModelError(
+            f"{type(module).__name__} keeps a state in transformers' cache, and has no argument for it of the name "
+            f"{' or '.join(CACHE_NAMES)}{if_untested()}"
+        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         view, inputs = StateView(), call.inputs_of(args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,8 @@ from kvframe.contract import OpaqueFunction
 
 _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 _PADDING_CALL = "create_recurrent_attention_mask"
-_CACHE_NAMES = ("cache_params", "past_key_values")
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+"""The parameters by which modules take transformers' cache: the first since 5.24, the others before it."""
 _HARMLESS = frozenset({"attention_mask", "conv_mask", "position_ids", "cache_position"})
 """Arguments of a mixer that have no effect, because there is no padding."""
 
@@ -27,6 +29,15 @@ Output = torch.Tensor | tuple[torch.Tensor, ...]
 """A mixer's result, with a row per token too."""
 Numbers = tuple[tuple[int, ...], tuple[int, ...]]
 """The numbers by which a mixer calls its convolution states, and those of its recurrent states."""
+
+
+@attrs.frozen
+class OneLayer:
+    """A layer of transformers' cache, as mixers of 5.20 read it."""
+
+    conv_states: Mapping[int, torch.Tensor]
+    recurrent_states: Mapping[int, torch.Tensor]
+    record_past: bool = False
 
 
 class StateView:
@@ -69,6 +80,11 @@ class StateView:
         }
 
     # --- the methods of transformers' Cache that mixers call ----------------------------------------------------------
+
+    @property
+    def layers(self) -> Mapping[int, OneLayer]:
+        """The states as mixers of transformers 5.20 read them: ``cache.layers[layer_idx].conv_states[state_idx]``."""
+        return defaultdict(lambda: OneLayer(self.conv, self.recurrent))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Return whether there are earlier tokens."""
@@ -132,7 +148,7 @@ class MixerCall:
         """Return the signature of ``module``; None if it takes no cache."""
         signature = inspect.signature(type(module).forward)
         signature = signature.replace(parameters=list(signature.parameters.values())[1:])
-        cache = next((name for name in _CACHE_NAMES if name in signature.parameters), None)
+        cache = next((name for name in CACHE_NAMES if name in signature.parameters), None)
         return None if cache is None else cls(signature, next(iter(signature.parameters)), cache)
 
     def inputs_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:

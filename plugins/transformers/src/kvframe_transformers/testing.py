@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from kvframe_transformers.checkpoint import auto_model, quiet
+from kvframe_transformers.soft_caps import attention_options
 
 _SHARED: Mapping[str, Any] = {
     "vocab_size": 128,
@@ -371,7 +372,10 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = auto_model(config).from_config(config, dtype=torch.float32).eval()
+        model: PreTrainedModel = auto_model(config).from_config(
+            config, dtype=torch.float32, **attention_options(config)
+        )
+        model.eval()
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         with torch.no_grad():
             matrices, vectors, lookups = (6.0, 0.1, 4.0) if config.is_encoder_decoder else (8.0, 0.3, 1.0)

@@ -1,0 +1,39 @@
+"""Measures versions of the packages that kvframe stands on, and writes ``plugins/COMPATIBILITY.md``.
+
+``python -m tests.compatibility`` measures the newest patch of every tested minor version, and the oldest version.
+``python -m tests.compatibility transformers`` measures the newest version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvframe_transformers.names import TESTED
+
+from tests.compatibility.columns import ROOT, as_json, from_json, measure
+from tests.compatibility.table import render
+
+RECORD, PAGE = ROOT / "plugins" / "compatibility.json", ROOT / "plugins" / "COMPATIBILITY.md"
+ALL = (f"transformers=={TESTED[0]}.0", *(f"transformers=={minor}.*" for minor in TESTED))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure versions; return 1 if a family differs or a test fails with one of them."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=main.__doc__)
+    parser.add_argument("versions", nargs="*", default=ALL, help="as pip takes them: transformers==5.24.0")
+    is_good = True
+    for requirement in parser.parse_args(arguments).versions:
+        column = measure(requirement)
+        is_good = is_good and column.is_good
+        print(f"{column.package} {column.version}: {'good' if column.is_good else column}", flush=True)
+        others = from_json(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else []
+        kept = [each for each in others if (each.package, each.version) != (column.package, column.version)]
+        RECORD.write_text(as_json([*kept, column]), encoding="utf-8")
+        PAGE.write_text(render(from_json(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
