@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -27,7 +28,6 @@ from kvframe_serve import server  # noqa: F401  # imported before the processes 
 from kvframe_serve.reading.process import prepare
 
 from kvframe import Engine, SamplingParams, Stack
-from kvframe.cli import main
 
 MOST_SECONDS = 120
 """How long the ranks may take to end; those that are refused start first."""
@@ -175,7 +175,8 @@ def _fork(rank: int, arguments: list[str], said: Path) -> int:
             os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  # until the process ends
         try:
-            main(arguments, prog_name="kvframe")
+            sys.argv = ["kvframe", *arguments]
+            runpy.run_module("kvframe", run_name="__main__")
         except SystemExit as end:
             code = end.code
     with suppress(BaseException):
