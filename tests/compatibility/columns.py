@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +17,8 @@ from xml.etree import ElementTree
 
 import attrs
 from packaging.requirements import Requirement
+
+from benchmarks.harness.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,12 +97,13 @@ def measure(requirement: str) -> Column:
     package = PACKAGES[name]
     with tempfile.TemporaryDirectory(prefix="kvframe-") as folder:
         found = install(requirement, Path(folder))
+        machine = describe_machine(1)
         return Column(
             package=name,
             version=found.version,
-            day=datetime.now(UTC).date().isoformat(),
-            commit=_run(["git", "rev-parse", "--short", "HEAD"]).stdout.strip(),
-            environment=f"Python {platform.python_version()}, torch {version('torch')}",
+            day=machine["date"],
+            commit=machine["commit"],
+            environment=f"Python {machine['python']}, torch {machine['torch']}",
             families=dict(_families(folder)) if package.compares_families else {},
             suites=_tested(folder, package.suites),
         )
