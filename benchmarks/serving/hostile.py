@@ -88,7 +88,7 @@ class Friend:
                 try:
                     found = await complete(asking, prompt)
                 except openai.OpenAIError as error:
-                    found = repr(error)
+                    found = f"{error!r} from {error.__cause__!r}"
                 self.seconds.append(time.perf_counter() - begun)
                 if found != answer:
                     self.wrong.append(found)
@@ -227,7 +227,7 @@ async def soak(server: ServerProcess, known: Mapping[str, str], num_requests: in
                     try:
                         found = await come_and_go(server, way, prompt)
                     except openai.OpenAIError as error:
-                        found = repr(error)
+                        found = f"{error!r} from {error.__cause__!r}"
                     if found is not None and found != known[prompt]:
                         wrong.append(found)
                     advance(1)

@@ -13,7 +13,7 @@ from benchmarks.cache import core, definition, eviction, growth
 from benchmarks.engine import beside_vllm, drafts, generate, profile_step, server, skipping, soak
 from benchmarks.harness import pages, record
 from benchmarks.memory import plans, traffic
-from benchmarks.serving import evaluation
+from benchmarks.serving import evaluation, hostile
 from tests.benchmarks.calling import RESULTS, page_of, record_of
 
 PAGES: Mapping[str, Callable[[Any], str]] = {
@@ -25,6 +25,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "cpu_attention": cpu.write_report,
     "drafts": drafts.write_report,
     "evaluation": evaluation.write_report,
+    "hostile": hostile.write_report,
     "eviction": eviction.write_report,
     "formats": formats.write_report,
     "generate": generate.write_report,

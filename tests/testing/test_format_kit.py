@@ -187,7 +187,7 @@ def test_formats_that_keep_the_laws_pass(kv_format: KVFormat) -> None:
         (OtherDtype, r"k of torch.float32 is read back with an error of .* of the largest element"),
         (TooShort, r"write\(\) raises RuntimeError: shape mismatch"),
         (NoTensors, r"state_tensors\(\) has to give StateTensors by name, at least one, not None"),
-        (NoSize, r"'scale' has the shape \(0, 4\); sizes are whole numbers from 1 on"),
+        (NoSize, r"'scale' has the shape \(0, 4\); a shape is a tuple of whole numbers from 1 on"),
         (Divides, r"state_tensors\(\) failed: ZeroDivisionError: by zero heads"),
     ],
 )

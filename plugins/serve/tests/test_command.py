@@ -29,9 +29,15 @@ def free_port() -> int:
 
 
 def start(
-    checkpoint: Path, port: int, *options: str, environment: Mapping[str, str] | None = None
+    checkpoint: Path,
+    port: int,
+    *options: str,
+    environment: Mapping[str, str] | None = None,
+    max_files: int | None = None,
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "kvframe", "serve", str(checkpoint), "--port", str(port), *options]
+    if max_files is not None:
+        command = ["sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
     return subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
@@ -43,12 +49,14 @@ def start(
 
 
 @contextmanager
-def serving(checkpoint: Path, tmp_path: Path, *options: str, table: str = "") -> Iterator[tuple[Any, int, list[str]]]:
+def serving(
+    checkpoint: Path, tmp_path: Path, *options: str, table: str = "", max_files: int | None = None
+) -> Iterator[tuple[Any, int, list[str]]]:
     """Start a server; yield it with its port and what it said until it serves."""
     port, lines = free_port(), []
     stack = tmp_path / "stack.toml"
     stack.write_text(f'[cache]\nmemory = "4MiB"\n{table}')
-    server = start(checkpoint, port, "--stack", str(stack), *options)
+    server = start(checkpoint, port, "--stack", str(stack), *options, max_files=max_files)
     assert server.stderr is not None
     for line in server.stderr:
         lines.append(line)
@@ -138,6 +146,20 @@ def test_answers_do_not_wait_for_the_acknowledgement_of_a_packet(checkpoint: Pat
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert client.recv(1000).startswith(b"HTTP/1.1 200 OK")
         assert 1 == no_delay_of(server.pid)
+
+
+def test_more_connections_at_once_than_there_are_descriptors_close_the_oldest(checkpoint: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack, serving(checkpoint, tmp_path, max_files=64) as (server, port, _):
+        idle = [stack.enter_context(socket.socket()) for _ in range(200)]
+        server.send_signal(signal.SIGSTOP)  # so that all of them wait when it accepts next
+        for client in idle:
+            client.connect(("127.0.0.1", port))
+        server.send_signal(signal.SIGCONT)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as answer:
+            assert 200 == answer.status
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=60)
+        assert "out of system resource" not in said
 
 
 def no_delay_of(process: int) -> int:

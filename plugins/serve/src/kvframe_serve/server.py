@@ -38,6 +38,9 @@ Task = Literal["generate", "embed"]
 _ENDING_SECONDS = 1.0
 """How long answers have to be sent after the requests of a closing server have ended."""
 
+_MOST_NOT_ACCEPTED = 2048
+"""Connections that may wait in the system until the server accepts them."""
+
 _MOMENT_SECONDS = 0.01
 """The time between two looks at whether all answers have been sent."""
 
@@ -178,6 +181,8 @@ class Server:
             lifespan="off",
             log_config=None,
             access_log=False,
+            # asyncio accepts as many connections in one turn as may wait, before Connections can close any of them.
+            backlog=1,
             timeout_keep_alive=self._limits.client_seconds,
             timeout_graceful_shutdown=grace + STEP_SECONDS + 2 * _ENDING_SECONDS,  # type: ignore[arg-type]
         )
@@ -251,6 +256,8 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen; a terminal that goes away ends the server as SIGTERM does."""
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_MOST_NOT_ACCEPTED)
         if hasattr(signal, "SIGHUP"):
             with contextlib.suppress(ValueError, RuntimeError):  # not the main thread
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
