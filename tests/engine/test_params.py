@@ -79,6 +79,7 @@ MANY_DIGITS = 10**5000
         {"logit_bias": {5: 101}},
         {"logit_bias": {5: math.nan}},
         {"logit_bias": {-1: 1.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
         {"no_repeat_ngram_size": -1},
         {"bad_words_ids": [5]},
         {"bad_words_ids": [[]]},

@@ -18,6 +18,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100.0
 """The greatest amount of a bias on a token's logit."""
 
+MAX_BIASED = 1024
+"""The most tokens with a bias: each step reads all of them."""
+
 MAX_PENALTY = 2.0
 """The greatest amount of a frequency penalty and of a presence penalty."""
 
@@ -109,6 +112,8 @@ def _check_penalty(instance: object, attribute: attrs.Attribute[float], value: f
 def _check_bias(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
         raise bad_params(f"logit_bias must be a mapping of token ids to numbers, not {shown(value)}")
+    if len(value) > MAX_BIASED:
+        raise bad_params(f"logit_bias has {len(value):,} tokens, and may have {MAX_BIASED:,}")
     for token, bias in value.items():
         if not _is_id(token):
             raise bad_params(f"logit_bias must be by token id, not by {shown(token)}")

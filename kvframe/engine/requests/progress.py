@@ -154,7 +154,8 @@ class RequestProgress:
     @property
     def no_outcome(self) -> str:
         """The error for an output of the model that is not numbers."""
-        return f"the model's output after token {self.num_computed} is not numbers; try another dtype, and check the weights"
+        what = f"the model's output after token {self.num_computed} is not numbers"
+        return f"{what}; try another dtype, and check the weights"
 
     def fork(self, other: RequestProgress) -> None:
         """Take over the progress of another request, from which this one forks."""

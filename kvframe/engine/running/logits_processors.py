@@ -56,7 +56,7 @@ def _process(logits: torch.Tensor, request: Request, token_ids: IntArray) -> Non
         ids = torch.tensor([*params.logit_bias], device=device)
         logits[ids] += torch.tensor([*params.logit_bias.values()], dtype=logits.dtype, device=device)
     if params.repetition_penalty != 1:
-        ids = torch.from_numpy(np.unique(token_ids)).to(device)
+        ids = torch.from_numpy(token_ids).to(device)
         values = logits[ids]
         logits[ids] = torch.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
     if (params.frequency_penalty or params.presence_penalty) and len(output):
