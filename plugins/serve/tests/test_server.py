@@ -305,7 +305,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("completions", {"prompt": "a", "top_logprobs": 2}, 400, "the field 'top_logprobs' is unknown"),
     ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of = 3 is not served"),
     ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix = 'b' is not served"),
-    ("completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not served"),
+    ("completions", {"prompt": "a", "frequency_penalty": 2.5}, 400, "frequency_penalty must be from -2 to 2"),
     ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be a whole number of at least 1, not 0"),
     ("completions", {"prompt": "a", "max_tokens": -5}, 400, "max_tokens must be a whole number of at least 1, not -5"),
     ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "more than this server generates, 4096"),

@@ -62,6 +62,13 @@ class TransformersAdapter(ModelAdapter):
         model, eos = build_without_weights(config, name), eos_token_ids(folder, config)
         return _describe(config, name, model, eos, sampling_of(read_generation_config(folder), eos))
 
+    def dtype_of(self, path: Path) -> str | None:
+        """Return the dtype that the config names, of the whole model or of its text part."""
+        config: Any = read_config(path)
+        named = config.dtype or config.get_text_config(decoder=True).dtype
+        name = str(named).removeprefix("torch.")
+        return name if name in _DTYPES else None
+
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
         """Load the weights and the tokenizer of a folder; raise ``ModelError`` if the checkpoint is incomplete.
 
