@@ -11,7 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,31 @@ def test_more_connections_than_there_may_be_close_the_oldest_idle_one(serve: Ser
         assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 2}')[0]
         assert 8 >= len(running.server._connections._open)
         assert b"" == idle[0].recv(1)
+
+
+def test_halves_of_bodies_are_closed_before_others_are_refused(serve: Serve) -> None:
+    running = serve({"max_connections": 8})
+    with ExitStack() as stack:
+        halves = [connect(running, stack) for _ in range(40)]
+        for half in halves:
+            with suppress(ConnectionError):  # it was closed for a later one
+                half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        wait_until(lambda: num_taken(running) == 8)
+        assert is_healthy(running)
+        assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 2}')[0]
+
+
+def test_a_request_that_runs_is_not_closed_for_others(serve: Serve) -> None:
+    running = serve({"max_connections": 2})
+    slow_down(running, 0.005)
+    with ExitStack() as stack:
+        client = connect(running, stack)
+        client.sendall(request_bytes({"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}))
+        client.recv(1)
+        for _ in range(5):
+            connect(running, stack)
+            assert is_healthy(running)
+        assert b'"finish_reason":"length"' in read_all_of_stream(client)
 
 
 def test_a_stream_that_is_not_read_ends_and_gives_its_places_back(serve: Serve) -> None:
