@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from kvframe_transformers.checkpoint import (
 from kvframe_transformers.discovery import discover_layers
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions
+from kvframe_transformers.generation import read_generation_config, sampling_of, warn_of_others
 from kvframe_transformers.in_memory import build_like, config_of, generation_eos_token_ids, place_of
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
@@ -57,7 +59,8 @@ class TransformersAdapter(ModelAdapter):
         config = read_config(path)
         folder = path if path.is_dir() else path.parent
         name = _name_of(folder) if path.is_dir() or path.name == "config.json" else path.name
-        return _describe(config, name, build_without_weights(config, name), eos_token_ids(folder, config))
+        model, eos = build_without_weights(config, name), eos_token_ids(folder, config)
+        return _describe(config, name, model, eos, sampling_of(read_generation_config(folder), eos))
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
         """Load the weights and the tokenizer of a folder; raise ``ModelError`` if the checkpoint is incomplete.
@@ -78,6 +81,7 @@ class TransformersAdapter(ModelAdapter):
             raise UnknownNameError("model dtype", dtype, _DTYPES)
         description = self.describe(path)
         config = read_config(path)
+        warn_of_others(read_generation_config(path), description.name)
         options: dict[str, Any] = {}
         if size > 1:
             planned: Any = build_without_weights(config, description.name)
@@ -104,7 +108,10 @@ class TransformersAdapter(ModelAdapter):
         name, config = type(model).__name__, config_of(model)
         device, dtype = place_of(model)
         planned = build_like(model, config)
-        description = _describe(config, name, planned, generation_eos_token_ids(model))
+        eos, generation = generation_eos_token_ids(model), getattr(model, "generation_config", None)
+        entries = {} if generation is None else generation.to_dict()
+        description = _describe(config, name, planned, eos, sampling_of(entries, eos))
+        warn_of_others(entries, name)
         loaded: TransformersModel
         if config.is_encoder_decoder:
             loaded = EncoderDecoderModel(model, tokenizer, description, partial(build_like, model, config))
@@ -122,7 +129,9 @@ def _name_of(folder: Path) -> str:
     return folder.parent.parent.name.rpartition("--")[2] if is_snapshot else folder.name
 
 
-def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int]) -> ModelDescription:
+def _describe(
+    config: Any, name: str, model: PreTrainedModel, eos: frozenset[int], sampling: Mapping[str, Any]
+) -> ModelDescription:
     """Return the description of a model on the meta device, whose implementations are changed.
 
     Args:
@@ -130,6 +139,7 @@ def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int
         name: Its name for people.
         model: The model.
         eos: The ids that end a request.
+        sampling: How its tokens are chosen.
     """
     generating, length = generates(config), max_model_len(config)
     with quiet():
@@ -148,6 +158,7 @@ def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int
         max_model_len=length,
         vocab_size=config.get_text_config(decoder=True).vocab_size,
         eos_token_ids=eos,
+        sampling=sampling if generating else {},
         max_input_lens={} if encoder_len is None else {ENCODER: encoder_len},
         generates=generating,
         num_prediction_heads=num_heads,
