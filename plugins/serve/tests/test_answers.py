@@ -227,6 +227,27 @@ def test_a_parser_does_not_look_at_all_special_tokens_of_the_tokenizer_again(mon
     assert [Content("a b")] == parser.feed("a<|reserved_7|> b")
 
 
+class Counting(dict[str, dict[str, Any]]):
+    """Tools that count how often somebody looks at all of them."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_looks += 1
+        return super().__iter__()
+
+
+def test_marks_of_calls_do_not_lead_through_all_tools_again() -> None:
+    tools = Counting({"get_more": {}, **TOOLS, "get": {}})
+    kinds = [type(part) for part in parts_of("glm", [*["<tool_call>get_m"] * 50, CALLS["glm"]], tools=tools)]
+    assert ([Content, ToolCall], 1) == (kinds, tools.num_looks)
+    for name in ("get", "get_more"):
+        (call,) = parts_of("glm", list(f"<tool_call>{name}\n</tool_call>"), tools=tools)
+        assert ToolCall(name, "{}") == call
+    assert [Content("<tool_call>ge</tool_call>")] == parts_of("glm", ["<tool_call>ge</tool_call>"], tools=tools)
+    assert [Content("<tool_call>zet")] == parts_of("glm", ["<tool_call>zet"], tools=tools)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_come_after_content_and_reasoning(name: str) -> None:
     if name in ("llama", "harmony"):

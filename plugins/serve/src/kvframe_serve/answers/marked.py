@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import attrs
@@ -155,6 +156,7 @@ class _MarkedParser(AnswerParser):
         self._parts: list[Part] = []
         self._in_reasoning = in_reasoning
         self._call: _OpenCall | None = None
+        self._begins: dict[str, Sequence[str]] = {}
         # White space and layout that belong to the text if no mark follows.
         self._pending: list[str] = []
         self._follows_mark = in_reasoning and separates
@@ -216,7 +218,7 @@ class _MarkedParser(AnswerParser):
         if self._in_reasoning and mark in form.ends:
             self._change_reasoning(mark)
         elif call is not None and not (call.form.is_first and (self._follows_content or self._in_reasoning)):
-            self._call = _OpenCall(call, self._tools)
+            self._call = _OpenCall(call, self._tools, self._begins_of(call.form))
         elif mark in form.opens and self._in_reasoning and self._follows_mark:
             pass  # the prompt opened the reasoning, and the model has repeated it
         elif mark in form.opens and not self._in_reasoning and not (form.is_first and self._follows_content):
@@ -226,6 +228,13 @@ class _MarkedParser(AnswerParser):
                 self._pending.append(mark)
         elif mark not in self._sets.dropped_texts:
             self._emit(mark)
+
+    def _begins_of(self, form: CallMarks) -> Sequence[str]:
+        """Return what can follow the mark before a call, sorted; a client may offer thousands of tools."""
+        if form.open not in self._begins:
+            begins = [begin.replace("{name}", name) for begin in form.begins for name in self._tools]
+            self._begins[form.open] = sorted({"".join(begin.split()) for begin in begins})
+        return self._begins[form.open]
 
     def _change_reasoning(self, mark: str) -> None:
         if self._separates:
@@ -299,13 +308,12 @@ class _CallSyntax:
 class _OpenCall:
     """The text of a call that has not ended."""
 
-    def __init__(self, syntax: _CallSyntax, tools: Tools) -> None:
+    def __init__(self, syntax: _CallSyntax, tools: Tools, begins: Sequence[str]) -> None:
         self.syntax = syntax
         self.texts = [syntax.form.open]
         self.quote: Quote | None = None
         self._tools = tools
-        begins = [begin.replace("{name}", name) for begin in syntax.form.begins for name in tools]
-        self._begins = {"".join(begin.split()) for begin in begins}
+        self._begins = begins
         self._depth = int(syntax.form.open in _BRACKETS)
         # The text so far without white space, until it is what a call begins with.
         self._begin: str | None = ""
@@ -323,10 +331,12 @@ class _OpenCall:
             if character.isspace():
                 continue
             begin = f"{self._begin}{character}"
-            if begin in self._begins:
+            place = bisect_left(self._begins, begin)
+            following = self._begins[place] if place < len(self._begins) else ""
+            if begin == following:
                 self._begin = None
                 break
-            if not any(known.startswith(begin) for known in self._begins):
+            if not following.startswith(begin):
                 num_fitting = index
                 break
             self._begin = begin
