@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, Protocol, Self, get_args
 from kvframe.config.cache_key import read_secret
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
+from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, adopt, assemble, load_model
@@ -538,11 +539,12 @@ class EngineCore(ABC, Generic[RequestT]):
         try:
             with self._turns.let_through():
                 outcomes = self._runner.run(step)
-        except BaseException:
+        except BaseException as error:
             self._turns.hold()
             self._requests.note(scheduler.fail(step, STEP_FAILED))
             if self.is_closed:
                 self._end_all(RANKS_ENDED)
+            refuse_exit(f"{self.model.description.name}: a step failed", error)
             raise
         try:
             unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})

@@ -19,6 +19,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
 from kvframe.loading.claims import BUILTIN_OWNER
 from kvframe.loading.packages import to_install
+from kvframe.planning.answers import ask_mask
 from kvframe.selection.chains import bind_chain, chain_capture, divides_keys
 from kvframe.selection.choice import Candidate, Choice
 from kvframe.selection.identity import Identity
@@ -70,6 +71,7 @@ def select_backends(
             or the table of measured times that the stack names cannot be read.
         PluginError: A wrapper cannot be imported or fails, or a parameter of a wrapper or backend cannot be hashed.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
+        SpecError: The mask of a layer's cache spec is no mask.
     """
     _check_skipping(stack, registry)
     times = read_times(stack.engine.measured_times, stack.source)
@@ -142,6 +144,7 @@ def _choose(
     times: TimesTable,
 ) -> Choice:
     assert layer.spec is not None
+    ask_mask(layer.spec)  # a wrong one would look like a fault of every backend
     rule = stack.rule_for(layer.name, layer.spec.kind)
     uses = tuple(map(Use, layer.spec.default_wrappers)) if rule.wrappers is None else rule.wrappers
     made = [_make_wrapper(use, registry) for use in uses]
