@@ -18,6 +18,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
@@ -31,6 +32,7 @@ from kvframe_transformers.soft_caps import attention_options
 
 # transformers' type hints are incomplete.
 _CausalLM: Any = AutoModelForCausalLM
+_MultimodalLM: Any = AutoModelForMultimodalLM
 _ENCODER_DECODERS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
 _logging: Any = logging
 
@@ -129,7 +131,10 @@ def auto_model(config: Any) -> Any:
     """Return the class that creates models for a config: one of transformers' auto classes, or ``BodyLoader``."""
     if config.is_encoder_decoder:
         return next((each for each in _ENCODER_DECODERS if type(config) in each._model_mapping), _ENCODER_DECODERS[0])
-    return _CausalLM if generates(config) else BodyLoader(config)
+    if not generates(config):
+        return BodyLoader(config)
+    is_multimodal = type(config) not in _CausalLM._model_mapping and type(config) in _MultimodalLM._model_mapping
+    return _MultimodalLM if is_multimodal else _CausalLM
 
 
 def build_without_weights(config: Any, name: str) -> PreTrainedModel:
@@ -148,7 +153,9 @@ def build_without_weights(config: Any, name: str) -> PreTrainedModel:
     return model
 
 
-def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+def load_weights(
+    path: Path, config: Any, device: str, dtype: torch.dtype, make: Any = None, **options: Any
+) -> PreTrainedModel:
     """Return the model of a folder with its weights; raise ``ModelError`` if any are missing or do not fit.
 
     Args:
@@ -156,6 +163,7 @@ def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype, **opt
         config: Its config.
         device: The device of the model.
         dtype: The dtype of the weights.
+        make: What creates the model; ``auto_model(config)`` unless given.
         options: Further options of ``from_pretrained``.
     """
     if (path / "adapter_config.json").is_file():
@@ -165,7 +173,7 @@ def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype, **opt
         )
     try:
         with quiet():
-            model, report = auto_model(config).from_pretrained(
+            model, report = (make or auto_model(config)).from_pretrained(
                 str(path),
                 config=config,
                 dtype=dtype,
@@ -254,13 +262,19 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
         ModelError: The generation config is invalid, or the entry does not hold token ids.
     """
     file = path / "generation_config.json"
-    ids = config.get_text_config(decoder=True).eos_token_id
+    ids = text_attribute(config, "eos_token_id")
     if file.is_file():
         try:
             ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", ids)
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ModelError(f"{file} is no generation config: {one_sentence(error)}") from error
     return checked_eos_token_ids(ids, str(path))
+
+
+def text_attribute(config: Any, name: str) -> Any:
+    """Return what a config says of its text: its text config, or itself if that does not say; None if neither does."""
+    text = getattr(config.get_text_config(decoder=True), name, None)
+    return getattr(config, name, None) if text is None else text
 
 
 def checked_eos_token_ids(ids: Any, name: str) -> frozenset[int]:

@@ -201,6 +201,12 @@ class _Reader:
 
     def _mask_of(self, call: RecordedCall) -> MaskKind:
         kind = self._kind_of(call)
+        if self._generates and kind.kind is not None and getattr(call.module, "is_causal", True) is False:
+            return MaskKind(
+                None,
+                why="lets all tokens of a prompt see each other and each generated token see the earlier ones, but "
+                "its mask does not show where the prompt ends (is_causal is False)",
+            )
         return MaskKind("encoder_only") if kind.sees_all and not self._generates else kind
 
     def _kind_of(self, call: RecordedCall) -> MaskKind:
