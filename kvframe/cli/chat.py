@@ -22,6 +22,7 @@ from kvframe.cli.options import (
     stack_option,
 )
 from kvframe.cli.render import log_lines
+from kvframe.cli.sampling import named, sampling_options
 from kvframe.cli.streaming import print_stream
 from kvframe.config.hub import find_model
 from kvframe.contract.errors import KVFrameError, ModelError
@@ -49,17 +50,7 @@ _PROMPT = "> "
     metavar="N",
     help="The most tokens of an answer.",
 )
-@click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 takes the likeliest token."
-)
-@click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=1.0,
-    metavar="P",
-    help="Sample among the likeliest mass P.",
-)
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Make sampling repeatable.")
+@sampling_options
 @drafts_option
 @stack_option
 @memory_option
@@ -70,8 +61,11 @@ def chat(
     model: Path,
     system: str | None,
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
     seed: int | None,
     drafts: Use | str | None,
     stack_file: Path | None,
@@ -91,10 +85,15 @@ def chat(
     model = find_model(model, weights=True)
     if find_place() is not None:
         raise click.UsageError("a chat reads standard input, which several ranks share: start it in one process")
-
-    from kvframe.engine.requests.params import SamplingParams
-
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    values = named(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
@@ -106,7 +105,7 @@ def chat(
     with log_lines():
         made = Engine.from_pretrained(model, stack=stack)
     with made as engine:
-        conversation = Conversation(engine, params, system)
+        conversation = Conversation(engine, engine.default_params(**values), system)
         conversation.check()
         if _is_a_dialogue():
             click.echo(f"{RESET} starts again; Ctrl-C ends an answer, Ctrl-D the chat", err=True)

@@ -33,6 +33,7 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import log_lines, print_json, progress
+from kvframe.cli.sampling import named, sampling_options
 from kvframe.cli.streaming import is_textless, print_stream
 from kvframe.config.hub import find_model
 from kvframe.contract.errors import RequestError
@@ -48,21 +49,13 @@ if TYPE_CHECKING:
 @click.command(short_help="Generate text with a model on disk.")
 @click.argument("model", type=click.Path(path_type=Path))
 @prompt_options
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
 @click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 takes the likeliest token."
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Default: as the checkpoint's generation config says, or 64.",
 )
-@click.option(
-    "--top-k", type=click.IntRange(min=0), default=0, metavar="K", help="Sample among the K likeliest tokens."
-)
-@click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=1.0,
-    metavar="P",
-    help="Sample among the likeliest mass P.",
-)
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Make sampling repeatable.")
+@sampling_options
 @click.option(
     "--n", "num_samples", type=click.IntRange(min=1), default=1, metavar="N", help="Draw N samples of each prompt."
 )
@@ -90,10 +83,12 @@ def generate(
     texts: tuple[str, ...],
     prompts_file: Path | None,
     token_ids_file: Path | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
     seed: int | None,
     num_samples: int,
     stop: tuple[str, ...],
@@ -125,14 +120,13 @@ def generate(
     if saved_file is not None:
         prefixes.check_saved_file(saved_file)
     model = find_model(model, weights=True)
-
-    from kvframe.engine.requests.request import SamplingParams
-
-    params = SamplingParams(
+    values = named(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,
@@ -154,6 +148,7 @@ def generate(
     streams = len(prompts) == num_samples == 1 and not as_json and sys.stdout.isatty()
     bar: AbstractContextManager[Any] = nullcontext() if streams else progress("generating", len(prompts))
     with made as engine, bar as show:
+        params = engine.default_params(**values)
         if loaded_file is not None:
             of_files["loaded_prefixes"] = engine.load_prefixes(loaded_file)
         if saved_file is not None:

@@ -62,6 +62,8 @@ class ModelDescription:
         generates: Whether it gives logits for a next token; False for a model that is used for its hidden states.
         num_prediction_heads: How many prediction heads it has (multi-token prediction): each guesses one more of the
             tokens that follow the next one (``LoadedModel.load_prediction_heads``).
+        sampling: How the checkpoint wants tokens to be chosen: values by the names of ``SamplingParams``, for requests
+            that name none.
         prediction_layers: What these heads attend with and keep, with other names than ``layers``. They are planned if
             the stack's proposer uses the heads. The last one keeps the hidden states after a request's last token,
             ``[num_prediction_heads, hidden_size]``: those of the model, then those of each head but the last.
@@ -75,4 +77,5 @@ class ModelDescription:
     max_input_lens: Mapping[str, int] = attrs.field(factory=dict)
     generates: bool = True
     num_prediction_heads: int = 0
+    sampling: Mapping[str, Any] = attrs.field(factory=dict)
     prediction_layers: tuple[LayerDescription, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -18,6 +19,7 @@ from kvframe.engine.graphs.step_graphs import Forward, StepGraphs
 from kvframe.engine.prefixes.fingerprint import fingerprint_of
 from kvframe.engine.prefixes.of_prompts import PromptPrefixes
 from kvframe.engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
+from kvframe.engine.requests.admission import check_token_ids
 from kvframe.engine.requests.batch import checked_params, make_samples, params_for_each, sample_ids
 from kvframe.engine.requests.params import SamplingParams
 from kvframe.engine.requests.prompt import AnyPrompt, prompts_of
@@ -62,6 +64,20 @@ class Engine(EngineCore[Request]):
         choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
     """
 
+    def default_params(self, **named: Any) -> SamplingParams:
+        """Return the parameters that the checkpoint asks for, as its generation config says.
+
+        A request that is added without parameters gets them. They are greedy and 64 tokens if the checkpoint does not
+        say otherwise.
+
+        Args:
+            named: Parameters of ``SamplingParams`` that replace the checkpoint's.
+
+        Raises:
+            RequestError: A value is wrong (``bad_params``).
+        """
+        return SamplingParams(**{**self.model.description.sampling, **named})
+
     @verb
     def add_request(
         self,
@@ -76,7 +92,7 @@ class Engine(EngineCore[Request]):
 
         Args:
             prompt: Text, or token ids. For a model with an encoder: the encoder's input, or a ``Prompt`` of two parts.
-            params: How to sample and when to stop; greedy, 64 tokens unless given.
+            params: How to sample and when to stop; ``default_params()`` unless given.
             request_id: Its id; a fresh one unless given.
             cache_salt: The request shares cached prefixes and inputs with requests of the same salt only. The salt is,
                 for example, the name of a tenant or of a session.
@@ -287,12 +303,24 @@ class Engine(EngineCore[Request]):
     def _check_model(self) -> None:
         description, step_local = self.model.description, self.grouping.step_local
         if description.generates and not step_local:
+            self._default_params = self._checked_defaults()
             return
         why = f"; its layer {step_local[0]!r} keeps nothing of the tokens before" if step_local else ""
         raise ModelError(
             f"{description.name} does not generate text{why}: it is for embeddings, which `kvframe embed` and "
             "kvframe.Embedder make"
         )
+
+    def _checked_defaults(self) -> SamplingParams:
+        try:
+            params = self.default_params()
+            check_token_ids(params, self.model.description.vocab_size)
+        except (RequestError, TypeError) as error:
+            raise ModelError(
+                f"the sampling parameters of {self.model.description.name} cannot be meant: {error}; correct its "
+                "generation_config.json"
+            ) from error
+        return params
 
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> TokenRunner:
         draft = assembly.draft
@@ -370,7 +398,7 @@ class Engine(EngineCore[Request]):
         owner: str = "",
     ) -> list[Request]:
         """Queue a request, and return all samples of it."""
-        params = checked_params(params)
+        params = checked_params(params, self._default_params)
         check_salt(cache_salt)
         check_owner(owner)
         request_id = self._new_id(request_id)

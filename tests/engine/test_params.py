@@ -66,6 +66,28 @@ MANY_DIGITS = 10**5000
         {"n": 0},
         {"n": "2"},
         {"prompt_logprobs": "yes"},
+        {"min_p": 1.5},
+        {"min_p": -0.1},
+        {"typical_p": 0},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": math.inf},
+        {"frequency_penalty": 2.5},
+        {"presence_penalty": "1"},
+        {"presence_penalty": math.nan},
+        {"logit_bias": [5]},
+        {"logit_bias": {"5": 1}},
+        {"logit_bias": {5: 101}},
+        {"logit_bias": {5: math.nan}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"no_repeat_ngram_size": -1},
+        {"bad_words_ids": [5]},
+        {"bad_words_ids": [[]]},
+        {"bad_words_ids": [["5"]]},
+        {"bad_words_ids": "word"},
+        {"suppress_tokens": 5},
+        {"begin_suppress_tokens": "5"},
+        {"min_new_tokens": -1},
     ],
     ids=lambda params: f"{next(iter(params))}-{type(next(iter(params.values()))).__name__!s}",
 )
@@ -322,11 +344,16 @@ def test_a_hostile_request_changes_none_of_its_neighbours(hostile: SamplingParam
     st.floats(0, 1 - 2**-53),
     st.integers(1, 9),
     st.floats(5e-324, 1, exclude_min=False),
+    st.floats(0, 1),
+    st.floats(5e-324, 1),
 )
-def test_there_is_always_a_token_to_draw(masses: list[float], uniform: float, top_k: int, top_p: float) -> None:
+def test_there_is_always_a_token_to_draw(
+    masses: list[float], uniform: float, top_k: int, top_p: float, min_p: float, typical_p: float
+) -> None:
     row = torch.tensor(masses, dtype=torch.float64)
     row = row / row.sum()
-    (token,) = draw_truncated(probabilities(row.tolist()), column(uniform), column(top_k), column(top_p))
+    limits = map(column, (top_k, top_p, min_p, typical_p))
+    (token,) = draw_truncated(probabilities(row.tolist()), column(uniform), *limits)
     assert row[token] > 0
     assert (row > row[token]).sum() < top_k
 
@@ -362,6 +389,17 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": st.booleans(),
     "n": st.integers(1, 3),
     "prompt_logprobs": st.booleans(),
+    "min_p": st.floats(0, 1),
+    "typical_p": st.floats(0, 1, exclude_min=True),
+    "repetition_penalty": st.floats(0.01, 100),
+    "frequency_penalty": st.floats(-2, 2),
+    "presence_penalty": st.floats(-2, 2),
+    "logit_bias": st.dictionaries(st.integers(0, 255), st.floats(-100, 100), max_size=3),
+    "no_repeat_ngram_size": st.integers(0, 5) | st.just(HUGE),
+    "bad_words_ids": st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=3), max_size=3),
+    "suppress_tokens": st.frozensets(st.integers(0, 255), max_size=3),
+    "begin_suppress_tokens": st.frozensets(st.integers(0, 255), max_size=3),
+    "min_new_tokens": st.integers(0, HUGE),
 }
 PROMPTS: st.SearchStrategy[Any] = st.one_of(
     st.text(max_size=70), st.lists(st.integers(0, 255), max_size=MAX_MODEL_LEN + 2), ANYTHING

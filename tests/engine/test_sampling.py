@@ -29,8 +29,11 @@ def probabilities(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def truncated(row: list[float], uniform: float, top_k: int = 1000, top_p: float = 1.0) -> int:
-    (token_id,) = draw_truncated(probabilities(row), column(uniform), column(top_k), column(top_p))
+def truncated(
+    row: list[float], uniform: float, top_k: int = 1000, top_p: float = 1.0, min_p: float = 0.0, typical_p: float = 1.0
+) -> int:
+    limits = map(column, (top_k, top_p, min_p, typical_p))
+    (token_id,) = draw_truncated(probabilities(row), column(uniform), *limits)
     return token_id
 
 

@@ -226,10 +226,7 @@ class Admission:
                 f"the stop strings have {num_chars:,} characters altogether, and may have {options.max_stop_chars:,}; "
                 "raise max_stop_chars in the stack's [engine]"
             )
-        vocab_size, ids = description.vocab_size or MAX_VOCAB_SIZE, params.stop_token_ids
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < vocab_size)
-            raise bad_params(f"stop_token_ids holds {shown(wrong)}; the model has the tokens [0, {vocab_size})")
+        check_token_ids(params, description.vocab_size)
 
     def _check_length(self, num_tokens: int, params: SamplingParams | None) -> None:
         """Raise for a prompt that is too long.
@@ -262,6 +259,23 @@ class Admission:
             return tuple(_whole_numbers(prompt))
         except RequestError:
             return ()
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int | None) -> None:
+    """Raise a ``RequestError`` (``bad_params``) if parameters name tokens that the model does not have.
+
+    Args:
+        params: The parameters.
+        vocab_size: The model's tokens; None if that is unknown.
+    """
+    limit = vocab_size or MAX_VOCAB_SIZE
+    named = {"stop_token_ids": params.stop_token_ids}
+    if params.changes_logits:
+        named["logit_bias, bad_words_ids or a list of suppressed tokens"] = params.named_token_ids
+    for name, ids in named.items():
+        if ids and not 0 <= min(ids) <= max(ids) < limit:
+            wrong = next(token for token in ids if not 0 <= token < limit)
+            raise bad_params(f"{name} holds {shown(wrong)}; the model has the tokens [0, {limit})")
 
 
 def _unicode(text: str) -> str:

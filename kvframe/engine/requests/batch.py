@@ -14,18 +14,15 @@ from kvframe.engine.requests.params import SamplingParams, bad_params
 from kvframe.engine.requests.request import Request
 from kvframe.engine.requests.text import TextStream
 
-DEFAULT_PARAMS = SamplingParams()
-"""Greedy, 64 tokens."""
 
-
-def checked_params(params: Any) -> SamplingParams:
-    """Return a request's parameters: the default for None.
+def checked_params(params: Any, default: SamplingParams) -> SamplingParams:
+    """Return a request's parameters: ``default`` for None.
 
     Raises:
         RequestError: ``params`` is neither ``SamplingParams`` nor None (``bad_params``).
     """
     if params is None:
-        return DEFAULT_PARAMS
+        return default
     if not isinstance(params, SamplingParams):
         raise bad_params(f"params must be a SamplingParams or None, not {shown(params)}")
     return params

@@ -151,6 +151,12 @@ class RequestProgress:
         """The first token for which it wants the model's output, if it ``wants_prompt_rows``."""
         return len(self.token_ids) - 1
 
+    @property
+    def no_outcome(self) -> str:
+        """The error for an output of the model that is not numbers."""
+        what = f"the model's output after token {self.num_computed} is not numbers"
+        return f"{what}; try another dtype, and check the weights"
+
     def fork(self, other: RequestProgress) -> None:
         """Take over the progress of another request, from which this one forks."""
         self.num_computed = other.num_computed

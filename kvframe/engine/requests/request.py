@@ -256,6 +256,15 @@ class Request(RequestProgress):
         return self.max_tokens
 
     @property
+    def no_outcome(self) -> str:
+        """The error for an output of the model that is not numbers, or of which the parameters leave no token."""
+        if not self.params.changes_logits:
+            return super().no_outcome
+        return (
+            f"after token {self.num_computed}, no token is left: its parameters ban all, or the output is not numbers"
+        )
+
+    @property
     def first_prompt_row(self) -> int:
         """The last prompt token whose log-probability is known: its logits give that of the next token."""
         return len(self.known_logprobs) - 1

@@ -23,6 +23,7 @@ from kvframe.contract.specs import TokenRange
 from kvframe.engine.graphs.step_graphs import Forward, StepGraphs
 from kvframe.engine.requests.progress import NO_INPUTS, RequestT
 from kvframe.engine.requests.request import Request
+from kvframe.engine.running.logits_processors import process_logits
 from kvframe.engine.running.next_tokens import accept_drafts, add_logprobs, sample, token_logprobs
 from kvframe.engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
 from kvframe.planning.memory import allocating
@@ -379,7 +380,7 @@ class TokenRunner(ModelRunner):
         num_known = (packed.num_computed + packed.query_lens)[packed.is_sampled]
         if packed.drafts:
             drafts = list(compress(packed.drafts, packed.is_sampled))
-            runs = accept_drafts(logits, requests, drafts)
+            runs = accept_drafts(process_logits(logits, requests, drafts), requests, drafts)
             if self.hidden_states is not None:
                 self._keep_hidden_states(packed, requests, runs, [1 + len(each) for each in drafts])
             if any(request.params.logprobs for request in requests):
@@ -389,7 +390,7 @@ class TokenRunner(ModelRunner):
             places = np.arange(int(num_new.sum())) + np.repeat(first + num_new - np.cumsum(num_new), num_new)
             self.tokens[np.repeat(rows, num_new), places] = [*chain.from_iterable(runs)]
             return runs if packed.places is None else [runs[place] for place in packed.places]
-        token_ids = sample(logits, requests)
+        token_ids = sample(process_logits(logits, requests), requests)
         if self.hidden_states is not None:
             self._keep_hidden_states(packed, requests, [[each] for each in token_ids], [1] * len(requests))
         if any(request.params.logprobs for request in requests):

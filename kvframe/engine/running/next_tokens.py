@@ -71,7 +71,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], places: Sequence[i
         if not sound[index]:
             token_ids[index] = FAILED
         elif params.temperature > 0:
-            (truncated if params.top_k or params.top_p < 1 else full).append(index)
+            (truncated if params.truncates else full).append(index)
     # There are two ways to draw. A row's own parameters choose the way, so that other rows cannot change its token.
     for rows, truncate in ((full, False), (truncated, True)):
         if rows:
@@ -174,8 +174,10 @@ def _draw(logits: torch.Tensor, requests: list[Request], numbers: list[float], t
         return draw_full(probabilities, uniforms)
     vocab_size = logits.shape[1]
     top_k = column([float(min(request.params.top_k or vocab_size, vocab_size)) for request in requests])
-    top_p = column([request.params.top_p for request in requests])
-    return draw_truncated(probabilities, uniforms, top_k, top_p)
+    top_p, min_p, typical_p = (
+        column([getattr(request.params, name) for request in requests]) for name in ("top_p", "min_p", "typical_p")
+    )
+    return draw_truncated(probabilities, uniforms, top_k, top_p, min_p, typical_p)
 
 
 def draw_full(probabilities: torch.Tensor, uniforms: torch.Tensor) -> list[int]:
@@ -194,15 +196,25 @@ def draw_full(probabilities: torch.Tensor, uniforms: torch.Tensor) -> list[int]:
 
 
 def draw_truncated(
-    probabilities: torch.Tensor, uniforms: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+    probabilities: torch.Tensor,
+    uniforms: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    typical_p: torch.Tensor,
 ) -> list[int]:
-    """Draw one token per row among its ``top_k`` most likely, and of those the fewest that reach ``top_p``.
+    """Draw one token per row from the part of the vocabulary that four limits leave, one after the other.
 
     Args:
         probabilities: ``[num_rows, vocab_size], float64, device``.
         uniforms: ``[num_rows, 1], float64, device``, in ``[0, 1)``.
-        top_k: ``[num_rows, 1], float64, device``, at least 1.
-        top_p: ``[num_rows, 1], float64, device``, in ``(0, 1]``; the part of the mass that ``top_k`` leaves.
+        top_k: ``[num_rows, 1], float64, device``, at least 1: leaves so many of the most likely tokens.
+        top_p: ``[num_rows, 1], float64, device``, in ``(0, 1]``: leaves the fewest most likely tokens that have this
+            part of the mass left.
+        min_p: ``[num_rows, 1], float64, device``, in ``[0, 1]``: leaves the tokens of this part of the greatest
+            probability.
+        typical_p: ``[num_rows, 1], float64, device``, in ``(0, 1]``: leaves the fewest most typical tokens that have
+            this part of the mass left.
     """
     ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
@@ -210,7 +222,27 @@ def draw_truncated(
     cumulative = ordered.cumsum(dim=-1)
     # The first token stays even if top_p of the mass rounds to 0.
     ordered = ordered.masked_fill((ranks > 0) & (cumulative - ordered >= top_p * cumulative[:, -1:]), 0.0)
+    ordered = ordered.masked_fill(ordered < min_p * ordered[:, :1], 0.0)
+    if bool((typical_p < 1).any()):
+        ordered = _typical(ordered, typical_p)
     cumulative = ordered.cumsum(dim=-1)
     found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     drawn: list[int] = token_ids.gather(1, found).squeeze(1).tolist()
     return drawn
+
+
+def _typical(probabilities: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
+    """Return probabilities with zeros for all but the most typical tokens of each row.
+
+    Args:
+        probabilities: ``[num_rows, vocab_size], float64, device``, of any total.
+        typical_p: ``[num_rows, 1], float64, device``, in ``(0, 1]``; 1 leaves all tokens.
+    """
+    shares = probabilities / probabilities.sum(dim=-1, keepdim=True)
+    information = -shares.log()
+    entropy = torch.special.entr(shares).sum(dim=-1, keepdim=True)
+    distances, order = (information - entropy).abs().sort(dim=-1, stable=True)
+    cumulative = shares.gather(1, order).cumsum(dim=-1)
+    last = (cumulative < typical_p).sum(dim=-1, keepdim=True).clamp(max=shares.shape[1] - 1)
+    is_typical = (information - entropy).abs() <= distances.gather(1, last)
+    return probabilities.masked_fill(~is_typical & (typical_p < 1), 0.0)

@@ -242,10 +242,7 @@ class Scheduler(Generic[RequestT]):
                 again.append(request)
             else:
                 request.finish_reason = "error"
-                request.error = (
-                    f"the model's output after token {request.num_computed} is not numbers; "
-                    "try another dtype, and check the weights"
-                )
+                request.error = request.no_outcome
             if request.finish_reason is not None:
                 ended.append(request)
         num_known = step.num_known.copy()

@@ -109,7 +109,9 @@ _BASE = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
 def _shorter_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters of rotary embeddings, with sections of a position's parts that fit a small head."""
-    found = {name: _shorter_sections(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    found: dict[str, Any] = {
+        name: _shorter_sections(value) if isinstance(value, dict) else value for name, value in rope.items()
+    }
     if sections := found.get("mrope_section"):
         pairs = int(_HEAD * (found.get("partial_rotary_factor") or 1.0)) // 2
         parts = [max(1, pairs * each // sum(sections)) for each in sections]

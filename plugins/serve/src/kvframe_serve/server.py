@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import uvicorn
 from prometheus_client import CollectorRegistry
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from kvframe import Embedder, Engine, Stack, describe
-from kvframe.contract import ModelError
+from kvframe.contract import ModelError, shown
 from kvframe_serve.access import Access
 from kvframe_serve.answering import Chats, Completions, Embeddings
 from kvframe_serve.answers import find_format
@@ -163,8 +163,8 @@ class Server:
             "keys": "accepted ones only" if self._has_keys else "none: every caller is served",
         }
         if served.generates:
-            shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            lines["sampling"] = f"{shown or 'greedy'} unless a request says otherwise (generation_config.json)"
+            named = ", ".join(f"{name} {shown(value, 60)}" for name, value in defaults.items())
+            lines["sampling"] = f"{named or 'greedy'} unless a request says otherwise (generation_config.json)"
         return lines
 
     async def run(self, listener: socket.socket, *, grace: float = 5.0) -> None:
@@ -306,7 +306,7 @@ def _served_model(path: Path, name: str, engine: Engine | Embedder, limits: Limi
         max_model_len=engine.plan.max_model_len,
         most_tokens=_most_tokens(engine),
         generates=task == "generate",
-        defaults=_defaults(path),
+        defaults=engine.model.description.sampling,
         max_new_tokens=limits.max_new_tokens,
         max_samples=limits.max_requests,
         max_logprobs=limits.max_logprobs,
@@ -318,20 +318,3 @@ def _most_tokens(engine: Engine | Embedder) -> int:
     """Return the most tokens of a request that fit the cache alone."""
     lengths = range(1, engine.plan.max_model_len + 1)
     return max(1, bisect_right(lengths, 0, key=lambda length: not engine.plan.fits(length)))
-
-
-def _defaults(path: Path) -> dict[str, Any]:
-    """Return the sampling parameters of the checkpoint's generation config; greedy if it does not sample."""
-    if not (path / "generation_config.json").is_file():
-        return {}
-    config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
-    defaults: dict[str, Any] = {}
-    if config.max_new_tokens is not None:
-        defaults["max_new_tokens"] = config.max_new_tokens
-    if config.do_sample:
-        # A config that samples and does not name a value means transformers' own.
-        for key, value in {"temperature": 1.0, "top_p": 1.0, "top_k": 50}.items():
-            named = getattr(config, key)
-            defaults[key] = value if named is None else named
-        defaults["top_k"] = max(defaults["top_k"], 0)
-    return defaults

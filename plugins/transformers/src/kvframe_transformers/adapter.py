@@ -35,6 +35,7 @@ from kvframe_transformers.checkpoint import (
 from kvframe_transformers.discovery import discover_layers
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions
+from kvframe_transformers.generation import read_generation_config, sampling_of, warn_of_others
 from kvframe_transformers.in_memory import build_like, config_of, generation_eos_token_ids, place_of
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
@@ -79,6 +80,7 @@ class TransformersAdapter(ModelAdapter):
             raise UnknownNameError("model dtype", dtype, _DTYPES)
         checkpoint, config = _Checkpoint.read(path), read_config(path)
         description = checkpoint.description
+        warn_of_others(read_generation_config(path), description.name)
         options: dict[str, Any] = {}
         if size > 1:
             planned: Any = build_without_weights(config, description.name)
@@ -105,7 +107,10 @@ class TransformersAdapter(ModelAdapter):
         name, config = type(model).__name__, config_of(model)
         device, dtype = place_of(model)
         planned = build_like(model, config)
-        description = _describe(config, name, planned, generation_eos_token_ids(model))
+        eos, generation = generation_eos_token_ids(model), getattr(model, "generation_config", None)
+        entries = {} if generation is None else generation.to_dict()
+        description = _describe(config, name, planned, eos, sampling_of(entries, eos))
+        warn_of_others(entries, name)
         loaded: TransformersModel
         if config.is_encoder_decoder:
             loaded = EncoderDecoderModel(model, tokenizer, description, partial(build_like, model, config))
@@ -140,7 +145,9 @@ class _Checkpoint:
         with quiet():
             idle = idle_parts(planned, name) if generates(config) else ()
         remove_parts(planned, idle)
-        return cls(_describe(config, name, planned, eos_token_ids(folder, config)), type(planned), idle)
+        eos = eos_token_ids(folder, config)
+        sampling = sampling_of(read_generation_config(folder), eos)
+        return cls(_describe(config, name, planned, eos, sampling), type(planned), idle)
 
     def load(
         self, path: Path, config: Any, device: str, dtype: torch.dtype, options: Mapping[str, Any]
@@ -165,7 +172,9 @@ def _first_position(model: PreTrainedModel, description: ModelDescription) -> in
     return find_first_position(model) if num_unused_positions(model) or not description.generates else 0
 
 
-def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int]) -> ModelDescription:
+def _describe(
+    config: Any, name: str, model: PreTrainedModel, eos: frozenset[int], sampling: Mapping[str, Any]
+) -> ModelDescription:
     """Return the description of a model on the meta device, whose implementations are changed.
 
     Args:
@@ -173,6 +182,7 @@ def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int
         name: Its name for people.
         model: The model.
         eos: The ids that end a request.
+        sampling: How its tokens are chosen.
     """
     generating, length = generates(config), max_model_len(config)
     with quiet():
@@ -191,6 +201,7 @@ def _describe(config: Any, name: str, model: PreTrainedModel, eos: frozenset[int
         max_model_len=length,
         vocab_size=text_attribute(config, "vocab_size"),
         eos_token_ids=eos,
+        sampling=sampling if generating else {},
         max_input_lens={} if encoder_len is None else {ENCODER: encoder_len},
         generates=generating,
         num_prediction_heads=num_heads,

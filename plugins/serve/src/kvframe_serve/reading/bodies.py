@@ -113,6 +113,14 @@ class SampledBody(Body):
     )
     top_p: float | None = field("The fewest likeliest tokens with this probability are sampled from.")
     top_k: int | None = field("So many likeliest tokens are sampled from; 0 or -1 for all.")
+    min_p: float | None = field("Tokens with this share of the likeliest one's probability are sampled from.")
+    frequency_penalty: float | None = field("Subtracted from a token's logit for each time that it was generated.")
+    presence_penalty: float | None = field("Subtracted from a token's logit if it was generated.")
+    repetition_penalty: float | None = field(
+        "Makes tokens less likely that are in the prompt or the answer already; 1 for none."
+    )
+    logit_bias: dict[str, float] | None = field("Numbers from -100 to 100 that are added to logits, by token id.")
+    min_tokens: int | None = field("The tokens that end the text are not generated before so many others.")
     seed: int | None = field("Makes sampling repeatable; sample i has the seed seed + i.")
     stop: Stop = field("Strings that end the text before them.")
     stop_token_ids: list[int] | None = field("Tokens that end the text, beside the model's own.")
@@ -122,11 +130,6 @@ class SampledBody(Body):
     stream_options: StreamOptions | None = field("Options of a stream; only with stream.")
     cache_salt: str | None = field("Requests of one key share cached prefixes only if their salts are equal.")
     user: str | None = field("Who asks; written to the server's log.")
-    frequency_penalty: Any = only("A penalty by frequency.", 0)
-    presence_penalty: Any = only("A penalty for what was there.", 0)
-    repetition_penalty: Any = only("A penalty for repetition.", 1)
-    min_p: Any = only("A least share of the likeliest token's probability.", 0)
-    logit_bias: Any = only("Numbers that are added to logits.", {})
     response_format: Any = only("A form that the answer is forced into.", {"type": "text"})
 
 

@@ -33,7 +33,21 @@ from kvframe_serve.reading.question import EmbeddingQuestion, Parsing, Question,
 UNKNOWN_MODEL = "model_not_found"
 """The code of the error for another model's name."""
 
-_SAMPLING = ("temperature", "top_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+)
+"""Fields that are parameters of the engine, with the same names and meanings."""
+
 _LOGGED = ("user", "prompt_cache_key", "safety_identifier")
 _COMPLETION_TOKENS = 16
 """The generated tokens of a completion without a length, as in OpenAI's interface."""
@@ -236,6 +250,10 @@ class Reader:
         names = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
         if fields.top_k is not None:
             names["top_k"] = max(fields.top_k, 0) if fields.top_k >= -1 else fields.top_k
+        if fields.min_tokens is not None:
+            names["min_new_tokens"] = fields.min_tokens
+        if fields.logit_bias is not None:
+            names["logit_bias"] = _by_token(fields.logit_bias)
         longest = max(map(len, prompts), default=0)
         left = served.max_model_len - longest
         if length is None:
@@ -250,7 +268,7 @@ class Reader:
             params = SamplingParams(**{**served.defaults, **names, **logprobs})
         except RequestError as error:
             # The client knows its own fields, not the engine's.
-            said = str(error).replace("max_new_tokens", "max_tokens")
+            said = str(error).replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
             if "prompt_logprobs" in logprobs:
                 said = said.replace("top_logprobs", "logprobs")
             raise RequestError(said, code=error.code) from error
@@ -309,6 +327,11 @@ def _each(prompts: Any) -> Sequence[str | Sequence[int]]:
         return [prompts]
     several: Sequence[str | Sequence[int]] = prompts
     return several
+
+
+def _by_token(biases: Mapping[str, float]) -> dict[int | str, float]:
+    """Return biases by token id, as the keys of a JSON object are texts; a key that is no number stays a text."""
+    return {int(token) if token.isdecimal() and len(token) < 20 else token: bias for token, bias in biases.items()}
 
 
 def _logged(fields: Body) -> dict[str, str]:

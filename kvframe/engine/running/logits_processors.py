@@ -1,0 +1,86 @@
+"""Changes logits before a token is chosen: biases, penalties on repetition, and tokens that may not come.
+
+The order is that of transformers' ``generate()``, with the penalties of the OpenAI interface after it. A request's rows
+depend on its own tokens and parameters only, never on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+
+from kvframe.contract.order import IntArray
+from kvframe.engine.requests.params import SamplingParams
+from kvframe.engine.requests.request import Request
+
+
+def process_logits(
+    logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None
+) -> torch.Tensor:
+    """Return the logits from which tokens are chosen: a copy if a request changes its own, otherwise ``logits``.
+
+    Args:
+        logits: ``[num_rows, vocab_size], device``: for each request, the row of its last known token, then one row for
+            each of its drafts.
+        requests: The requests.
+        drafts: The drafts of each; none unless given.
+    """
+    if not any(request.params.changes_logits for request in requests):
+        return logits
+    # As in generate(), in float32 at least.
+    logits, row = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True), 0
+    for index, request in enumerate(requests):
+        own_drafts: Sequence[int] = () if drafts is None else drafts[index]
+        if request.params.changes_logits:
+            num_known = len(request.token_ids)
+            token_ids = np.concatenate([np.array(request.token_ids, np.int64), np.array(own_drafts, np.int64)])
+            for num_drafts in range(1 + len(own_drafts)):
+                _process(logits[row + num_drafts], request, token_ids[: num_known + num_drafts])
+        row += 1 + len(own_drafts)
+    return logits
+
+
+def _process(logits: torch.Tensor, request: Request, token_ids: IntArray) -> None:
+    """Change the logits of the token that follows ``token_ids``.
+
+    Args:
+        logits: ``[vocab_size], device``.
+        request: The request.
+        token_ids: ``[num_tokens], int64, host``: its prompt and its output.
+    """
+    params, output, device = request.params, token_ids[request.num_prompt_tokens :], logits.device
+    if params.logit_bias:
+        ids = torch.tensor([*params.logit_bias], device=device)
+        logits[ids] += torch.tensor([*params.logit_bias.values()], dtype=logits.dtype, device=device)
+    if params.repetition_penalty != 1:
+        ids = torch.from_numpy(token_ids).to(device)
+        values = logits[ids]
+        logits[ids] = torch.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
+    if (params.frequency_penalty or params.presence_penalty) and len(output):
+        generated, counts = np.unique(output, return_counts=True)
+        penalties = params.frequency_penalty * counts + params.presence_penalty
+        logits[torch.from_numpy(generated).to(device)] -= torch.from_numpy(penalties).to(logits)
+    banned = _banned(params, token_ids, len(output))
+    if len(output) < params.min_new_tokens:
+        banned += request.end_token_ids
+    if banned:
+        logits[torch.tensor(banned, device=device)] = -torch.inf
+
+
+def _banned(params: SamplingParams, token_ids: IntArray, num_generated: int) -> list[int]:
+    """Return the ids of the tokens that may not follow ``token_ids``."""
+    banned = [*params.suppress_tokens]
+    if num_generated == 0:
+        banned += params.begin_suppress_tokens
+    for *start, last in params.bad_words_ids:
+        if len(start) <= len(token_ids) and start == token_ids[len(token_ids) - len(start) :].tolist():
+            banned.append(last)
+    size = params.no_repeat_ngram_size
+    if 0 < size <= len(token_ids):
+        ngrams = sliding_window_view(token_ids, size)
+        is_repeated = (ngrams[:, :-1] == token_ids[len(token_ids) - size + 1 :]).all(axis=1)
+        banned += ngrams[is_repeated, -1].tolist()
+    return banned
