@@ -95,6 +95,8 @@ def _compare(group: str, model_type: str, folder: Path) -> Verdict:
     try:
         with quiet():
             model = _make(group, model_type)
+            if model.can_generate():
+                _forget_settings(model)
             model.save_pretrained(folder)
             model = type(model).from_pretrained(folder, dtype=torch.float32).eval()
         run = _Encoder(model) if group == "encoders" and not model.config.is_encoder_decoder else _Decoder(model)
@@ -115,6 +117,15 @@ def _compare(group: str, model_type: str, folder: Path) -> Verdict:
         if os.environ.get("CENSUS_TRACE"):
             traceback.print_exc()
         return Verdict("fails", _short(error))
+
+
+def _forget_settings(model: Any) -> None:
+    """Give a model a generation config that generates greedily, without any end."""
+    starts = (model.generation_config.decoder_start_token_id, getattr(model.config, "decoder_start_token_id", None), 3)
+    start = next(each for each in starts if each is not None) if model.config.is_encoder_decoder else None
+    model.generation_config = GenerationConfig(
+        max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0, decoder_start_token_id=start
+    )
 
 
 def _make(group: str, model_type: str) -> Any:
@@ -176,22 +187,7 @@ class _Generated:
 class _Decoder:
     def __init__(self, model: Any) -> None:
         self._model = model
-        own = model.generation_config
-        start = model.config.is_encoder_decoder and next(
-            (
-                each
-                for each in (own.decoder_start_token_id, getattr(model.config, "decoder_start_token_id", None))
-                if each is not None
-            ),
-            3,
-        )
-        model.generation_config = GenerationConfig(
-            max_new_tokens=NUM_NEW,
-            do_sample=False,
-            pad_token_id=0,
-            **({"decoder_start_token_id": start} if model.config.is_encoder_decoder else {}),
-        )
-        self._start = start
+        self._start = model.generation_config.decoder_start_token_id
         self._inputs = [_inputs_of(model, prompt) for prompt in _PROMPTS]
 
     def theirs(self) -> list[_Generated]:

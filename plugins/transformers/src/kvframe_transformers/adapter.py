@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvframe.contract import (
     ENCODER,
+    LayerDescription,
     LoadedModel,
     ModelAdapter,
     ModelDescription,
@@ -30,11 +31,10 @@ from kvframe_transformers.checkpoint import (
     quiet,
     read_config,
     read_config_file,
-    text_attribute,
 )
 from kvframe_transformers.discovery import discover_layers
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
-from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions
+from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions, text_attribute
 from kvframe_transformers.generation import read_generation_config, sampling_of, warn_of_others
 from kvframe_transformers.in_memory import build_like, config_of, generation_eos_token_ids, place_of
 from kvframe_transformers.model import TransformersModel
@@ -172,6 +172,11 @@ def _first_position(model: PreTrainedModel, description: ModelDescription) -> in
     return find_first_position(model) if num_unused_positions(model) or not description.generates else 0
 
 
+def _is_bounded(layer: LayerDescription) -> bool:
+    """Return whether a layer needs a bounded number of tokens, however long a request is."""
+    return not layer.query or bool({"window", "chunk"} & layer.options.keys())
+
+
 def _describe(
     config: Any, name: str, model: PreTrainedModel, eos: frozenset[int], sampling: Mapping[str, Any]
 ) -> ModelDescription:
@@ -190,7 +195,7 @@ def _describe(
             length -= num_unused_positions(model)
         layers = discover_layers(model, name, length or 0, generates=generating)
         num_heads, head_layers = describe_heads(model, name) if generating else (0, ())
-    if length is None and not any(layer.query for layer in layers):
+    if length is None and all(_is_bounded(layer) for layer in layers):
         length = UNLIMITED
     encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None
     if length is None or (config.is_encoder_decoder and encoder_len is None):

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from kvframe.contract import ModelError, shown
-from kvframe_transformers.encoders import BodyLoader, generates
+from kvframe_transformers.encoders import BodyLoader, generates, text_attribute
 from kvframe_transformers.soft_caps import attention_options
 
 # transformers' type hints are incomplete.
@@ -232,8 +232,10 @@ def max_model_len(config: Any) -> int | None:
 
 def max_encoder_len(config: Any) -> int | None:
     """Return the most tokens that an encoder makes of its input; None if the config does not say."""
-    own = getattr(config, "encoder", None)  # for a model of two nested configs, such as T5Gemma
-    return _positions(config if own is None else own, "max_source_positions")
+    # A model of two nested configs, such as T5Gemma, has one for the encoder.
+    nested = (getattr(config, name, None) for name in ("encoder", "encoder_config"))
+    own = next((each for each in nested if each is not None), config)
+    return _positions(own, "max_source_positions")
 
 
 def _positions(config: Any, name: str) -> int | None:
@@ -269,12 +271,6 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ModelError(f"{file} is no generation config: {one_sentence(error)}") from error
     return checked_eos_token_ids(ids, str(path))
-
-
-def text_attribute(config: Any, name: str) -> Any:
-    """Return what a config says of its text: its text config, or itself if that does not say; None if neither does."""
-    text = getattr(config.get_text_config(decoder=True), name, None)
-    return getattr(config, name, None) if text is None else text
 
 
 def checked_eos_token_ids(ids: Any, name: str) -> frozenset[int]:

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvframe.contract import ModelError
-from kvframe_transformers.checkpoint import checked_eos_token_ids, one_sentence, quiet, text_attribute
+from kvframe_transformers.checkpoint import checked_eos_token_ids, one_sentence, quiet
+from kvframe_transformers.encoders import text_attribute
 
 
 def config_of(model: PreTrainedModel) -> Any:
