@@ -10,7 +10,6 @@ from pathlib import Path
 import attrs
 import pytest
 from kvframe_transformers.names import TESTED
-from kvframe_vllm.names import TESTED as TESTED_VLLM
 
 from tests.compatibility import environments, families
 from tests.compatibility.__main__ import PAGE, RECORD, main
@@ -36,7 +35,7 @@ def test_the_page_is_what_was_recorded() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(from_json(RECORD.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize(("package", "tested"), [("transformers", TESTED), ("vLLM", TESTED_VLLM)])
+@pytest.mark.parametrize(("package", "tested"), [("transformers", TESTED)])
 def test_every_tested_minor_has_a_column_in_which_all_is_well(package: str, tested: Sequence[str]) -> None:
     recorded = from_json(RECORD.read_text(encoding="utf-8"))
     good = {column.version.rpartition(".")[0] for column in recorded if column.package == package and column.is_good}

@@ -108,7 +108,23 @@ def make_model(family: str, folder: Path) -> Path:
             if weight.dim() > 1:
                 weight.mul_(6)
     model.save_pretrained(folder)
+    if family == "Gemma3nText":
+        add_unused_norms(folder / "model.safetensors", model.config)
     return folder
+
+
+def add_unused_norms(weights: Path, config: Any) -> None:
+    """Give layers that read other layers' caches the norms of keys that published checkpoints have for them.
+
+    transformers leaves them out of what it saves, and vLLM 0.29 wants them.
+    """
+    from safetensors.torch import load_file, save_file
+
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    names = [f"model.layers.{layer}.self_attn.k_norm.weight" for layer in range(first, config.num_hidden_layers)]
+    save_file(
+        {**load_file(weights), **{name: torch.ones(config.head_dim) for name in names}}, weights, {"format": "pt"}
+    )
 
 
 def make_prompts(num: int) -> list[list[int]]:

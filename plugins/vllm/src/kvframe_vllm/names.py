@@ -17,6 +17,7 @@ TESTED = ("0.29", "0.30", "0.31", "0.32", "0.33")
 
 NAMES = (
     "vllm:__version__",
+    "vllm.config:CacheConfig.block_size",
     "vllm.config:CacheConfig.kv_sharing_fast_prefill",
     "vllm.config:CompilationConfig.static_forward_context",
     "vllm.config:ModelConfig.dtype",

@@ -67,7 +67,8 @@ class HostedImpl(AttentionImpl):
 
     In a step, it gets ``query: [num_tokens, num_heads, head_size]``, ``key: [num_tokens, num_kv_heads, head_size]``,
     ``value: [num_tokens, num_kv_heads, head_size_v]`` and ``output: [num_tokens, num_heads, head_size_v]``, device, all
-    with padding. A layer without keys of its own gets None for both; the metadata is None while vLLM measures memory.
+    with padding. A layer that reads another's cache gets None for both, or keys that are not used (before vLLM 0.31).
+    The metadata is None while vLLM measures memory.
 
     Attributes:
         stored: The names of the state tensors in the layer's pages.

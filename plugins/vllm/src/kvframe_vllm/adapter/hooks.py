@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -22,7 +23,9 @@ def install(stack: Stack, registry: Registry) -> None:
     def get_kv_cache_spec(worker: Any) -> dict[str, Any]:
         config, reported = worker.vllm_config, report(worker)
         layers = describe_layers(config, reported, stack, registry).layers
-        return {name: HostedSpec.over(spec, layers[name].spec, config) for name, spec in reported.items()}
+        specs = {name: HostedSpec.over(spec, layers[name].spec, config) for name, spec in reported.items()}
+        # vLLM 0.29 gives windows the smallest blocks that a backend supports, whatever the user asks for.
+        return {name: replace(spec, block_size=config.cache_config.block_size) for name, spec in specs.items()}
 
     Worker.get_kv_cache_spec = get_kv_cache_spec
     type(current_platform).get_attn_backend_cls = classmethod(_select)
