@@ -58,6 +58,7 @@ NAMES = (
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.pop_blocks_for_free",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.remove_skipped_blocks",
     "vllm.v1.kv_cache_interface:AttentionSpec.block_size",
+    "vllm.v1.kv_cache_interface:AttentionSpec.copy_with_new_block_size",
     "vllm.v1.kv_cache_interface:AttentionSpec.dtype",
     "vllm.v1.kv_cache_interface:AttentionSpec.head_size",
     "vllm.v1.kv_cache_interface:AttentionSpec.head_size_v",

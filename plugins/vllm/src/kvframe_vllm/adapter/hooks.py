@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -25,7 +24,8 @@ def install(stack: Stack, registry: Registry) -> None:
         layers = describe_layers(config, reported, stack, registry).layers
         specs = {name: HostedSpec.over(spec, layers[name].spec, config) for name, spec in reported.items()}
         # vLLM 0.29 gives windows the smallest blocks that a backend supports, whatever the user asks for.
-        return {name: replace(spec, block_size=config.cache_config.block_size) for name, spec in specs.items()}
+        block_size = config.cache_config.block_size
+        return {name: spec.copy_with_new_block_size(block_size) for name, spec in specs.items()}
 
     Worker.get_kv_cache_spec = get_kv_cache_spec
     type(current_platform).get_attn_backend_cls = classmethod(_select)
