@@ -61,6 +61,13 @@ class TransformersAdapter(ModelAdapter):
         """Read the layers by a forward of the model without weights; raise ``ModelError`` if that is not possible."""
         return _Checkpoint.read(path).description
 
+    def dtype_of(self, path: Path) -> str | None:
+        """Return the dtype that the config names, of the whole model or of its text part."""
+        config: Any = read_config(path)
+        named = config.dtype or config.get_text_config(decoder=True).dtype
+        name = str(named).removeprefix("torch.")
+        return name if name in _DTYPES else None
+
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
         """Load the weights and the tokenizer of a folder; raise ``ModelError`` if the checkpoint is incomplete.
 
