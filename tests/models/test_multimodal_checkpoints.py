@@ -11,9 +11,10 @@ from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.testing import spread_weights
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMultimodalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, Gemma3nConfig
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nMultimodalEmbedder
 
-from kvframe import Engine, Prompt, Stack
+from kvframe import Engine, Prompt, SamplingParams, Stack
 from kvframe.contract import ModelError
 from tests.covering import keep
 from tests.models.census.compare import Verdict, compare
@@ -95,4 +96,34 @@ def test_a_model_in_memory_whose_text_config_names_no_end_is_served(family: str,
         expected = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=10)
     with Engine.from_model(model, stack=STACK) as engine:
         (output,) = engine.generate([Prompt(decoder=ids(3, 24))], GREEDY)
+    assert tuple(expected[0, 24:].tolist()) == output.token_ids
+
+
+def test_a_tower_of_a_library_that_is_not_installed_is_not_needed(tmp_path: Path) -> None:
+    """Gemma 3n's vision tower needs timm, so that this checkpoint is made of its text model."""
+    config = Gemma3nConfig(
+        text_config=tiny_config("gemma3n_text").to_dict(),
+        audio_config=tiny_config("gemma3n_audio").to_dict(),
+        vision_config={"hidden_size": 64},
+    )
+    torch.manual_seed(0)
+    text = AutoModelForCausalLM.from_config(config.text_config, dtype=torch.float32).eval()
+    spread_weights(text)
+    config.architectures = ["Gemma3nForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    weights = {
+        name.replace("model.", "model.language_model.", 1): weight.clone() for name, weight in text.state_dict().items()
+    }
+    del weights["lm_head.weight"]  # it is tied
+    # They run for text too.
+    for name, others in {"model.embed_vision": config.vision_config, "model.embed_audio": config.audio_config}.items():
+        with quiet():
+            part = Gemma3nMultimodalEmbedder(others, config.text_config)
+        weights |= {f"{name}.{key}": weight.clone() for key, weight in part.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    given = torch.tensor([ids(3, 24)])
+    with torch.inference_mode():
+        expected = text.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=10)
+    with Engine.from_pretrained(tmp_path, stack=STACK) as engine:
+        (output,) = engine.generate([ids(3, 24)], SamplingParams(max_new_tokens=10, ignore_eos=True))
     assert tuple(expected[0, 24:].tolist()) == output.token_ids

@@ -18,12 +18,39 @@ POSITIONS = [
     ("speech", "speech_to_text"),
 ]
 STATES = [("decoders", "lfm3"), ("decoders", "minimax")]
-ENCODERS = [("speech", "moonshine"), ("speech", "canary"), ("speech", "cohere_asr")]
+# Their decoders read more of the encoder's output than its states.
+ENCODED = [("speech", "moonshine"), ("speech", "canary"), ("speech", "cohere_asr")]
+# Their experts look for the tokens that chose them.
+EXPERTS = [
+    ("decoders", "dbrx"),
+    ("decoders", "longcat_flash"),
+    ("text with images", "kimi_k25"),
+    ("encoder-decoders", "switch_transformers"),
+    ("encoder-decoders", "nllb-moe"),
+]
+# A layer that runs several times, and the encoders of encoder-decoder models.
+ENCODERS = [("encoders", "albert"), ("encoders", "t5"), ("encoders", "umt5")]
 
 
 @pytest.mark.parametrize(
     ("group", "family"),
-    keep(POSITIONS + STATES + ENCODERS, "bart", "roberta", "m2m_100", "lfm3", "minimax", "moonshine"),
+    keep(
+        POSITIONS + STATES + ENCODED + EXPERTS + ENCODERS,
+        *(
+            [
+                "bart",
+                "roberta",
+                "m2m_100",
+                "lfm3",
+                "minimax",
+                "moonshine",
+                "dbrx",
+                "switch_transformers",
+                "albert",
+                "t5",
+            ]
+        ),
+    ),
 )
 def test_its_results_are_those_of_transformers(group: str, family: str) -> None:
     assert Verdict("equal") == compare(group, family)

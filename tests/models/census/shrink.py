@@ -56,11 +56,54 @@ _RULES = [(re.compile(name), value) for name, value in _SIZES]
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
 _TEXT_MROPE = {"text_config": {"rope_parameters": _MROPE}}
 
+_GROUPED_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+_GEMMA_3N = {
+    "num_kv_shared_layers": 2,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "intermediate_size": [96] * 6,
+    "activation_sparsity_pattern": [0.0] * 6,
+}
+
 _SPECIAL: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(
         ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
         _TEXT_MROPE,
     ),
+    "blt": {},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0}},
+    "dots1": _GROUPED_EXPERTS,
+    "deepseek_v2": _GROUPED_EXPERTS,
+    "longcat_flash": {"head_dim": 8, "qk_head_dim": 24},
+    "mistral4": {"text_config": {"head_dim": 24, "qk_head_dim": 24}},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}},
+    "gemma3n_text": _GEMMA_3N,
+    "gemma3n": {"text_config": _GEMMA_3N},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "xmod": {"default_language": "en_XX"},
+    "esmc": {"num_key_value_heads": 4},
+    "esm": {"vocab_size": 128, "position_embedding_type": "rotary", "pad_token_id": 1, "mask_token_id": 2},
+    "funnel": {"block_sizes": [2, 2], "block_repeats": [1, 1]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "glm4v_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}}},
 }
 """Fields that the rules below do not find."""
@@ -93,6 +136,8 @@ def _shrunk(config_class: Any, overrides: Mapping[str, Any]) -> Any:
             fields[name] = small
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             fields[name] = _shorter_sections(value)
+    if "kv_lora_rank" in own and "num_attention_heads" in fields:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
     layers = next((fields[name] for name in _COUNTS if name in fields), _LAYERS)
     for name in own:
         value = _value(default, name)

@@ -41,7 +41,7 @@ from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
 from kvframe_transformers.prediction_heads import describe_heads
 from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank
-from kvframe_transformers.text_part import class_without, idle_parts, remove_parts
+from kvframe_transformers.text_part import class_without, idle_parts, remove_parts, without_timm
 
 UNLIMITED = 1 << 20
 """The most tokens of a request if a model has no positions: its states have any length, but tables need a limit."""
@@ -85,7 +85,7 @@ class TransformersAdapter(ModelAdapter):
             raise ModelError(f"{path} is a config without weights; to run a model, give the folder of its checkpoint")
         if dtype not in _DTYPES:
             raise UnknownNameError("model dtype", dtype, _DTYPES)
-        checkpoint, config = _Checkpoint.read(path), read_config(path)
+        checkpoint, config = _Checkpoint.read(path), _read_config(path)
         description = checkpoint.description
         warn_of_others(read_generation_config(path), description.name)
         options: dict[str, Any] = {}
@@ -145,7 +145,7 @@ class _Checkpoint:
     @classmethod
     def read(cls, path: Path) -> _Checkpoint:
         """Read a folder or a config file; raise ``ModelError`` if it holds no model that kvframe can describe."""
-        config = read_config(path)
+        config = _read_config(path)
         folder = path if path.is_dir() else path.parent
         name = _name_of(folder) if path.is_dir() or path.name == "config.json" else path.name
         planned = build_without_weights(config, name)
@@ -162,9 +162,16 @@ class _Checkpoint:
         """Load the weights of the parts that text needs; raise ``ModelError`` as ``load_weights`` does."""
         if not self.idle_parts:
             return load_weights(path, config, device, dtype, **options)
-        model = load_weights(path, config, device, dtype, class_without(self.make, self.idle_parts), **options)
+        make = class_without(self.make, self.idle_parts)
+        model = load_weights(path, config, device, dtype, make, **options)
         model.__class__ = self.make
         return model
+
+
+def _read_config(path: Path) -> Any:
+    config = read_config(path)
+    without_timm(config)
+    return config
 
 
 def _name_of(folder: Path) -> str:

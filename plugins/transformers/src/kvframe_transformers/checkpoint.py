@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from kvframe.contract import ModelError, shown
-from kvframe_transformers.encoders import BodyLoader, generates, text_attribute
+from kvframe_transformers.encoders import BodyLoader, generates, is_text_encoder, text_attribute
 from kvframe_transformers.soft_caps import attention_options
 
 # transformers' type hints are incomplete.
@@ -105,6 +105,8 @@ def read_config(path: Path) -> Any:
             # These are properties whose setters also change nested configs.
             config._attn_implementation = None
             config._experts_implementation = None
+            if is_text_encoder(config):
+                config.is_encoder_decoder = False
             return config
     except Exception as error:  # transformers raises many types for an invalid config
         raise ModelError(f"the config of {path} cannot be read: {one_sentence(error)}") from error

@@ -21,7 +21,6 @@ from kvframe.contract import (
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input
 from kvframe_transformers.recording import EncoderOutput, width_of_encoder
-from kvframe_transformers.relative_bias import PARAMETER, tables_of
 from kvframe_transformers.self_check import RunPacked, compare_runs
 
 _DECODER_POSITIONS = "decoder_position_ids"
@@ -167,13 +166,6 @@ class EncoderDecoderModel(TransformersModel):
         return self._num_tokens[shape]
 
     # --- serving ------------------------------------------------------------------------------------------------------
-
-    def weights_changed(self) -> None:
-        """Give the attached layers their tables of biases, besides what other models give them."""
-        super().weights_changed()
-        if self._layers is not None:
-            for layer, table in tables_of(self.description.layers, self._modules()):
-                self._layers[layer.name].bind({PARAMETER: table.detach()})
 
     def detach(self) -> None:
         """Remove what an engine needs of the model. Safe to call twice."""

@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
 )
 
 from kvframe.contract import ModelError
 
-_Body: Any = AutoModel  # its methods have no type hints
+# Their methods have no type hints.
+_Body: Any = AutoModel
+_TextEncoder: Any = AutoModelForTextEncoding
 
 _PROBE_TOKENS = 4
 
@@ -35,6 +38,14 @@ def has_table_of_waves(module: nn.Module) -> bool:
     )
 
 
+def is_text_encoder(config: Any) -> bool:
+    """Return whether a config's model is the encoder of an encoder-decoder model, saved alone, such as T5's."""
+    encoder = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(config.model_type)
+    if encoder not in (config.architectures or ()) or type(config) not in _Body._model_mapping:
+        return False
+    return encoder not in {body.__name__ for body in _bodies_of(config)}
+
+
 def generates(config: Any) -> bool:
     """Return whether a config's model gives logits for a next token.
 
@@ -42,6 +53,8 @@ def generates(config: Any) -> bool:
     families, a checkpoint that was saved without a head gives hidden states.
     """
     architectures, family = set(config.architectures or ()), config.model_type
+    if is_text_encoder(config):
+        return False
     if config.is_encoder_decoder or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family) in architectures:
         return True
     if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -63,18 +76,21 @@ class BodyLoader:
 
     def __init__(self, config: Any) -> None:
         """Keep the config of a model that does not generate."""
+        self._auto = _TextEncoder if is_text_encoder(config) else _Body
         # The pooler's output is not used, and checkpoints with a head have no pooler.
-        takes_it = "add_pooling_layer" in inspect.signature(_bodies_of(config)[0].__init__).parameters
+        takes_it = (
+            self._auto is _Body and "add_pooling_layer" in inspect.signature(_bodies_of(config)[0].__init__).parameters
+        )
         self._options: dict[str, Any] = {"add_pooling_layer": False} if takes_it else {}
 
     def from_config(self, config: Any, **options: Any) -> PreTrainedModel:
         """Return the model with random weights."""
-        model: PreTrainedModel = _Body.from_config(config, **self._options, **options)
+        model: PreTrainedModel = self._auto.from_config(config, **self._options, **options)
         return model
 
     def from_pretrained(self, path: str, **options: Any) -> Any:
         """Return what transformers' auto classes return: the model with a folder's weights, or also how they loaded."""
-        return _Body.from_pretrained(path, **self._options, **options)
+        return self._auto.from_pretrained(path, **self._options, **options)
 
 
 def num_unused_positions(model: PreTrainedModel) -> int:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvframe.contract import ModelError
 from kvframe_transformers.checkpoint import checked_eos_token_ids, one_sentence, quiet
-from kvframe_transformers.encoders import text_attribute
+from kvframe_transformers.encoders import is_text_encoder, text_attribute
 
 
 def config_of(model: PreTrainedModel) -> Any:
@@ -20,6 +20,8 @@ def config_of(model: PreTrainedModel) -> Any:
     # These are properties whose setters also change nested configs.
     config._attn_implementation = None
     config._experts_implementation = None
+    if is_text_encoder(config):
+        config.is_encoder_decoder = False
     return config
 
 

@@ -36,6 +36,7 @@ from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.names import if_untested
 from kvframe_transformers.packed import PackedLinears, packable
+from kvframe_transformers.relative_bias import PARAMETER, tables_of
 from kvframe_transformers.routing import Route, Routes, RunningStep, running, running_step
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.sentence_transformers import read_pooling
@@ -193,6 +194,8 @@ class TransformersModel(LoadedModel):
             return
         for name, tensors in self._mode.latents.parameters().items():
             self._layers[name].bind(tensors)
+        for layer, table in tables_of(self.description.layers, self._modules()):
+            self._layers[layer.name].bind({PARAMETER: table.detach()})
         if self.packs_weights:
             self._pack(self._mode)
 

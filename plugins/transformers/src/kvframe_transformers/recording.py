@@ -11,7 +11,8 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.contract import ModelError
@@ -131,9 +132,13 @@ class EncoderOutput(BaseModelOutput):  # type: ignore[misc]
 
     Attributes:
         attention_mask: None, because no input is padded. Some decoders read it.
+        router_logits: None; for a loss in training. Models with experts read it.
+        router_probs: Likewise.
     """
 
     attention_mask: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    router_probs: tuple[torch.Tensor, ...] | None = None
 
 
 def width_of_encoder(model: Any) -> int:
@@ -163,8 +168,9 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
             module.rope_type = {layer: _without_values(each) for layer, each in rope_type.items()}
         elif rope_type is not None:
             module.rope_type = _without_values(rope_type)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
+            part.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
     mixers = [module for module in model.modules() if is_mixer(module)]
     if mixers:
         model.to(PROBE_DTYPE)  # shows which states have the model's dtype, and which have another one
@@ -174,6 +180,7 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     try:
         with (
             torch.no_grad(),
+            _WithoutValues(),  # type: ignore[no-untyped-call]
             _noting(model, recording),
             replaced_forwards(recorders),
             noting_expansions(model, recording.expansions),
@@ -189,6 +196,26 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     finally:
         _RECORDING.reset(token)
     return recording
+
+
+class _WithoutValues(TorchDispatchMode):
+    """Lets control flow ask for values of tensors without data: nothing is chosen, numbers are zero.
+
+    Experts find the tokens that chose them by ``nonzero``. The self-check compares what was read with the real model.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer a call that needs values; run every other one."""
+        if func in _NEEDS_VALUES and args[0].is_meta:
+            if func is torch.ops.aten.nonzero.default:
+                return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
+            return False if args[0].dtype is torch.bool else 0
+        return func(*args, **(kwargs or {}))
+
+
+_NEEDS_VALUES = (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default)
 
 
 def _without_values(rope_type: Any) -> Any:

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModel, SiglipVisionConfig
+from transformers.utils import is_timm_available
 
 from kvframe.contract import ModelError
 from kvframe_transformers.recording import record
+
+_Body: Any = AutoModel  # it has no type hints
 
 
 def idle_parts(model: Any, name: str) -> tuple[str, ...]:
@@ -46,6 +50,22 @@ def _beside(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             if name != step:
                 yield before + name, child
         module, before = getattr(module, step), f"{before}{step}."
+
+
+def without_timm(config: Any) -> None:
+    """Replace configs of parts that need the library timm, if it is not installed, by others with the same attributes.
+
+    Without it transformers cannot build the model, though text needs none of these parts and they are not loaded.
+    """
+    if is_timm_available():
+        return
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        made_by = _Body._model_mapping.get(type(part), None)
+        if getattr(made_by, "__name__", None) == "TimmWrapperModel":
+            stand_in = SiglipVisionConfig(num_attention_heads=1, num_hidden_layers=1, image_size=16, patch_size=16)
+            vars(stand_in).update({key: value for key, value in vars(part).items() if not key.startswith("_")})
+            vars(config)[name] = stand_in  # the config would refuse another class
 
 
 class Absent(nn.Module):

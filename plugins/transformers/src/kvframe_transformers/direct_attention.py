@@ -1,0 +1,135 @@
+"""Attention of modules that compute it themselves, outside of transformers' attention interface.
+
+Older models multiply queries and keys, scale, add a mask, take the softmax and multiply by the values. Inside
+``replacing``, the first product gives a tensor without values, which notes these operations. The last product then
+becomes one call. Any other operation on it is refused, so that nothing of the attention is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from kvframe.contract import ModelError
+from kvframe_transformers.states import Forward, names_of
+
+
+@attrs.frozen(eq=False)
+class DirectAttention:
+    """What a module makes of its queries and keys, until it multiplies by the values.
+
+    Attributes:
+        query: ``[batch, num_heads, num_tokens, head_size]``.
+        key: ``[batch, num_kv_heads, num_tokens, head_size]``.
+        scale: The factor on their products.
+        added: The tensors that are added to the products, and those that hide some of them.
+        is_normalized: Whether the softmax was taken.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    scale: float = 1.0
+    added: tuple[torch.Tensor, ...] = ()
+    is_normalized: bool = False
+
+
+Attending = Callable[[DirectAttention, torch.Tensor], torch.Tensor]
+"""Computes attention over values, ``[batch, num_kv_heads, num_tokens, head_size_v]``; the result is of that form."""
+
+
+def attends_directly(module: nn.Module) -> bool:
+    """Return whether a module computes a softmax of products itself, by the names that its methods use."""
+    names = names_of(type(module))
+    return "softmax" in names and "get_interface" not in names and any(name.startswith("matmul") for name in names)
+
+
+def replacing(forward: Forward, attend: Attending) -> Forward:
+    """Return a forward like ``forward`` whose attention is computed by ``attend``."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Products(attend):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+class _Products(TorchFunctionMode):
+    """Replaces the product of queries and keys."""
+
+    def __init__(self, attend: Attending) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if _name(func) == "matmul" and len(args) == 2 and not any(isinstance(each, _Scores) for each in args):
+            query, key = args
+            if query.dim() == key.dim() == 4 and query.shape[-1] == key.shape[-2]:
+                return _Scores(DirectAttention(query, key.transpose(-1, -2)), self._attend)
+        return func(*args, **(kwargs or {}))
+
+
+class _Scores(torch.Tensor):
+    """Stands for scores or, after the softmax, for probabilities: it has their shape and no values."""
+
+    _of: DirectAttention
+    _attend: Attending
+
+    @staticmethod
+    def __new__(cls, of: DirectAttention, attend: Attending) -> _Scores:
+        shape = (*of.query.shape[:-1], of.key.shape[-2])
+        made: _Scores = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=of.query.dtype, device=of.query.device
+        )
+        made._of, made._attend = of, attend
+        return made
+
+    def __init__(self, of: DirectAttention, attend: Attending) -> None:
+        """Keep nothing more."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, scores = _name(func), next(each for each in args if isinstance(each, _Scores))
+        of, others = scores._of, [each for each in args if each is not scores]
+        if name in _PROPERTIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name in _UNCHANGED:
+            return scores
+        if name == "matmul" and of.is_normalized and args[0] is scores and _is_plain(others[0]):
+            return scores._attend(of, others[0])
+        if name == "softmax" and not of.is_normalized:
+            return cls(attrs.evolve(of, is_normalized=True), scores._attend)
+        if name in ("mul", "truediv", "div") and isinstance(others[0], int | float) and not of.added:
+            factor = others[0] if name == "mul" else 1 / others[0]
+            return cls(attrs.evolve(of, scale=of.scale * factor), scores._attend)
+        if not of.is_normalized and _is_plain(others[0]) and name in ("add", "masked_fill", "where"):
+            return cls(attrs.evolve(of, added=(*of.added, others[0])), scores._attend)
+        raise ModelError(f"a module computes {name!r} of its attention scores, which kvframe does not know")
+
+
+_PROPERTIES = frozenset({"__get__", "size", "dim", "numel", "is_floating_point"})
+_UNCHANGED = frozenset({"dropout", "to", "type_as", "float", "type", "contiguous", "clone", "detach"})
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, _Scores)
+
+
+def _name(func: Any) -> str:
+    """Return an operation's name: ``add`` for a sum, whether by a function, a method, or an operator, in place or not."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        return name
+    if name.startswith("__"):
+        name = name.strip("_")
+        return name[1:] if name in ("iadd", "radd", "imul", "rmul", "itruediv", "imatmul", "rmatmul") else name
+    return name.rstrip("_")
