@@ -71,7 +71,9 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 	$(BIN)/python -m benchmarks.cache.growth
 	$(BIN)/python -m benchmarks.engine.soak
 
-compat: $(READY) ## compare with each tested version of transformers; write plugins/COMPATIBILITY.md
+# Versions of vLLM are laid over the environment of `make vllm`.
+ALL_OR_VLLM := $(if $(VERSIONS),$(findstring vllm,$(VERSIONS)),all)
+compat: $(READY) $(if $(ALL_OR_VLLM),$(HOSTED)/.ready) ## compare with each tested version of transformers, vLLM, torch and Python; write plugins/COMPATIBILITY.md
 	$(BIN)/python -m tests.compatibility $(VERSIONS)
 
 peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against

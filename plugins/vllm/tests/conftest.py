@@ -108,7 +108,23 @@ def make_model(family: str, folder: Path) -> Path:
             if weight.dim() > 1:
                 weight.mul_(6)
     model.save_pretrained(folder)
+    if family == "Gemma3nText":
+        add_unused_norms(folder / "model.safetensors", model.config)
     return folder
+
+
+def add_unused_norms(weights: Path, config: Any) -> None:
+    """Give layers that read other layers' caches the norms of keys that published checkpoints have for them.
+
+    transformers leaves them out of what it saves, and vLLM 0.29 wants them.
+    """
+    from safetensors.torch import load_file, save_file
+
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    names = [f"model.layers.{layer}.self_attn.k_norm.weight" for layer in range(first, config.num_hidden_layers)]
+    save_file(
+        {**load_file(weights), **{name: torch.ones(config.head_dim) for name in names}}, weights, {"format": "pt"}
+    )
 
 
 def make_prompts(num: int) -> list[list[int]]:
@@ -135,7 +151,7 @@ def start(
         **variables,
     }
     if plugins is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, plugins))
+        environment["PYTHONPATH"] = on_path(plugins)
     if stack is not None:
         path = model.parent / "stack.toml"
         path.write_text(stack, encoding="utf-8")
@@ -150,9 +166,19 @@ def serve(
     """Return what the script reports."""
     done = start(model, settings, stack, plugins, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
+    return result_of(done)
+
+
+def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return what a run of the script reported."""
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return found
+
+
+def on_path(folders: list[Path]) -> str:
+    """Return a path for Python: these folders, and then the path of this process."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")]))
 
 
 def make_plugin(folder: Path, name: str, code: str, group: str, entry: str) -> Path:
@@ -177,6 +203,43 @@ def make_metadata(folder: Path) -> Path:
     return installed.parent
 
 
+def dense_tokens(folder: Path, prompts: list[list[int]], num_new: int, lives: list[Any]) -> list[list[int]]:
+    """Generate greedily by transformers, each layer under a dense mask that is made of what is live at each token.
+
+    ``lives`` has a function of a position for each layer, which returns ranges of tokens.
+    """
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+    most = max(map(len, prompts)) + num_new
+    masks = []
+    for live in lives:
+        mask = torch.full((most, most), float("-inf")).fill_diagonal_(0.0)
+        for n in range(most):
+            for start, stop in live(n):
+                mask[n, start:stop] = 0.0
+        masks.append(mask)
+
+    def give(mask: torch.Tensor) -> Any:
+        def hook(module: Any, args: Any, options: dict[str, Any]) -> Any:
+            num = options["hidden_states"].shape[1]
+            return args, {**options, "attention_mask": mask[None, None, :num, :num]}
+
+        return hook
+
+    for layer, mask in zip(model.model.layers, masks, strict=True):
+        layer.self_attn.register_forward_pre_hook(give(mask), with_kwargs=True)
+    found = []
+    with torch.no_grad():
+        for prompt in prompts:
+            tokens = list(prompt)
+            for _ in range(num_new):
+                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            found.append(tokens[len(prompt) :])
+    return found
+
+
 class Vllm:
     """What the tests run vLLM with."""
 
@@ -185,8 +248,9 @@ class Vllm:
     raising, failure = RAISING, FAILURE
     make_prompts = staticmethod(make_prompts)
     make_plugin, make_metadata = staticmethod(make_plugin), staticmethod(make_metadata)
-    start = staticmethod(start)
-    serve = staticmethod(serve)
+    start, on_path = staticmethod(start), staticmethod(on_path)
+    dense_tokens = staticmethod(dense_tokens)
+    serve, result_of = staticmethod(serve), staticmethod(result_of)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

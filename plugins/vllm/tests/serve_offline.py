@@ -60,6 +60,12 @@ def keep_foreign(prefix: str) -> None:
     Attention.__init__ = make
 
 
+def admitted_blocks(manager: Any) -> Any:
+    """Return the most blocks of a request by which vLLM admits it; before vLLM 0.31 the name is a private one."""
+    name = "max_admission_blocks_per_request"
+    return getattr(manager, name, None) or getattr(manager, f"_{name}", None)
+
+
 def main() -> None:
     model, settings = sys.argv[1], json.loads(sys.argv[2])
     calls: dict[str, Counter[str]] = {"write": Counter(), "attend": Counter()}
@@ -132,7 +138,7 @@ def main() -> None:
         "caches_prefixes": core.scheduler.kv_cache_manager.enable_caching,
         "managers": [type(manager).__name__ for manager in managers],
         "most_blocks": most_blocks[0],
-        "peak_blocks": managers[0].max_admission_blocks_per_request,
+        "peak_blocks": admitted_blocks(managers[0]),
         "calls": {kind: dict(count) for kind, count in calls.items()},
         "copies": dict(copies),
         "rows": dict(rows),

@@ -49,7 +49,7 @@ def spec_of(name: str) -> KVCacheSpec:
 
 def hosted(spec: KVCacheSpec, max_model_len: int = 96, in_flight: int = 7) -> Any:
     import torch
-    from kvframe_vllm.v0_32.cache import HostedSpec
+    from kvframe_vllm.adapter.cache import HostedSpec
 
     reported = SimpleNamespace(**SIZES, head_size_v=8, dtype=torch.float32, page_size_padded=None)
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len), max_in_flight_tokens=in_flight)
@@ -57,13 +57,20 @@ def hosted(spec: KVCacheSpec, max_model_len: int = 96, in_flight: int = 7) -> An
 
 
 def make_manager(spec: KVCacheSpec) -> Any:
-    from kvframe_vllm.v0_32.cache import LiveBlockManager
+    from kvframe_vllm.adapter.cache import LiveBlockManager
     from vllm.v1.core.block_pool import BlockPool
 
     pool = BlockPool(64, enable_caching=True, hash_block_size=4)
     return LiveBlockManager(
         hosted(spec), block_pool=pool, enable_caching=True, kv_cache_group_id=0, scheduler_block_size=4
     )
+
+
+def admitted_blocks(manager: Any) -> int:
+    """Return the most blocks of a request by which vLLM admits it; before vLLM 0.31 the name is a private one."""
+    name = "max_admission_blocks_per_request"
+    number: int = getattr(manager, name, None) or getattr(manager, f"_{name}")
+    return number
 
 
 @pytest.mark.parametrize("name", [*SPECS, "fading"])
@@ -84,7 +91,7 @@ def test_a_request_holds_its_live_blocks_and_those_it_computes(name: str) -> Non
             assert num_free - len(held) == manager.block_pool.get_num_free_blocks()
             most = max(most, len(held))
             done += new
-        assert most <= manager.max_admission_blocks_per_request == spec.peak_blocks(96, 7)
+        assert most <= admitted_blocks(manager) == spec.peak_blocks(96, 7)
         manager.free("r")
         assert num_free == manager.block_pool.get_num_free_blocks()
 
@@ -92,7 +99,7 @@ def test_a_request_holds_its_live_blocks_and_those_it_computes(name: str) -> Non
 @pytest.mark.parametrize("name", [*SPECS, "fading"])
 @pytest.mark.parametrize("alignment", [4, 8])
 def test_a_hit_is_the_longest_prefix_whose_live_blocks_are_cached(name: str, alignment: int) -> None:
-    from kvframe_vllm.v0_32.cache import LiveBlockManager
+    from kvframe_vllm.adapter.cache import LiveBlockManager
 
     spec = spec_of(name)
     for seed in range(200):
@@ -119,7 +126,7 @@ def test_a_hit_is_the_longest_prefix_whose_live_blocks_are_cached(name: str, ali
 
 
 def test_a_type_that_keeps_no_block_before_a_chunk_hits_at_its_start_without_any() -> None:
-    from kvframe_vllm.v0_32.cache import LiveBlockManager
+    from kvframe_vllm.adapter.cache import LiveBlockManager
 
     pool = SimpleNamespace(hash_block_size=4, null_block=None, get_cached_block=lambda block, groups: None)
     rows, length = LiveBlockManager.find_longest_cache_hit(
@@ -129,7 +136,7 @@ def test_a_type_that_keeps_no_block_before_a_chunk_hits_at_its_start_without_any
 
 
 def test_drafting_heads_are_refused() -> None:
-    from kvframe_vllm.v0_32.cache import LiveBlockManager
+    from kvframe_vllm.adapter.cache import LiveBlockManager
 
     with pytest.raises(BackendError, match="EAGLE or MTP"):
         LiveBlockManager.find_longest_cache_hit([], 0, [0], None, hosted(spec_of("full")), True, 4)

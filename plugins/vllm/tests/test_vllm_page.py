@@ -78,9 +78,9 @@ def running(command: str, folder: Path, environment: dict[str, str]) -> Iterator
             server.wait(timeout=60)
 
 
-def make_programs(folder: Path, metadata: Path) -> None:
+def make_programs(folder: Path, path_of_python: str) -> None:
     """Make the programs that the page names, each from the environment that it says."""
-    vllm = f"PYTHONPATH={metadata} exec {sys.executable} -m vllm.entrypoints.cli.main"
+    vllm = f"PYTHONPATH={path_of_python} exec {sys.executable} -m vllm.entrypoints.cli.main"
     programs = {
         "vllm": vllm,
         "python": f"exec {sys.executable}",
@@ -94,7 +94,7 @@ def make_programs(folder: Path, metadata: Path) -> None:
 
 
 def test_every_command_of_the_page_gives_the_text_of_one_process(vllm_runs: Any, tmp_path: Path) -> None:
-    make_programs(tmp_path / "bin", vllm_runs.make_metadata(tmp_path))
+    make_programs(tmp_path / "bin", vllm_runs.on_path([vllm_runs.make_metadata(tmp_path)]))
     for block in blocks("toml") + blocks("python"):
         (tmp_path / block.splitlines()[0].removeprefix("# file: ")).write_text(block, encoding="utf-8")
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}

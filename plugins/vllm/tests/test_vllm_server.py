@@ -26,9 +26,9 @@ NUM_NEW = 24
 
 @contextmanager
 def served(
-    model: Path, stack: str, log: Path, paths: list[Path], options: str = ""
+    model: Path, stack: str, log: Path, path_of_python: str, options: str = ""
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run ``vllm serve``, with folders on Python's path; yield its address and its process once it is up."""
+    """Run ``vllm serve`` with a path for Python; yield its address and its process once it is up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -36,7 +36,7 @@ def served(
     path.write_text(stack, encoding="utf-8")
     variables = {"KVFRAME_STACK": str(path), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-    variables["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    variables["PYTHONPATH"] = path_of_python
     options += " --skip-tokenizer-init --enforce-eager --dtype float32 --max-model-len 256 --block-size 32"
     options += f" --max-num-batched-tokens 96 --max-num-seqs 64 --host 127.0.0.1 --port {port}"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *options.split()]
@@ -86,7 +86,7 @@ def test_a_server_answers_64_requests_at_once_with_the_tokens_of_vllms_own_backe
 
     model, prompts = vllm_runs.make_model("Mistral"), vllm_runs.make_prompts(64)
     expected = vllm_runs.serve(model, {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": NUM_NEW}, None)
-    paths, options = [vllm_runs.make_metadata(tmp_path)], "--num-gpu-blocks-override 24"
+    paths, options = vllm_runs.on_path([vllm_runs.make_metadata(tmp_path)]), "--num-gpu-blocks-override 24"
     with served(model, vllm_runs.stack, tmp_path / "log", paths, options) as (address, _):
         with (
             OpenAI(base_url=f"{address}/v1", api_key="none", timeout=240, max_retries=0) as client,
@@ -109,7 +109,7 @@ def test_a_backend_that_raises_ends_the_requests_and_the_server_and_is_named_in_
         tmp_path / "plugins", "raising", vllm_runs.raising, "vllm.general_plugins", "raising:register"
     )
     model = vllm_runs.make_model("Llama")
-    paths = [vllm_runs.make_metadata(tmp_path), plugins]
+    paths = vllm_runs.on_path([vllm_runs.make_metadata(tmp_path), plugins])
     with served(model, vllm_runs.stack, tmp_path / "log", paths) as (address, server):
 
         def ask(prompt: list[int]) -> str:

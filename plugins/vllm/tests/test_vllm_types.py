@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvframe.contract import TokenRange
 
@@ -43,40 +42,6 @@ def full(n: int) -> list[TokenRange]:
     return [(0, n)]
 
 
-def dense_tokens(folder: Path, prompts: list[list[int]], num_new: int, lives: list[Live]) -> list[list[int]]:
-    """Generate greedily by transformers, each layer under a dense mask that is made of what is live at each token."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model.eval()
-    most = max(map(len, prompts)) + num_new
-    masks = []
-    for live in lives:
-        mask = torch.full((most, most), float("-inf")).fill_diagonal_(0.0)
-        for n in range(most):
-            for start, stop in live(n):
-                mask[n, start:stop] = 0.0
-        masks.append(mask)
-
-    def give(mask: torch.Tensor) -> Any:
-        def hook(module: Any, args: Any, options: dict[str, Any]) -> Any:
-            num = options["hidden_states"].shape[1]
-            return args, {**options, "attention_mask": mask[None, None, :num, :num]}
-
-        return hook
-
-    for layer, mask in zip(model.model.layers, masks, strict=True):
-        layer.self_attn.register_forward_pre_hook(give(mask), with_kwargs=True)
-    found = []
-    with torch.no_grad():
-        for prompt in prompts:
-            tokens = list(prompt)
-            for _ in range(num_new):
-                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-            found.append(tokens[len(prompt) :])
-    return found
-
-
 def test_a_window_with_sinks_under_preemption_and_eviction(vllm_runs: Any) -> None:
     model, prompts = vllm_runs.make_model("Mistral"), vllm_runs.make_prompts(24)
     stack = vllm_runs.torch + f'[[rules]]\nkind = "sliding_window"\nspec = {{ num_sink_tokens = {NUM_SINKS} }}\n'
@@ -86,9 +51,9 @@ def test_a_window_with_sinks_under_preemption_and_eviction(vllm_runs: Any) -> No
     settings = {"engine": engine, "prompts": prompts, "max_tokens": 40, "rounds": 2}
     found = vllm_runs.serve(model, settings, stack)
 
-    expected = dense_tokens(model, prompts, 40, [window_with_sinks] * 2)
+    expected = vllm_runs.dense_tokens(model, prompts, 40, [window_with_sinks] * 2)
     assert expected * 2 == found["tokens"]
-    assert expected != dense_tokens(model, prompts, 40, [window] * 2)  # the control: sinks matter
+    assert expected != vllm_runs.dense_tokens(model, prompts, 40, [window] * 2)  # the control: sinks matter
     assert found["preemptions"] > 0
     assert 0 < sum(found["cached"]) < 2 * sum(map(len, prompts))
     assert 0 == found["held_blocks"]
@@ -109,8 +74,8 @@ def test_a_pattern_of_the_examples_beside_full_attention(vllm_runs: Any, tmp_pat
     settings = {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}
     found = vllm_runs.serve(model, settings, stack, [plugins, EXAMPLES])
 
-    assert dense_tokens(model, prompts, 12, [fixed_pattern, full]) == found["tokens"]
-    assert dense_tokens(model, prompts, 12, [full, full]) != found["tokens"]
+    assert vllm_runs.dense_tokens(model, prompts, 12, [fixed_pattern, full]) == found["tokens"]
+    assert vllm_runs.dense_tokens(model, prompts, 12, [full, full]) != found["tokens"]
     assert ["LiveBlockManager"] * 2 == found["managers"]
     assert sum(found["cached"]) > 0
     assert 0 == found["held_blocks"]
@@ -125,8 +90,8 @@ def test_chunks_that_begin_within_a_block_beside_full_attention(vllm_runs: Any) 
     )
     found = vllm_runs.serve(model, {"engine": vllm_runs.engine, "prompts": prompts, "max_tokens": 12}, stack)
 
-    assert dense_tokens(model, prompts, 12, [chunk, full]) == found["tokens"]
-    assert dense_tokens(model, prompts, 12, [full, full]) != found["tokens"]
+    assert vllm_runs.dense_tokens(model, prompts, 12, [chunk, full]) == found["tokens"]
+    assert vllm_runs.dense_tokens(model, prompts, 12, [full, full]) != found["tokens"]
     assert sum(found["cached"]) > 0
     assert {"pages": 0, "output": 0} == found["copies"]
     assert 0 == found["held_blocks"]

@@ -114,6 +114,10 @@ class LiveBlockManager(SingleTypeKVCacheManager):
         ranges = self.kv_cache_spec.inner.live_ranges(num_computed_tokens)
         return ranges[0][0] if ranges else num_computed_tokens
 
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """Return 0. vLLM before 0.32 asks it for cascade attention, which this backend does not compute."""
+        return 0
+
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:

@@ -10,9 +10,9 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from kvframe import Registry, Stack
 from kvframe.contract import BackendError
-from kvframe_vllm.v0_32.backend import HostedBackend, HostedLatentBackend
-from kvframe_vllm.v0_32.cache import HostedSpec, LiveBlockManager
-from kvframe_vllm.v0_32.layers import describe_layers
+from kvframe_vllm.adapter.backend import HostedBackend, HostedLatentBackend
+from kvframe_vllm.adapter.cache import HostedSpec, LiveBlockManager
+from kvframe_vllm.adapter.layers import describe_layers
 
 
 def install(stack: Stack, registry: Registry) -> None:
@@ -22,7 +22,10 @@ def install(stack: Stack, registry: Registry) -> None:
     def get_kv_cache_spec(worker: Any) -> dict[str, Any]:
         config, reported = worker.vllm_config, report(worker)
         layers = describe_layers(config, reported, stack, registry).layers
-        return {name: HostedSpec.over(spec, layers[name].spec, config) for name, spec in reported.items()}
+        specs = {name: HostedSpec.over(spec, layers[name].spec, config) for name, spec in reported.items()}
+        # vLLM 0.29 gives windows the smallest blocks that a backend supports, whatever the user asks for.
+        block_size = config.cache_config.block_size
+        return {name: spec.copy_with_new_block_size(block_size) for name, spec in specs.items()}
 
     Worker.get_kv_cache_spec = get_kv_cache_spec
     type(current_platform).get_attn_backend_cls = classmethod(_select)
@@ -35,6 +38,8 @@ def _select(cls: type, selected_backend: Any, attn_selector_config: Any, num_hea
     """Select kvframe's backend for every attention layer, after vLLM's own validation of a backend."""
     backend = HostedLatentBackend if attn_selector_config.use_mla else HostedBackend
     reasons = backend.validate_configuration(**attn_selector_config._asdict(), device_capability=None)
+    if attn_selector_config.use_dcp and not reasons:  # vLLM 0.29 does not ask the backend
+        reasons = ["DCP not supported"]
     if reasons:
         raise BackendError(
             f"the model has attention layers that kvframe-vllm does not serve ({', '.join(reasons)}): unset "

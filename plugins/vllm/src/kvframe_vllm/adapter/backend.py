@@ -12,6 +12,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from kvframe import HostedLayers, HostedModel, HostedStep
 from kvframe.contract import BackendError, CommonAttentionMetadata, KVCache
+from kvframe_vllm.adapter.batch_check import NUM_CHECKED, check_batch
+from kvframe_vllm.names import is_untested
 
 LOGGER = logging.getLogger("vllm.kvframe")  # vLLM shows the messages of its own loggers only
 PARAMETERS = tuple(signature(AttentionImpl.__init__).parameters)[4:]
@@ -65,7 +67,8 @@ class HostedImpl(AttentionImpl):
 
     In a step, it gets ``query: [num_tokens, num_heads, head_size]``, ``key: [num_tokens, num_kv_heads, head_size]``,
     ``value: [num_tokens, num_kv_heads, head_size_v]`` and ``output: [num_tokens, num_heads, head_size_v]``, device, all
-    with padding. A layer without keys of its own gets None for both; the metadata is None while vLLM measures memory.
+    with padding. A layer that reads another's cache gets None for both, or keys that are not used (before vLLM 0.31).
+    The metadata is None while vLLM measures memory.
 
     Attributes:
         stored: The names of the state tensors in the layer's pages.
@@ -172,6 +175,7 @@ class HostedBuilder(AttentionMetadataBuilder):
         model: HostedModel = modules[layer_names[0]].impl.model
         self._block_size, self._skips = kv_cache_spec.block_size, not model.skipped.isdisjoint(layer_names)
         self._hosted = model.serve(layer_names, self._block_size, device)
+        self._num_to_check = NUM_CHECKED if is_untested() else 0
         for name in layer_names:
             if "latent" in modules[name].impl.stored:
                 up = torch.cat([modules[name].W_UK_T, modules[name].W_UV.transpose(1, 2)], dim=1)
@@ -184,9 +188,12 @@ class HostedBuilder(AttentionMetadataBuilder):
         """Make a step's metadata from vLLM's batch. The other arguments are not used.
 
         Raises:
-            BackendError: A backend cannot take the step.
+            BackendError: A backend cannot take the step, or this vLLM is untested and its batch is not as expected.
         """
         batch = common_attn_metadata
+        if self._num_to_check:
+            check_batch(batch, self._block_size)
+            self._num_to_check -= 1
         rows, num_rows = (batch.logits_indices_padded, batch.num_logits_indices) if self._skips else (None, None)
         generating = None if rows is None else rows[:num_rows]
         num_computed = batch.num_actual_tokens if num_rows is None else num_rows

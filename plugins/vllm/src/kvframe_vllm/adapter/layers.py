@@ -9,8 +9,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvframe import HostedModel, Registry, Stack
 from kvframe.contract import BackendError, LayerDescription, ModelDescription
+from kvframe_vllm.adapter.backend import HostedBackend, HostedImpl, HostedLatentBackend
 from kvframe_vllm.plugin import SETTINGS
-from kvframe_vllm.v0_32.backend import HostedBackend, HostedImpl, HostedLatentBackend
 
 OWN = {"latent_size": "mla", "window": "sliding_window", "chunk": "chunked_local", "head_size": "full_attention"}
 """The kind of a layer, by the first of these options that it has."""
