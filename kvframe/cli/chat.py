@@ -17,6 +17,7 @@ from kvframe.cli.options import (
     device_option,
     drafts_option,
     dtype_option,
+    max_model_len_option,
     memory_option,
     read_stack,
     stack_option,
@@ -55,6 +56,7 @@ _PROMPT = "> "
 @stack_option
 @memory_option
 @block_size_option
+@max_model_len_option
 @device_option
 @dtype_option
 def chat(
@@ -71,6 +73,7 @@ def chat(
     stack_file: Path | None,
     memory: str | None,
     block_size: int | None,
+    max_model_len: int | None,
     device: str | None,
     dtype: str | None,
 ) -> None:
@@ -97,7 +100,7 @@ def chat(
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
-        engine={"device": device, "dtype": dtype, "drafts": drafts},
+        engine={"max_model_len": max_model_len, "device": device, "dtype": dtype, "drafts": drafts},
     )
 
     from kvframe.engine.engine import Engine

@@ -15,8 +15,10 @@ from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
 
 from kvframe.cli.guard import joined_lines
+from kvframe.cli.model_check import ModelCheck, check_model
 from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import format_bytes, print_facts, print_json, print_reasons, print_table
+from kvframe.config.hub import find_model
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.failed_imports import explain_failed_import
 from kvframe.loading.claims import BUILTIN_OWNER, canonical
@@ -75,14 +77,19 @@ class Library:
 
 
 @click.command(short_help="Check what is installed here, and say what to type.")
+@click.argument("model", type=click.Path(path_type=Path), required=False)
 @stack_option
 @json_option
-def doctor(stack_file: Path | None, as_json: bool) -> None:
+def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
     """Check versions, devices, libraries and plugins, and say what is broken and what to type.
+
+    With a MODEL (a folder, a config.json, the id of a repository or a layer file; no weights are read), say what would
+    serve it, or what it lacks and what to type.
 
     Every registered class is imported, and every backend is asked if it can run here. A library that is not installed
     and a backend without its device are no fault. The exit code is 1 if something that an installed plugin needs is
-    broken: a requirement that is missing or too old, a plugin that fails, a name that two plugins claim.
+    broken: a requirement that is missing or too old, a plugin that fails, a name that two plugins claim; or if the
+    MODEL cannot be served.
     """
     from kvframe.loading.plugins import load_plugins
 
@@ -96,6 +103,10 @@ def doctor(stack_file: Path | None, as_json: bool) -> None:
         *_requirement_problems(host),
         *_plugin_problems(host, names),
     ]
+    checked = None
+    if model is not None and not torch_problem:
+        checked = check_model(find_model(model, weights=False), stack, host.registry)
+        problems += checked.problems
     found = {
         "versions": _versions(host),
         "devices": [] if torch_problem else _devices(),
@@ -106,7 +117,8 @@ def doctor(stack_file: Path | None, as_json: bool) -> None:
         ],
         "names": [attrs.asdict(each) for each in names],
         "problems": problems,
-        "next": _next_steps(problems, names),
+        "model": None if checked is None else dict(checked.facts),
+        "next": _next_steps(problems, names, checked),
     }
     if as_json:
         print_json(found)
@@ -268,8 +280,10 @@ def _plugin_problems(host: PluginHost, names: Sequence[Name]) -> Iterator[str]:
             yield f"{each.kind} {each.name} of {each.plugin} is broken: {each.reason}"
 
 
-def _next_steps(problems: Sequence[str], names: Sequence[Name]) -> list[str]:
+def _next_steps(problems: Sequence[str], names: Sequence[Name], checked: ModelCheck | None) -> list[str]:
     """Return what to type next."""
+    if checked is not None and checked.install:
+        return [checked.install]
     if problems:
         return ["kvframe doctor, after the problems are solved"]
     usable = [each for each in names if each.state == "usable"]
@@ -315,6 +329,8 @@ def _print(found: dict[str, Any]) -> None:
             reasons.setdefault(f"{each['status']}: {each['reason']}", []).append(f"plugin {each['id']}")
     if reasons:
         print_reasons("Not usable here, and no fault", reasons)
+    if found["model"]:
+        print_facts("Model", [*found["model"].items()])
     print_facts("Problems", [(str(index), text) for index, text in enumerate(found["problems"], 1)] or [("none", "")])
     print_facts("Type", [("", text) for text in found["next"]])
 

@@ -58,14 +58,17 @@ def explain(
     """
     from kvframe.config.eviction_choice import make_policy
     from kvframe.planning.groups import group_layers, make_layer_specs
+    from kvframe.planning.machine import with_device, with_dtype
     from kvframe.planning.recognise import describe_model
     from kvframe.selection.select import select_backends
     from kvframe.selection.skipping import find_skipping
 
-    stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
+    stack = with_device(read_stack(stack_file, engine={"device": device, "dtype": dtype}))
     registry = load_checked_plugins(stack).registry
     eviction = _in_words(make_policy(stack, registry))
-    description = describe_model(find_model(model, weights=False), registry)
+    path = find_model(model, weights=False)
+    stack = with_dtype(stack, path, registry)
+    description = describe_model(path, registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     skipping = find_skipping(layers, stack, registry)

@@ -26,6 +26,7 @@ from kvframe.cli.options import (
     drafts_option,
     dtype_option,
     json_option,
+    max_model_len_option,
     memory_option,
     read_salts,
     read_stack,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 @stack_option
 @memory_option
 @block_size_option
+@max_model_len_option
 @device_option
 @dtype_option
 @json_option
@@ -102,6 +104,7 @@ def generate(
     stack_file: Path | None,
     memory: str | None,
     block_size: int | None,
+    max_model_len: int | None,
     device: str | None,
     dtype: str | None,
     as_json: bool,
@@ -136,7 +139,13 @@ def generate(
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
-        engine={"device": device, "dtype": dtype, "drafts": drafts, "prefill_skipping": prefill_skipping},
+        engine={
+            "max_model_len": max_model_len,
+            "device": device,
+            "dtype": dtype,
+            "drafts": drafts,
+            "prefill_skipping": prefill_skipping,
+        },
     )
 
     from kvframe.engine.engine import Engine

@@ -86,12 +86,21 @@ block_size_option = click.option(
     "--block-size", type=click.IntRange(min=1), metavar="N", help="Tokens per block. Default: as in the stack."
 )
 device_option = click.option(
-    "--device", metavar="DEVICE", help="Where to run, such as cpu or cuda. Default: as in the stack."
+    "--device",
+    metavar="DEVICE",
+    help="Where to run, such as cpu or cuda. Default: as in the stack, or the GPU if there is one.",
+)
+max_model_len_option = click.option(
+    "--max-model-len",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The longest request, in tokens. Default: as in the stack, or the model's own.",
 )
 dtype_option = click.option(
     "--dtype",
     type=click.Choice([name for name in ITEM_BYTES if "float" in name and "8" not in name]),
-    help="The model's dtype, and the cache's unless the stack says otherwise.",
+    help="The model's dtype, and the cache's unless the stack says otherwise. Default: as in the stack, or the "
+    "checkpoint's.",
 )
 drafts_option = click.option(
     "--drafts",

@@ -15,6 +15,7 @@ from kvframe.cli.options import (
     html_option,
     json_option,
     load_checked_plugins,
+    max_model_len_option,
     memory_option,
     read_stack,
     stack_option,
@@ -39,12 +40,7 @@ _SHORTEST_LISTED_LEN = 1024
 @click.command(short_help="Plan a model's KV cache, and how many requests fit.")
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL_OR_CONFIG")
 @memory_option
-@click.option(
-    "--max-model-len",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="The longest request, in tokens. Default: the model's limit.",
-)
+@max_model_len_option
 @dtype_option
 @block_size_option
 @click.option(
@@ -80,6 +76,8 @@ def plan(
     (Qwen/Qwen3-0.6B), or a layer file: TOML or JSON that lists the layers, for which nothing heavy is loaded.
     """
     from kvframe.planning.groups import group_layers, make_layer_specs
+    from kvframe.planning.layer_file import is_layer_file
+    from kvframe.planning.machine import with_device, with_dtype
     from kvframe.planning.recognise import describe_model
     from kvframe.planning.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
     from kvframe.selection.skipping import find_skipping
@@ -90,7 +88,10 @@ def plan(
         engine={"dtype": dtype, "max_model_len": max_model_len},
     )
     registry = load_checked_plugins(stack).registry
-    description = describe_model(find_model(model, weights=False), registry)
+    path = find_model(model, weights=False)
+    # A layer file needs no torch, which knows the devices.
+    stack = with_dtype(stack if is_layer_file(path) else with_device(stack), path, registry, runs_here=False)
+    description = describe_model(path, registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     max_len = choose_max_model_len(description, stack)

@@ -14,7 +14,10 @@ import click
 from kvframe.cli.options import (
     REFUSED_EXIT_CODE,
     block_size_option,
+    device_option,
     drafts_option,
+    dtype_option,
+    max_model_len_option,
     memory_option,
     read_stack,
     stack_option,
@@ -55,6 +58,9 @@ Show = Callable[[Snapshot], None]
 @stack_option
 @memory_option
 @block_size_option
+@max_model_len_option
+@device_option
+@dtype_option
 def top(
     model: Path | None,
     url: str | None,
@@ -68,6 +74,9 @@ def top(
     stack_file: Path | None,
     memory: str | None,
     block_size: int | None,
+    max_model_len: int | None,
+    device: str | None,
+    dtype: str | None,
 ) -> None:
     """Run prompts through MODEL and show live what its cache does; or watch a running server with --url.
 
@@ -90,7 +99,11 @@ def top(
         raise click.UsageError("--count is for --url: prompts end by themselves")
     given = read_given_prompts(texts, prompts_file, token_ids_file)
     model = find_model(model, weights=True)
-    stack = read_stack(stack_file, cache={"memory": memory, "block_size": block_size}, engine={"drafts": drafts})
+    stack = read_stack(
+        stack_file,
+        cache={"memory": memory, "block_size": block_size},
+        engine={"drafts": drafts, "max_model_len": max_model_len, "device": device, "dtype": dtype},
+    )
 
     from kvframe.engine.engine import Engine
     from kvframe.engine.requests.request import SamplingParams

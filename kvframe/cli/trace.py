@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvframe.cli.interrupts import ctrl_c_is_noted
-from kvframe.cli.options import drafts_option, memory_option, read_stack, stack_option
+from kvframe.cli.options import (
+    device_option,
+    drafts_option,
+    dtype_option,
+    max_model_len_option,
+    memory_option,
+    read_stack,
+    stack_option,
+)
 from kvframe.cli.pages import write_page
 from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import log_lines, print_facts, progress
@@ -34,6 +42,9 @@ if TYPE_CHECKING:
 )
 @stack_option
 @memory_option
+@max_model_len_option
+@device_option
+@dtype_option
 def trace(
     model: Path,
     texts: tuple[str, ...],
@@ -44,6 +55,9 @@ def trace(
     html: Path,
     stack_file: Path | None,
     memory: str | None,
+    max_model_len: int | None,
+    device: str | None,
+    dtype: str | None,
 ) -> None:
     """Run prompts through MODEL, a model's folder or the id of a repository, and write a page with the run's timeline.
 
@@ -53,7 +67,11 @@ def trace(
     """
     given = read_given_prompts(texts, prompts_file, token_ids_file)
     model = find_model(model, weights=True)
-    stack = read_stack(stack_file, cache={"memory": memory}, engine={"drafts": drafts})
+    stack = read_stack(
+        stack_file,
+        cache={"memory": memory},
+        engine={"drafts": drafts, "max_model_len": max_model_len, "device": device, "dtype": dtype},
+    )
 
     from kvframe.engine.engine import Engine
     from kvframe.engine.requests.request import SamplingParams

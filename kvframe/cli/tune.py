@@ -74,14 +74,17 @@ def tune(
 
     from kvframe.engine.running.device import check_device
     from kvframe.planning.groups import make_layer_specs
+    from kvframe.planning.machine import with_device, with_dtype
     from kvframe.planning.recognise import describe_model
     from kvframe.selection.select import select_backends
     from kvframe.selection.times import TimesTable, default_path, time_key
 
-    stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
+    stack = with_device(read_stack(stack_file, engine={"device": device, "dtype": dtype}))
     check_device(stack)
     registry = load_checked_plugins(stack).registry
-    description = describe_model(find_model(model, weights=False), registry)
+    model = find_model(model, weights=False)
+    stack = with_dtype(stack, model, registry)
+    description = describe_model(model, registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     named = stack.engine.measured_times
     path = table or (Path(named) if isinstance(named, str) else default_path())

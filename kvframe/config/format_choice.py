@@ -9,7 +9,7 @@ import attrs
 
 from kvframe.config.options import Use, make_with_options
 from kvframe.contract.errors import KVFrameError, PluginError, SpecError, StackError
-from kvframe.contract.formats import PLAIN, KVFormat, state_of
+from kvframe.contract.formats import PLAIN, KVFormat
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
@@ -93,7 +93,7 @@ def store_in(spec: KVCacheSpec, given: KVFormat | None, default: KVFormat) -> KV
         if stored.kv_format != given:
             raise SpecError(f"it stores other state than keys and values, which {given.name} cannot store")
     if stored.kv_format != PLAIN:
-        state_of(stored.kv_format, stored.state_tensors)  # raises for sizes and dtypes that the format cannot store
+        stored.state_tensors()  # raises for sizes and dtypes that the format cannot store
     return stored
 
 

@@ -33,6 +33,10 @@ from kvframe.loading.checks import (
 T = TypeVar("T")
 
 
+MODEL_DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""The element types of models."""
+
+
 def _as_bytes(memory: int | str | None) -> Any:
     # A wrong value is returned as it is: the validator names its key in the error.
     return parse_bytes(memory) if memory not in ("auto", None) and MEMORY.accepts(memory) else memory
@@ -153,8 +157,8 @@ class EngineOptions:
         max_stop_chars: The most characters of a request's stop strings, all of them together.
         max_step_seconds: How long a step may take if several ranks compute it. If it has not ended by then, all ranks
             end, with a sentence that names the rank which does not wait for another one, and the line it is in.
-        device: Where the model runs (``"cpu"``, ``"cuda:0"``).
-        dtype: The model's element type.
+        device: Where the model runs (``"cpu"``, ``"cuda:0"``); ``"auto"``: the first GPU, or the CPU if there is none.
+        dtype: The model's element type; ``"auto"``: the checkpoint's, or float32 on a CPU that computes float32 faster.
         self_check: Whether a model's packed run is compared with its own forward before it serves; an error names the
             part that is wrong.
         prefill_skipping: The wrapper that keeps only a step's generating tokens, for the layers at the model's end that
@@ -180,8 +184,8 @@ class EngineOptions:
     max_samples: int = attrs.field(default=128, validator=WHOLE)
     max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)
     max_step_seconds: int = attrs.field(default=600, validator=WHOLE)
-    device: str = attrs.field(default="cpu", validator=DEVICE)
-    dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
+    device: str = attrs.field(default="auto", validator=DEVICE)
+    dtype: str = attrs.field(default="auto", validator=one_of("auto", *MODEL_DTYPES))
     self_check: bool = attrs.field(default=True, validator=SWITCH)
     prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
     drafts: Use | None = attrs.field(default=None, converter=_as_use)

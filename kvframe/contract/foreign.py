@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvframe.contract.errors import KVFrameError, PluginError
+from kvframe.contract.errors import KVFrameError, ModelError, PluginError
 from kvframe.contract.failed_imports import explain_failed_import
 
 T = TypeVar("T")
@@ -56,6 +56,20 @@ def call(
             raise
         text = safe_text(error)
         raise PluginError(f"{what} failed: {explain_failed_import(error, text) or text}") from error
+
+
+def refuse_exit(what: str, error: BaseException) -> None:
+    """Raise a ``ModelError`` in place of an exception that would end the program without a word, like ``SystemExit``.
+
+    Args:
+        what: What failed, for the error.
+        error: What was raised. Nothing is done for an ``Exception``, and for ``KeyboardInterrupt``.
+
+    Raises:
+        ModelError: It is another exception.
+    """
+    if not isinstance(error, Exception | KeyboardInterrupt):
+        raise ModelError(f"{what}: {safe_text(error)}") from error
 
 
 class _PrintingToStderr:

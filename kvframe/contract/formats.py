@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -162,20 +163,30 @@ class PlainFormat(KVFormat):
             out[name].copy_(kv_cache[name].index_select(0, block_ids))
 
 
-def state_of(kv_format: KVFormat, state_tensors: Callable[[], Mapping[str, StateTensor]]) -> Mapping[str, StateTensor]:
-    """Return the tensors of one block from a format of a plugin, whose answer is checked.
+@lru_cache(maxsize=1 << 10)
+def state_of(
+    kv_format: KVFormat, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str
+) -> Mapping[str, StateTensor]:
+    """Return the tensors of one block, from a format of a plugin: its answer is checked once, and kept.
 
     Args:
-        kv_format: The format.
-        state_tensors: Calls its function of that name; called twice.
+        kv_format: The format; it is asked twice.
+        block_size: As for ``KVFormat.state_tensors``, like the arguments after it.
+        num_kv_heads: Key/value heads.
+        head_size: Elements of a key.
+        head_size_v: Elements of a value.
+        dtype: What attention computes in.
 
     Raises:
         SpecError: The format raises, or returns anything but tensors, or other ones the second time; the message says
             which.
     """
+    sizes = (block_size, num_kv_heads, head_size, head_size_v, dtype)
     whose = f"KV format {kv_format.name!r}"
     try:
-        state, again = (call(f"{whose}: state_tensors()", state_tensors, passes=(KVFrameError,)) for _ in range(2))
+        state, again = (
+            call(f"{whose}: state_tensors()", kv_format.state_tensors, *sizes, passes=(KVFrameError,)) for _ in range(2)
+        )
     except PluginError as error:
         raise SpecError(str(error)) from error.__cause__
     if not isinstance(state, Mapping) or not state or not all(isinstance(each, StateTensor) for each in state.values()):

@@ -450,6 +450,16 @@ class ModelAdapter(ABC):
     def describe(self, path: Path) -> ModelDescription:
         """Read the layers from the config alone; raises ``ModelError`` if it is not the config of a known model."""
 
+    def dtype_of(self, path: Path) -> str | None:
+        """Return the dtype of a checkpoint's weights by name, which a stack with ``dtype = "auto"`` takes.
+
+        Called before ``describe`` and ``load``. None, the default, if the checkpoint does not say: it is float32 then.
+
+        Args:
+            path: As for ``describe``.
+        """
+        return None
+
     @abstractmethod
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
         """Load the weights from a folder; raises ``ModelError`` for a corrupt checkpoint.

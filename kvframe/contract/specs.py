@@ -17,7 +17,7 @@ import attrs
 
 from kvframe.contract.errors import SpecError, shown
 from kvframe.contract.formats import ITEM_BYTES as ITEM_BYTES
-from kvframe.contract.formats import PLAIN, KVFormat, known_dtype
+from kvframe.contract.formats import PLAIN, KVFormat, known_dtype, state_of
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
 from kvframe.contract.formats import StateTensor as StateTensor
 from kvframe.contract.formats import align_up as align_up
@@ -378,9 +378,7 @@ class AttentionSpec(KVCacheSpec):
 
         These are ``[block_size, num_kv_heads, head_size]`` and ``[block_size, num_kv_heads, head_size_v]``.
         """
-        return self.format.state_tensors(
-            self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype
-        )
+        return state_of(self.format, self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype)
 
 
 @attrs.frozen(kw_only=True)

@@ -41,6 +41,7 @@ from kvframe.planning.draft_model import (
     split_layers,
 )
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
+from kvframe.planning.machine import with_dtype
 from kvframe.planning.memory import check_host_bytes
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.planning.recognise import adopt_model, find_adapter
@@ -178,8 +179,8 @@ def load_draft_model(
     path = draft_path(proposer, stack)
     assert path is not None
     try:
-        adapter = find_adapter(path, registry)
-        draft = adapter.load(path, device=stack.engine.device, dtype=stack.engine.dtype, whole=True)
+        dtype = with_dtype(stack, path, registry).engine.dtype
+        draft = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=dtype, whole=True)
     except KVFrameError as error:
         raise StackError(f"{where}: the draft model: {error}") from error
     check_draft_model(draft.description, model.description, stack)
@@ -387,12 +388,12 @@ def _find_skipping(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack
 
 def load_model(
     path: Path, stack: Stack, plugins: Sequence[ModuleType], edit: EditLayer | None = None
-) -> tuple[LoadedModel, tuple[LayerSpec, ...], Registry]:
-    """Return the model at ``path``, its layer specs, and the registry of the plugins.
+) -> tuple[LoadedModel, tuple[LayerSpec, ...], Registry, Stack]:
+    """Return the model at ``path``, its layer specs, the registry of the plugins, and the stack with its dtype.
 
     Args:
         path: A model's folder.
-        stack: What to use.
+        stack: What to use, with a device.
         plugins: Manifest modules to use beside the installed plugins.
         edit: Changes the types of layers; None for the model's own.
 
@@ -402,9 +403,10 @@ def load_model(
     registry = load_plugins(stack.plugins, plugins).registry
     stack.check(registry)
     check_device(stack)
+    stack = with_dtype(stack, path, registry)
     model = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
     description = edited(model.description, edit, registry)
-    return model, make_layer_specs(description, registry, stack, stack.engine.dtype), registry
+    return model, make_layer_specs(description, registry, stack, stack.engine.dtype), registry, stack
 
 
 def adopt(

@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, Protocol, Self, get_args
 from kvframe.config.cache_key import read_secret
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
+from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, adopt, assemble, load_model
@@ -33,6 +34,7 @@ from kvframe.engine.turns import Turns, verb, verb_when_closed
 from kvframe.loading.checks import parse_bytes
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import Grouping
+from kvframe.planning.machine import AUTO, with_device
 from kvframe.planning.plan import KVCachePlan
 from kvframe.planning.retyping import EditLayer
 from kvframe.selection.choice import Choice
@@ -94,7 +96,7 @@ class EngineCore(ABC, Generic[RequestT]):
             model: A loaded model, not attached.
             layers: Its layer specs, as ``make_layer_specs`` returns them.
             registry: Where backends and wrappers are looked up.
-            stack: Memory, limits and rules; the defaults unless given.
+            stack: Memory, limits and rules; the defaults unless given. Its device is the one that the model is on.
             poison_freed: Fill pages with NaN when they are allocated and when they are freed, so that a read of missing
                 state shows. For tests.
             skip_policy: Decides in each step whether layers that can skip tokens do so; they always do unless given.
@@ -112,7 +114,7 @@ class EngineCore(ABC, Generic[RequestT]):
             ModelError: The model cannot be attached or compiled, or attached it computes something else than
                 unattached.
         """
-        stack = Stack() if stack is None else stack
+        stack = with_device(Stack() if stack is None else stack)
         self._secret = read_secret(stack.cache.key, stack.source)
         assembly = assemble(model, layers, stack, registry, ranks)
         self.model, self.stack = model, stack
@@ -144,6 +146,7 @@ class EngineCore(ABC, Generic[RequestT]):
             has_ranks=ranks is not None,
             with_hidden_states=self._scheduler.hidden_states is not None,
         )
+        self._log_start()
         if isinstance(ranks, Leader):
             assert isinstance(self._runner, ModelRunner)
             ranks.lead(
@@ -153,6 +156,19 @@ class EngineCore(ABC, Generic[RequestT]):
                 before_end=self._before_end,
                 max_step_seconds=stack.engine.max_step_seconds,
             )
+
+    def _log_start(self) -> None:
+        """Log in one line what serves the model."""
+        backends = sorted({choice.backend for choice in self.choices})
+        options = self.stack.engine
+        _log.info(
+            "%s runs on %s; attention by %s; a cache of %.1f MiB",
+            self.model.description.name,
+            # The constructor is given a model that is loaded already, in any dtype.
+            options.device if options.dtype == AUTO else f"{options.device} in {options.dtype}",
+            ", ".join(backends) or "nothing, as no layer attends",
+            self.plan.total_bytes / (1 << 20),
+        )
 
     def _check_model(self) -> None:
         """Raise a ``ModelError`` for a model that this kind of engine cannot serve."""
@@ -241,8 +257,8 @@ class EngineCore(ABC, Generic[RequestT]):
         **options: Any,
     ) -> Self:
         """Load a model and make an engine with ``options`` for it, on every rank; only rank 0 returns it."""
-        with ranks_of(Stack() if stack is None else stack) as (ranks, stack):
-            model, layers, registry = load_model(Path(path), stack, plugins, edit)
+        with ranks_of(with_device(Stack() if stack is None else stack)) as (ranks, stack):
+            model, layers, registry, stack = load_model(Path(path), stack, plugins, edit)
             engine = cls(model, layers, registry=registry, stack=stack, ranks=ranks, **options)
             if isinstance(ranks, Follower):
                 assert isinstance(engine._runner, ModelRunner)
@@ -523,11 +539,12 @@ class EngineCore(ABC, Generic[RequestT]):
         try:
             with self._turns.let_through():
                 outcomes = self._runner.run(step)
-        except BaseException:
+        except BaseException as error:
             self._turns.hold()
             self._requests.note(scheduler.fail(step, STEP_FAILED))
             if self.is_closed:
                 self._end_all(RANKS_ENDED)
+            refuse_exit(f"{self.model.description.name}: a step failed", error)
             raise
         try:
             unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})

@@ -45,10 +45,10 @@ class Engine(EngineCore[Request]):
 
     An engine serves one call at a time. A verb that is called while another one runs, by another thread or by a
     callback, raises ``EngineError`` (``busy``) and changes nothing. After ``close``, every verb but ``close`` raises
-    ``EngineError`` (``closed``). ``stats`` always answers. Ctrl-C is raised while a step computes, a prompt is read, or
-    a callback runs. At any other time it waits until the engine's state is consistent, and the result of the
-    interrupted verb is undone: a request that was being added is not in the engine, and an output comes with the next
-    ``step``.
+    ``EngineError`` (``closed``). ``stats`` and ``default_params`` always answer. Ctrl-C is raised while a step
+    computes, a prompt is read, or a callback runs. At any other time it waits until the engine's state is consistent,
+    and the result of the interrupted verb is undone: a request that was being added is not in the engine, and an output
+    comes with the next ``step``.
 
     If the stack's ``prefill_skipping`` is on, the ``skip_policy`` is called with a ``StepBatch`` in each step in which
     tokens could be skipped, and returns whether they are. Its exceptions end the step as the model's do. To skip in

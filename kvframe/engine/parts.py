@@ -9,6 +9,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.config.eviction_choice import make_policy
 from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.errors import StackError
+from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, assemble_plain, plain_layers
@@ -154,9 +155,10 @@ def attach_models(
             _attach(draft, as_draft_names(drafted), registry, has_ranks=False)
             attached.append(draft.model)
         warm_up()
-    except BaseException:
+    except BaseException as error:
         for model in attached:
             model.detach()
+        refuse_exit(f"{assembly.model.description.name} cannot be attached", error)
         raise
 
 

@@ -161,4 +161,4 @@ MEMORY = Check("'auto', a number of bytes, or a size like '2GiB'", _is_size)
 SIZE_OR_NONE = Check(
     "a number of bytes, or a size like '2GiB'", lambda value: value is None or (value != "auto" and _is_size(value))
 )
-DEVICE = Check("a device like 'cpu' or 'cuda:0'", _is_device)
+DEVICE = Check("'auto', or a device like 'cpu' or 'cuda:0'", _is_device)

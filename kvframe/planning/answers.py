@@ -74,6 +74,24 @@ def ask_live_ranges(spec: KVCacheSpec, n: int) -> Ranges:
     return given
 
 
+def ask_mask(spec: KVCacheSpec) -> AttentionMask | None:
+    """Return ``spec.mask``; raise ``SpecError`` if it raises, or is neither None nor a possible mask."""
+    mask = ask(spec, "mask", lambda: spec.mask)
+    if mask is None:
+        return None
+    if (
+        not isinstance(mask, AttentionMask)
+        or any(size is not None and (type(size) is not int or size < 1) for size in (mask.window, mask.chunk))
+        or type(mask.num_sink_tokens) is not int
+        or mask.num_sink_tokens < 0
+    ):
+        expected = "None or an AttentionMask with a window and chunk of at least 1 and sink tokens of at least 0"
+        raise wrong_answer(spec, "mask", mask, expected)
+    if mask.keeps_prompt and not spec.depends_on_prompt:
+        raise wrong_answer(spec, "mask", mask, "keeps_prompt = False, because the spec has no for_prompt")
+    return mask
+
+
 def ask_state_tensors(spec: KVCacheSpec) -> Mapping[str, StateTensor]:
     """Return ``spec.state_tensors()``; raise ``SpecError`` if it raises, is wrong, or is another one the next time."""
     given = ask(spec, "state_tensors()", spec.state_tensors)
@@ -107,7 +125,7 @@ def spec_for_prompt(spec: KVCacheSpec, num_prompt_tokens: int) -> KVCacheSpec:
     if getattr(made, "depends_on_prompt", True) or made.block_size != spec.block_size:
         raise wrong_answer(spec, question, made, "a cache spec of the same block size that depends on no prompt")
     end, size = num_prompt_tokens, spec.block_size
-    if (mask := ask(spec, "mask", lambda: spec.mask)) is not None and made.mask != mask.for_prompt(end):
+    if (mask := ask_mask(spec)) is not None and made.mask != mask.for_prompt(end):
         raise wrong_answer(spec, f"{question}.mask", made.mask, f"{mask.for_prompt(end)}, which its own mask gives")
     for n in sorted({0, end // 2, end - 1, end, end + 1, end + size, 2 * end, 2 * end + size}):
         check_law_of_prompt(made, end, n, ask_live_ranges(made, n), ask_live_ranges(spec, n))
@@ -240,9 +258,9 @@ class Answers:
         return self._spec.block_size
 
     def mask(self) -> AttentionMask | None:
-        """Return the spec's mask if it is causal, otherwise None; raise ``SpecError`` if the spec raises."""
+        """Return the spec's mask if it is causal, otherwise None; raise ``SpecError`` as ``ask_mask`` does."""
         if not self._has_mask:
-            mask = ask(self._spec, "mask", lambda: self._spec.mask)
+            mask = ask_mask(self._spec)
             self._mask, self._has_mask = (mask if mask is not None and mask.causal else None), True
         return self._mask
 

@@ -4,6 +4,7 @@ A layer file is TOML or JSON::
 
     name = "my-hybrid"            # for people; the file's name if not given
     max_model_len = 131072        # the longest request, in tokens
+    dtype = "bfloat16"            # of the weights; float32 if not given
     max_encoder_len = 1500        # the longest input of an encoder, if layers keep state of it
     repeat = 8                    # how often the list of layers is repeated; 1 if not given
 
@@ -42,13 +43,14 @@ from pathlib import Path
 from typing import Any
 
 from kvframe.config.files import read_json, read_toml
+from kvframe.config.options import MODEL_DTYPES
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import FileError, ModelError, UnknownNameError, shown
 from kvframe.contract.specs import ENCODER
 from kvframe.loading.checks import MAX_WHOLE
 
 _MAX_LAYERS = 10_000
-_FILE_KEYS = ("name", "max_model_len", "max_encoder_len", "repeat", "layers")
+_FILE_KEYS = ("name", "max_model_len", "dtype", "max_encoder_len", "repeat", "layers")
 _ENTRY_KEYS = ("name", "names", "count", "kind", "shares_with", "query")
 _QUERY_KEYS = ("num_heads", "head_size", "scale", "soft_cap", "has_sinks", "relative_bias")
 
@@ -96,6 +98,19 @@ def read_layer_file(path: Path) -> ModelDescription:
         max_model_len=max_model_len,
         max_input_lens={ENCODER: _count(path, "max_encoder_len", data)} if "max_encoder_len" in data else {},
     )
+
+
+def layer_file_dtype(path: Path) -> str | None:
+    """Return the dtype that a layer file names; None if it names none.
+
+    Raises:
+        ModelError: The file cannot be read, or its dtype is none of a model.
+    """
+    data = parse_file(path)
+    dtype = data.get("dtype") if isinstance(data, dict) else None
+    if dtype is None or dtype in MODEL_DTYPES:
+        return dtype
+    raise ModelError(f"{path}: dtype must be one of {', '.join(MODEL_DTYPES)}, not {shown(dtype)}")
 
 
 def parse_file(path: Path) -> Any:

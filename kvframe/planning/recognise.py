@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvframe.config.files import exists
+from kvframe.config.options import MODEL_DTYPES
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, shown
 from kvframe.contract.foreign import call, safe_repr
@@ -56,6 +57,15 @@ class FoundAdapter:
         """Return the description of the model at ``path``; raise ``KVFrameError`` if the adapter refuses or fails."""
         description: Any = call(f"{self.whose}: describe()", self.adapter.describe, path, passes=(KVFrameError,))
         return self._checked(description, "describe() must return a ModelDescription")
+
+    def dtype_of(self, path: Path) -> str | None:
+        """Return the dtype of the weights at ``path``, or None; raise ``KVFrameError`` if the adapter fails."""
+        dtype: Any = call(f"{self.whose}: dtype_of()", self.adapter.dtype_of, path, passes=(KVFrameError,))
+        if dtype is None or (isinstance(dtype, str) and dtype in MODEL_DTYPES):
+            return dtype
+        raise PluginError(
+            f"{self.whose}: dtype_of() must return None or one of {', '.join(MODEL_DTYPES)}, not {safe_repr(dtype)}"
+        )
 
     def load(self, path: Path, *, device: str, dtype: str, whole: bool = False) -> LoadedModel:
         """Return the loaded model; raise ``KVFrameError`` if the adapter refuses or fails.

@@ -14,13 +14,14 @@ from operator import itemgetter
 
 import attrs
 
-from kvframe.contract.masks import AttentionMask, MaskFunction
+from kvframe.contract.masks import MaskFunction
 from kvframe.contract.specs import KVCacheSpec, TokenRange, num_covered, union
 from kvframe.planning.answers import (
     Answers,
     ask,
     ask_count,
     ask_live_ranges,
+    ask_mask,
     ask_state_tensors,
     check_law_of_prompt,
     lacks,
@@ -55,8 +56,7 @@ def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int
         SpecError: An answer breaks a law. The message names the kind, the position, the answer and the right one.
     """
     _check_state_tensors(spec)
-    mask = ask(spec, "mask", lambda: spec.mask)
-    _check_mask(spec, mask)
+    mask = ask_mask(spec)
     function = ask(spec, "mask_function", lambda: spec.mask_function)
     is_sparse = ask(spec, "is_sparse", lambda: spec.is_sparse)
     if is_sparse and (mask is not None or function is None):
@@ -170,22 +170,6 @@ def _warn_of_many_ranges(spec: KVCacheSpec, num_tokens: int) -> None:
 def _check_state_tensors(spec: KVCacheSpec) -> None:
     ask_state_tensors(spec)
     ask_count(spec, "block_bytes", lambda: spec.block_bytes, least=0, most=1 << 62)
-
-
-def _check_mask(spec: KVCacheSpec, mask: AttentionMask | None) -> None:
-    sizes = () if not isinstance(mask, AttentionMask) else (mask.window, mask.chunk)
-    if mask is None:
-        return
-    if (
-        not isinstance(mask, AttentionMask)
-        or any(size is not None and (type(size) is not int or size < 1) for size in sizes)
-        or type(mask.num_sink_tokens) is not int
-        or mask.num_sink_tokens < 0
-    ):
-        expected = "None or an AttentionMask with a window and chunk of at least 1 and sink tokens of at least 0"
-        raise wrong_answer(spec, "mask", mask, expected)
-    if mask.keeps_prompt and not spec.depends_on_prompt:
-        raise wrong_answer(spec, "mask", mask, "keeps_prompt = False, because the spec has no for_prompt")
 
 
 def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> None:

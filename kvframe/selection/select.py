@@ -17,7 +17,9 @@ from kvframe.contract.errors import BackendError, KVFrameError, PluginError, Sta
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
+from kvframe.loading.claims import BUILTIN_OWNER
 from kvframe.loading.packages import to_install
+from kvframe.planning.answers import ask_mask
 from kvframe.selection.chains import bind_chain, chain_capture, divides_keys
 from kvframe.selection.choice import Candidate, Choice
 from kvframe.selection.identity import Identity
@@ -69,6 +71,7 @@ def select_backends(
             or the table of measured times that the stack names cannot be read.
         PluginError: A wrapper cannot be imported or fails, or a parameter of a wrapper or backend cannot be hashed.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
+        SpecError: The mask of a layer's cache spec is no mask.
     """
     _check_skipping(stack, registry)
     times = read_times(stack.engine.measured_times, stack.source)
@@ -77,14 +80,15 @@ def select_backends(
             _check_not_chosen(layer, layer.spec.kind, stack)
     attending = [layer for layer in layers if layer.query is not None]
     choices = tuple(_choose(layer, layers, stack, registry, device, skipped, heads, times) for layer in attending)
-    names = registry.backends.names()
-    if len(names) == 1 and any(_may_choose(stack, layer) for layer in attending):
-        _log.warning(
-            "%r is the only installed backend, and slow: it is for comparing others with it; `%s` adds one for serving "
-            "models",
-            names[0],
-            to_install("kvframe-torch"),
-        )
+    for layer, choice in zip(attending, choices, strict=True):
+        if choice.backend.startswith(f"{BUILTIN_OWNER}:") and _may_choose(stack, layer):
+            _log.warning(
+                "the attention of %s runs on %s, which is slow: it is for comparing other backends with it; %s",
+                layer.name,
+                choice.backend,
+                _what_keeps_others(choice),
+            )
+            break
     return choices
 
 
@@ -92,6 +96,16 @@ def _may_choose(stack: Stack, layer: LayerSpec) -> bool:
     """Return whether the stack leaves the choice of a layer's backend to kvframe."""
     assert layer.spec is not None
     return stack.rule_for(layer.name, layer.spec.kind).backend == AUTO
+
+
+def _what_keeps_others(choice: Choice) -> str:
+    """Return what other backends lack on this machine, or what to install if they lack nothing."""
+    lacking = [
+        f"{candidate.name}: {choice.why_not(candidate)}"
+        for candidate in choice.candidates
+        if any(refusal.code in ("environment", "import") for refusal in candidate.refusals)
+    ]
+    return "; ".join(lacking) or f"`{to_install('kvframe-torch')}` adds one for serving models"
 
 
 def _check_not_chosen(layer: LayerSpec, kind: str, stack: Stack) -> None:
@@ -130,6 +144,7 @@ def _choose(
     times: TimesTable,
 ) -> Choice:
     assert layer.spec is not None
+    ask_mask(layer.spec)  # a wrong one would look like a fault of every backend
     rule = stack.rule_for(layer.name, layer.spec.kind)
     uses = tuple(map(Use, layer.spec.default_wrappers)) if rule.wrappers is None else rule.wrappers
     made = [_make_wrapper(use, registry) for use in uses]
@@ -165,8 +180,9 @@ def _choose(
         candidates.append(candidate)
     if rule.backend == AUTO and times.times:
         shape = layer_shape(wrapped, wrappers)
+        named = device if stack.engine.device == AUTO.name else stack.engine.device
         candidates = [
-            attrs.evolve(candidate, time=times.times.get(time_key(stack.engine.device, shape, candidate.name)))
+            attrs.evolve(candidate, time=times.times.get(time_key(named, shape, candidate.name)))
             for candidate in candidates
         ]
     able = [candidate for candidate in candidates if not candidate.refusals]

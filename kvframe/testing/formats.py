@@ -103,7 +103,7 @@ class _Pages:
         name = str(key.dtype).removeprefix("torch.")
         try:
             sizes = (BLOCK_SIZE, key.shape[1], key.shape[2], value.shape[2], name)
-            state = state_of(kv_format, lambda: kv_format.state_tensors(*sizes))
+            state = state_of(kv_format, *sizes)
         except SpecError as error:
             raise ConformanceError(str(error)) from error
         offset, places = 16, {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from kvframe.cli import doctor, main
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
@@ -195,3 +197,58 @@ def test_what_to_type_follows_from_what_is_usable(
     result = run("--stack", stack)
     assert 0 == result.exit_code
     assert result.stdout.rstrip().endswith(says)
+
+
+# --- of a model -------------------------------------------------------------------------------------------------------
+
+
+LAYERS = Path(__file__).resolve().parents[2] / "examples" / "layers"
+
+
+def without(tmp_path: Path, *plugins: str) -> Path:
+    stack = tmp_path / "stack.toml"
+    stack.write_text(f'[plugins]\ndisabled = {json.dumps(plugins)}\n[engine]\ndevice = "cpu"\ndtype = "float32"\n')
+    return stack
+
+
+def test_a_model_that_can_be_served_is_described(tmp_path: Path) -> None:
+    result = run(LAYERS / "gemma_3_27b.json", "--stack", without(tmp_path, "numba"))
+    assert (0, "") == (result.exit_code, result.stderr)
+    (facts,) = re.findall(r"\nModel\n(.*?)\n\n", result.stdout, re.DOTALL)
+    assert [
+        "layers    52 sliding_window, 10 full_attention",
+        "runs on   cpu, float32",
+        "backends  kvframe-cpu:cpu",
+    ] == [line.strip() for line in facts.splitlines()]
+
+
+def test_what_a_model_lacks_is_one_line_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    stack = without(tmp_path, "sliding_window", "mamba")
+    found = json.loads(run(LAYERS / "phi_4_mini_flash.toml", "--stack", stack, "--json").stdout)
+    assert [
+        "the model needs the attention type 'mamba', which kvframe-mamba provides",
+        "the model needs the attention type 'sliding_window', which kvframe-sliding-window provides",
+    ] == found["problems"]
+    assert ["pip install -e plugins/mamba -e plugins/sliding_window"] == found["next"]
+    assert 1 == run(LAYERS / "phi_4_mini_flash.toml", "--stack", stack).exit_code
+
+
+def test_a_wrapper_and_a_type_of_nobody_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text('max_model_len = 64\n[[layers]]\nname = "a"\nkind = "own"\nnum_kv_heads = 1\nhead_size = 8\n')
+    found = json.loads(run(own, "--json").stdout)
+    assert ["the model needs the attention type 'own', which no package of kvframe provides"] == found["problems"]
+    assert ["kvframe doctor, after the problems are solved"] == found["next"]
+    monkeypatch.setattr(SlidingWindowSpec, "default_wrappers", ("chunked_local",))
+    stack = without(tmp_path, "chunked_local")
+    found = json.loads(run(LAYERS / "gemma_3_27b.json", "--stack", stack, "--json").stdout)
+    assert ["the model needs the wrapper 'chunked_local', which kvframe-chunked-local provides"] == found["problems"]
+
+
+def test_a_model_that_cannot_be_served_is_a_problem(tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[[rules]]\nlayers = "*"\nbackend = "mla"\n')
+    result = run(LAYERS / "gemma_3_27b.json", "--stack", stack, "--json")
+    assert 1 == result.exit_code
+    assert "backend 'mla', which cannot serve it" in json.loads(result.stdout)["problems"][-1]

@@ -195,7 +195,10 @@ def test_unknown_key_anywhere_has_its_path_and_nearest(data: dict[str, Any], pat
             "cache.memory must be 'auto', a number of bytes, or a size like '2GiB', not 'two'",
         ),
         ({"cache": 3}, "cache must be a table, not 3 (a whole number)"),
-        ({"engine": {"device": "the GPU"}}, "engine.device must be a device like 'cpu' or 'cuda:0', not 'the GPU'"),
+        (
+            {"engine": {"device": "the GPU"}},
+            "engine.device must be 'auto', or a device like 'cpu' or 'cuda:0', not 'the GPU'",
+        ),
         ({"engine": {"max_model_len": -1}}, "engine.max_model_len must be a whole number from 1 to 2147483647, not -1"),
         ({"plugins": {"disabled": "slow"}}, "plugins.disabled must be an array of strings, not 'slow' (a string)"),
         ({"plugins": {"owners": {"backend": []}}}, "plugins.owners.backend must be a table of strings, not []"),

@@ -99,6 +99,22 @@ def test_nothing_is_preempted_for_a_sample_that_waits_for_another_one() -> None:
     assert {"a": 2, "b": 2} == owners_running(made)
 
 
+def test_a_sample_that_waits_for_another_one_holds_up_no_request() -> None:
+    first, second = request("b1", 60), request("b2", 60)
+    first.pause_at, second.forks_from = 59, first
+    made = scheduler(ForkingCache(), request("a1", 2, 50), request("a2", 2, 50), seqs=8)
+    run(made, 1)
+    for each in [first, second, request("a3", 2)]:
+        made.add(each)
+    seen = run(made, 3)
+    assert {"a1", "a2", "a3", "b1"} == set(seen[-1])
+    assert first.num_computed < first.pause_at
+    while first.num_computed < first.pause_at:
+        seen += run(made, 1)
+    assert "b2" not in {name for step in seen for name in step}
+    assert 1 == run(made, 1)[0]["b2"]
+
+
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 from kvframe import Engine, SamplingParams, Stack, load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract import DraftRequest, Proposer
+from kvframe.contract import DraftRequest, ModelError, Proposer
 from kvframe.contract.backend import AttentionMetadataBuilder
 from kvframe.contract.eviction import LRU, EvictionPolicy, ReleasedPages
 from kvframe.contract.metadata import CommonAttentionMetadata
@@ -205,7 +205,12 @@ def test_what_a_plugin_raises_ends_the_requests_of_its_step_at_most(place: str, 
         FAULT.arm(place, error)
         raised = serve(engine, "the quick brown fox jum")
         assert "" == FAULT.place
-        if PLACES[place] == ERROR_IS_RAISED or (isinstance(error, KeyboardInterrupt) and place in IN_ITS_TURN):
+        is_own_way_out = not isinstance(error, Exception | KeyboardInterrupt)
+        if PLACES[place] == ERROR_IS_RAISED and is_own_way_out:
+            (failed,) = raised
+            expected = f"{engine.model.description.name}: a step failed: {kind.__name__}: no"
+            assert (ModelError, expected, error) == (type(failed), str(failed), failed.__cause__)
+        elif PLACES[place] == ERROR_IS_RAISED or (isinstance(error, KeyboardInterrupt) and place in IN_ITS_TURN):
             assert [error] == raised
         else:
             assert ([PLACES[place]] if PLACES[place] else []) == [str(each)[: len(PLACES[place])] for each in raised]
@@ -213,3 +218,18 @@ def test_what_a_plugin_raises_ends_the_requests_of_its_step_at_most(place: str, 
         assert ["k bro"] == [output.text for output in engine.generate(["the quic"], SamplingParams(max_new_tokens=5))]
         assert {0} == set(engine.stats().blocks_held)
         engine._manager.audit()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])
+def test_a_model_that_exits_at_the_start_ends_it_with_an_error(kind: type[BaseException]) -> None:
+    error = kind("no")
+
+    class Exiting(ScriptedModel):
+        def self_check(self, run_packed: Any) -> None:
+            raise error
+
+    with pytest.raises(ModelError if kind is SystemExit else kind) as failed:
+        Exiting(SCRIPT).engine()
+    assert error in (failed.value, failed.value.__cause__)
+    if kind is SystemExit:
+        assert str(failed.value).endswith(" cannot be attached: SystemExit: no")

@@ -71,7 +71,7 @@ def test_a_process_knows_its_place_from_the_environment_of_torchrun(
 def test_each_rank_of_a_machine_takes_the_gpu_of_its_number() -> None:
     place = Place(rank=5, num_ranks=8, local_rank=1, num_local_ranks=4)
     assert "cuda:1" == stack_of_rank(Stack.from_mapping({"engine": {"device": "cuda"}}), place).engine.device
-    assert "cpu" == stack_of_rank(Stack(), place).engine.device
+    assert "cpu" == stack_of_rank(Stack.from_mapping({"engine": {"device": "cpu"}}), place).engine.device
     with pytest.raises(StackError, match="'cuda:0' is one device, and there are 8 ranks; set it to 'cuda'"):
         stack_of_rank(Stack.from_mapping({"engine": {"device": "cuda:0"}}), place)
 

@@ -18,7 +18,7 @@ from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import TinyModel, make_stack
 
 SCRIPT = "the quick brown fox jumps"
-ALWAYS_ANSWER = {"close", "stats", "from_pretrained", "from_model"}
+ALWAYS_ANSWER = {"close", "default_params", "stats", "from_pretrained", "from_model"}
 """What works on a closed engine; the last entry makes another engine."""
 
 

@@ -348,6 +348,10 @@ def describe(registry: Registry) -> None:
     find_adapter(Path(__file__), registry).describe(Path(__file__))
 
 
+def dtype_of(registry: Registry) -> None:
+    find_adapter(Path(__file__), registry).dtype_of(Path(__file__))
+
+
 def load(registry: Registry) -> None:
     find_adapter(Path(__file__), registry).load(Path(__file__), device="cpu", dtype="float32")
 
@@ -422,6 +426,7 @@ INTERFACES = (
             "__init__": describe,
             "recognises": describe,
             "describe": describe,
+            "dtype_of": dtype_of,
             "load": load,
             "load_whole": load_whole,
             "adopt": adopt,
@@ -492,6 +497,7 @@ RIGHT = {
     ("bind", "an object"),
     ("unusable_reason", "nothing"),
     ("adopt", "nothing"),
+    ("dtype_of", "nothing"),
     ("page_copier", "nothing"),
     ("unusable_reason", "a text"),
 }

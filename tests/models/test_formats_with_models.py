@@ -258,6 +258,27 @@ def test_a_format_with_wrong_or_changing_shapes_is_refused_at_the_start(models: 
         model.engine(format="unsteady")
 
 
+@pytest.mark.parametrize("num_alike", [2, 9, 12, 16])
+@pytest.mark.parametrize("later", [None, {"k": StateTensor((1,), "int8")}], ids=["none", "other"])
+def test_a_format_is_asked_at_the_start_only(models: Any, num_alike: int, later: Any) -> None:
+    asked: list[Any] = []
+
+    class Changing(PlainFormat):
+        name: ClassVar[str] = "changing"
+
+        def state_tensors(self, *sizes: Any) -> Any:
+            asked.append(sizes)
+            return PlainFormat().state_tensors(*sizes) if len(asked) <= num_alike else later
+
+    registry = load_plugins(plugins=[plugin("theirs", formats={"changing": Changing})]).registry
+    model = attrs.evolve(models("llama"), registry=registry)
+    params = SamplingParams(max_new_tokens=3)
+    with model.engine() as plain:
+        wanted = plain.generate([[1, 2, 3]], params)[0].token_ids
+    with model.engine(format="changing") as engine:
+        assert (wanted, 2) == (engine.generate([[1, 2, 3]], params)[0].token_ids, len(asked))
+
+
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic
 
 from kvframe.engine.requests.progress import RequestT
@@ -15,8 +15,8 @@ class FairQueue(Generic[RequestT]):
     The next request belongs to the owner with the fewest running requests. Owners with equally many take turns. The
     requests of one owner come in the order in which they were added. With one owner, this is first come, first served.
 
-    Every method but the iterator takes the same time for any number of owners and of waiting requests. A queue of
-    another order is a class with the same methods.
+    Every method but ``first_of`` and the iterator takes the same time for any number of owners and of waiting requests.
+    A queue of another order is a class with the same methods.
 
     Invariant: an owner is in a ring if one of its requests waits, and that is the ring of its number of running
     requests.
@@ -35,6 +35,15 @@ class FairQueue(Generic[RequestT]):
         """The request to admit next. The queue must not be empty."""
         owner = next(iter(self._rings[min(self._rings)]))
         return next(iter(self._queues[owner].values()))
+
+    def first_of(self, is_ready: Callable[[RequestT], bool]) -> RequestT | None:
+        """Return the request to admit next among those that ``is_ready`` accepts; None if it accepts none."""
+        for count in sorted(self._rings):
+            for owner in self._rings[count]:
+                for request in self._queues[owner].values():
+                    if is_ready(request):
+                        return request
+        return None
 
     @property
     def has_several_owners(self) -> bool:
@@ -59,12 +68,10 @@ class FairQueue(Generic[RequestT]):
         queue.move_to_end(request.request_id, last=False)
         self._rings[self.num_running(request.owner)].move_to_end(request.owner, last=False)
 
-    def popleft(self) -> RequestT:
-        """Remove the first request, and count it as running."""
-        request = self.first
+    def take(self, request: RequestT) -> None:
+        """Remove a waiting request, and count it as running."""
         self.remove(request)
         self._count(request.owner, 1)
-        return request
 
     def note_stop(self, request: RequestT) -> None:
         """Record that a request no longer runs."""

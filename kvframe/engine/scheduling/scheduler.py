@@ -1,12 +1,13 @@
 """Continuous batching: chooses which tokens of which requests the next step computes.
 
 Each step has a token budget. Running requests come first, in the order of their admission, then waiting requests, those
-of the owner with the fewest running requests first. A prompt that exceeds the budget is computed in chunks over several
-steps; its first chunk is scheduled when the cache has enough free blocks for all chunks. If there are too few blocks
-for a running request, the request that was admitted last is preempted: it frees its blocks and waits at the head of its
-owner's queue. Its state is swapped out to host memory if it fits there; otherwise its tokens are recomputed. If the
-cache keeps no state between steps, a prompt is computed in one step. Draft tokens come last: they take what the step's
-budget and the free blocks have left.
+of the owner with the fewest running requests first. A sample that will fork from another one, whose prompt is in
+progress, lets other requests go first. A prompt that exceeds the budget is computed in chunks over several steps; its
+first chunk is scheduled when the cache has enough free blocks for all chunks. If there are too few blocks for a running
+request, the request that was admitted last is preempted: it frees its blocks and waits at the head of its owner's
+queue. Its state is swapped out to host memory if it fits there; otherwise its tokens are recomputed. If the cache keeps
+no state between steps, a prompt is computed in one step. Draft tokens come last: they take what the step's budget and
+the free blocks have left.
 
 Owners share what runs. An owner's share is the number of running requests, divided by the number of owners with waiting
 or running requests. Three rules give an owner below its share what another one has above its own:
@@ -36,7 +37,7 @@ import numpy as np
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
-from kvframe.engine.requests.progress import FinishReason, RequestT
+from kvframe.engine.requests.progress import FinishReason, RequestProgress, RequestT
 from kvframe.engine.scheduling.drafting import Continue, Drafting
 from kvframe.engine.scheduling.fair_queue import FairQueue
 from kvframe.engine.scheduling.request_blocks import RequestBlocks, is_being_computed
@@ -445,11 +446,13 @@ class Scheduler(Generic[RequestT]):
 
         For a row, that is one request. For blocks, it is as many as have the tokens of the waiting request.
         """
-        request, waiting = self.waiting.first, self.waiting
+        request, waiting = self._next_waiting(), self.waiting
+        without_blocks, self._without_blocks = self._without_blocks, None
+        if request is None:
+            return
         is_full = len(self.running) >= min(self._max_num_seqs, self._max_num_batched_tokens)
-        num_needed = len(request.token_ids) if request is self._without_blocks else 0
-        self._without_blocks = None
-        if not (is_full or num_needed) or self._waits_for_others(request):
+        num_needed = len(request.token_ids) if request is without_blocks else 0
+        if not (is_full or num_needed):
             return
         self.running.rank()
         while waiting.num_running(self.running[-1].owner) >= waiting.num_running(request.owner) + 2:
@@ -459,12 +462,12 @@ class Scheduler(Generic[RequestT]):
             if num_needed <= 0:
                 break
 
-    def _waits_for_others(self, request: RequestT) -> bool:
-        """Return whether a waiting request cannot be admitted yet, however many blocks are free."""
-        if self.running and (request.runs_alone or self.running[0].runs_alone):
-            return True
-        other = request.forks_from
-        return other is not None and other.row >= 0 and other.num_computed < other.pause_at
+    def _next_waiting(self) -> RequestT | None:
+        """Return the waiting request to admit next; None if none can be admitted, however many blocks are free."""
+        if self.running and self.running[0].runs_alone:
+            return None
+        request = self.waiting.first_of(_is_ready)
+        return None if request is None or (self.running and request.runs_alone) else request
 
     def _divide(self, counts: IntArray) -> IntArray:
         """Return how many tokens running requests of several owners compute if they exceed a step.
@@ -484,7 +487,7 @@ class Scheduler(Generic[RequestT]):
             needed[owner] = needed.get(owner, 0) + int(counts[index]) - 1
         num_left = self._max_num_batched_tokens - len(counts)
         has_row = len(counts) < self._max_num_seqs
-        if num_left and has_row and self.waiting and self.waiting.first.owner not in needed:
+        if num_left and has_row and (request := self._next_waiting()) is not None and request.owner not in needed:
             num_left -= 1
         parts: dict[str, int] = {}
         for owner in sorted(needed, key=needed.__getitem__):
@@ -510,10 +513,7 @@ class Scheduler(Generic[RequestT]):
             The tokens that the step still has left.
         """
         input_tokens = 0
-        while self.waiting and budget and len(self.running) < self._max_num_seqs:
-            request = self.waiting.first
-            if self._waits_for_others(request):
-                break
+        while budget and len(self.running) < self._max_num_seqs and (request := self._next_waiting()) is not None:
             if self._whole_prompts and len(request.token_ids) > budget:
                 break
             if is_being_computed(request, admitted, counts, self._shared_block_size):
@@ -534,10 +534,16 @@ class Scheduler(Generic[RequestT]):
                 self._pausing.append(request)
             if request.ranges and request.num_computed < request.ranges[-1][1]:
                 self._ranged.append(request)
-            self.waiting.popleft()
+            self.waiting.take(request)
             self.running.append(request)
             admitted.append(request)
             counts.append(count)
             budget -= count
             input_tokens += request.num_new_input_tokens
         return budget
+
+
+def _is_ready(request: RequestProgress) -> bool:
+    """Return whether a waiting request forks from none that still computes the tokens before the fork."""
+    other = request.forks_from
+    return other is None or other.row < 0 or other.num_computed >= other.pause_at

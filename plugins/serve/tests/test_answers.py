@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvframe_serve.answers import Content, Part, Reasoning, ToolCall, find_format
+from kvframe_serve.answers import Content, Part, Reasoning, ToolCall, find_format, marked
 from kvframe_serve.answers.marked import MarkedFormat
 
 from kvframe.contract import KVFrameError, StackError
@@ -192,6 +192,60 @@ def test_reasoning_that_the_prompt_has_opened(name: str) -> None:
     assert not form(name).opens_reasoning("… assistant\n")
     parts = parts_of(name, ["I count.\n</think>\n\nThree."], in_reasoning=True)
     assert [Reasoning("I count."), Content("Three.")] == parts
+
+
+@pytest.mark.parametrize("name", sorted((CALLS.keys() & REASONING.keys()) - {"kimi", "harmony"}))
+def test_a_call_within_reasoning_is_text_of_the_reasoning(name: str) -> None:
+    answer = REASONING[name].replace("I count.", f"I call {CALLS[name]} later.")
+    thought, content = parts_of(name, list(answer))
+    assert Reasoning(f"I call {CALLS[name]} later.") == thought
+    assert Content("Three.") == content
+    assert not any(isinstance(part, ToolCall) for part in parts_of(name, [answer], reasoning=False))
+
+
+def test_a_call_of_kimi_or_of_harmony_ends_reasoning() -> None:
+    call = CALLS["kimi"]
+    thought, called, content = parts_of("kimi", [f"<think>I call.{call}Done."])
+    assert (Reasoning("I call."), Content("Done.")) == (thought, content)
+    assert isinstance(called, ToolCall)
+    begun = "<|channel|>analysis<|message|>I call.<|start|>assistant to=functions.weather<|message|>"
+    assert [Reasoning("I call."), ToolCall("weather", ROME)] == parts_of("harmony", [f"{begun}{ROME}<|call|>"])
+
+
+def test_a_template_with_reasoning_and_unknown_calls_has_the_format_of_reasoning() -> None:
+    for template in ("<think>{{ message.tool_calls }}", "<think><my:tool_call>", "<think>{{ tool_call.name }}"):
+        assert form("think") is find_format(template)
+    assert not form("think").has_calls
+
+
+def test_a_parser_does_not_look_at_all_special_tokens_of_the_tokenizer_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"reasoning": True, "tools": TOOLS, "in_reasoning": False}
+    special = frozenset(f"<|reserved_{index}|>" for index in range(1000))
+    form("hermes").parser(**options, special=special)
+    monkeypatch.delattr(marked, "Marks")
+    parser = form("hermes").parser(**options, special=special)
+    assert [Content("a b")] == parser.feed("a<|reserved_7|> b")
+
+
+class Counting(dict[str, dict[str, Any]]):
+    """Tools that count how often somebody looks at all of them."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_looks += 1
+        return super().__iter__()
+
+
+def test_marks_of_calls_do_not_lead_through_all_tools_again() -> None:
+    tools = Counting({"get_more": {}, **TOOLS, "get": {}})
+    kinds = [type(part) for part in parts_of("glm", [*["<tool_call>get_m"] * 50, CALLS["glm"]], tools=tools)]
+    assert ([Content, ToolCall], 1) == (kinds, tools.num_looks)
+    for name in ("get", "get_more"):
+        (call,) = parts_of("glm", list(f"<tool_call>{name}\n</tool_call>"), tools=tools)
+        assert ToolCall(name, "{}") == call
+    assert [Content("<tool_call>ge</tool_call>")] == parts_of("glm", ["<tool_call>ge</tool_call>"], tools=tools)
+    assert [Content("<tool_call>zet")] == parts_of("glm", ["<tool_call>zet"], tools=tools)
 
 
 @pytest.mark.parametrize("name", CALLS)

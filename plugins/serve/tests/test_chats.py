@@ -175,3 +175,14 @@ def test_an_end_token_is_never_in_the_text(serve: Serve, tmp_path: Path) -> None
     ):
         asked: dict[str, Any] = {"messages": SECRET, "extra_body": extra}
         assert ("bcdfgh", "stop") == both_ways(client, **asked, **({"tools": tools} if tools else {}))
+
+
+def test_tools_are_refused_if_the_format_has_no_calls(serve: Serve, tmp_path: Path) -> None:
+    template = "{{ tools | tojson }}<think>{{ messages[0].tool_calls }}{{ messages[-1].content }}:"
+    folder = save_scripted(tmp_path / "scripted", "bc<think>d", template=template)
+    client = serve(path=folder).client()
+    asked: dict[str, Any] = {"model": "scripted", "messages": SECRET}
+    with pytest.raises(openai.BadRequestError, match="of the model's chat template has no tool calls; leave tools out"):
+        client.chat.completions.create(**asked, tools=TOOLS)
+    reply: Any = client.chat.completions.create(**asked, extra_body={"include_reasoning": True}).choices[0].message
+    assert "bc<think>d" == reply.content

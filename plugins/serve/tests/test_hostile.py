@@ -11,7 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,16 @@ def read_all(client: socket.socket) -> bytes:
     return data
 
 
-def test_halves_of_bodies_hold_places_only_until_their_time_is_over(serve: Serve) -> None:
+def test_halves_of_bodies_hold_no_places(serve: Serve) -> None:
     running = serve({"max_requests": 4, "client_seconds": 2})
     with ExitStack() as stack:
         halves = [connect(running, stack) for _ in range(40)]
         for half in halves:
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        wait_until(lambda: num_taken(running) == 4)
+        wait_until(lambda: len(running.server._connections._waiting) >= 40)
         assert is_healthy(running)
-        statuses = sorted(read_all(half).split()[1] for half in halves)
-        assert [b"408"] * 4 + [b"429"] * 36 == statuses
-    wait_until(lambda: num_taken(running) == 0)
-    assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 2}')[0]
+        assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 2}')[0]
+        assert [b"408"] * 40 == [read_all(half).split()[1] for half in halves]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +91,38 @@ def test_more_connections_than_there_may_be_close_the_oldest_idle_one(serve: Ser
         assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 2}')[0]
         assert 8 >= len(running.server._connections._open)
         assert b"" == idle[0].recv(1)
+
+
+def is_closed(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_halves_of_bodies_are_closed_before_others_are_refused(serve: Serve) -> None:
+    running = serve({"max_connections": 8})
+    with ExitStack() as stack:
+        halves = [connect(running, stack) for _ in range(40)]
+        for half in halves:
+            with suppress(ConnectionError):  # closed already
+                half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert all(map(is_closed, halves[:32]))
+        assert is_healthy(running)
+        assert 200 == post(running, "/v1/completions", b'{"prompt": "a", "max_tokens": 2}')[0]
+
+
+def test_a_request_that_runs_is_not_closed_for_others(serve: Serve) -> None:
+    running = serve({"max_connections": 2})
+    slow_down(running, 0.005)
+    with ExitStack() as stack:
+        client = connect(running, stack)
+        client.sendall(request_bytes({"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}))
+        client.recv(1)
+        for _ in range(5):
+            connect(running, stack)
+            assert is_healthy(running)
+        assert b'"finish_reason":"length"' in read_all_of_stream(client)
 
 
 def test_a_stream_that_is_not_read_ends_and_gives_its_places_back(serve: Serve) -> None:

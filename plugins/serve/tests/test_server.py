@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import openai
 import pytest
 from kvframe_serve.limits import Limits
 from kvframe_serve.plugin import NUMBERS
+from kvframe_serve.request_log import LOG
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvframe import Engine, SamplingParams
@@ -305,7 +308,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("completions", {"prompt": "a", "top_logprobs": 2}, 400, "the field 'top_logprobs' is unknown"),
     ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of = 3 is not served"),
     ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix = 'b' is not served"),
-    ("completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not served"),
+    ("completions", {"prompt": "a", "frequency_penalty": 2.5}, 400, "frequency_penalty must be from -2 to 2"),
     ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be a whole number of at least 1, not 0"),
     ("completions", {"prompt": "a", "max_tokens": -5}, 400, "max_tokens must be a whole number of at least 1, not -5"),
     ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "more than this server generates, 4096"),
@@ -472,6 +475,45 @@ def test_a_failing_step_fails_its_requests_and_no_others(serve: Serve, monkeypat
     with pytest.raises(openai.APIError, match="the step that computed this request failed"):
         list(client.completions.create(model="tiny", prompt="x", max_tokens=3, stream=True))
     assert 3 == client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_the_log_says_how_each_request_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    monkeypatch.setattr(LOG, "handlers", [handler])
+    monkeypatch.setattr(LOG, "level", logging.INFO)
+    running = serve()
+    bodies = [
+        {"prompt": "x", "max_tokens": 2, "user": "anna b"},
+        {"prompt": "x", "best_of": 3},
+        {"prompt": "x", "stream": True},
+        {"prompt": "x"},
+    ]
+
+    def ask(index: int) -> None:
+        headers = {"X-Request-Id": f"id{index}"}
+        request = urllib.request.Request(f"{running.url}/v1/completions", json.dumps(bodies[index]).encode(), headers)
+        with suppress(urllib.error.HTTPError), urllib.request.urlopen(request, timeout=30) as answer:
+            answer.read()
+        wait_until(lambda: any(f"id=id{index} " in line for line in lines))
+
+    ask(0)
+    ask(1)
+
+    def failing(*_tensors: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(running.server.engine.model, "forward", failing)
+    ask(2)
+    ask(3)
+    requests = [dict(word.split("=", 1) for word in line.split()[1:]) for line in lines if line.startswith("request ")]
+    answered = {"path": "/v1/completions", "status": "200", "user": "anna_b", "generated_tokens": "2"}
+    assert answered.items() <= requests[0].items()
+    assert {"status": "400", "refused": "bad_params"}.items() <= requests[1].items()
+    assert ["200", "500"] == [request["status"] for request in requests[2:]]
+    for request in requests[2:]:
+        assert request["failed"].startswith("the_step_that_computed_this_request_failed")
 
 
 def test_a_server_that_closes_ends_its_streams_and_refuses_others(serve: Serve) -> None:

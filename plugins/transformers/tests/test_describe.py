@@ -139,6 +139,15 @@ def test_a_dynamic_rotary_embedding_needs_no_data(tmp_path: Path) -> None:
     assert 2 == len(TransformersAdapter().describe(file).layers)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma3n_text", "gemma4_text"])
+def test_a_dynamic_rotary_embedding_of_one_layer_type_needs_no_data(family: str, tmp_path: Path) -> None:
+    usual = tiny_config(family).rope_parameters
+    dynamic = {**usual, "sliding_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    save_tiny(tmp_path, family, rope_parameters=dynamic)
+    layers = TransformersAdapter().describe(tmp_path).layers
+    assert {"sliding_window", "full_attention"} == {layer.kind for layer in layers}
+
+
 def test_long_rope_limits_the_length_to_where_requests_are_independent(tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope",
@@ -285,4 +294,4 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_takes_no_positions_is_refused(tmp_path: Path) -> None:
-    assert "(M2M100ForConditionalGeneration) takes no position_ids" in refusal(write_config(tmp_path, "m2m_100"))
+    assert "(PegasusXForConditionalGeneration) takes no position_ids" in refusal(write_config(tmp_path, "pegasus_x"))

@@ -157,17 +157,17 @@ class Access:
         owner = hashlib.blake2b(key, digest_size=16).hexdigest() if key else ""
         header = headers.get(SALT_HEADER, b"").decode("latin-1")
         place, held = Place(self._places, owner), Place(self._bytes, owner)
-        if scope["method"] == "POST":
-            try:
-                place.grow(1)
-            except BusyError as error:
-                raise _Refused(429, str(error), "too_many_requests") from None
         caller = Caller(request_id, owner, f"{owner}/{header}" if header else owner, place)
         if owner:
             caller.logged["key"] = owner[:8]
         token = CALLER.set(caller)
         try:
             body = await self._read_body(headers, receive, held)
+            if scope["method"] == "POST":
+                try:
+                    place.grow(1)  # not before its body is there: halves of bodies hold no places
+                except BusyError as error:
+                    raise _Refused(429, str(error), "too_many_requests") from None
             await self._run(scope, body, receive, send)
         finally:
             # A stream that waits for its client gets no notice of the disconnection, so the request is ended here.

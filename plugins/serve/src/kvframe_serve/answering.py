@@ -8,7 +8,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,7 +96,7 @@ class Chats(Answerer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, *serving: Any, answer_format: AnswerFormat | None, special: Sequence[str]) -> None:
+    def __init__(self, *serving: Any, answer_format: AnswerFormat | None, special: Collection[str]) -> None:
         """Take what serves.
 
         Args:

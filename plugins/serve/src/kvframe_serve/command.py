@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
+import attrs
 import click
 
 if TYPE_CHECKING:
@@ -29,6 +30,25 @@ _KEYS_VARIABLE = "KVFRAME_API_KEYS"
 )
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.option("--stack", "stack_file", type=click.Path(path_type=Path), metavar="FILE", help="The stack file (TOML).")
+@click.option(
+    "--memory", metavar="SIZE", help="Memory for the KV cache, such as 2GiB, or auto. Default: as in the stack."
+)
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The longest request, in tokens. Default: as in the stack, or the model's own.",
+)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Where to run, such as cpu or cuda. Default: as in the stack, or the GPU if there is one.",
+)
+@click.option(
+    "--dtype",
+    metavar="DTYPE",
+    help="The model's dtype, such as bfloat16. Default: as in the stack, or the checkpoint's.",
+)
 @click.option(
     "--served-name",
     metavar="NAME",
@@ -60,6 +80,10 @@ def serve(
     host: str,
     port: int,
     stack_file: Path | None,
+    memory: str | None,
+    max_model_len: int | None,
+    device: str | None,
+    dtype: str | None,
     served_name: str | None,
     task: str | None,
     grace: float,
@@ -81,13 +105,21 @@ def serve(
         prepare()
 
     from kvframe import Stack, find_model
+
+    stack = Stack() if stack_file is None else Stack.from_file(stack_file)
+    stack = attrs.evolve(
+        stack,
+        cache=attrs.evolve(stack.cache, **_named(memory=memory)),
+        engine=attrs.evolve(stack.engine, **_named(max_model_len=max_model_len, device=device, dtype=dtype)),
+    )
+
     from kvframe_serve.server import Server, Task
 
     _log_to_stderr()
     folder = find_model(model, weights=True)
     server = Server(
         folder,
-        stack=None if stack_file is None else Stack.from_file(stack_file),
+        stack=stack,
         name=served_name or (str(model) if folder != model else None),
         keys=keys,
         task=cast("Task | None", task),
@@ -108,6 +140,11 @@ def serve(
         click.echo(f"error: {server.ended_by}", err=True)
         # Python's own end takes a second, in which SIGTERM would replace the exit code, and may wait for a lost rank.
         os._exit(_ENDED_EXIT_CODE)
+
+
+def _named(**values: Any) -> dict[str, Any]:
+    """Return the values that the command line names."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _ignore_sigterm_once_ended(server: Server) -> None:

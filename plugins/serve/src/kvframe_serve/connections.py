@@ -22,8 +22,8 @@ class ClientTooSlowError(ConnectionError):
 class Connections:
     """The open connections of a server.
 
-    Invariant: at most ``max_connections`` are open; ``_idle`` holds those without a running request, the one that has
-    been idle for longest first.
+    Invariant: at most ``max_connections`` are open; ``_waiting`` holds those that wait for their clients, the one that
+    has waited for longest first. Those that wait for a request have a timer; the application limits the time of a body.
 
     Attributes:
         client_seconds: How long a connection may be idle, or its client may not read.
@@ -34,19 +34,19 @@ class Connections:
         self.client_seconds = client_seconds
         self._max_connections = min(max_connections, _free_descriptors())
         self._open: set[Connection] = set()
-        self._idle: dict[Connection, asyncio.TimerHandle] = {}
+        self._waiting: dict[Connection, asyncio.TimerHandle | None] = {}
 
     def make(self, **arguments: Any) -> Connection:
         """Return a connection; uvicorn calls this for each one that it accepts."""
         return Connection(self, **arguments)
 
     def opened(self, connection: Connection) -> None:
-        """Record a connection. If there are too many, the one that has been idle for longest is closed."""
+        """Record a connection. If there are too many, the one that has waited for its client for longest is closed."""
         if len(self._open) >= self._max_connections:
-            if not self._idle:
+            if not self._waiting:
                 connection.transport.abort()
                 return
-            oldest = next(iter(self._idle))
+            oldest = next(iter(self._waiting))
             self.closed(oldest)  # its transport is closed in the next turn of the event loop
             oldest.transport.abort()
         self._open.add(connection)
@@ -56,11 +56,17 @@ class Connections:
         """Record that a connection has no running request."""
         if connection in self._open:
             loop = asyncio.get_running_loop()
-            self._idle[connection] = loop.call_later(self.client_seconds, connection.transport.abort)
+            self._waiting[connection] = loop.call_later(self.client_seconds, connection.transport.abort)
+
+    def receiving(self, connection: Connection) -> None:
+        """Record that a connection has a request whose body may not be there yet."""
+        self.busy(connection)
+        if connection in self._open:
+            self._waiting[connection] = None
 
     def busy(self, connection: Connection) -> None:
-        """Record that a connection has a running request."""
-        timer = self._idle.pop(connection, None)
+        """Record that a connection has a whole request."""
+        timer = self._waiting.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
@@ -98,6 +104,12 @@ class Connection(H11Protocol):
     async def _run(self, scope: Any, receive: Any, send: Any) -> None:
         """Run the application for one request."""
 
+        async def receive_and_record() -> Any:
+            message = await receive()
+            if not message.get("more_body", False):
+                self._connections.busy(self)
+            return message
+
         async def send_in_time(message: Any) -> None:
             try:
                 async with asyncio.timeout(self._connections.client_seconds):
@@ -106,10 +118,10 @@ class Connection(H11Protocol):
                 self.transport.abort()
                 raise ClientTooSlowError("the client does not read its answer") from None
 
-        self._connections.busy(self)
+        self._connections.receiving(self)
         try:
             with suppress(ClientTooSlowError):
-                await self._application(scope, receive, send_in_time)
+                await self._application(scope, receive_and_record, send_in_time)
         finally:
             self._connections.idle(self)
 

@@ -166,6 +166,7 @@ class Generation:
         """End with an error; samples that still run are aborted."""
         self._error = error
         self._times.failed()
+        self._caller.logged["failed"] = error
         for end in self._caller.on_end:
             end()
         self._caller.place.free()

@@ -19,7 +19,7 @@ class Limits:
         max_new_tokens: Generated tokens of a sample.
         max_logprobs: Log-probabilities that one answer may hold.
         max_body_bytes: Bytes of a request's body.
-        max_connections: Open connections. If more come, the one that has been idle for longest is closed.
+        max_connections: Open connections. If more come, the one that has waited for its client for longest is closed.
         client_seconds: Seconds in which a client has to send a request, and to read what is ready for it.
         read_seconds: Seconds that it may take to turn a body into tokens.
         read_memory_mb: Megabytes that this may take.

@@ -165,6 +165,8 @@ def _add_errors(app: FastAPI, serving: Serving) -> None:
         headers = {"retry-after": "1"} if status in (429, 503) else None
         if status < 500:
             serving.count_refusal(code)
+        if (caller := CALLER.get(None)) is not None:
+            caller.logged.setdefault("refused" if status < 500 else "failed", code)
         return JSONResponse(error_body(error, kind, code), status_code=status, headers=headers)
 
     @app.exception_handler(RequestError)

@@ -293,10 +293,10 @@ def _load_tokenizer(path: Path) -> Any:
         raise ModelError(f"{path} has no tokenizer, which a server needs: {error}") from error
 
 
-def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+def _special_tokens(tokenizer: Any) -> frozenset[str]:
     """Return the texts of all special tokens, those that have no name in the tokenizer's config too."""
     added = (token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special)
-    return tuple({*tokenizer.all_special_tokens, *added})
+    return frozenset((*tokenizer.all_special_tokens, *added))
 
 
 def _served_model(path: Path, name: str, engine: Engine | Embedder, limits: Limits, task: Task) -> ServedModel:

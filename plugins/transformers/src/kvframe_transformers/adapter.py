@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from transformers import PreTrainedModel
 
 from kvframe.contract import (
     ENCODER,
+    LayerDescription,
     LoadedModel,
     ModelAdapter,
     ModelDescription,
@@ -32,13 +34,14 @@ from kvframe_transformers.checkpoint import (
 )
 from kvframe_transformers.discovery import discover_layers
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
-from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions
+from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions, text_attribute
 from kvframe_transformers.generation import read_generation_config, sampling_of, warn_of_others
 from kvframe_transformers.in_memory import build_like, config_of, generation_eos_token_ids, place_of
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
 from kvframe_transformers.prediction_heads import describe_heads
 from kvframe_transformers.ranks import num_ranks, options_of_ranks, share_of_rank
+from kvframe_transformers.text_part import class_without, idle_parts, remove_parts
 
 UNLIMITED = 1 << 20
 """The most tokens of a request if a model has no positions: its states have any length, but tables need a limit."""
@@ -56,11 +59,14 @@ class TransformersAdapter(ModelAdapter):
 
     def describe(self, path: Path) -> ModelDescription:
         """Read the layers by a forward of the model without weights; raise ``ModelError`` if that is not possible."""
-        config = read_config(path)
-        folder = path if path.is_dir() else path.parent
-        name = _name_of(folder) if path.is_dir() or path.name == "config.json" else path.name
-        model, eos = build_without_weights(config, name), eos_token_ids(folder, config)
-        return _describe(config, name, model, eos, sampling_of(read_generation_config(folder), eos))
+        return _Checkpoint.read(path).description
+
+    def dtype_of(self, path: Path) -> str | None:
+        """Return the dtype that the config names, of the whole model or of its text part."""
+        config: Any = read_config(path)
+        named = config.dtype or config.get_text_config(decoder=True).dtype
+        name = str(named).removeprefix("torch.")
+        return name if name in _DTYPES else None
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
         """Load the weights and the tokenizer of a folder; raise ``ModelError`` if the checkpoint is incomplete.
@@ -79,21 +85,21 @@ class TransformersAdapter(ModelAdapter):
             raise ModelError(f"{path} is a config without weights; to run a model, give the folder of its checkpoint")
         if dtype not in _DTYPES:
             raise UnknownNameError("model dtype", dtype, _DTYPES)
-        description = self.describe(path)
-        config = read_config(path)
+        checkpoint, config = _Checkpoint.read(path), read_config(path)
+        description = checkpoint.description
         warn_of_others(read_generation_config(path), description.name)
         options: dict[str, Any] = {}
         if size > 1:
             planned: Any = build_without_weights(config, description.name)
             description, options = share_of_rank(description, planned, size), options_of_ranks(planned, device)
-        model, tokenizer = load_weights(path, config, device, _DTYPES[dtype], **options), load_tokenizer(path)
+        model = checkpoint.load(path, config, device, _DTYPES[dtype], options)
+        tokenizer = load_tokenizer(path)
         loaded: TransformersModel
         if config.is_encoder_decoder:
             build = partial(build_without_weights, config, description.name)
             loaded = EncoderDecoderModel(model, tokenizer, description, build, path)
         else:
-            first_position = 0 if description.generates else find_first_position(model)
-            loaded = TransformersModel(model, tokenizer, description, path, first_position)
+            loaded = TransformersModel(model, tokenizer, description, path, _first_position(model, description))
         loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
         return loaded
 
@@ -116,10 +122,49 @@ class TransformersAdapter(ModelAdapter):
         if config.is_encoder_decoder:
             loaded = EncoderDecoderModel(model, tokenizer, description, partial(build_like, model, config))
         else:
-            first_position = 0 if description.generates else find_first_position(model)
+            first_position = _first_position(model, description)
             loaded = TransformersModel(model, tokenizer, description, first_position=first_position)
         loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
         return ModelInMemory(model=loaded, device=device, dtype=dtype)
+
+
+@attrs.frozen
+class _Checkpoint:
+    """A checkpoint as its config describes it.
+
+    Attributes:
+        description: Its layers.
+        make: The class of its model.
+        idle_parts: The parts of its model that text does not need.
+    """
+
+    description: ModelDescription
+    make: Any
+    idle_parts: Sequence[str]
+
+    @classmethod
+    def read(cls, path: Path) -> _Checkpoint:
+        """Read a folder or a config file; raise ``ModelError`` if it holds no model that kvframe can describe."""
+        config = read_config(path)
+        folder = path if path.is_dir() else path.parent
+        name = _name_of(folder) if path.is_dir() or path.name == "config.json" else path.name
+        planned = build_without_weights(config, name)
+        with quiet():
+            idle = idle_parts(planned, name) if generates(config) else ()
+        remove_parts(planned, idle)
+        eos = eos_token_ids(folder, config)
+        sampling = sampling_of(read_generation_config(folder), eos)
+        return cls(_describe(config, name, planned, eos, sampling), type(planned), idle)
+
+    def load(
+        self, path: Path, config: Any, device: str, dtype: torch.dtype, options: Mapping[str, Any]
+    ) -> PreTrainedModel:
+        """Load the weights of the parts that text needs; raise ``ModelError`` as ``load_weights`` does."""
+        if not self.idle_parts:
+            return load_weights(path, config, device, dtype, **options)
+        model = load_weights(path, config, device, dtype, class_without(self.make, self.idle_parts), **options)
+        model.__class__ = self.make
+        return model
 
 
 def _name_of(folder: Path) -> str:
@@ -127,6 +172,16 @@ def _name_of(folder: Path) -> str:
     folder = folder.resolve()
     is_snapshot = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return folder.parent.parent.name.rpartition("--")[2] if is_snapshot else folder.name
+
+
+def _first_position(model: PreTrainedModel, description: ModelDescription) -> int:
+    """Return the model's number for the position of a prompt's first token."""
+    return find_first_position(model) if num_unused_positions(model) or not description.generates else 0
+
+
+def _is_bounded(layer: LayerDescription) -> bool:
+    """Return whether a layer needs a bounded number of tokens, however long a request is."""
+    return not layer.query or bool({"window", "chunk"} & layer.options.keys())
 
 
 def _describe(
@@ -147,7 +202,7 @@ def _describe(
             length -= num_unused_positions(model)
         layers = discover_layers(model, name, length or 0, generates=generating)
         num_heads, head_layers = describe_heads(model, name) if generating else (0, ())
-    if length is None and not any(layer.query for layer in layers):
+    if length is None and all(_is_bounded(layer) for layer in layers):
         length = UNLIMITED
     encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None
     if length is None or (config.is_encoder_decoder and encoder_len is None):
@@ -156,7 +211,7 @@ def _describe(
         name=name,
         layers=layers,
         max_model_len=length,
-        vocab_size=config.get_text_config(decoder=True).vocab_size,
+        vocab_size=text_attribute(config, "vocab_size"),
         eos_token_ids=eos,
         sampling=sampling if generating else {},
         max_input_lens={} if encoder_len is None else {ENCODER: encoder_len},

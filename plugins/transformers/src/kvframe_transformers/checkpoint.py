@@ -18,6 +18,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
@@ -26,11 +27,12 @@ from transformers import (
 from transformers.utils import logging
 
 from kvframe.contract import ModelError, shown
-from kvframe_transformers.encoders import BodyLoader, generates
+from kvframe_transformers.encoders import BodyLoader, generates, text_attribute
 from kvframe_transformers.soft_caps import attention_options
 
 # transformers' type hints are incomplete.
 _CausalLM: Any = AutoModelForCausalLM
+_MultimodalLM: Any = AutoModelForMultimodalLM
 _ENCODER_DECODERS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
 _logging: Any = logging
 
@@ -129,7 +131,10 @@ def auto_model(config: Any) -> Any:
     """Return the class that creates models for a config: one of transformers' auto classes, or ``BodyLoader``."""
     if config.is_encoder_decoder:
         return next((each for each in _ENCODER_DECODERS if type(config) in each._model_mapping), _ENCODER_DECODERS[0])
-    return _CausalLM if generates(config) else BodyLoader(config)
+    if not generates(config):
+        return BodyLoader(config)
+    is_multimodal = type(config) not in _CausalLM._model_mapping and type(config) in _MultimodalLM._model_mapping
+    return _MultimodalLM if is_multimodal else _CausalLM
 
 
 def build_without_weights(config: Any, name: str) -> PreTrainedModel:
@@ -148,7 +153,9 @@ def build_without_weights(config: Any, name: str) -> PreTrainedModel:
     return model
 
 
-def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+def load_weights(
+    path: Path, config: Any, device: str, dtype: torch.dtype, make: Any = None, **options: Any
+) -> PreTrainedModel:
     """Return the model of a folder with its weights; raise ``ModelError`` if any are missing or do not fit.
 
     Args:
@@ -156,6 +163,7 @@ def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype, **opt
         config: Its config.
         device: The device of the model.
         dtype: The dtype of the weights.
+        make: What creates the model; ``auto_model(config)`` unless given.
         options: Further options of ``from_pretrained``.
     """
     if (path / "adapter_config.json").is_file():
@@ -165,7 +173,7 @@ def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype, **opt
         )
     try:
         with quiet():
-            model, report = auto_model(config).from_pretrained(
+            model, report = (make or auto_model(config)).from_pretrained(
                 str(path),
                 config=config,
                 dtype=dtype,
@@ -224,8 +232,10 @@ def max_model_len(config: Any) -> int | None:
 
 def max_encoder_len(config: Any) -> int | None:
     """Return the most tokens that an encoder makes of its input; None if the config does not say."""
-    own = getattr(config, "encoder", None)  # for a model of two nested configs, such as T5Gemma
-    return _positions(config if own is None else own, "max_source_positions")
+    # A model of two nested configs, such as T5Gemma, has one for the encoder.
+    nested = (getattr(config, name, None) for name in ("encoder", "encoder_config"))
+    own = next((each for each in nested if each is not None), config)
+    return _positions(own, "max_source_positions")
 
 
 def _positions(config: Any, name: str) -> int | None:
@@ -254,7 +264,7 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
         ModelError: The generation config is invalid, or the entry does not hold token ids.
     """
     file = path / "generation_config.json"
-    ids = config.get_text_config(decoder=True).eos_token_id
+    ids = text_attribute(config, "eos_token_id")
     if file.is_file():
         try:
             ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", ids)

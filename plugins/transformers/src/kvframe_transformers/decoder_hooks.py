@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvframe.contract import ModelError, OpaqueFunction
 from kvframe_transformers.discovery import takes_position_ids
+from kvframe_transformers.encoders import has_table_of_waves
 from kvframe_transformers.routing import running_step
 
 _POSITIONS, _BIAS = "position_ids", "position_bias"
@@ -41,6 +42,13 @@ class DecoderHooks:
             module.register_forward_pre_hook(pass_positions, with_kwargs=True)
             for module in model.modules()
             if takes_position_ids(module)
+        ]
+
+        def look_up(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            return _look_up(positions, module, output)
+
+        self._handles += [
+            module.register_forward_hook(look_up) for module in model.modules() if has_table_of_waves(module)
         ]
         self._handles += [
             module.register_forward_pre_hook(_give_no_bias, with_kwargs=True)
@@ -75,6 +83,19 @@ def _positions_of(module: nn.Module, given: Any) -> torch.Tensor:
             "batch; only a model adapter of its own can serve it"
         )
     return step.positions.view_as(given)
+
+
+def _look_up(positions: OpaqueFunction, module: Any, output: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a module's table for the true positions; its first rows are for padding."""
+    given = output[..., 0].long()
+    if torch.compiler.is_compiling():
+        rows = positions([given])[0]
+    elif running_step() is None:
+        return output
+    else:
+        rows = _positions_of(module, given)
+    table: torch.Tensor = module.weights
+    return table[rows + module.padding_idx + 1].to(output)
 
 
 def _give_no_bias(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from kvframe.contract import LayerDescription, ModelError
+from kvframe_transformers.encoders import has_table_of_waves
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
 from kvframe_transformers.names import if_untested
@@ -64,12 +66,23 @@ def discover_layers(
 
 
 def _takes_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequence[nn.Module]) -> bool:
-    if {"position_ids", "decoder_position_ids"} & inspect.signature(model.forward).parameters.keys():
+    if takes_positions(model) or "decoder_position_ids" in inspect.signature(model.forward).parameters:
         return True
-    if any(takes_position_ids(module) for module in ran):
-        return bool(model.config.is_encoder_decoder)
+    if any(takes_position_ids(module) or has_table_of_waves(module) for module in ran):
+        return True
     # Such a model uses positions only as distances in the scores.
     return all("relative_bias" in layer.query or layer.kind == "cross_attention" for layer in layers)
+
+
+def takes_positions(model: Any) -> bool:
+    """Return whether a model takes positions, or passes its further arguments to a decoder that does."""
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters or not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return "position_ids" in parameters
+    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+        return False
+    decoder: Any = model.get_decoder()
+    return decoder is not model and "position_ids" in inspect.signature(decoder.forward).parameters
 
 
 def takes_position_ids(module: nn.Module) -> bool:
@@ -201,6 +214,14 @@ class _Reader:
 
     def _mask_of(self, call: RecordedCall) -> MaskKind:
         kind = self._kind_of(call)
+        is_causal, config = getattr(call.module, "is_causal", True), getattr(call.module, "config", None)
+        sees_later = not is_causal and getattr(config, "use_bidirectional_attention", None) is True
+        if self._generates and kind.kind is not None and sees_later:
+            return MaskKind(
+                None,
+                why="lets all tokens of a prompt see each other and each generated token see the earlier ones, but "
+                "its mask does not show where the prompt ends (use_bidirectional_attention)",
+            )
         return MaskKind("encoder_only") if kind.sees_all and not self._generates else kind
 
     def _kind_of(self, call: RecordedCall) -> MaskKind:

@@ -9,21 +9,18 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.contract import (
     ENCODER,
-    AttachedLayers,
     LoadedModel,
     ModelDescription,
     ModelError,
     ModelInput,
     RequestError,
 )
-from kvframe_transformers.decoder_hooks import DecoderHooks
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input
-from kvframe_transformers.recording import width_of_encoder
+from kvframe_transformers.recording import EncoderOutput, width_of_encoder
 from kvframe_transformers.relative_bias import PARAMETER, tables_of
 from kvframe_transformers.self_check import RunPacked, compare_runs
 
@@ -66,7 +63,6 @@ class EncoderDecoderModel(TransformersModel):
         self._no_states = torch.zeros(1, 2, width_of_encoder(model), device=model.device, dtype=model.dtype)
         """Modules cannot take no row, and a compiler makes another program for one row. The output is not used."""
         self._states = self._no_states
-        self._hooks: DecoderHooks | None = None
 
     def without_head(self) -> LoadedModel:
         """Raise ``ModelError``: an embedding could be made of the encoder's hidden states or of the decoder's."""
@@ -172,18 +168,6 @@ class EncoderDecoderModel(TransformersModel):
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
-    def attach(self, layers: AttachedLayers) -> None:
-        """Route the decoder's attention through ``layers``, and give them their tables of biases.
-
-        Args:
-            layers: The run-time layers, by the names of the description.
-
-        Raises:
-            ModelError: A layer was not called, or the model is attached already.
-        """
-        super().attach(layers)
-        self._hooks = DecoderHooks(self.model, self._modules().values())
-
     def weights_changed(self) -> None:
         """Give the attached layers their tables of biases, besides what other models give them."""
         super().weights_changed()
@@ -194,9 +178,6 @@ class EncoderDecoderModel(TransformersModel):
     def detach(self) -> None:
         """Remove what an engine needs of the model. Safe to call twice."""
         super().detach()
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks = None
         self._states = self._no_states
 
     def self_check(self, run_packed: RunPacked) -> None:
@@ -237,7 +218,7 @@ class EncoderDecoderModel(TransformersModel):
 
     def _decode(self, input_ids: torch.Tensor, states: torch.Tensor, **inputs: Any) -> torch.Tensor:
         output = self._running_body(
-            encoder_outputs=BaseModelOutput(last_hidden_state=states),
+            encoder_outputs=EncoderOutput(last_hidden_state=states),
             decoder_input_ids=input_ids.unsqueeze(0),
             use_cache=False,
             **inputs,

@@ -22,6 +22,19 @@ _Body: Any = AutoModel  # its methods have no type hints
 _PROBE_TOKENS = 4
 
 
+def text_attribute(config: Any, name: str) -> Any:
+    """Return what a config says of its text: its text config, or itself if that does not say; None if neither does."""
+    text = getattr(config.get_text_config(decoder=True), name, None)
+    return getattr(config, name, None) if text is None else text
+
+
+def has_table_of_waves(module: nn.Module) -> bool:
+    """Return whether a module returns rows of a table of sines for positions that it counts itself, from its tokens."""
+    return hasattr(module, "create_position_ids_from_input_ids") and isinstance(
+        getattr(module, "weights", None), torch.Tensor
+    )
+
+
 def generates(config: Any) -> bool:
     """Return whether a config's model gives logits for a next token.
 
@@ -66,6 +79,9 @@ class BodyLoader:
 
 def num_unused_positions(model: PreTrainedModel) -> int:
     """Return the number of unused first rows in a table of positions; RoBERTa's positions start after the padding."""
+    for module in model.modules():
+        if has_table_of_waves(module):
+            return int(module.padding_idx) + 1
     length = getattr(model.config, "max_position_embeddings", None)
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     for table in tables:
@@ -85,14 +101,16 @@ def find_first_position(model: PreTrainedModel) -> int:
         ModelError: The number does not fit the size of the model's table.
     """
     # Neighbouring tokens are equal, so only positions increase.
-    token = next(index for index in range(model.config.vocab_size) if index != model.config.pad_token_id)
+    table: Any = model.get_input_embeddings()
+    padding = text_attribute(model.config, "pad_token_id")
+    token = next(index for index in range(table.num_embeddings) if index != padding)
     ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
     with torch.inference_mode(), _lookups(model) as seen:
         model(input_ids=ids)
     counted = torch.arange(_PROBE_TOKENS)
     firsts = [int(each[0]) for each in seen if torch.equal(each - each[0], counted)]
-    first = firsts[0] if firsts else 0
     unused = num_unused_positions(model)
+    first = firsts[0] if firsts else unused if any(map(has_table_of_waves, model.modules())) else 0
     if first != unused:
         raise ModelError(
             f"{type(model).__name__} counts positions from {first}, and its table has {unused} rows before the first "

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvframe.contract import ModelError
 from kvframe_transformers.checkpoint import checked_eos_token_ids, one_sentence, quiet
+from kvframe_transformers.encoders import text_attribute
 
 
 def config_of(model: PreTrainedModel) -> Any:
@@ -61,5 +62,5 @@ def generation_eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """Return the ids that end a request: those of the generation config, or those of the config if it has none."""
     config: Any = model.config
     generation = getattr(model, "generation_config", None)
-    own = config.get_text_config(decoder=True).eos_token_id
-    return checked_eos_token_ids(own if generation is None else generation.eos_token_id, type(model).__name__)
+    ids = text_attribute(config, "eos_token_id") if generation is None else generation.eos_token_id
+    return checked_eos_token_ids(ids, type(model).__name__)

@@ -14,7 +14,7 @@ from kvframe_transformers.names import if_untested
 from kvframe_transformers.paged_steps import PagedStep, kernels_run_on
 from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference, tolerance_of
-from kvframe_transformers.states import CallForm, Forward, Inputs, MixerCall, Numbers, Output, StateView
+from kvframe_transformers.states import CallForm, Forward, Inputs, MixerCall, Numbers, Output, StateView, with_rows
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class MixerDriver:
 
     def note(self, num_rows: dict[str, int], *args: Any, **kwargs: Any) -> Output:
         """Run the mixer without a state; record its arguments, and the number of rows that it returns."""
-        output: Output = self._forward(*args, **kwargs)
         self._noted = self._call.inputs_of(args, kwargs)
+        output: Output = with_rows(self._forward(*args, **kwargs), self._noted[self._call.tokens])
         self.form = CallForm.of(args, kwargs, self._noted[self._call.tokens], output)
         num_rows[self._name] = next(_tensors(output)).shape[1]
         return output
@@ -219,7 +219,7 @@ class MixerDriver:
         return {**inputs, self._call.cache: view}
 
     def _run(self, inputs: Inputs, view: StateView) -> Output:
-        output: Output = self._forward(**self._arguments(inputs, view))
+        output: Output = with_rows(self._forward(**self._arguments(inputs, view)), inputs[self._call.tokens])
         return output
 
     def _token_by_token(self, inputs: Inputs, view: StateView) -> Output:

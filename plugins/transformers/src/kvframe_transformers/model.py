@@ -28,7 +28,9 @@ from kvframe.contract import (
 )
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody, for_any_size
+from kvframe_transformers.decoder_hooks import DecoderHooks
 from kvframe_transformers.decoding import decode_as_they_come
+from kvframe_transformers.discovery import takes_positions
 from kvframe_transformers.hidden_states import HiddenStates
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
@@ -84,7 +86,7 @@ class TransformersModel(LoadedModel):
         self._first_position = first_position
         parameters = inspect.signature(self._body.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        self._takes_positions = "position_ids" in parameters
+        self._takes_positions = takes_positions(self._body)
         self._layers: AttachedLayers | None = None
         self._routes: Routes = {}
         self._mode: StepMode | None = None
@@ -92,6 +94,7 @@ class TransformersModel(LoadedModel):
         self._cutter: RowCutter | None = None
         self.compiled: CompiledBody | None = None
         self._noted: HiddenStates | None = None
+        self._hooks: DecoderHooks | None = None
         self.packs_weights = False
         self._joined: list[tuple[nn.Linear, ...]] = []
 
@@ -163,6 +166,8 @@ class TransformersModel(LoadedModel):
                 for layer in self._attending
             }
             self._layers = layers
+            if not self._takes_positions:
+                self._hooks = DecoderHooks(self.model, modules.values())
             self.weights_changed()
         except BaseException:
             self.detach()
@@ -237,6 +242,9 @@ class TransformersModel(LoadedModel):
         if self._cutter is not None:
             self._cutter.remove()
         self._cutter = None
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = None
         self._mode = None
         self._drivers = {}
         self._routes = {}

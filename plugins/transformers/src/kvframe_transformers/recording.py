@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import attrs
@@ -28,6 +29,7 @@ from kvframe_transformers.states import (
     own_forward,
     reads_padding,
     replaced_forwards,
+    with_rows,
 )
 
 DISCOVERY = "kvframe_discovery"
@@ -123,9 +125,21 @@ AttentionInterface.register(DISCOVERY, _record_attention)
 AttentionMaskInterface.register(DISCOVERY, _record_mask)
 
 
+@dataclass
+class EncoderOutput(BaseModelOutput):  # type: ignore[misc]
+    """An encoder's output for a decoder.
+
+    Attributes:
+        attention_mask: None, because no input is padded. Some decoders read it.
+    """
+
+    attention_mask: torch.Tensor | None = None
+
+
 def width_of_encoder(model: Any) -> int:
     """Return the size of an encoder's output for a token, by the encoder's own config if there is one."""
-    width: int = model.get_encoder().config.hidden_size
+    config: Any = getattr(model.get_encoder(), "config", model.config)
+    width: int = config.get_text_config().hidden_size
     return width
 
 
@@ -144,8 +158,11 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     for module in model.modules():
         # These rotary embeddings (longrope in transformers 5.20 only) depend on the positions' values, which do not
         # exist here; layers do not depend on them.
-        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
-            module.rope_type = "default"
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, dict):
+            module.rope_type = {layer: _without_values(each) for layer, each in rope_type.items()}
+        elif rope_type is not None:
+            module.rope_type = _without_values(rope_type)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
     mixers = [module for module in model.modules() if is_mixer(module)]
@@ -174,6 +191,10 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     return recording
 
 
+def _without_values(rope_type: Any) -> Any:
+    return "default" if rope_type in ("dynamic", "longrope") else rope_type
+
+
 def _recorder(module: nn.Module, forward: Forward) -> Forward:
     """Return a forward that records the states that ``forward`` leaves."""
     call = MixerCall.of(module)
@@ -185,7 +206,7 @@ def _recorder(module: nn.Module, forward: Forward) -> Forward:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         view, inputs = StateView(), call.inputs_of(args, kwargs)
-        output = forward(**{**inputs, call.cache: view})
+        output = with_rows(forward(**{**inputs, call.cache: view}), inputs[call.tokens])
         _RECORDING.get().calls.append(RecordedState(module, view.named(), inputs, output))
         return output
 
@@ -201,7 +222,7 @@ def _probe_inputs(model: Any, *, reads_mask: bool) -> dict[str, Any]:
         return {"input_ids": ids, "attention_mask": mask}
     # The encoder does not run: it keeps no state, and is not part of a step.
     states = torch.empty(1, PROBE_ENCODER_TOKENS, width_of_encoder(model), device="meta")
-    encoded = BaseModelOutput(last_hidden_state=states)
+    encoded = EncoderOutput(last_hidden_state=states)
     return {"encoder_outputs": encoded, "decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 

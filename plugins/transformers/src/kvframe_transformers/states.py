@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import attrs
@@ -121,6 +122,14 @@ class StateView:
         self.conv[state_idx] = inputs[..., inputs.shape[-1] - size :]
         return inputs
 
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """Return the recurrent state, as mixers of MiniMax-01 ask for it."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """Set the recurrent state, likewise."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
@@ -157,7 +166,26 @@ class MixerCall:
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 bound.update(bound.pop(name, {}))
-        return {name: value for name, value in bound.items() if name != self.cache and name not in _HARMLESS}
+        inputs = {name: value for name, value in bound.items() if name != self.cache and name not in _HARMLESS}
+        for name in _HARMLESS & self.signature.parameters.keys():
+            if self.signature.parameters[name].default is inspect.Parameter.empty:
+                inputs[name] = None
+        return inputs
+
+
+def with_rows(output: Any, tokens: torch.Tensor) -> Any:
+    """Return a mixer's result; tensors of a tuple that have no row per token, such as a state, become empty rows.
+
+    A state is also in the cache. The self-check finds a model that reads it from the result.
+    """
+    if not isinstance(output, tuple):
+        return output
+    return tuple(
+        tokens.new_empty(*tokens.shape[:2], 0)
+        if isinstance(each, torch.Tensor) and each.shape[:2] != tokens.shape[:2]
+        else each
+        for each in output
+    )
 
 
 @attrs.frozen
@@ -274,8 +302,16 @@ def _calls(module_class: type) -> frozenset[str]:
         if base.__module__.startswith("transformers.models."):
             for member in vars(base).values():
                 if inspect.isfunction(member):
-                    names.update(inspect.unwrap(member).__code__.co_names)
+                    names.update(_names_in(inspect.unwrap(member).__code__))
     return frozenset(names)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that code uses, and those of the functions in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def own_forward(module: nn.Module) -> Forward:

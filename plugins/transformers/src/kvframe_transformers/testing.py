@@ -375,18 +375,27 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         model: PreTrainedModel = auto_model(config).from_config(
             config, dtype=torch.float32, **attention_options(config)
         )
-        model.eval()
-        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        with torch.no_grad():
-            matrices, vectors, lookups = (6.0, 0.1, 4.0) if config.is_encoder_decoder else (8.0, 0.3, 1.0)
-            for parameter in model.parameters():
-                if id(parameter) in embeddings:
-                    parameter.mul_(lookups)
-                elif parameter.dim() >= 2:
-                    parameter.mul_(matrices)
-                else:
-                    parameter.add_(vectors * torch.randn_like(parameter))
+        spread_weights(model.eval())
     return model
+
+
+def spread_weights(model: PreTrainedModel, matrices: float = 8.0) -> None:
+    """Change a model's random weights, as ``tiny_model`` does, with torch's random numbers.
+
+    Args:
+        model: The model.
+        matrices: The factor for matrices of a model without an encoder.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    factors = (6.0, 0.1, 4.0) if model.config.is_encoder_decoder else (matrices, 0.3, 1.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if id(parameter) in embeddings:
+                parameter.mul_(factors[2])
+            elif parameter.dim() >= 2:
+                parameter.mul_(factors[0])
+            else:
+                parameter.add_(factors[1] * torch.randn_like(parameter))
 
 
 def exact_copy(model: PreTrainedModel) -> Any:

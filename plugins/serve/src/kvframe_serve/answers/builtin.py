@@ -11,9 +11,6 @@ from kvframe_serve.answers.calls import NamedBraces, NamedObject, NamedPairs, js
 from kvframe_serve.answers.format import ToolCall, Tools
 from kvframe_serve.answers.marked import CallMarks, MarkedFormat, Quote
 
-# QwQ, Phi-4-reasoning and others whose templates have no tool calls.
-THINK = MarkedFormat(has=("<think>",), lacks=("tool_call",), opens=("<think>",), ends=("</think>",))
-
 # Qwen 2.5, Qwen 3, Hermes 2 Pro and Hermes 3.
 HERMES = MarkedFormat(
     has=("<tool_call>",),
@@ -137,6 +134,7 @@ KIMI = MarkedFormat(
                 r"\s*+(?:functions\.)?(?P<name>[^\s<:]++)(?::\d++)?\s*+<\|tool_call_argument_begin\|>\s*+"
             ),
             inner=("<|tool_call_argument_begin|>",),
+            ends_reasoning=True,
         ),
     ),
     layout=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
@@ -188,7 +186,7 @@ HARMONY = MarkedFormat(
     ends=("<|end|>", "<|return|>", "<|start|>assistant", "<|channel|>final<|message|>"),
     is_first=False,
     calls=(
-        _HARMONY_CALL,
+        attrs.evolve(_HARMONY_CALL, ends_reasoning=True),
         attrs.evolve(_HARMONY_CALL, open=" to=functions.", is_first=True),
         attrs.evolve(_HARMONY_CALL, open="<|channel|>commentary to=functions."),
         attrs.evolve(_HARMONY_CALL, open="<|channel|>analysis to=functions."),
@@ -201,4 +199,14 @@ HARMONY = MarkedFormat(
         "<|return|>",
         "<|call|>",
     ),
+)
+
+_WITH_CALLS = (HERMES, QWEN_CODER, GLM, MISTRAL, LLAMA, DEEPSEEK, KIMI, FUNCTION_GEMMA, GEMMA, HARMONY)
+
+# QwQ, Phi-4-reasoning and others whose templates have no tool calls, or calls that no format here reads.
+THINK = MarkedFormat(
+    has=("<think>",),
+    lacks=tuple(text for form in _WITH_CALLS for text in form.has),
+    opens=("<think>",),
+    ends=("</think>",),
 )

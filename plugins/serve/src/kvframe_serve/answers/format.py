@@ -61,6 +61,11 @@ class AnswerParser(ABC):
 class AnswerFormat(ABC):
     """How one family of chat templates marks reasoning and tool calls in an answer."""
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether the format has tool calls. A request with tools is refused if it has none."""
+        return True
+
     @abstractmethod
     def matches(self, template: str) -> bool:
         """Return whether answers to a checkpoint with this chat template have this format.

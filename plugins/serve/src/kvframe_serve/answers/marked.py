@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import attrs
@@ -47,6 +48,7 @@ class CallMarks:
         inner: Other marks that are part of it.
         is_first: Whether only text that follows no content is a call.
         needs_close: Whether a call without a mark after it is cut: its text does not show that arguments are missing.
+        ends_reasoning: Whether it ends the reasoning. Otherwise a call within reasoning is text of the reasoning.
     """
 
     open: str
@@ -57,6 +59,7 @@ class CallMarks:
     inner: tuple[str, ...] = ()
     is_first: bool = False
     needs_close: bool = False
+    ends_reasoning: bool = False
 
     @property
     def marks(self) -> frozenset[str]:
@@ -90,6 +93,14 @@ class MarkedFormat(AnswerFormat):
     calls: tuple[CallMarks, ...] = ()
     layout: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    _mark_sets: dict[tuple[frozenset[str], bool], _MarkSets] = attrs.field(
+        init=False, factory=dict, eq=False, repr=False
+    )
+
+    @property
+    def has_calls(self) -> bool:
+        """As for the base class."""
+        return bool(self.calls)
 
     def matches(self, template: str) -> bool:
         """As for the base class."""
@@ -103,7 +114,10 @@ class MarkedFormat(AnswerFormat):
         self, *, reasoning: bool, tools: Tools | None, in_reasoning: bool, special: Collection[str]
     ) -> AnswerParser:
         """As for the base class."""
-        return _MarkedParser(self, reasoning, tools or {}, in_reasoning, special)
+        key = (frozenset(special), bool(tools))
+        if key not in self._mark_sets:
+            self._mark_sets[key] = _MarkSets(self, *key)
+        return _MarkedParser(self, self._mark_sets[key], reasoning, tools or {}, in_reasoning)
 
     @property
     def marks(self) -> frozenset[str]:
@@ -111,23 +125,38 @@ class MarkedFormat(AnswerFormat):
         return frozenset().union(self.opens, self.ends, self.layout, self.dropped, *(call.marks for call in self.calls))
 
 
+class _MarkSets:
+    """The marks of a format and of one tokenizer, which may have a thousand special tokens: made once for all answers.
+
+    Attributes:
+        dropped: The marks that are left out anywhere; their texts are ``dropped_texts``.
+        content: The marks within content.
+        reasoning: The marks within reasoning.
+        calls: How calls are marked, by the mark before them.
+    """
+
+    def __init__(self, form: MarkedFormat, special: frozenset[str], has_tools: bool) -> None:
+        calls = {call.open: call for call in form.calls} if has_tools else {}
+        layout = form.layout if has_tools else ()
+        dropped = special.difference(form.marks).union(form.dropped)
+        ending = [mark for mark, call in calls.items() if call.ends_reasoning]
+        self.dropped_texts = dropped
+        self.dropped = Marks(dropped)
+        self.content = Marks(dropped.union(calls, layout, form.opens))
+        self.reasoning = Marks(dropped.union(ending, layout, form.opens, form.ends))
+        self.calls = {mark: _CallSyntax(call, dropped.union(calls)) for mark, call in calls.items()}
+
+
 class _MarkedParser(AnswerParser):
     """Goes from mark to mark. It is within content, reasoning or a call, and each has its own set of marks."""
 
-    def __init__(
-        self, form: MarkedFormat, separates: bool, tools: Tools, in_reasoning: bool, special: Collection[str]
-    ) -> None:
-        self._form, self._separates, self._tools = form, separates, tools
-        self._calls = {call.open: call for call in form.calls} if tools else {}
-        self._syntaxes: dict[str, _CallSyntax] = {}
-        layout = form.layout if tools else ()
-        self._dropped = frozenset(special).difference(form.marks).union(form.dropped)
-        self._content_marks = marks_of(self._dropped.union(self._calls, layout, form.opens))
-        self._reasoning_marks = marks_of(self._dropped.union(self._calls, layout, form.opens, form.ends))
+    def __init__(self, form: MarkedFormat, sets: _MarkSets, separates: bool, tools: Tools, in_reasoning: bool) -> None:
+        self._form, self._sets, self._separates, self._tools = form, sets, separates, tools
         self._text = ""
         self._parts: list[Part] = []
         self._in_reasoning = in_reasoning
         self._call: _OpenCall | None = None
+        self._begins: dict[str, Sequence[str]] = {}
         # White space and layout that belong to the text if no mark follows.
         self._pending: list[str] = []
         self._follows_mark = in_reasoning and separates
@@ -181,15 +210,15 @@ class _MarkedParser(AnswerParser):
     def _marks(self) -> Marks:
         if self._call is not None:
             return self._call.marks
-        return self._reasoning_marks if self._in_reasoning else self._content_marks
+        return self._sets.reasoning if self._in_reasoning else self._sets.content
 
     def _meet(self, mark: str) -> None:
         form = self._form
-        call = self._calls.get(mark)
+        call = self._sets.calls.get(mark)
         if self._in_reasoning and mark in form.ends:
             self._change_reasoning(mark)
-        elif call is not None and not (call.is_first and (self._follows_content or self._in_reasoning)):
-            self._call = _OpenCall(self._syntax(call), self._tools)
+        elif call is not None and not (call.form.is_first and (self._follows_content or self._in_reasoning)):
+            self._call = _OpenCall(call, self._tools, self._begins_of(call.form))
         elif mark in form.opens and self._in_reasoning and self._follows_mark:
             pass  # the prompt opened the reasoning, and the model has repeated it
         elif mark in form.opens and not self._in_reasoning and not (form.is_first and self._follows_content):
@@ -197,13 +226,15 @@ class _MarkedParser(AnswerParser):
         elif mark in form.layout:
             if not self._follows_call:
                 self._pending.append(mark)
-        elif mark not in self._dropped:
+        elif mark not in self._sets.dropped_texts:
             self._emit(mark)
 
-    def _syntax(self, call: CallMarks) -> _CallSyntax:
-        if call.open not in self._syntaxes:
-            self._syntaxes[call.open] = _CallSyntax(call, self._tools, frozenset(self._calls), self._dropped)
-        return self._syntaxes[call.open]
+    def _begins_of(self, form: CallMarks) -> Sequence[str]:
+        """Return what can follow the mark before a call, sorted; a client may offer thousands of tools."""
+        if form.open not in self._begins:
+            begins = [begin.replace("{name}", name) for begin in form.begins for name in self._tools]
+            self._begins[form.open] = sorted({"".join(begin.split()) for begin in begins})
+        return self._begins[form.open]
 
     def _change_reasoning(self, mark: str) -> None:
         if self._separates:
@@ -258,32 +289,31 @@ class _MarkedParser(AnswerParser):
         self._pending = []
         self._parts += calls
         self._follows_mark = self._follows_call = True
-        self._follows_content = False
+        self._follows_content = self._in_reasoning = False
 
     def _give_up(self, call: _OpenCall) -> None:
         self._call = None
-        self._emit(marks_of(self._dropped).remove("".join(call.texts)))
+        self._emit(self._sets.dropped.remove("".join(call.texts)))
 
 
 class _CallSyntax:
-    """How a call is marked, for the tools and the special tokens of one answer."""
+    """How a call is marked, and which other marks are no part of it."""
 
-    def __init__(self, form: CallMarks, tools: Tools, opens: frozenset[str], dropped: frozenset[str]) -> None:
+    def __init__(self, form: CallMarks, others: frozenset[str]) -> None:
         self.form = form
-        self.others = (opens | dropped) - form.marks.difference((form.open,)) - _BRACKETS
-        self.outside_quotes = marks_of(form.marks | self.others)
-        texts = [begin.replace("{name}", name) for begin in form.begins for name in tools]
-        self.begins = {"".join(text.split()) for text in texts}
+        self.others = others - form.marks.difference((form.open,)) - _BRACKETS
+        self.outside_quotes = Marks(form.marks | self.others)
 
 
 class _OpenCall:
     """The text of a call that has not ended."""
 
-    def __init__(self, syntax: _CallSyntax, tools: Tools) -> None:
+    def __init__(self, syntax: _CallSyntax, tools: Tools, begins: Sequence[str]) -> None:
         self.syntax = syntax
         self.texts = [syntax.form.open]
         self.quote: Quote | None = None
         self._tools = tools
+        self._begins = begins
         self._depth = int(syntax.form.open in _BRACKETS)
         # The text so far without white space, until it is what a call begins with.
         self._begin: str | None = ""
@@ -301,10 +331,12 @@ class _OpenCall:
             if character.isspace():
                 continue
             begin = f"{self._begin}{character}"
-            if begin in self.syntax.begins:
+            place = bisect_left(self._begins, begin)
+            following = self._begins[place] if place < len(self._begins) else ""
+            if begin == following:
                 self._begin = None
                 break
-            if not any(known.startswith(begin) for known in self.syntax.begins):
+            if not following.startswith(begin):
                 num_fitting = index
                 break
             self._begin = begin

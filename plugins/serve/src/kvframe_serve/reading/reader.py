@@ -120,6 +120,12 @@ class Reader:
                     "can be parsed; name one as answers in the stack's [plugin.serve]",
                     code="no_answer_format",
                 )
+            if tools is not None and not self._format.has_calls:
+                raise RequestError(
+                    "the format of answers of the model's chat template has no tool calls; leave tools out, or name a "
+                    "format as answers in the stack's [plugin.serve]",
+                    code="no_answer_format",
+                )
             parsing = Parsing(
                 reasoning=bool(fields.include_reasoning),
                 tools=None if tools is None else {tool.function.name: tool.function.parameters or {} for tool in tools},

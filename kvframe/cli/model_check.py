@@ -1,0 +1,105 @@
+"""What a model lacks here: attention types, wrappers, a backend for each layer; and the one line that installs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvframe.contract.errors import KVFrameError
+from kvframe.loading.packages import provider_of, to_install
+
+if TYPE_CHECKING:
+    from kvframe.config.stack import Stack
+    from kvframe.contract.description import ModelDescription
+    from kvframe.loading.registry import Registry
+
+
+@attrs.frozen(kw_only=True)
+class ModelCheck:
+    """What was found out about a model, without its weights.
+
+    Attributes:
+        facts: What would serve it: its layers by kind, device, dtype and backends; empty if it cannot be served.
+        problems: Why it cannot be served, in sentences.
+        install: The command that installs everything that is missing; empty if nothing is, or if no package is known.
+    """
+
+    facts: Mapping[str, str] = attrs.field(factory=dict)
+    problems: tuple[str, ...] = ()
+    install: str = ""
+
+
+def check_model(path: Path, stack: Stack, registry: Registry) -> ModelCheck:
+    """Return what a model lacks, or what would serve it.
+
+    Args:
+        path: A model's folder or config file, or a layer file.
+        stack: What would be used.
+        registry: What the loaded plugins register.
+    """
+    from kvframe.planning.recognise import describe_model
+
+    try:
+        description = describe_model(path, registry)
+        missing = _missing(description, registry)
+        return _lacking(missing) if missing else ModelCheck(facts=_facts(path, description, stack, registry))
+    except KVFrameError as error:
+        return ModelCheck(problems=(str(error),))
+
+
+def _missing(description: ModelDescription, registry: Registry) -> list[tuple[str, str]]:
+    """Return the attention types and default wrappers that no plugin registers, each with its kind."""
+    kinds = sorted({layer.kind for layer in description.layers})
+    wrappers = {
+        wrapper for kind in kinds if kind in registry.specs for wrapper in registry.specs.load(kind).default_wrappers
+    }
+    return [
+        *(("spec", kind) for kind in kinds if kind not in registry.specs),
+        *(("wrapper", name) for name in sorted(wrappers) if name not in registry.wrappers),
+    ]
+
+
+def _lacking(missing: list[tuple[str, str]]) -> ModelCheck:
+    providers = {claim: provider_of(*claim) for claim in missing}
+    packages = dict.fromkeys(provider for provider in providers.values() if provider is not None)
+    labels = {"spec": "attention type", "wrapper": "wrapper"}
+    return ModelCheck(
+        problems=tuple(
+            f"the model needs the {labels[kind]} {name!r}, "
+            + ("which no package of kvframe provides" if provider is None else f"which {provider} provides")
+            for (kind, name), provider in providers.items()
+        ),
+        install=_install_all([*packages]),
+    )
+
+
+def _install_all(packages: list[str]) -> str:
+    """Return one command that installs several packages; empty for none."""
+    command = "pip install"
+    return " ".join([command, *(to_install(each).removeprefix(f"{command} ") for each in packages)]) if packages else ""
+
+
+def _facts(path: Path, description: ModelDescription, stack: Stack, registry: Registry) -> dict[str, str]:
+    """Return what would serve the model; raise a ``KVFrameError`` if nothing can."""
+    from kvframe.planning.groups import make_layer_specs
+    from kvframe.planning.machine import with_device, with_dtype
+    from kvframe.selection.select import select_backends
+    from kvframe.selection.skipping import find_skipping
+
+    stack = with_dtype(with_device(stack), path, registry)
+    layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
+    skipping = find_skipping(layers, stack, registry)
+    device = stack.engine.device.partition(":")[0]
+    choices = select_backends(layers, stack, registry, device, skipping.layers, skipping.heads)
+    counts: dict[str, int] = {}
+    for layer in description.layers:
+        counts[layer.kind] = counts.get(layer.kind, 0) + 1
+    backends = sorted({choice.backend for choice in choices})
+    return {
+        "layers": ", ".join(f"{count} {kind}" for kind, count in counts.items()),
+        "runs on": f"{stack.engine.device}, {stack.engine.dtype}",
+        "backends": ", ".join(backends) or "none, as no layer attends",
+    }

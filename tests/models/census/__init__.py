@@ -1,0 +1,1 @@
+"""Compares a tiny random model of every type that transformers has with transformers' own results."""

@@ -1,0 +1,273 @@
+"""Compares one tiny random model: what kvframe computes from its checkpoint, and what transformers computes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import transformers
+from kvframe_transformers.checkpoint import quiet
+from kvframe_transformers.testing import spread_weights
+from transformers import GenerationConfig
+from transformers.models.auto import modeling_auto
+
+from kvframe import Embedder, Engine, Prompt, SamplingParams, Stack
+from kvframe.contract import KVFrameError, shown
+from tests.models.census.shrink import VOCAB, tiny_config
+
+NUM_NEW = 8
+_MAX_WEIGHTS = 40_000_000
+_STACK = Stack.from_mapping({"cache": {"memory": "8MiB"}, "engine": {"max_num_batched_tokens": 64}})
+_TOLERANCE = 1e-3
+
+
+def _types(*names: str) -> tuple[str, ...]:
+    found: set[str] = set()
+    for name in names:
+        found |= set(getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES"))
+    return tuple(sorted(found))
+
+
+@attrs.frozen
+class Group:
+    """One of transformers' mappings: the auto class that makes its models, and its types."""
+
+    auto: str
+    types: tuple[str, ...]
+
+
+GROUPS: Mapping[str, Group] = {
+    "decoders": Group("AutoModelForCausalLM", _types("CAUSAL_LM")),
+    "text with images": Group("AutoModelForImageTextToText", _types("IMAGE_TEXT_TO_TEXT")),
+    "encoder-decoders": Group("AutoModelForSeq2SeqLM", _types("SEQ_TO_SEQ_CAUSAL_LM")),
+    "speech": Group("AutoModelForSpeechSeq2Seq", _types("SPEECH_SEQ_2_SEQ")),
+    "encoders": Group("AutoModel", _types("MASKED_LM", "TEXT_ENCODING")),
+}
+
+
+@attrs.frozen
+class Verdict:
+    """What became of a type.
+
+    Attributes:
+        word: ``equal``, ``refused``, ``wrong``, ``fails``, or ``not tried`` if transformers itself gives nothing.
+        why: One sentence; empty for an equal model.
+    """
+
+    word: str
+    why: str = ""
+
+
+def compare(group: str, model_type: str, seconds: int = 120) -> Verdict:
+    """Return the verdict on one type; a run that takes longer than ``seconds`` fails."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with _limit(seconds):
+                return _compare(group, model_type, Path(folder) / model_type)
+        except TimeoutError:
+            return Verdict("fails", f"took more than {seconds} s")
+
+
+@contextmanager
+def _limit(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _compare(group: str, model_type: str, folder: Path) -> Verdict:
+    try:
+        with quiet():
+            model = _make(group, model_type)
+            if model.can_generate():
+                _forget_settings(model)
+            model.save_pretrained(folder)
+            model = type(model).from_pretrained(folder, dtype=torch.float32).eval()
+        run = _Encoder(model) if group == "encoders" and not model.config.is_encoder_decoder else _Decoder(model)
+        with quiet():
+            expected = run.theirs()
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return Verdict("not tried", _short(error))
+    try:
+        with quiet():
+            return run.verdict(folder, expected)
+    except KVFrameError as error:
+        return Verdict("refused", str(error).replace(str(folder.parent) + os.sep, ""))
+    except TimeoutError:
+        raise
+    except Exception as error:
+        if os.environ.get("CENSUS_TRACE"):
+            traceback.print_exc()
+        return Verdict("fails", _short(error))
+
+
+def _forget_settings(model: Any) -> None:
+    """Give a model a generation config that generates greedily, without any end."""
+    starts = (model.generation_config.decoder_start_token_id, getattr(model.config, "decoder_start_token_id", None), 3)
+    start = next(each for each in starts if each is not None) if model.config.is_encoder_decoder else None
+    model.generation_config = GenerationConfig(
+        max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0, decoder_start_token_id=start
+    )
+
+
+def _make(group: str, model_type: str) -> Any:
+    config = tiny_config(model_type)
+    if group == "decoders" and hasattr(config, "is_decoder"):
+        config.is_decoder = True  # the heads of encoders are for that
+    auto: Any = getattr(transformers, GROUPS[group].auto)
+    if group == "encoders" and config.is_encoder_decoder:
+        auto = transformers.AutoModelForTextEncoding
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in auto.from_config(config).parameters())
+    if size > _MAX_WEIGHTS:
+        raise ValueError(f"a model of {size:,} weights is not tiny")
+    for factor in (8.0, 2.0, 1.0):
+        torch.manual_seed(0)
+        model = auto.from_config(config, dtype=torch.float32).eval()
+        spread_weights(model, factor)
+        if group == "encoders" or model.config.is_encoder_decoder:
+            return model
+        with torch.inference_mode():
+            if model(input_ids=torch.tensor([_ids(1, 20)])).logits.isfinite().all():
+                return model
+    raise ValueError("its logits are not finite")
+
+
+def _ids(start: int, count: int) -> list[int]:
+    # Ids with a special meaning are at the ends of the range.
+    return [10 + (start * 31 + index * index * 7 + index * 13) % (VOCAB - 20) for index in range(count)]
+
+
+_PROMPTS = [_ids(1, 3), _ids(2, 21), _ids(3, 10)]
+
+
+class _Encoder:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def theirs(self) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [
+                self._model(input_ids=torch.tensor([prompt])).last_hidden_state[0].mean(0).double()
+                for prompt in _PROMPTS
+            ]
+
+    def verdict(self, folder: Path, expected: Any) -> Verdict:
+        with Embedder.from_pretrained(folder, stack=_STACK, pooling="mean", normalize=False) as embedder:
+            ours = [torch.tensor(output.embedding).double() for output in embedder.embed(_PROMPTS)]
+        worst = max(float((mine - theirs).norm() / theirs.norm()) for mine, theirs in zip(ours, expected, strict=True))
+        return Verdict("equal") if worst < _TOLERANCE else Verdict("wrong", f"embeddings differ by {worst:.1e}")
+
+
+@attrs.frozen
+class _Generated:
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+    """The difference between the two largest logits, relative to their spread."""
+
+
+class _Decoder:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._start = model.generation_config.decoder_start_token_id
+        self._inputs = [_inputs_of(model, prompt) for prompt in _PROMPTS]
+
+    def theirs(self) -> list[_Generated]:
+        found = []
+        for prompt, inputs in zip(_PROMPTS, self._inputs, strict=True):
+            if not self._model.config.is_encoder_decoder:
+                inputs = {
+                    "input_ids": torch.tensor([prompt]),
+                    "attention_mask": torch.ones(1, len(prompt), dtype=torch.int64),
+                }
+            output = self._model.generate(**inputs, return_dict_in_generate=True, output_logits=True)
+            logits = torch.stack(output.logits)[:, 0].double()
+            top = logits.topk(2).values
+            margins = (top[:, 0] - top[:, 1]) / logits.std(-1)
+            found.append(_Generated(tuple(output.sequences[0, -NUM_NEW:].tolist()), tuple(margins.tolist())))
+        return found
+
+    def verdict(self, folder: Path, expected: Any) -> Verdict:
+        params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
+        prompts: list[Any] = list(_PROMPTS)
+        if self._model.config.is_encoder_decoder:
+            prompts = [Prompt(encoder=next(iter(inputs.values()))[0], decoder=[self._start]) for inputs in self._inputs]
+            if self._model.main_input_name == "input_ids":
+                prompts = [Prompt(encoder=prompt, decoder=[self._start]) for prompt in _PROMPTS]
+        with Engine.from_pretrained(folder, stack=_STACK) as engine:
+            outputs = engine.generate(prompts, params)
+        for output, theirs in zip(outputs, expected, strict=True):
+            if output.error:
+                return Verdict("fails", output.error)
+            for index, (mine, own) in enumerate(zip(output.token_ids, theirs.tokens, strict=True)):
+                if mine != own:
+                    if theirs.margins[index] < _TOLERANCE:
+                        break  # a tie, which rounding decides
+                    if self._is_greedy(output.prompt_token_ids, output.token_ids):
+                        return Verdict("equal", "equal to the model's own forward; its generate() gives other tokens")
+                    return Verdict("wrong", f"token {index} is {mine} instead of {own}")
+        return Verdict("equal")
+
+    def _is_greedy(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Return whether each token is the most likely one by the model's forward of all tokens before it."""
+        if self._model.config.is_encoder_decoder:
+            return False
+        with torch.inference_mode():
+            logits = self._model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+        rows = logits[len(prompt) - 1 : -1].double()
+        missing = rows.max(-1).values - rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        return bool((missing / rows.std(-1) < _TOLERANCE).all())
+
+
+def _inputs_of(model: Any, prompt: list[int]) -> dict[str, torch.Tensor]:
+    """Return the inputs of an encoder; features of a length that it takes."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    name = model.main_input_name
+    if name == "input_ids":
+        return {name: torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.int64)}
+    generator = torch.Generator().manual_seed(len(prompt))
+    failure: Exception = ValueError(f"it takes {name}")
+    for shape in _shapes(model.config):
+        features = torch.randn(1, *shape, generator=generator)
+        try:
+            with torch.inference_mode():
+                model.get_encoder()(**{name: features})
+            return {name: features}
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            failure = error
+    raise failure
+
+
+def _shapes(config: Any) -> Iterator[tuple[int, ...]]:
+    frames = 2 * getattr(config, "max_source_positions", 50)
+    bins = next(
+        (value for key in ("num_mel_bins", "input_feat_per_channel") if (value := getattr(config, key, None))), 80
+    )
+    yield bins, frames
+    yield frames, bins
+    yield (16_000,)
+    size = getattr(getattr(config, "vision_config", None), "image_size", 28)
+    yield 3, size, size
+
+
+def _short(error: BaseException) -> str:
+    return shown(f"{type(error).__name__}: {' '.join(str(error).split())}", 200).strip("'\"")

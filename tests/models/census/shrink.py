@@ -1,0 +1,149 @@
+"""Makes a tiny config of any model type: the fields that count or size something are replaced by small numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+VOCAB = 128
+"""The tokens of every tiny model."""
+
+_LAYERS, _HEADS, _HEAD, _WIDTH, _MLP, _WINDOW = 4, 4, 16, 64, 96, 8
+
+_SIZES: tuple[tuple[str, Any], ...] = (
+    (r"(text_)?vocab_size(_per_layer_input)?|decoder_vocab_size|n_tokens", VOCAB),
+    (r"(num|n)_(kv|key_value)_heads|num_key_value_heads|multi_query_group_num", 2),
+    (r"(.*_)?(num_heads|attention_heads|n_heads|n_head|num_.*heads|n_.*heads)", _HEADS),
+    (r"qk_rope_head_dim|partial_rotary_dim|rotary_dim|rope_head_dim|qk_rope_dim", 8),
+    (r"kv_lora_rank|q_lora_rank|(.*_)?lora_rank|laurel_rank|time_step_rank|mamba_dt_rank|.*_rank|lora_r", 16),
+    (
+        r"v_head_dim|head_dim|global_head_dim|qk_nope_head_dim|qk_head_dim|(.*_)?head_dim|d_kv|d_head|mamba_headdim",
+        _HEAD,
+    ),
+    (r"kv_channels|attention_head_size|(.*_)?head_size", _HEAD),
+    (
+        r"(num_)?(hidden|decoder|encoder|self_encoder|cross_decoder)_layers|num_hidden_layers|num_layers|n_layers?",
+        _LAYERS,
+    ),
+    (r"(.*_)?num_(.*_)?(layers|blocks)|depth|(.*_)?n_layers?|num_hidden_groups|(en|de)coder_layers", _LAYERS),
+    (r"(moe|shared|expert|.*experts?).*intermediate_size(_.*)?|(expert_)?ffn_hidden_size_?", 32),
+    (r"(.*_)?(intermediate_size|ffn_dim|ff_dim|d_ff|n_inner|ffn_hidden_size|mlp_dim|hidden_dim|ffw_dim)(_mlp)?", _MLP),
+    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|lru_width|emb_dim|dim|d_embed|width)", _WIDTH),
+    (r"(.*_)?(projection_dim|projector_dim|proj_dim|output_dim|out_hidden_size|embedding_dim)", _WIDTH),
+    (r"hidden_size_per_layer_input", 8),
+    (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k|expert_top_k|topk", 2),
+    (r"(.*_)?(num|n)_(.*_)?experts|num_experts|num_local_experts|moe_num_experts", 4),
+    (r"n_group|num_expert_group", 2),
+    (r"topk_group", 1),
+    (r"(attention_)?(sliding_)?window(_size)?|local_attention|attention_window_size|sliding_window_size", _WINDOW),
+    (r"attention_chunk_size", _WINDOW),
+    (r"state_size|mamba_d_state|ssm_state_size|d_state", 8),
+    (r"(mamba_)?n_groups|mamba_ngroups", 2),
+    (r"(mamba_)?chunk_size", 16),
+    (r"max_position_embeddings|n_positions|max_target_positions|max_sequence_length|max_seq_len|seq_length|n_ctx", 512),
+    (r"max_source_positions", 50),
+    (r"image_size", 28),
+    (r"patch_size", 14),
+    (r"num_kv_shared_layers", 0),
+    (r"first_k_dense_replace", 1),
+)
+_RULES = [(re.compile(name), value) for name, value in _SIZES]
+
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+_TEXT_MROPE = {"text_config": {"rope_parameters": _MROPE}}
+
+_SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(
+        ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
+        _TEXT_MROPE,
+    ),
+    "glm4v_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}}},
+}
+"""Fields that the rules below do not find."""
+
+_LISTS_OF_LAYERS = re.compile(
+    r".*layer.*types?|no_rope_layers|layers_block_type|.*_pattern|block_types|attention_types"
+)
+_TOKEN = re.compile(r"(.*_)?token_(id|index)(_.*)?|(.*_)?(bos|eos|pad|sep|cls|mask|boi|eoi)_(token_)?id")
+
+
+def tiny_config(model_type: str, **overrides: Any) -> Any:
+    """Return a config of ``model_type`` with small sizes; raise whatever its class raises for them.
+
+    Args:
+        model_type: A key of transformers' config mapping.
+        overrides: Other values for fields.
+    """
+    return _shrunk(CONFIG_MAPPING[model_type], {**_SPECIAL.get(model_type, {}), **overrides})
+
+
+def _shrunk(config_class: Any, overrides: Mapping[str, Any]) -> Any:
+    default = config_class()
+    own = {field.name for field in dataclasses.fields(config_class)} - _BASE
+    fields: dict[str, Any] = {}
+    for name in own:
+        value = _value(default, name)
+        if isinstance(value, PreTrainedConfig):
+            fields[name] = _shrunk(type(value), overrides.get(name, {}))
+        elif (small := _small(name, value)) is not None:
+            fields[name] = small
+        elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            fields[name] = _shorter_sections(value)
+    layers = next((fields[name] for name in _COUNTS if name in fields), _LAYERS)
+    for name in own:
+        value = _value(default, name)
+        if isinstance(value, list | tuple) and _LISTS_OF_LAYERS.fullmatch(name) and len(value) > 1:
+            fields[name] = _alternating(value, layers)
+    tokens = {name: _within(_value(default, name)) for name in own if _TOKEN.fullmatch(name)}
+    flat = {name: value for name, value in overrides.items() if not isinstance(fields.get(name), PreTrainedConfig)}
+    return config_class(**{**fields, **tokens, **flat})
+
+
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers")
+_BASE = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+
+
+def _shorter_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters of rotary embeddings, with sections of a position's parts that fit a small head."""
+    found: dict[str, Any] = {
+        name: _shorter_sections(value) if isinstance(value, dict) else value for name, value in rope.items()
+    }
+    if sections := found.get("mrope_section"):
+        pairs = int(_HEAD * (found.get("partial_rotary_factor") or 1.0)) // 2
+        parts = [max(1, pairs * each // sum(sections)) for each in sections]
+        found["mrope_section"] = [pairs - sum(parts[1:]), *parts[1:]]
+    return found
+
+
+def _value(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except (ValueError, RuntimeError):  # an attribute that differs between layers
+        return vars(config).get(name, getattr(type(config), name, None))
+
+
+def _small(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | None):
+        return None
+    if value is None and not re.fullmatch("head_dim", name):
+        return None
+    for pattern, small in _RULES:
+        if pattern.fullmatch(name):
+            return small if value is None or value > small or small == VOCAB else None
+    return None
+
+
+def _alternating(kinds: Any, count: int) -> list[Any]:
+    """Return ``count`` entries in which each kind of a longer list occurs, as far as there are so many."""
+    distinct = list(dict.fromkeys(tuple(kind) if isinstance(kind, list) else kind for kind in kinds))
+    return [distinct[index % len(distinct)] for index in range(count)]
+
+
+def _within(token: Any) -> Any:
+    if isinstance(token, list):
+        return [_within(each) for each in token]
+    return VOCAB - 1 if isinstance(token, int) and token >= VOCAB else token
