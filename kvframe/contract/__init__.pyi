@@ -39,6 +39,9 @@ from .formats import align_up as align_up
 from .hookspecs import API_VERSION as API_VERSION
 from .hookspecs import Register as Register
 from .hookspecs import hookimpl as hookimpl
+from .logits import LogitsProcessor as LogitsProcessor
+from .logits import ProcessedRequest as ProcessedRequest
+from .logits import Vocabulary as Vocabulary
 from .masks import AttentionMask as AttentionMask
 from .masks import MaskFunction as MaskFunction
 from .merging import lse_dtype as lse_dtype

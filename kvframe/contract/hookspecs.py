@@ -137,6 +137,14 @@ class HookSpecs:
         """
 
     @hookspec
+    def kvframe_register_logits_processors(self, register: Register) -> None:
+        """Register logits processors: subclasses of ``kvframe.contract.LogitsProcessor`` with that ``name``.
+
+        Args:
+            register: ``register("guided", "my_package.guided:Guided", needs="llguidance")``.
+        """
+
+    @hookspec
     def kvframe_register_model_adapters(self, register: Register) -> None:
         """Register model adapters: subclasses of ``kvframe.contract.model.ModelAdapter``.
 

@@ -131,6 +131,13 @@ class LoadedModel(ABC):
         """
         return None
 
+    def tokenizer_json(self) -> str | None:
+        """Return the tokenizer in the JSON format of the library ``tokenizers``; None, the default, if there is none.
+
+        Called when the first request names a logits processor.
+        """
+        return None
+
     def identity(self) -> ModelIdentity | None:
         """Return what distinguishes this model from models that compute something else.
 

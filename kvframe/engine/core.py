@@ -117,7 +117,7 @@ class EngineCore(ABC, Generic[RequestT]):
         stack = with_device(Stack() if stack is None else stack)
         self._secret = read_secret(stack.cache.key, stack.source)
         assembly = assemble(model, layers, stack, registry, ranks)
-        self.model, self.stack = model, stack
+        self.model, self.stack, self._registry = model, stack, registry
         self.grouping: Grouping = assembly.grouping
         self.plan: KVCachePlan = assembly.plan
         self.choices: tuple[Choice, ...] = assembly.choices

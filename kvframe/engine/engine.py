@@ -22,6 +22,7 @@ from kvframe.engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
 from kvframe.engine.requests.admission import check_token_ids
 from kvframe.engine.requests.batch import checked_params, make_samples, params_for_each, sample_ids
 from kvframe.engine.requests.params import SamplingParams
+from kvframe.engine.requests.processors import Processors
 from kvframe.engine.requests.prompt import AnyPrompt, prompts_of
 from kvframe.engine.requests.request import Request, RequestOutput
 from kvframe.engine.requests.salts import check_owner, check_salt, owner_of_each, salt_of_each
@@ -408,6 +409,7 @@ class Engine(EngineCore[Request]):
             ranges = self._admission.ranges(prompt, token_ids)
             boundaries = self._admission.boundaries(prompt, len(token_ids), ranges)
             stops, has_text = StopStrings(params.stop) if params.stop else NO_STOPS, self._admission.has_text
+            started = [self._processors.start(params.processors) for _ in range(params.n)] if params.processors else []
             decode_stream = self.model.decode_stream
             if params.special_tokens:
                 decode_stream = partial(decode_stream, special_tokens=True)
@@ -416,6 +418,7 @@ class Engine(EngineCore[Request]):
             token_ids,
             params,
             lambda: TextStream(decode_stream, token_ids, stops) if has_text else None,
+            lambda: started.pop() if started else (),
             forks=bool(self.plan.groups),
             eos_token_ids=self.model.description.eos_token_ids,
             max_model_len=self._max_model_len,
@@ -461,6 +464,10 @@ class Engine(EngineCore[Request]):
         """Return the number of outputs for a refused request."""
         count = params.n if isinstance(params, SamplingParams) else 1
         return count if count <= self.stack.engine.max_samples else 1
+
+    @cached_property
+    def _processors(self) -> Processors:
+        return Processors(self._registry, self.model)
 
     @cached_property
     def _prompt_prefixes(self) -> PromptPrefixes:

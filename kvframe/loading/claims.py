@@ -53,6 +53,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "eviction policy", "kvframe.contract.eviction:EvictionPolicy", "name", reserved=frozenset({"lru"})
         ),
         "proposer": Kind("proposer", "kvframe.contract.proposer:Proposer", "name"),
+        "logits_processor": Kind("logits processor", "kvframe.contract.logits:LogitsProcessor", "name"),
         "model_adapter": Kind("model adapter", "kvframe.contract.model:ModelAdapter"),
     }
 )

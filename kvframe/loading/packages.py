@@ -19,6 +19,7 @@ kvframe-draft-model plugin:draft_model proposer:draft_model
 kvframe-flash-attn plugin:flash_attn backend:flash_attn backend:flash_attn_3
 kvframe-flashinfer plugin:flashinfer backend:flashinfer backend:flashinfer_mla
 kvframe-flex plugin:flex backend:flex
+kvframe-guided plugin:guided logits_processor:guided
 kvframe-kv-formats plugin:kv_formats format:fp8_tensor format:fp8_token_head
 kvframe-kv-formats format:int4_token_head format:int8_token_head
 kvframe-mamba plugin:mamba spec:mamba

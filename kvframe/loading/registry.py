@@ -156,6 +156,7 @@ class Registry:
         self.formats = self.catalogues["format"]
         self.eviction_policies = self.catalogues["eviction"]
         self.proposers = self.catalogues["proposer"]
+        self.logits_processors = self.catalogues["logits_processor"]
         self.model_adapters = self.catalogues["model_adapter"]
 
     def add(self, claims: Sequence[Claim]) -> None:

@@ -11,6 +11,7 @@ from kvframe.cache.ranged_tokens import before_range
 from kvframe.contract.errors import shown
 from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.params import SamplingParams, bad_params
+from kvframe.engine.requests.processors import Started
 from kvframe.engine.requests.request import Request
 from kvframe.engine.requests.text import TextStream
 
@@ -57,6 +58,7 @@ def make_samples(
     token_ids: Sequence[int],
     params: SamplingParams,
     make_text_stream: Callable[[], TextStream | None],
+    start_processors: Callable[[], tuple[Started, ...]],
     *,
     forks: bool,
     ranges: tuple[TokenRange, ...] = (),
@@ -69,6 +71,7 @@ def make_samples(
         token_ids: The prompt.
         params: The parameters of the prompt; sample ``i`` has the seed ``seed + i``.
         make_text_stream: Returns what turns the tokens of one sample into text; None if there is no tokenizer.
+        start_processors: Returns the logits processors of one sample.
         forks: Whether the other samples fork from the first one, so that the prompt is computed once.
         ranges: Ranges of the prompt whose tokens see each other in both directions.
         shared: Further arguments of ``Request.create``, equal for all samples.
@@ -79,6 +82,7 @@ def make_samples(
             token_ids,
             each,
             text_stream=make_text_stream(),
+            processors=start_processors(),
             asked_id=ids[0],
             sample=sample,
             ranges=ranges,

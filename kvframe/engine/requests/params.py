@@ -65,6 +65,10 @@ def _as_bias(value: Any) -> Any:
     return {_as_int(token): _as_float(bias) for token, bias in value.items()} if isinstance(value, Mapping) else value
 
 
+def _as_processors(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
 def _collected(collect: Any, value: Any) -> Any:
     try:
         return value if isinstance(value, bytes | bytearray) else collect(value)
@@ -129,6 +133,14 @@ def _check_sequences(instance: object, attribute: attrs.Attribute[Any], value: A
             raise bad_params(f"{attribute.name} must hold token ids, not {shown(token)}")
 
 
+def _check_processors(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise bad_params(f"processors must be a mapping of names to options, not {shown(value)}")
+    for name, options in value.items():
+        if not isinstance(name, str) or not isinstance(options, Mapping):
+            raise bad_params(f"processors must be options by name, not {shown(options)} by {shown(name)}")
+
+
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -183,6 +195,8 @@ class SamplingParams:
         bad_words_ids: Sequences of tokens that are not generated.
         suppress_tokens: Token ids that are not generated.
         begin_suppress_tokens: Token ids that are not generated as the first token of the output.
+        processors: By name, registered logits processors and their options, such as ``{"guided": {"regex":
+            "[0-9]+"}}``. They change logits after all of this, in the order of their names.
         min_new_tokens: The tokens that end the request are not generated before so many other tokens.
         seed: Makes sampling repeatable, in any batch; None for a fresh draw each time.
         stop: Strings that end the request; the text is cut before the first of them that is complete. The stack's
@@ -219,6 +233,9 @@ class SamplingParams:
     suppress_tokens: frozenset[int] = attrs.field(default=frozenset(), converter=_as_ids, validator=_check_ids)
     begin_suppress_tokens: frozenset[int] = attrs.field(default=frozenset(), converter=_as_ids, validator=_check_ids)
     min_new_tokens: int = attrs.field(default=0, converter=_as_int, validator=_int_at_least(0))
+    processors: Mapping[str, Mapping[str, Any]] = attrs.field(
+        factory=dict, converter=_as_processors, validator=_check_processors, hash=False
+    )
     seed: int | None = attrs.field(
         default=None, converter=_as_int, validator=attrs.validators.optional(_int_at_least(0))
     )
@@ -236,7 +253,8 @@ class SamplingParams:
         """Whether they change logits before a token is chosen."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         bans = (self.logit_bias, self.bad_words_ids, self.suppress_tokens, self.begin_suppress_tokens)
-        return penalties != (1.0, 0.0, 0.0) or any(bans) or bool(self.no_repeat_ngram_size or self.min_new_tokens)
+        others = (self.no_repeat_ngram_size, self.min_new_tokens, self.processors)
+        return penalties != (1.0, 0.0, 0.0) or any(bans) or any(others)
 
     @cached_property
     def truncates(self) -> bool:

@@ -14,6 +14,7 @@ from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.params import SamplingParams as SamplingParams
+from kvframe.engine.requests.processors import Started
 from kvframe.engine.requests.progress import NO_INPUTS, FinishReason, RequestProgress
 from kvframe.engine.requests.text import TextStream
 
@@ -157,6 +158,7 @@ class Request(RequestProgress):
         end_token_ids: The ids that end it: the model's, unless the params ignore them, and those of the params.
         max_tokens: The most tokens it may have, prompt included.
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
+        processors: The logits processors that it names, with their states.
         random: Its own source of uniform numbers, one per sampled token.
         uniforms: Its next numbers, as far as they were drawn ahead.
         transcript: What it has produced, for the outputs.
@@ -166,6 +168,7 @@ class Request(RequestProgress):
         known_top_logprobs: Those of the most likely tokens in their positions; empty unless the params ask for them.
         prompt_logprobs: ``known_logprobs`` for the outputs, once all are known.
         prompt_top_logprobs: ``known_top_logprobs`` for the outputs, likewise.
+        failure: Why one of its logits processors failed; empty if none did.
         is_unreadable: Whether its tokens could not be turned into text.
         num_reported: Generated tokens that its owner has seen.
         num_reported_chars: Characters of text that its owner has seen.
@@ -176,6 +179,8 @@ class Request(RequestProgress):
     end_token_ids: frozenset[int]
     max_tokens: int
     text_stream: TextStream | None = None
+    processors: tuple[Started, ...] = ()
+    failure: str = ""
     random: random.Random = attrs.field(init=False)
     uniforms: deque[float] = attrs.field(init=False, factory=deque)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
@@ -199,6 +204,7 @@ class Request(RequestProgress):
         eos_token_ids: frozenset[int],
         max_model_len: int,
         text_stream: TextStream | None = None,
+        processors: tuple[Started, ...] = (),
         inputs: Mapping[str, ModelInput] = NO_INPUTS,
         cache_salt: str = "",
         owner: str = "",
@@ -216,6 +222,7 @@ class Request(RequestProgress):
             eos_token_ids: The model's end tokens.
             max_model_len: The most tokens of any request.
             text_stream: Turns its tokens into text; None if the model has no tokenizer.
+            processors: The logits processors that it names.
             inputs: Its inputs beside the tokens, by sequence, checked.
             cache_salt: The request shares cached prefixes with requests of the same salt.
             owner: Whose request it is.
@@ -234,6 +241,7 @@ class Request(RequestProgress):
             end_token_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else eos_token_ids),
             max_tokens=min(len(prompt_token_ids) + params.max_new_tokens, max_model_len),
             text_stream=text_stream,
+            processors=processors,
             inputs=inputs,
             cache_salt=cache_salt,
             owner=owner,
@@ -260,6 +268,8 @@ class Request(RequestProgress):
         """The error for an output of the model that is not numbers, or of which the parameters leave no token."""
         if not self.params.changes_logits:
             return super().no_outcome
+        if self.failure:
+            return self.failure
         return (
             f"after token {self.num_computed}, no token is left: its parameters ban all, or the output is not numbers"
         )

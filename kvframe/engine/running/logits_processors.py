@@ -12,8 +12,12 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
+from kvframe.contract.errors import PluginError
+from kvframe.contract.foreign import call
+from kvframe.contract.logits import LogitsProcessor, ProcessedRequest
 from kvframe.contract.order import IntArray
 from kvframe.engine.requests.params import SamplingParams
+from kvframe.engine.requests.processors import Started
 from kvframe.engine.requests.request import Request
 
 
@@ -40,7 +44,33 @@ def process_logits(
             for num_drafts in range(1 + len(own_drafts)):
                 _process(logits[row + num_drafts], request, token_ids[: num_known + num_drafts])
         row += 1 + len(own_drafts)
+    if any(request.processors for request in requests):
+        _run_processors(logits, requests, drafts)
     return logits
+
+
+def _run_processors(logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None) -> None:
+    """Let the plugins' processors change the rows of the requests that name them; one that fails ends its requests."""
+    asking: dict[LogitsProcessor, list[tuple[Request, Started, ProcessedRequest, range]]] = {}
+    row = 0
+    for index, request in enumerate(requests):
+        own_drafts: Sequence[int] = () if drafts is None else drafts[index]
+        rows = range(row, row + 1 + len(own_drafts))
+        row = rows.stop
+        for started in request.processors:
+            processed = ProcessedRequest(request.token_ids, request.num_prompt_tokens, own_drafts, started.state)
+            asking.setdefault(started.processor, []).append((request, started, processed, rows))
+    # In the same order whatever the first request of the step names.
+    for processor, each in sorted(asking.items(), key=lambda item: item[0].name):
+        rows_of = torch.tensor([row for *_, rows in each for row in rows], device=logits.device)
+        part = logits[rows_of]
+        try:
+            call(f"{each[0][1].whose}: process()", processor.process, part, [processed for _, _, processed, _ in each])
+        except PluginError as error:
+            for request, *_ in each:
+                request.failure = str(error)
+            part.fill_(torch.nan)
+        logits[rows_of] = part
 
 
 def _process(logits: torch.Tensor, request: Request, token_ids: IntArray) -> None:

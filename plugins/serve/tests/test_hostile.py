@@ -18,6 +18,7 @@ from typing import Any
 import openai
 import pytest
 from kvframe_serve.generation import MOST_UNREAD
+from kvframe_serve.places import BusyError, Place, Places
 
 from kvframe.contract import KVFrameError
 from plugins.serve.tests.conftest import Running, wait_until
@@ -175,6 +176,19 @@ def test_one_key_cannot_take_all_places_and_samples_count(serve: Serve) -> None:
         running.client("ben").completions.create(model="tiny", prompt="x", max_tokens=1)
         with pytest.raises(openai.RateLimitError, match="this request has 4 more"):
             running.client("ben").completions.create(model="tiny", prompt="x", max_tokens=1, n=5)
+
+
+def test_of_requests_that_need_all_places_one_is_served() -> None:
+    places = Places("samples", max_total=8, max_per_key=8)
+    requests = [Place(places, "anna") for _ in range(3)]
+    for request in requests:
+        request.grow(1)  # its body is there
+    served = []
+    for request in requests:
+        with suppress(BusyError):
+            request.grow(8)
+            served.append(request)
+    assert ([requests[-1]], 8) == (served, places.num_taken)
 
 
 def test_a_stream_that_has_ended_holds_no_place_though_it_is_not_read(serve: Serve) -> None:

@@ -68,10 +68,14 @@ class Place:
         """Take further places until there are ``count``.
 
         Raises:
-            BusyError: There are too few.
+            BusyError: There are too few. All places are given back: no other request is refused for one that is.
         """
         if count > self._count:
-            self._places.add(self._key, count - self._count)
+            try:
+                self._places.add(self._key, count - self._count)
+            except BusyError:
+                self.free()
+                raise
             self._count = count
 
     def free(self) -> None:

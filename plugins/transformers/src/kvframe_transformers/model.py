@@ -111,6 +111,16 @@ class TransformersModel(LoadedModel):
         """Return the pooling in the checkpoint's files for sentence-transformers; None if it has none."""
         return None if self._folder is None else read_pooling(self._folder)
 
+    def tokenizer_json(self) -> str | None:
+        """Return the fast tokenizer as JSON, without padding and truncation; None if there is none."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        copied = type(backend).from_str(backend.to_str())
+        copied.no_padding()
+        copied.no_truncation()
+        return str(copied.to_str())
+
     def identity(self) -> ModelIdentity:
         """Return the config, without its path and transformers' version, and all parameters and buffers.
 

@@ -1,0 +1,186 @@
+"""Answers that follow a grammar: what is banned, drafts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvframe_guided.processor import Guided
+from kvframe_transformers.testing import save_tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import kvframe
+from kvframe import Engine, SamplingParams, Stack
+from kvframe.contract import ProcessedRequest, RequestError, Vocabulary
+from kvframe.testing.logits_processors import check_logits_processor
+
+END = 256
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 3}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def byte_tokenizer() -> Any:
+    """Return a tokenizer of 256 bytes and an end token."""
+    vocabulary = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+VOCABULARY = Vocabulary(size=257, eos_token_ids=frozenset({END}), tokenizer_json=TOKENIZER.to_str())
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text).ids)
+
+
+def allowed(state: Any, answer: str, *drafts: int) -> list[set[str]]:
+    """Return the texts of the tokens that may follow an answer, and of those that may follow each draft."""
+    logits = torch.zeros(1 + len(drafts), 260)
+    GUIDED.process(logits, [ProcessedRequest([1, 2, *ids(answer)], 2, drafts, state)])
+    assert {0.0, -torch.inf} >= set(logits.flatten().tolist())
+    rows = [row.nonzero().flatten().tolist() for row in torch.isfinite(logits)]
+    return [{TOKENIZER.decode([token], skip_special_tokens=False) for token in row} for row in rows]
+
+
+GUIDED = Guided(VOCABULARY)
+PHONE = {"regex": "[0-9]{2}-[0-9]"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [PHONE, {"json_schema": SCHEMA}, {"json_object": True}, {"lark": 'start: "yes" | "no"'}],
+    ids=["regex", "schema", "object", "lark"],
+)
+def test_the_laws_of_logits_processors_hold(options: dict[str, Any]) -> None:
+    check_logits_processor(Guided, VOCABULARY, options)
+
+
+def test_it_is_registered() -> None:
+    assert kvframe.load_plugins().registry.logits_processors.load("guided") is Guided
+
+
+def test_only_tokens_that_follow_are_left() -> None:
+    state = GUIDED.start(PHONE)
+    digits = set("0123456789")
+    assert [digits] == allowed(state, "")
+    assert [digits] == allowed(state, "4")
+    assert [{"-"}] == allowed(state, "42")
+    assert [digits] == allowed(state, "42-")
+    assert [{"</s>"}] == allowed(state, "42-7")
+
+
+def test_a_step_may_bring_several_tokens() -> None:
+    assert [{"-"}] == allowed(GUIDED.start(PHONE), "42")
+
+
+def test_drafts_are_followed_as_far_as_they_follow() -> None:
+    state = GUIDED.start(PHONE)
+    digits = set("0123456789")
+    (two,), (dash,), (letter,) = ids("2"), ids("-"), ids("x")
+    assert [digits, {"-"}, digits] == allowed(state, "4", two, dash)
+    # After a draft that is rejected, nothing is read.
+    assert [digits, set(), set()] == allowed(state, "4", letter, dash)
+    assert [{"-"}] == allowed(state, "42")
+
+
+def test_an_answer_that_was_not_followed_ends() -> None:
+    assert [set()] == allowed(GUIDED.start(PHONE), "x")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "takes one of json_schema, json_object, regex, lark"),
+        ({**PHONE, "json_object": True}, "takes one of"),
+        ({"grammar": "x"}, "takes one of"),
+        ({"regex": 5}, "guided.regex must be a text, not 5"),
+        ({"json_schema": "x"}, "guided.json_schema must be an object"),
+        ({"json_object": False}, "guided.json_object must be true"),
+        ({"regex": "("}, "guided.regex cannot be followed"),
+        ({"lark": "start: other"}, "guided.lark cannot be followed"),
+        ({"json_schema": {"type": "thing"}}, "guided.json_schema cannot be followed"),
+        ({"json_schema": {"const": {1, 2}}}, "guided.json_schema is no JSON"),
+        ({"regex": "a" * 70_000}, "has 70,002 bytes, and may have 65,536"),
+    ],
+    ids=range(11),
+)
+def test_what_cannot_be_followed_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(says)) as refusal:
+        GUIDED.start(options)
+    assert "bad_params" == refusal.value.code
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_model_without_a_fast_tokenizer_is_refused() -> None:
+    with pytest.raises(RequestError, match="no fast tokenizer"):
+        Guided(Vocabulary(size=5))
+
+
+# --- served -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("guided") / "tiny"
+    save_tiny(path, "llama", vocab_size=300, eos_token_id=END, max_position_embeddings=256)
+    PreTrainedTokenizerFast(tokenizer_object=TOKENIZER, eos_token="</s>").save_pretrained(path)
+    return path
+
+
+def answers(folder: Path, params: SamplingParams, **engine: Any) -> list[str]:
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"device": "cpu", **engine}})
+    with Engine.from_pretrained(folder, stack=stack) as made:
+        outputs = made.generate(["person: ", "the next one: "], params)
+        assert [None] * len(outputs) == [output.error for output in outputs]
+        return [output.text for output in outputs if output.finish_reason == "stop"]
+
+
+@pytest.mark.parametrize("drafts", [{}, {"drafts": {"name": "ngram", "max_drafts": 4}}], ids=["plain", "drafts"])
+def test_every_answer_is_of_the_schema(folder: Path, drafts: dict[str, Any]) -> None:
+    params = SamplingParams(
+        temperature=1, seed=5, n=4, max_new_tokens=200, processors={"guided": {"json_schema": SCHEMA}}
+    )
+    found = answers(folder, params, **drafts)
+    assert len(found) >= 4
+    for text in found:
+        value = json.loads(text)
+        assert {"name", "age"} == value.keys()
+        assert isinstance(value["name"], str)
+        assert 0 <= value["age"] <= 99
+
+
+def test_drafts_change_no_token(folder: Path) -> None:
+    params = SamplingParams(max_new_tokens=40, processors={"guided": {"regex": "(ab){3,9}!"}})
+    plain = answers(folder, params)
+    assert 2 == len(plain)
+    assert plain == answers(folder, params, drafts={"name": "ngram", "max_drafts": 4})
+    assert all(re.fullmatch("(ab){3,9}!", text) for text in plain)
+
+
+def test_requests_with_and_without_a_grammar_run_together(folder: Path) -> None:
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"device": "cpu"}})
+    plain = SamplingParams(max_new_tokens=8)
+    guided = SamplingParams(max_new_tokens=8, processors={"guided": PHONE})
+    with Engine.from_pretrained(folder, stack=stack) as engine:
+        alone = engine.generate(["a"], plain)[0].token_ids
+        outputs = engine.generate(["a", "b", "a"], [plain, guided, plain])
+        assert [alone, alone] == [outputs[0].token_ids, outputs[2].token_ids]
+        assert re.fullmatch("[0-9]{2}-[0-9]", outputs[1].text)
+        with pytest.raises(RequestError, match="guided takes one of"):
+            engine.add_request("a", SamplingParams(processors={"guided": {}}))
+        with pytest.raises(RequestError, match="no logits processor named 'guide'; .*did you mean 'guided'"):
+            engine.add_request("a", SamplingParams(processors={"guide": {}}))
+        assert not engine.has_unfinished
