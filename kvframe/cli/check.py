@@ -182,6 +182,7 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
     from kvframe.testing.backend_checks import backend_checks
     from kvframe.testing.eviction import policy_checks
     from kvframe.testing.format_checks import format_checks
+    from kvframe.testing.logits_processors import logits_processor_checks
     from kvframe.testing.proposers import proposer_checks
     from kvframe.testing.spec_checks import spec_checks
     from kvframe.testing.wrapper_checks import wrapper_checks
@@ -202,6 +203,7 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
     of_kind: Mapping[str, Callable[..., Checks]] = {
         "wrapper": wrapper_checks,
         "eviction": policy_checks,
+        "logits_processor": logits_processor_checks,
         "proposer": proposer_checks,
     }
     return of_kind[entry.kind](part, options, name=entry.name)

@@ -30,6 +30,7 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "format": "A format of stored keys and values.",
         "eviction": "An eviction policy of the prefix cache.",
         "proposer": "A proposer of draft tokens.",
+        "logits_processor": "A logits processor.",
         "adapter": "An adapter for models in plain torch.",
     }
 )

@@ -24,6 +24,7 @@ import pytest
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat
+from kvframe.contract.logits import LogitsProcessor
 from kvframe.contract.model import ModelAdapter
 from kvframe.contract.proposer import Proposer
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
@@ -38,6 +39,7 @@ from kvframe.testing.checks import Check, Checks
 from kvframe.testing.eviction import policy_checks
 from kvframe.testing.format_checks import format_checks
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.logits_processors import logits_processor_checks
 from kvframe.testing.proposers import proposer_checks
 from kvframe.testing.runs import TRAITS
 from kvframe.testing.sample import TOGETHER
@@ -267,6 +269,23 @@ class ProposerTests(KitTests):
         """Return the laws for several numbers of drafts."""
         name, proposer_class = _found(self.proposer, "proposer")
         return proposer_checks(proposer_class, self.options, name=name)
+
+
+class LogitsProcessorTests(KitTests):
+    """Tests of a logits processor.
+
+    Attributes:
+        processor: The registered name, or the class.
+        options: The options of a request.
+    """
+
+    processor: ClassVar[str | type[LogitsProcessor]]
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def make_checks(self, *, whole: bool) -> Checks:
+        """Return the laws, for a vocabulary of bytes."""
+        name, processor_class = _found(self.processor, "logits_processor")
+        return logits_processor_checks(processor_class, self.options, name=name)
 
 
 class AdapterTests(KitTests):

@@ -23,6 +23,8 @@ HOSTED = ROOT / ".cache" / "peers" / "kvframe-in-vllm"
 PEER = HOSTED.with_name("vllm")
 """The environment that ``make peer`` makes; its packages are in ``HOSTED`` too."""
 
+BESIDE_VLLM = ("orjson", "pycountry")
+"""What some versions of vLLM import and the environment of ``make vllm`` lacks: from 0.33 on, and before 0.30."""
 FOR_GPUS = frozenset({"triton"})
 """Large packages that no test needs on a CPU."""
 KEPT = frozenset({"torch", "setuptools", *FOR_GPUS})
@@ -105,8 +107,7 @@ def in_vllm(requirement: str, folder: Path) -> Environment:
         requirement,
         own,
         [str(path) for path in below],
-        # mistral_common asks for pycountry by an extra, and vLLM before 0.30 imports that part.
-        also=("pycountry",),
+        also=BESIDE_VLLM,
         put=_put_python_code if is_for_gpus else None,
     )
     python, words = str(folder / "bin" / "python"), ""

@@ -119,7 +119,8 @@ def test_a_version_of_vllm_is_laid_over_the_environment_of_the_tests(
     make_wheel(wheels, "vllm", "9.3.1", ["helper<2", "torch==9"], code)
     make_wheel(wheels, "helper", "1.5", ["deeper==3"], {"helper.py": "version = '1.5'"})
     make_wheel(wheels, "deeper", "3", [], {"deeper.py": "version = '3'"})
-    make_wheel(wheels, "pycountry", "1", [], {})
+    for name in environments.BESIDE_VLLM:
+        make_wheel(wheels, name, "1", [], {})
     for variable, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(wheels))):
         monkeypatch.setenv(variable, value)
     for environment in (hosted, hosted.with_name("vllm")):

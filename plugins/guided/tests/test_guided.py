@@ -181,6 +181,6 @@ def test_requests_with_and_without_a_grammar_run_together(folder: Path) -> None:
         assert re.fullmatch("[0-9]{2}-[0-9]", outputs[1].text)
         with pytest.raises(RequestError, match="guided takes one of"):
             engine.add_request("a", SamplingParams(processors={"guided": {}}))
-        with pytest.raises(RequestError, match="no logits processor named 'guide'; .*did you mean 'guided'"):
+        with pytest.raises(RequestError, match=r"no logits processor named 'guide'; .*did you mean 'guided'"):
             engine.add_request("a", SamplingParams(processors={"guide": {}}))
         assert not engine.has_unfinished
