@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from kvframe.cli.interrupts import ctrl_c_is_noted
 from kvframe.cli.options import (
     REFUSED_EXIT_CODE,
     TEXT_TYPE,
+    UseType,
     block_size_option,
     cache_salt_option,
     device_option,
@@ -34,7 +35,7 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import log_lines, print_json, progress
-from kvframe.cli.sampling import named, sampling_options
+from kvframe.cli.sampling import sampling_options
 from kvframe.cli.streaming import is_textless, print_stream
 from kvframe.config.hub import find_model
 from kvframe.contract.errors import RequestError
@@ -62,6 +63,16 @@ if TYPE_CHECKING:
 )
 @click.option("--stop", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end tokens.")
+@click.option(
+    "--processor",
+    "processors",
+    type=UseType(),
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete_registered("logits_processor"),
+    help="Let a logits processor change what is likely; repeat for several. One with options: a JSON object, such as "
+    '\'{"name": "guided", "regex": "[0-9]+"}\'.',
+)
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
 @drafts_option
 @click.option(
@@ -86,15 +97,11 @@ def generate(
     prompts_file: Path | None,
     token_ids_file: Path | None,
     max_new_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    seed: int | None,
+    sampling: dict[str, Any],
     num_samples: int,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    processors: tuple[Use | str, ...],
     prompt_logprobs: bool,
     drafts: Use | str | None,
     prefill_skipping: str | None,
@@ -123,19 +130,8 @@ def generate(
     if saved_file is not None:
         prefixes.check_saved_file(saved_file)
     model = find_model(model, weights=True)
-    values = named(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        n=num_samples,
-        prompt_logprobs=prompt_logprobs,
-    )
+    if max_new_tokens is not None:
+        sampling["max_new_tokens"] = max_new_tokens
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
@@ -157,7 +153,14 @@ def generate(
     streams = len(prompts) == num_samples == 1 and not as_json and sys.stdout.isatty()
     bar: AbstractContextManager[Any] = nullcontext() if streams else progress("generating", len(prompts))
     with made as engine, bar as show:
-        params = engine.default_params(**values)
+        params = engine.default_params(
+            stop=stop,
+            ignore_eos=ignore_eos,
+            n=num_samples,
+            processors=dict(map(_processor, processors)),
+            prompt_logprobs=prompt_logprobs,
+            **sampling,
+        )
         if loaded_file is not None:
             of_files["loaded_prefixes"] = engine.load_prefixes(loaded_file)
         if saved_file is not None:
@@ -191,6 +194,11 @@ def generate(
         raise KeyboardInterrupt
     if any(output.error is not None for output in outputs):
         click.get_current_context().exit(REFUSED_EXIT_CODE)
+
+
+def _processor(use: Use | str) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the options of a logits processor of the command line."""
+    return (use, {}) if isinstance(use, str) else (use.name, use.options)
 
 
 def _prompt_of_each(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput]) -> Sequence[str | list[int]]:

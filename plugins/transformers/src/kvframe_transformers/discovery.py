@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvframe.contract import LayerDescription, ModelError
-from kvframe_transformers.encoders import has_table_of_waves
+from kvframe_transformers.encoders import counts_positions, has_table_of_waves
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
 from kvframe_transformers.names import if_untested
@@ -25,7 +25,7 @@ from kvframe_transformers.recording import (
     Recording,
     record,
 )
-from kvframe_transformers.relative_bias import BiasReader
+from kvframe_transformers.relative_bias import BiasReader, bias_of
 from kvframe_transformers.states import CACHE_NAMES
 
 _KEEPS_STATE = re.compile(rf"\b({'|'.join(CACHE_NAMES)}|layer_past)(\.layers\[[^]]+\])?\.(?P<update>update\w*)\(")
@@ -68,7 +68,7 @@ def discover_layers(
 def _takes_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequence[nn.Module]) -> bool:
     if takes_positions(model) or "decoder_position_ids" in inspect.signature(model.forward).parameters:
         return True
-    if any(takes_position_ids(module) or has_table_of_waves(module) for module in ran):
+    if any(takes_position_ids(module) or has_table_of_waves(module) or counts_positions(module) for module in ran):
         return True
     # Such a model uses positions only as distances in the scores.
     return all("relative_bias" in layer.query or layer.kind == "cross_attention" for layer in layers)
@@ -158,7 +158,11 @@ class _Reader:
         if unserved:
             raise self._refusal(call.module, f"gets {unserved[0]!r} with its attention, which no cache spec knows")
         try:
-            relative_bias = self._biases.read(call.module, call.inputs.get("position_bias"))
+            bias = call.inputs.get("position_bias")
+            if call.is_direct and bias is not None:
+                relative_bias: Mapping[str, Any] | None = bias_of(self._model, call.query.shape[1])
+            else:
+                relative_bias = self._biases.read(call.module, bias)
         except LookupError as error:
             raise self._refusal(call.module, str(error)) from error
         mask = self._cross_mask_of(call) if call.is_cross else self._mask_of(call)

@@ -38,6 +38,12 @@ def has_table_of_waves(module: nn.Module) -> bool:
     )
 
 
+def counts_positions(module: nn.Module) -> bool:
+    """Return whether a module is a table of positions that it counts itself, from the number of tokens."""
+    parameters = inspect.signature(module.forward).parameters if isinstance(module, nn.Embedding) else {}
+    return "past_key_values_length" in parameters and "position_ids" not in parameters
+
+
 def is_text_encoder(config: Any) -> bool:
     """Return whether a config's model is the encoder of an encoder-decoder model, saved alone, such as T5's."""
     encoder = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(config.model_type)
@@ -117,9 +123,8 @@ def find_first_position(model: PreTrainedModel) -> int:
         ModelError: The number does not fit the size of the model's table.
     """
     # Neighbouring tokens are equal, so only positions increase.
-    table: Any = model.get_input_embeddings()
     padding = text_attribute(model.config, "pad_token_id")
-    token = next(index for index in range(table.num_embeddings) if index != padding)
+    token = 0 if padding != 0 else 1
     ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
     with torch.inference_mode(), _lookups(model) as seen:
         model(input_ids=ids)
@@ -141,7 +146,7 @@ def _lookups(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if inputs and inputs[0].numel() == _PROBE_TOKENS:
+        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].numel() == _PROBE_TOKENS:
             seen.append(inputs[0].reshape(-1).cpu())
 
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]

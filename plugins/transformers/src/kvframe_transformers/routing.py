@@ -10,10 +10,12 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvframe.contract import Attend, LayerDescription, ModelError, OpaqueAttention
+from kvframe_transformers.direct_attention import DirectAttention, replacing
 from kvframe_transformers.discovery import scale_of
+from kvframe_transformers.states import Forward
 from kvframe_transformers.temperature import Temperature
 
 OPAQUE = "kvframe_attend"
@@ -21,6 +23,9 @@ OPAQUE = "kvframe_attend"
 
 RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""
+
+RUN_TIME_DIRECT = "kvframe_direct"
+"""The same for a model whose modules compute attention themselves: they may need something to add as a mask."""
 
 
 @attrs.frozen(eq=False)
@@ -142,6 +147,16 @@ def _run_attention(
     return out.unsqueeze(0), None
 
 
+def direct_forward(module: nn.Module, forward: Forward) -> Forward:
+    """Return the forward in a step of a module that computes attention itself."""
+
+    def attend(of: DirectAttention, value: torch.Tensor) -> torch.Tensor:
+        query, key = of.query.to(value.dtype), of.key.to(value.dtype)
+        return _run_attention(module, query, key, value, scaling=of.scale)[0].transpose(1, 2)
+
+    return replacing(forward, attend)
+
+
 def attend_now(
     module: nn.Module,
     query: torch.Tensor,
@@ -176,4 +191,10 @@ def _route_of(module: nn.Module) -> tuple[RunningStep, Route]:
     return step, route
 
 
+def _no_mask(*, batch_size: int, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
+    """Return what changes no score that it is added to, in the shape of a mask."""
+    return torch.zeros(()).expand(batch_size, 1, q_length, kv_length)
+
+
 AttentionInterface.register(RUN_TIME, _run_attention)
+AttentionMaskInterface.register(RUN_TIME_DIRECT, _no_mask)
