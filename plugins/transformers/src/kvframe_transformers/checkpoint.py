@@ -157,9 +157,10 @@ class _NamedClass:
     def of(cls, config: Any) -> _NamedClass | None:
         """Return it for the first name of a class that generates text from such a config; None if there is none."""
         for name in config.architectures or ():
-            found = getattr(transformers, str(name), None)
-            if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.can_generate():
-                return cls(found) if found.config_class is type(config) else None
+            model_class: Any = getattr(transformers, str(name), None)
+            is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+            if is_model and model_class.can_generate():
+                return cls(model_class) if model_class.config_class is type(config) else None
         return None
 
     def from_config(self, config: Any, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
