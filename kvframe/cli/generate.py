@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from kvframe.cli.interrupts import ctrl_c_is_noted
 from kvframe.cli.options import (
     REFUSED_EXIT_CODE,
     TEXT_TYPE,
+    UseType,
     block_size_option,
     cache_salt_option,
     device_option,
@@ -62,6 +63,16 @@ if TYPE_CHECKING:
 )
 @click.option("--stop", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end tokens.")
+@click.option(
+    "--processor",
+    "processors",
+    type=UseType(),
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete_registered("logits_processor"),
+    help="Let a logits processor change what is likely; repeat for several. One with options: a JSON object, such as "
+    '\'{"name": "guided", "regex": "[0-9]+"}\'.',
+)
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
 @drafts_option
 @click.option(
@@ -95,6 +106,7 @@ def generate(
     num_samples: int,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    processors: tuple[Use | str, ...],
     prompt_logprobs: bool,
     drafts: Use | str | None,
     prefill_skipping: str | None,
@@ -134,6 +146,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
         n=num_samples,
+        processors=dict(_processor(each) for each in processors),
         prompt_logprobs=prompt_logprobs,
     )
     stack = read_stack(
@@ -191,6 +204,11 @@ def generate(
         raise KeyboardInterrupt
     if any(output.error is not None for output in outputs):
         click.get_current_context().exit(REFUSED_EXIT_CODE)
+
+
+def _processor(use: Use | str) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the options of a logits processor of the command line."""
+    return (use, {}) if isinstance(use, str) else (use.name, use.options)
 
 
 def _prompt_of_each(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput]) -> Sequence[str | list[int]]:

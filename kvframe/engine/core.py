@@ -55,6 +55,10 @@ WhenWeightsChange = Literal["recompute", "fail"]
 class Runner(Protocol[RequestT]):
     """Runs steps. For a request's last known token it returns a number, or several, which the scheduler takes."""
 
+    @property
+    def num_replays(self) -> int:
+        """How often a captured step was replayed."""
+
     def warm_up(self) -> None:
         """Do the slow work of a first step, before the first request has to wait for it."""
 
@@ -317,6 +321,7 @@ class EngineCore(ABC, Generic[RequestT]):
             self._storage.pool.numel(),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            graph_replays=self._runner.num_replays,
         )
 
     @verb

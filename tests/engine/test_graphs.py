@@ -79,6 +79,7 @@ def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
         assert expected == served(engine)
         graphs = graphs_of(engine)
         assert graphs.num_replays >= 4
+        assert graphs.num_replays == engine.stats().graph_replays
         assert {1} == {sizes.query_len for sizes in graphs._graphs}
         assert len({sizes.max_seq_len for sizes in graphs._graphs}) > 1
     if family == "llama4_text":

@@ -373,8 +373,10 @@ def test_the_self_check_finds_positions_that_are_not_passed(
 
 def test_the_self_check_sees_a_wrong_table_of_biases(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "kvframe_transformers.encoder_decoder.tables_of",
-        lambda layers, modules: [(layer, torch.zeros(8, 4)) for layer in layers if "relative_bias" in layer.query],
+        "kvframe_transformers.model.tables_of",
+        lambda layers, modules, model: [
+            (layer, torch.zeros(8, 4)) for layer in layers if "relative_bias" in layer.query
+        ],
     )
     with pytest.raises(ModelError, match=r"from layer 'decoder\.block\.0\.layer\.0\.SelfAttention' on"):
         models("t5").engine(self_check=True)

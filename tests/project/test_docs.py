@@ -393,15 +393,24 @@ def test_an_extra_of_the_core_installs_each_plugin(plugin: Path) -> None:
 
 
 def test_one_extra_serves_ordinary_models() -> None:
-    """Every attention type and what it needs, the model adapter, backends with and without a compiler, the server."""
+    """Every attention type and what it needs, the model adapter, backends with and without a compiler, the server and
+    what it answers ``response_format`` with."""
     registry = load_plugins().registry
     owners = {registry.specs.get(name).owner for name in registry.specs.names()}
     for name in registry.specs.names():
         wrappers = registry.specs.get(name).load().default_wrappers
         owners |= {registry.wrappers.get(wrapper).owner for wrapper in wrappers}
-    wanted = {*owners, "kvframe-transformers", "kvframe-cpu", "kvframe-torch", "kvframe-triton", "kvframe-serve"}
+    wanted = {
+        *owners,
+        "kvframe-transformers",
+        "kvframe-cpu",
+        "kvframe-torch",
+        "kvframe-triton",
+        "kvframe-serve",
+        "kvframe-guided",
+    }
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
-    assert sorted(wanted - {"kvframe"}) == [re.split(">=", each)[0] for each in extras["models"]]
+    assert sorted(wanted - {"kvframe"}) == [re.split(r"\[|>=", each)[0] for each in extras["models"]]
 
 
 def test_the_hook_table_lists_every_hook_in_order() -> None:

@@ -133,6 +133,11 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.capture_usual(self._tables)
 
+    @property
+    def num_replays(self) -> int:
+        """How often a captured step was replayed."""
+        return 0 if self.graphs is None else self.graphs.num_replays
+
     def drop_graphs(self) -> None:
         """Forget the captured graphs; each is captured again when a step needs it."""
         if self.graphs is not None:

@@ -64,6 +64,7 @@ class EngineStats:
         steps: Steps completed.
         draft_tokens: Draft tokens computed.
         accepted_draft_tokens: Those of them that requests took.
+        graph_replays: Steps of the model that were replayed from a captured graph.
         num_running: Requests in the batch now, each sample counted.
         num_waiting: Requests that wait for a place in it, preempted ones included.
         blocks_held: Per group, the blocks that requests and pins hold now.
@@ -89,6 +90,7 @@ class EngineStats:
     steps: int
     draft_tokens: int
     accepted_draft_tokens: int
+    graph_replays: int
     num_running: int
     num_waiting: int
     blocks_held: tuple[int, ...]
@@ -101,7 +103,14 @@ class EngineStats:
 
     @classmethod
     def of(
-        cls, scheduled: SchedulerStats, cached: KVCacheStats, cache_bytes: int, *, num_running: int, num_waiting: int
+        cls,
+        scheduled: SchedulerStats,
+        cached: KVCacheStats,
+        cache_bytes: int,
+        *,
+        num_running: int,
+        num_waiting: int,
+        graph_replays: int,
     ) -> EngineStats:
         """Return an engine's numbers as they are now.
 
@@ -111,6 +120,7 @@ class EngineStats:
             cache_bytes: Bytes allocated for the cache.
             num_running: Requests in the batch.
             num_waiting: Requests that wait for a place in it.
+            graph_replays: Steps of the model that were replayed from a graph.
         """
         return cls(
             prompt_tokens=scheduled.prompt_tokens,
@@ -127,6 +137,7 @@ class EngineStats:
             steps=scheduled.steps,
             draft_tokens=scheduled.draft_tokens,
             accepted_draft_tokens=scheduled.accepted_draft_tokens,
+            graph_replays=graph_replays,
             num_running=num_running,
             num_waiting=num_waiting,
             blocks_held=tuple(cached.blocks_held),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,3 +188,38 @@ def test_tools_are_refused_if_the_format_has_no_calls(serve: Serve, tmp_path: Pa
         client.chat.completions.create(**asked, tools=TOOLS)
     reply: Any = client.chat.completions.create(**asked, extra_body={"include_reasoning": True}).choices[0].message
     assert "bc<think>d" == reply.content
+
+
+# --- answers of a form ------------------------------------------------------------------------------------------------
+
+AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"], "additionalProperties": False}
+
+
+def test_an_answer_is_of_the_schema_that_is_asked_for(serve: Serve, tmp_path: Path) -> None:
+    # Alone, it answers with other characters.
+    folder = save_scripted(tmp_path / "m", "bc", template=CHATML)
+    client = serve(path=folder).client()
+    asked: dict[str, Any] = {
+        "model": "m",
+        "messages": SECRET,
+        "temperature": 1,
+        "max_tokens": 60,
+        "n": 3,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "age", "schema": AGE}}
+    for choice in client.chat.completions.create(**asked, response_format=form).choices:
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content or "")["age"], int)
+        else:
+            assert (choice.message.content or "").lstrip().startswith("{")
+    for choice in client.chat.completions.create(**asked, response_format={"type": "json_object"}).choices:
+        assert (choice.message.content or "").lstrip().startswith("{")
+    for wrong, says in (
+        ({"type": "json_schema"}, "goes with the type 'json_schema'"),
+        ({"type": "json_object", "json_schema": {"name": "a", "schema": AGE}}, "goes with the type 'json_schema'"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "thing"}}}, "cannot be followed"),
+        ({"type": "xml"}, "must be 'text', 'json_object' or 'json_schema'"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": AGE, "description": "x"}}, "is not served"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=re.escape(says)):
+            client.chat.completions.create(**asked, response_format=wrong)

@@ -22,6 +22,7 @@ _COUNTERS = {
     "steps": "Steps completed.",
     "draft_tokens": "Draft tokens computed.",
     "accepted_draft_tokens": "Draft tokens that requests took.",
+    "graph_replays": "Steps of the model that were replayed from a captured graph.",
 }
 
 

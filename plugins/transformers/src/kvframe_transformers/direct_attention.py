@@ -44,7 +44,7 @@ Attending = Callable[[DirectAttention, torch.Tensor], torch.Tensor]
 
 def attends_directly(module: nn.Module) -> bool:
     """Return whether a module computes a softmax of products itself, by the names that its methods use."""
-    names = names_of(type(module))
+    names = {name.lower() for name in names_of(type(module))}
     return "softmax" in names and "get_interface" not in names and any(name.startswith("matmul") for name in names)
 
 
@@ -71,7 +71,7 @@ class _Products(TorchFunctionMode):
         if _name(func) == "matmul" and len(args) == 2 and not any(isinstance(each, _Scores) for each in args):
             query, key = args
             if query.dim() == key.dim() == 4 and query.shape[-1] == key.shape[-2]:
-                return _Scores(DirectAttention(query, key.transpose(-1, -2)), self._attend)
+                return _Scores.standing_for(DirectAttention(query, key.transpose(-1, -2)), self._attend)
         return func(*args, **(kwargs or {}))
 
 
@@ -81,17 +81,13 @@ class _Scores(torch.Tensor):
     _of: DirectAttention
     _attend: Attending
 
-    @staticmethod
-    def __new__(cls, of: DirectAttention, attend: Attending) -> _Scores:
+    @classmethod
+    def standing_for(cls, of: DirectAttention, attend: Attending) -> _Scores:
+        """Return the tensor; its one value, a zero, is never read."""
         shape = (*of.query.shape[:-1], of.key.shape[-2])
-        made: _Scores = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=of.query.dtype, device=of.query.device
-        )
+        made = of.query.new_zeros(()).expand(shape).as_subclass(cls)
         made._of, made._attend = of, attend
         return made
-
-    def __init__(self, of: DirectAttention, attend: Attending) -> None:
-        """Keep nothing more."""
 
     @classmethod
     def __torch_function__(
@@ -106,13 +102,20 @@ class _Scores(torch.Tensor):
             return scores
         if name == "matmul" and of.is_normalized and args[0] is scores and _is_plain(others[0]):
             return scores._attend(of, others[0])
+        if name == "expand_as" and args[0] is not scores:
+            return args[0]  # it is added, or hides keys, in any shape
         if name == "softmax" and not of.is_normalized:
-            return cls(attrs.evolve(of, is_normalized=True), scores._attend)
+            return cls.standing_for(attrs.evolve(of, is_normalized=True), scores._attend)
+        changed = None
         if name in ("mul", "truediv", "div") and isinstance(others[0], int | float) and not of.added:
-            factor = others[0] if name == "mul" else 1 / others[0]
-            return cls(attrs.evolve(of, scale=of.scale * factor), scores._attend)
-        if not of.is_normalized and _is_plain(others[0]) and name in ("add", "masked_fill", "where"):
-            return cls(attrs.evolve(of, added=(*of.added, others[0])), scores._attend)
+            changed = attrs.evolve(of, scale=of.scale * (others[0] if name == "mul" else 1 / others[0]))
+        elif not of.is_normalized and _is_plain(others[0]) and name in ("add", "masked_fill", "where"):
+            changed = attrs.evolve(of, added=(*of.added, others[0]))
+        if changed is not None and func.__name__.endswith("_") and not func.__name__.endswith("__"):
+            scores._of = changed  # the caller keeps the tensor that it changed
+            return scores
+        if changed is not None:
+            return cls.standing_for(changed, scores._attend)
         raise ModelError(f"a module computes {name!r} of its attention scores, which kvframe does not know")
 
 
@@ -125,7 +128,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _name(func: Any) -> str:
-    """Return an operation's name: ``add`` for a sum, whether by a function, a method, or an operator, in place or not."""
+    """Return an operation's name: ``add`` for a sum by a function, a method or an operator, in place or not."""
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         return name

@@ -25,7 +25,7 @@ from kvframe_transformers.recording import (
     Recording,
     record,
 )
-from kvframe_transformers.relative_bias import BiasReader
+from kvframe_transformers.relative_bias import BiasReader, bias_of
 from kvframe_transformers.states import CACHE_NAMES
 
 _KEEPS_STATE = re.compile(rf"\b({'|'.join(CACHE_NAMES)}|layer_past)(\.layers\[[^]]+\])?\.(?P<update>update\w*)\(")
@@ -158,7 +158,11 @@ class _Reader:
         if unserved:
             raise self._refusal(call.module, f"gets {unserved[0]!r} with its attention, which no cache spec knows")
         try:
-            relative_bias = self._biases.read(call.module, call.inputs.get("position_bias"))
+            bias = call.inputs.get("position_bias")
+            if call.is_direct and bias is not None:
+                relative_bias: Mapping[str, Any] | None = bias_of(self._model, call.query.shape[1])
+            else:
+                relative_bias = self._biases.read(call.module, bias)
         except LookupError as error:
             raise self._refusal(call.module, str(error)) from error
         mask = self._cross_mask_of(call) if call.is_cross else self._mask_of(call)

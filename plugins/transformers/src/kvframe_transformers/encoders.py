@@ -117,9 +117,8 @@ def find_first_position(model: PreTrainedModel) -> int:
         ModelError: The number does not fit the size of the model's table.
     """
     # Neighbouring tokens are equal, so only positions increase.
-    table: Any = model.get_input_embeddings()
     padding = text_attribute(model.config, "pad_token_id")
-    token = next(index for index in range(table.num_embeddings) if index != padding)
+    token = 0 if padding != 0 else 1
     ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
     with torch.inference_mode(), _lookups(model) as seen:
         model(input_ids=ids)

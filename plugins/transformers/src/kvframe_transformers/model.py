@@ -30,6 +30,7 @@ from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody, for_any_size
 from kvframe_transformers.decoder_hooks import DecoderHooks
 from kvframe_transformers.decoding import decode_as_they_come
+from kvframe_transformers.direct_attention import attends_directly
 from kvframe_transformers.discovery import takes_positions
 from kvframe_transformers.hidden_states import HiddenStates
 from kvframe_transformers.latents import Latents
@@ -37,7 +38,7 @@ from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.names import if_untested
 from kvframe_transformers.packed import PackedLinears, packable
 from kvframe_transformers.relative_bias import PARAMETER, tables_of
-from kvframe_transformers.routing import Route, Routes, RunningStep, running, running_step
+from kvframe_transformers.routing import Route, Routes, RunningStep, direct_forward, running, running_step
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.sentence_transformers import read_pooling
 from kvframe_transformers.shared_inputs import SharedInputs
@@ -160,7 +161,12 @@ class TransformersModel(LoadedModel):
         try:
             modules = self._modules()
             temperatures = Temperatures(modules.values())
-            mode = self._mode = StepMode(self.model, temperatures, self._latents_of(modules))
+            direct = {
+                module: direct_forward(module, own_forward(module))
+                for module in modules.values()
+                if attends_directly(module)
+            }
+            mode = self._mode = StepMode(self.model, temperatures, self._latents_of(modules), direct)
             self._drivers = {
                 modules[name]: MixerDriver(name, modules[name], own_forward(modules[name]), state)
                 for name, state in layers.states.items()
@@ -194,7 +200,7 @@ class TransformersModel(LoadedModel):
             return
         for name, tensors in self._mode.latents.parameters().items():
             self._layers[name].bind(tensors)
-        for layer, table in tables_of(self.description.layers, self._modules()):
+        for layer, table in tables_of(self.description.layers, self._modules(), self.model):
             self._layers[layer.name].bind({PARAMETER: table.detach()})
         if self.packs_weights:
             self._pack(self._mode)
@@ -208,6 +214,11 @@ class TransformersModel(LoadedModel):
         Raises:
             ModelError: torch cannot compile it.
         """
+        if self._mode is not None and self._mode.direct:
+            raise ModelError(
+                f"{self.description.name} computes attention itself, outside of transformers' attention interface, "
+                "so it cannot be compiled; leave compile out"
+            )
         if self._mode is not None:
             self._mode.opaque = {
                 module: OpaqueForward(driver.form, driver) for module, driver in self._drivers.items() if driver.form

@@ -17,6 +17,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.contract import ModelError
 from kvframe_transformers.checkpoint import one_sentence
+from kvframe_transformers.direct_attention import DirectAttention, attends_directly, replacing
+from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
 from kvframe_transformers.latents import Expansion, noting_expansions
 from kvframe_transformers.masks import MaskFunction
 from kvframe_transformers.names import if_untested
@@ -56,6 +58,7 @@ class RecordedCall:
     value: torch.Tensor
     mask: Any
     inputs: dict[str, Any]
+    is_direct: bool = False
 
     @property
     def is_cross(self) -> bool:
@@ -149,7 +152,10 @@ def width_of_encoder(model: Any) -> int:
 
 
 def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Recording:
-    """Run a model without weights once, and return its recorded calls.
+    """Run a model without weights, and return its recorded calls.
+
+    If no module calls transformers' attention interface, it runs again, and the modules that compute attention
+    themselves are recorded.
 
     Args:
         model: A ``PreTrainedModel`` on the meta device for this call only: its implementations are changed.
@@ -159,7 +165,20 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     Raises:
         ModelError: The forward fails.
     """
+    recording = _record(model, name, inputs, direct=False)
+    if recording.calls or not any(map(attends_directly, model.modules())):
+        return recording
+    try:
+        return _record(model, name, inputs, direct=True)
+    except ModelError:
+        return recording  # they do more than is known
+
+
+def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: bool) -> Recording:
     model.set_attn_implementation(DISCOVERY)
+    if direct:
+        for config in configs_of(model):
+            vars(config)[IMPLEMENTATION] = DISCOVERY  # such models refuse other implementations than their own
     for module in model.modules():
         # These rotary embeddings (longrope in transformers 5.20 only) depend on the positions' values, which do not
         # exist here; layers do not depend on them.
@@ -175,6 +194,8 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     if mixers:
         model.to(PROBE_DTYPE)  # shows which states have the model's dtype, and which have another one
     recorders = {module: _recorder(module, own_forward(module)) for module in mixers}
+    if direct:
+        recorders |= {module: _direct_recorder(module) for module in model.modules() if attends_directly(module)}
     recording = Recording()
     token = _RECORDING.set(recording)
     try:
@@ -216,6 +237,32 @@ class _WithoutValues(TorchDispatchMode):
 
 
 _NEEDS_VALUES = (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default)
+
+
+def _direct_recorder(module: nn.Module) -> Forward:
+    """Return a module's forward, which records the attention that the module computes itself."""
+
+    def attend(of: DirectAttention, value: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor | None = None
+        masks: list[torch.Tensor] = []
+        for each in of.added:
+            if each.shape[-1] == of.key.shape[2] and set(each.shape[1:-1]) == {1}:
+                continue  # it hides keys from all queries, so it is for padding
+            if bias is None and each.shape[1:] == (of.query.shape[1], of.query.shape[2], of.key.shape[2]):
+                bias = each
+            else:
+                masks.append(each)
+        # Of several masks, one may hide more than another.
+        mask: Any = None if not masks else masks[0] if len(masks) == 1 else _UNKNOWN
+        inputs = {"scaling": of.scale, "position_bias": bias}
+        _RECORDING.get().calls.append(RecordedCall(module, of.query, of.key, value, mask, inputs, is_direct=True))
+        return of.query.new_empty(*of.query.shape[:-1], value.shape[-1])
+
+    return replacing(own_forward(module), attend)
+
+
+_UNKNOWN = object()
+"""Stands for several masks together."""
 
 
 def _without_values(rope_type: Any) -> Any:

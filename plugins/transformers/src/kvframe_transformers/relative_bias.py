@@ -20,6 +20,27 @@ def table_of(module: nn.Module) -> torch.Tensor | None:
     return table.weight if isinstance(table, nn.Embedding) else None
 
 
+def only_table(model: nn.Module) -> torch.Tensor | None:
+    """Return the table of a model that has one, outside of the attention modules that get its bias (MPNet)."""
+    tables = [table for module in model.modules() if (table := table_of(module)) is not None]
+    return tables[0] if len(tables) == 1 else None
+
+
+def bias_of(model: nn.Module, num_heads: int) -> Mapping[str, Any]:
+    """Return the bias of attention that modules compute themselves; raise ``LookupError`` if its table is unknown.
+
+    Its buckets are those of T5. The self-check compares them at every distance.
+    """
+    table = only_table(model)
+    if table is None or table.shape[1] != num_heads:
+        raise LookupError("adds a bias to its scores that is not made from a table of distances")
+    return {"num_buckets": table.shape[0], "max_distance": _MAX_DISTANCE, "bidirectional": True}
+
+
+_MAX_DISTANCE = 128
+"""Where the last bucket begins, if a model does not say: the default of T5 and of those that copied it."""
+
+
 class BiasReader:
     """Finds the bias of recorded attention calls.
 
@@ -56,15 +77,16 @@ class BiasReader:
 
 
 def tables_of(
-    layers: Iterable[LayerDescription], modules: Mapping[str, nn.Module]
+    layers: Iterable[LayerDescription], modules: Mapping[str, nn.Module], model: nn.Module
 ) -> Iterator[tuple[LayerDescription, torch.Tensor]]:
     """Yield the layers with a bias and the table of each: its own, or that of the nearest earlier layer with one.
 
     Args:
         layers: The model's layers, in the order they run.
         modules: Their modules, by name.
+        model: The model; if no layer has a table, it has one.
     """
-    table = None
+    table = only_table(model)
     for layer in layers:
         if PARAMETER in layer.query:
             own = table_of(modules[layer.name])

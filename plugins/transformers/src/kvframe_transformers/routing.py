@@ -13,7 +13,9 @@ from torch import nn
 from transformers import AttentionInterface
 
 from kvframe.contract import Attend, LayerDescription, ModelError, OpaqueAttention
+from kvframe_transformers.direct_attention import DirectAttention, replacing
 from kvframe_transformers.discovery import scale_of
+from kvframe_transformers.states import Forward
 from kvframe_transformers.temperature import Temperature
 
 OPAQUE = "kvframe_attend"
@@ -140,6 +142,16 @@ def _run_attention(
         )
     out = attend_now(module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
     return out.unsqueeze(0), None
+
+
+def direct_forward(module: nn.Module, forward: Forward) -> Forward:
+    """Return the forward in a step of a module that computes attention itself."""
+
+    def attend(of: DirectAttention, value: torch.Tensor) -> torch.Tensor:
+        query, key = of.query.to(value.dtype), of.key.to(value.dtype)
+        return _run_attention(module, query, key, value, scaling=of.scale)[0].transpose(1, 2)
+
+    return replacing(forward, attend)
 
 
 def attend_now(

@@ -99,6 +99,9 @@ def check_prompts(description: ModelDescription, config: Any) -> list[list[int]]
     """Return two prompts of random ordinary tokens; the longer one exceeds every small window and chunk."""
     local = [value for layer in description.layers for key in ("window", "chunk") if (value := layer.options.get(key))]
     crossing = max((size + 5 for size in local if size <= _MAX_LOCAL), default=0)
+    # Encoders with a bias by distance: every bucket, in both directions.
+    biases = [bias for layer in description.layers if (bias := layer.query.get("relative_bias"))]
+    crossing = max([crossing, *(bias["max_distance"] + 5 for bias in biases if bias["bidirectional"])])
     lengths = [min(length, description.max_model_len) for length in (_PROMPT_LENS[0], max(_PROMPT_LENS[1], crossing))]
     ids = _ordinary_ids(config.to_dict(), description.vocab_size or 1)
     generator = torch.Generator().manual_seed(0)
@@ -131,6 +134,8 @@ def _first_difference(
     for name, _ in modules:
         if not packed[name] or not plain[name]:
             return ""
+        if len({each.shape[1:] for each in (*packed[name], *plain[name])}) > 1:
+            return ""  # its output has no row for each token
         if relative_difference(torch.cat(packed[name]), torch.cat(plain[name])) > tolerance:
             return f", from layer {name!r} on"
     return ", though every attention layer's output agrees"

@@ -287,15 +287,15 @@ class OpaqueForward:
 
 def is_mixer(module: nn.Module) -> bool:
     """Return whether a module keeps a state, by the names that its methods use, not by its own name."""
-    return bool(_calls(type(module)) & _STATE_CALLS)
+    return bool(names_of(type(module)) & _STATE_CALLS)
 
 
 def reads_padding(module: nn.Module) -> bool:
     """Return whether a module reads a padding mask's values to make the mask of mixers."""
-    return _PADDING_CALL in _calls(type(module))
+    return _PADDING_CALL in names_of(type(module))
 
 
-def _calls(module_class: type) -> frozenset[str]:
+def names_of(module_class: type) -> frozenset[str]:
     """Return the names that the methods of a module's class and of its bases use."""
     names: set[str] = set()
     for base in module_class.__mro__:

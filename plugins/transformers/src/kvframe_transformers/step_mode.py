@@ -10,14 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvframe_transformers.checkpoint import quiet
+from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.packed import PackedLinears
 from kvframe_transformers.routing import RUN_TIME
 from kvframe_transformers.states import Forward, OpaqueForward, replaced_forwards
 from kvframe_transformers.temperature import Temperatures
 
-_IMPLEMENTATION = "_attn_implementation_internal"
-"""The attribute of a config for the name of the attention implementation."""
 Attributes = dict[str, Any]
 
 
@@ -33,17 +32,26 @@ class StepMode:
         latents: The latent attention modules, which pass their latents on in a step.
         forwards: The forwards of mixers in a step.
         packed: The packed copies of linear layers; None if no layer is packed.
+        direct: The forwards in a step of modules that compute attention themselves.
         opaque: What a compiled model calls instead of the forwards of its mixers, by module.
     """
 
-    def __init__(self, model: PreTrainedModel, temperatures: Temperatures, latents: Latents) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        temperatures: Temperatures,
+        latents: Latents,
+        direct: Mapping[nn.Module, Forward] | None = None,
+    ) -> None:
         """Find the configs that name the implementation; the model stays as it is.
 
         Args:
             model: The model.
             temperatures: The temperatures of its attention modules.
             latents: Its latent attention modules.
+            direct: The forwards in a step of its modules that compute attention themselves.
         """
+        self.direct = dict(direct or {})
         self.temperatures = temperatures
         self.latents = latents
         self.forwards: Mapping[nn.Module, Forward] = {}
@@ -51,12 +59,12 @@ class StepMode:
         self.opaque: Mapping[nn.Module, OpaqueForward] = {}
         # Attributes are read and written where they are kept: the classes of modules and configs look at every name.
         self._modules = [vars(module) for module in model.modules()]
-        configs = [vars(config) for config in _configs(model)]
-        own = [config[_IMPLEMENTATION] for config in configs]
+        configs = [vars(config) for config in configs_of(model)]
+        own = [config[IMPLEMENTATION] for config in configs]
         try:
             with quiet():
                 model.set_attn_implementation(RUN_TIME)
-            self._in_step = [(config, config[_IMPLEMENTATION]) for config in configs]
+            self._in_step = [(config, RUN_TIME if self.direct else config[IMPLEMENTATION]) for config in configs]
         finally:
             _set_implementations(zip(configs, own, strict=True))
 
@@ -68,7 +76,7 @@ class StepMode:
             forwards: The forwards of mixers inside the block; None for those of the attribute.
         """
         training = [module for module in self._modules if module["training"]]
-        own = [(config, config[_IMPLEMENTATION]) for config, _ in self._in_step]
+        own = [(config, config[IMPLEMENTATION]) for config, _ in self._in_step]
         with replaced_forwards(self._in_operators(self.forwards if forwards is None else forwards)):
             try:
                 _set_implementations(self._in_step)
@@ -88,7 +96,7 @@ class StepMode:
 
     def _in_operators(self, forwards: Mapping[nn.Module, Forward]) -> Mapping[nn.Module, Forward]:
         """Return the forwards; those that a compiled model calls through operators are replaced by these operators."""
-        replaced = dict(forwards)
+        replaced = {**self.direct, **forwards}
         for module, opaque in self.opaque.items():
             opaque.target, replaced[module] = forwards[module], opaque.forward
         return replaced
@@ -111,16 +119,4 @@ def _set_training(modules: Iterable[Attributes], value: bool) -> None:
 
 def _set_implementations(implementations: Iterable[tuple[Attributes, Any]]) -> None:
     for config, implementation in implementations:
-        config[_IMPLEMENTATION] = implementation
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Return every config that a module of ``model`` reads its attention implementation from, each once."""
-    found: dict[int, Any] = {}
-    pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    while pending:
-        config = pending.pop()
-        if id(config) not in found and _IMPLEMENTATION in getattr(config, "__dict__", ()):
-            found[id(config)] = config
-            pending += [getattr(config, key) for key in config.sub_configs]
-    return list(found.values())
+        config[IMPLEMENTATION] = implementation

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from kvframe_serve.reading.fields import Fields, field, needed, only
@@ -98,6 +98,23 @@ class StreamOptions(Fields):
     include_obfuscation: Any = only("Random characters that hide the lengths of events.", False)
 
 
+class AnswerSchema(Fields):
+    """The schema of an answer."""
+
+    name: str = needed("What the answer is called; it changes nothing.")
+    description: Any = only("What the answer is for.")
+    # A field named `schema` would hide a method of the base class.
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema.")
+    strict: bool | None = field("Every answer is of the schema, whether it is true or false.")
+
+
+class ResponseFormat(Fields):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = needed("Which form.")
+    json_schema: AnswerSchema | None = field("The schema; only with the type `json_schema`.")
+
+
 class Body(Fields):
     """What the bodies of all routes have in common."""
 
@@ -130,7 +147,9 @@ class SampledBody(Body):
     stream_options: StreamOptions | None = field("Options of a stream; only with stream.")
     cache_salt: str | None = field("Requests of one key share cached prefixes only if their salts are equal.")
     user: str | None = field("Who asks; written to the server's log.")
-    response_format: Any = only("A form that the answer is forced into.", {"type": "text"})
+    response_format: ResponseFormat | None = field(
+        "Forces the answer into JSON: `json_object`, or `json_schema` with its schema; `text` is any answer."
+    )
 
 
 class CompletionBody(SampledBody):

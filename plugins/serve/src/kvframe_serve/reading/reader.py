@@ -22,6 +22,7 @@ from kvframe_serve.reading.bodies import (
     DetokenizeBody,
     EmbeddingBody,
     Message,
+    ResponseFormat,
     SampledBody,
     TokenizeBody,
     Tool,
@@ -268,6 +269,8 @@ class Reader:
             names["max_new_tokens"] = max(1, min(fitting, served.max_new_tokens, default or fitting))
         else:
             names["max_new_tokens"] = length
+        if (form := fields.response_format) is not None and (guided := _guided_by(form)):
+            names["processors"] = {"guided": guided}
         if fields.skip_special_tokens is False:
             names["special_tokens"] = True
         try:
@@ -338,6 +341,17 @@ def _each(prompts: Any) -> Sequence[str | Sequence[int]]:
 def _by_token(biases: Mapping[str, float]) -> dict[int | str, float]:
     """Return biases by token id, as the keys of a JSON object are texts; a key that is no number stays a text."""
     return {int(token) if token.isdecimal() and len(token) < 20 else token: bias for token, bias in biases.items()}
+
+
+def _guided_by(form: ResponseFormat) -> dict[str, Any]:
+    """Return the options of the logits processor for a form; empty for any text."""
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        raise RequestError(
+            "response_format.json_schema goes with the type 'json_schema', and is needed there", code="bad_params"
+        )
+    if form.json_schema is not None:
+        return {"json_schema": form.json_schema.schema_}
+    return {"json_object": True} if form.type == "json_object" else {}
 
 
 def _logged(fields: Body) -> dict[str, str]:
