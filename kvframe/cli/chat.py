@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,7 +23,7 @@ from kvframe.cli.options import (
     stack_option,
 )
 from kvframe.cli.render import log_lines
-from kvframe.cli.sampling import named, sampling_options
+from kvframe.cli.sampling import sampling_options
 from kvframe.cli.streaming import print_stream
 from kvframe.config.hub import find_model
 from kvframe.contract.errors import KVFrameError, ModelError
@@ -63,12 +63,7 @@ def chat(
     model: Path,
     system: str | None,
     max_new_tokens: int,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    seed: int | None,
+    sampling: dict[str, Any],
     drafts: Use | str | None,
     stack_file: Path | None,
     memory: str | None,
@@ -88,15 +83,6 @@ def chat(
     model = find_model(model, weights=True)
     if find_place() is not None:
         raise click.UsageError("a chat reads standard input, which several ranks share: start it in one process")
-    values = named(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
@@ -108,7 +94,7 @@ def chat(
     with log_lines():
         made = Engine.from_pretrained(model, stack=stack)
     with made as engine:
-        conversation = Conversation(engine, engine.default_params(**values), system)
+        conversation = Conversation(engine, engine.default_params(max_new_tokens=max_new_tokens, **sampling), system)
         conversation.check()
         if _is_a_dialogue():
             click.echo(f"{RESET} starts again; Ctrl-C ends an answer, Ctrl-D the chat", err=True)

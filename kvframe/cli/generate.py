@@ -35,7 +35,7 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.prompts import prompt_options, read_given_prompts
 from kvframe.cli.render import log_lines, print_json, progress
-from kvframe.cli.sampling import named, sampling_options
+from kvframe.cli.sampling import sampling_options
 from kvframe.cli.streaming import is_textless, print_stream
 from kvframe.config.hub import find_model
 from kvframe.contract.errors import RequestError
@@ -97,12 +97,7 @@ def generate(
     prompts_file: Path | None,
     token_ids_file: Path | None,
     max_new_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    seed: int | None,
+    sampling: dict[str, Any],
     num_samples: int,
     stop: tuple[str, ...],
     ignore_eos: bool,
@@ -135,20 +130,8 @@ def generate(
     if saved_file is not None:
         prefixes.check_saved_file(saved_file)
     model = find_model(model, weights=True)
-    values = named(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        n=num_samples,
-        processors=dict(_processor(each) for each in processors),
-        prompt_logprobs=prompt_logprobs,
-    )
+    if max_new_tokens is not None:
+        sampling["max_new_tokens"] = max_new_tokens
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
@@ -170,7 +153,14 @@ def generate(
     streams = len(prompts) == num_samples == 1 and not as_json and sys.stdout.isatty()
     bar: AbstractContextManager[Any] = nullcontext() if streams else progress("generating", len(prompts))
     with made as engine, bar as show:
-        params = engine.default_params(**values)
+        params = engine.default_params(
+            stop=stop,
+            ignore_eos=ignore_eos,
+            n=num_samples,
+            processors=dict(map(_processor, processors)),
+            prompt_logprobs=prompt_logprobs,
+            **sampling,
+        )
         if loaded_file is not None:
             of_files["loaded_prefixes"] = engine.load_prefixes(loaded_file)
         if saved_file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,13 +39,18 @@ _OPTIONS = (
 )
 
 
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a command; each is None unless it is given."""
+    """Add the options to a command, which gets those that are given as ``sampling``, by the names of parameters."""
+
+    @functools.wraps(command)
+    def with_sampling(**values: Any) -> Any:
+        given = {name: values.pop(name) for name in _NAMES}
+        return command(sampling={name: value for name, value in given.items() if value is not None}, **values)
+
+    decorated: Callable[..., Any] = with_sampling
     for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-def named(**values: Any) -> dict[str, Any]:
-    """Return the values that the command line names."""
-    return {name: value for name, value in values.items() if value is not None}
+        decorated = option(decorated)
+    return decorated
