@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.covering import keep
+from tests.models.census import shrink
 from tests.models.census.compare import Verdict, compare
 
 # Their positions: a learned table, a table of sines, a first position after the padding, an inner model's argument.
@@ -40,6 +41,11 @@ DIRECT = [
     ("decoders", "gptj"),
     ("decoders", "megatron-bert"),
     ("decoders", "rembert"),
+    ("decoders", "falcon"),
+    ("decoders", "xglm"),
+    ("decoders", "trocr"),
+    ("encoder-decoders", "mvp"),
+    ("encoder-decoders", "led"),
 ]
 
 
@@ -72,3 +78,8 @@ def test_a_mask_that_a_module_makes_itself_is_refused() -> None:
     verdict = compare("decoders", "gpt_neo")
     assert "refused" == verdict.word
     assert "changes its mask after transformers made it" in verdict.why
+
+
+def test_a_bias_by_heads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shrink.SPECIAL, "falcon", {"alibi": True})
+    assert "refused" == compare("decoders", "falcon").word

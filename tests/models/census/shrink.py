@@ -73,7 +73,7 @@ _GEMMA_3N = {
     "activation_sparsity_pattern": [0.0] * 6,
 }
 
-_SPECIAL: Mapping[str, Mapping[str, Any]] = {
+SPECIAL: dict[str, Mapping[str, Any]] = {
     **dict.fromkeys(
         ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
         _TEXT_MROPE,
@@ -121,7 +121,7 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
         model_type: A key of transformers' config mapping.
         overrides: Other values for fields.
     """
-    return _shrunk(CONFIG_MAPPING[model_type], {**_SPECIAL.get(model_type, {}), **overrides})
+    return _shrunk(CONFIG_MAPPING[model_type], {**SPECIAL.get(model_type, {}), **overrides})
 
 
 def _shrunk(config_class: Any, overrides: Mapping[str, Any]) -> Any:

@@ -224,7 +224,7 @@ def _has_vocabulary(path: Path, tokenizer: Any) -> bool:
 def max_model_len(config: Any) -> int | None:
     """Return the most tokens of a request that the model was made for; None if its config does not say."""
     text = config.get_text_config(decoder=True)
-    length = _positions(text, "max_target_positions")
+    length = _positions(text, "max_target_positions", "max_decoder_position_embeddings")
     if length is None:
         return None
     # With long-rope factors transformers rotates *every* position of a batch by its longest request's factors, so a
@@ -237,12 +237,12 @@ def max_encoder_len(config: Any) -> int | None:
     # A model of two nested configs, such as T5Gemma, has one for the encoder.
     nested = (getattr(config, name, None) for name in ("encoder", "encoder_config"))
     own = next((each for each in nested if each is not None), config)
-    return _positions(own, "max_source_positions")
+    return _positions(own, "max_source_positions", "max_encoder_position_embeddings")
 
 
-def _positions(config: Any, name: str) -> int | None:
-    """Return the number of positions of one side of a model, by the config's name for that side or for both."""
-    for each in (name, "max_position_embeddings", "n_positions"):
+def _positions(config: Any, *names: str) -> int | None:
+    """Return the number of positions of one side of a model, by the config's names for that side or for both."""
+    for each in (*names, "max_position_embeddings", "n_positions"):
         length = getattr(config, each, None)
         if isinstance(length, int) and length > 0:
             return length

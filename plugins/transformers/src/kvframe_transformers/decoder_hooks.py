@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvframe.contract import ModelError, OpaqueFunction
 from kvframe_transformers.discovery import takes_position_ids
-from kvframe_transformers.encoders import has_table_of_waves
+from kvframe_transformers.encoders import counts_positions, has_table_of_waves
 from kvframe_transformers.routing import running_step
 
 _POSITIONS, _BIAS = "position_ids", "position_bias"
@@ -48,7 +48,9 @@ class DecoderHooks:
             return _look_up(positions, module, output)
 
         self._handles += [
-            module.register_forward_hook(look_up) for module in model.modules() if has_table_of_waves(module)
+            module.register_forward_hook(look_up)
+            for module in model.modules()
+            if has_table_of_waves(module) or counts_positions(module)
         ]
         self._handles += [
             module.register_forward_pre_hook(_give_no_bias, with_kwargs=True)
@@ -70,7 +72,11 @@ def _pass_positions(
         return args, {**kwargs, _POSITIONS: positions([kwargs[_POSITIONS]])[0]}
     if running_step() is None:
         return None
-    return args, {**kwargs, _POSITIONS: _positions_of(module, kwargs.get(_POSITIONS))}
+    given = kwargs.get(_POSITIONS)
+    if given is None and args:  # such modules get the tokens, or their shape, and add the dimension of the batch
+        shape = args[0].shape if isinstance(args[0], torch.Tensor) else args[0]
+        given = torch.empty(shape[:2]).flatten()
+    return args, {**kwargs, _POSITIONS: _positions_of(module, given)}
 
 
 def _positions_of(module: nn.Module, given: Any) -> torch.Tensor:
@@ -86,7 +92,7 @@ def _positions_of(module: nn.Module, given: Any) -> torch.Tensor:
 
 
 def _look_up(positions: OpaqueFunction, module: Any, output: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a module's table for the true positions; its first rows are for padding."""
+    """Return the rows of a module's table for the true positions; a table of sines begins with rows for padding."""
     given = output[..., 0].long()
     if torch.compiler.is_compiling():
         rows = positions([given])[0]
@@ -94,6 +100,8 @@ def _look_up(positions: OpaqueFunction, module: Any, output: torch.Tensor) -> to
         return output
     else:
         rows = _positions_of(module, given)
+    if isinstance(module, nn.Embedding):
+        return module.weight[rows + getattr(module, "offset", 0)]
     table: torch.Tensor = module.weights
     return table[rows + module.padding_idx + 1].to(output)
 

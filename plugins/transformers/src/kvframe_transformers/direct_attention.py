@@ -7,7 +7,7 @@ becomes one call. Any other operation on it is refused, so that nothing of the a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -43,9 +43,9 @@ Attending = Callable[[DirectAttention, torch.Tensor], torch.Tensor]
 
 
 def attends_directly(module: nn.Module) -> bool:
-    """Return whether a module computes a softmax of products itself, by the names that its methods use."""
+    """Return whether a module may compute attention itself: its methods take a softmax, and call no interface."""
     names = {name.lower() for name in names_of(type(module))}
-    return "softmax" in names and "get_interface" not in names and any(name.startswith("matmul") for name in names)
+    return "softmax" in names and "get_interface" not in names
 
 
 def replacing(forward: Forward, attend: Attending) -> Forward:
@@ -68,10 +68,13 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if _name(func) == "matmul" and len(args) == 2 and not any(isinstance(each, _Scores) for each in args):
+        name = _name(func)
+        if name in _PRODUCTS and len(args) == 2 and not any(isinstance(each, _Scores) for each in args):
             query, key = args
-            if query.dim() == key.dim() == 4 and query.shape[-1] == key.shape[-2]:
-                return _Scores.standing_for(DirectAttention(query, key.transpose(-1, -2)), self._attend)
+            if query.dim() == key.dim() == _PRODUCTS[name] and query.shape[-1] == key.shape[-2]:
+                shape = (*query.shape[:-1], key.shape[-1])
+                of = DirectAttention(*(each if each.dim() == 4 else each.unsqueeze(0) for each in (query, key.mT)))
+                return _Scores.standing_for(of, self._attend, shape)
         return func(*args, **(kwargs or {}))
 
 
@@ -80,13 +83,13 @@ class _Scores(torch.Tensor):
 
     _of: DirectAttention
     _attend: Attending
+    _shape: tuple[int, ...]
 
     @classmethod
-    def standing_for(cls, of: DirectAttention, attend: Attending) -> _Scores:
-        """Return the tensor; its one value, a zero, is never read."""
-        shape = (*of.query.shape[:-1], of.key.shape[-2])
+    def standing_for(cls, of: DirectAttention, attend: Attending, shape: Sequence[int]) -> _Scores:
+        """Return the tensor of a shape; its one value, a zero, is never read."""
         made = of.query.new_zeros(()).expand(shape).as_subclass(cls)
-        made._of, made._attend = of, attend
+        made._of, made._attend, made._shape = of, attend, tuple(shape)
         return made
 
     @classmethod
@@ -100,12 +103,20 @@ class _Scores(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if name in _UNCHANGED:
             return scores
-        if name == "matmul" and of.is_normalized and args[0] is scores and _is_plain(others[0]):
-            return scores._attend(of, others[0])
+        if name in _PRODUCTS and of.is_normalized and args[0] is scores and _is_plain(others[0]):
+            value = others[0]
+            return scores._attend(of, value) if value.dim() == 4 else scores._attend(of, value.unsqueeze(0))[0]
+        if name in ("view", "reshape"):
+            with torch._C.DisableTorchFunctionSubclass():
+                shape = func(*args).shape
+            if shape[-2:] == scores._shape[-2:]:  # heads and batch in one dimension or in two
+                return cls.standing_for(of, scores._attend, shape)
+        if name == "max" and _is_lowest(others[0]):
+            return scores
         if name == "expand_as" and args[0] is not scores:
             return args[0]  # it is added, or hides keys, in any shape
         if name == "softmax" and not of.is_normalized:
-            return cls.standing_for(attrs.evolve(of, is_normalized=True), scores._attend)
+            return cls.standing_for(attrs.evolve(of, is_normalized=True), scores._attend, scores._shape)
         changed = None
         if name in ("mul", "truediv", "div") and isinstance(others[0], int | float) and not of.added:
             changed = attrs.evolve(of, scale=of.scale * (others[0] if name == "mul" else 1 / others[0]))
@@ -115,12 +126,21 @@ class _Scores(torch.Tensor):
             scores._of = changed  # the caller keeps the tensor that it changed
             return scores
         if changed is not None:
-            return cls.standing_for(changed, scores._attend)
+            return cls.standing_for(changed, scores._attend, scores._shape)
         raise ModelError(f"a module computes {name!r} of its attention scores, which kvframe does not know")
 
 
+_PRODUCTS = {"matmul": 4, "bmm": 3}
+"""The dimensions of what each product takes: heads are a dimension of their own, or that of the batch."""
 _PROPERTIES = frozenset({"__get__", "size", "dim", "numel", "is_floating_point"})
 _UNCHANGED = frozenset({"dropout", "to", "type_as", "float", "type", "contiguous", "clone", "detach"})
+
+
+def _is_lowest(value: Any) -> bool:
+    """Return whether a number in a tensor is too low to matter; without data, whether it is one number."""
+    if not isinstance(value, torch.Tensor) or value.dim():
+        return False
+    return value.is_meta or float(value) <= -1e4
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvframe.contract import LayerDescription, ModelError
-from kvframe_transformers.encoders import has_table_of_waves
+from kvframe_transformers.encoders import counts_positions, has_table_of_waves
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
 from kvframe_transformers.names import if_untested
@@ -68,7 +68,7 @@ def discover_layers(
 def _takes_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequence[nn.Module]) -> bool:
     if takes_positions(model) or "decoder_position_ids" in inspect.signature(model.forward).parameters:
         return True
-    if any(takes_position_ids(module) or has_table_of_waves(module) for module in ran):
+    if any(takes_position_ids(module) or has_table_of_waves(module) or counts_positions(module) for module in ran):
         return True
     # Such a model uses positions only as distances in the scores.
     return all("relative_bias" in layer.query or layer.kind == "cross_attention" for layer in layers)

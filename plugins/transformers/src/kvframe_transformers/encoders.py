@@ -38,6 +38,12 @@ def has_table_of_waves(module: nn.Module) -> bool:
     )
 
 
+def counts_positions(module: nn.Module) -> bool:
+    """Return whether a module is a table of positions that it counts itself, from the number of tokens."""
+    parameters = inspect.signature(module.forward).parameters if isinstance(module, nn.Embedding) else {}
+    return "past_key_values_length" in parameters and "position_ids" not in parameters
+
+
 def is_text_encoder(config: Any) -> bool:
     """Return whether a config's model is the encoder of an encoder-decoder model, saved alone, such as T5's."""
     encoder = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(config.model_type)
@@ -140,7 +146,7 @@ def _lookups(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if inputs and inputs[0].numel() == _PROBE_TOKENS:
+        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].numel() == _PROBE_TOKENS:
             seen.append(inputs[0].reshape(-1).cpu())
 
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvframe.contract import Attend, LayerDescription, ModelError, OpaqueAttention
 from kvframe_transformers.direct_attention import DirectAttention, replacing
@@ -23,6 +23,9 @@ OPAQUE = "kvframe_attend"
 
 RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""
+
+RUN_TIME_DIRECT = "kvframe_direct"
+"""The same for a model whose modules compute attention themselves: they may need something to add as a mask."""
 
 
 @attrs.frozen(eq=False)
@@ -188,4 +191,10 @@ def _route_of(module: nn.Module) -> tuple[RunningStep, Route]:
     return step, route
 
 
+def _no_mask(*, batch_size: int, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
+    """Return what changes no score that it is added to, in the shape of a mask."""
+    return torch.zeros(()).expand(batch_size, 1, q_length, kv_length)
+
+
 AttentionInterface.register(RUN_TIME, _run_attention)
+AttentionMaskInterface.register(RUN_TIME_DIRECT, _no_mask)

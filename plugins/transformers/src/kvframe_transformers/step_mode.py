@@ -13,7 +13,7 @@ from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.packed import PackedLinears
-from kvframe_transformers.routing import RUN_TIME
+from kvframe_transformers.routing import RUN_TIME, RUN_TIME_DIRECT
 from kvframe_transformers.states import Forward, OpaqueForward, replaced_forwards
 from kvframe_transformers.temperature import Temperatures
 
@@ -64,7 +64,7 @@ class StepMode:
         try:
             with quiet():
                 model.set_attn_implementation(RUN_TIME)
-            self._in_step = [(config, RUN_TIME if self.direct else config[IMPLEMENTATION]) for config in configs]
+            self._in_step = [(config, RUN_TIME_DIRECT if self.direct else config[IMPLEMENTATION]) for config in configs]
         finally:
             _set_implementations(zip(configs, own, strict=True))
 
