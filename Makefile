@@ -19,8 +19,9 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, and each would compile the modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Versions to compare, as pip takes them; all tested ones unless given.
+# Versions to compare, as pip takes them, and what the names of the suites to run contain; all unless given.
 VERSIONS ?=
+SUITES ?=
 
 .PHONY: help setup quick test lint docs demo bench compat peer harness vllm clean
 
@@ -74,7 +75,7 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 # Versions of vLLM are laid over the environment of `make vllm`.
 ALL_OR_VLLM := $(if $(VERSIONS),$(findstring vllm,$(VERSIONS)),all)
 compat: $(READY) $(if $(ALL_OR_VLLM),$(HOSTED)/.ready) ## compare with each tested version of transformers, vLLM, torch and Python; write plugins/COMPATIBILITY.md
-	$(BIN)/python -m tests.compatibility $(VERSIONS)
+	$(BIN)/python -m tests.compatibility $(VERSIONS) --suites "$(SUITES)"
 
 peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against
 

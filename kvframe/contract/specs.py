@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvframe.contract.errors import SpecError, shown
+from kvframe.contract.foreign import call
 from kvframe.contract.formats import ITEM_BYTES as ITEM_BYTES
 from kvframe.contract.formats import PLAIN, KVFormat, known_dtype, state_of
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
@@ -193,6 +194,19 @@ class KVCacheSpec(ABC):
         """
         bias = query.relative_bias
         return {} if bias is None else {RELATIVE_BIAS: (bias.num_buckets, query.num_heads)}
+
+    def check_query(self, query: QuerySpec) -> None:  # noqa: B027
+        """Refuse queries that cannot attend to what the type stores, such as heads of another size.
+
+        Called when a layer is specified. So a backend that serves a type need not check shapes that no layer has. The
+        default refuses nothing.
+
+        Args:
+            query: The query side of a layer.
+
+        Raises:
+            SpecError: They cannot.
+        """
 
     def with_drafts(self, num_draft_tokens: int) -> KVCacheSpec:
         """Return the spec for requests that compute up to so many draft tokens in a step, any of which may be rejected.
@@ -380,6 +394,19 @@ class AttentionSpec(KVCacheSpec):
         """
         return state_of(self.format, self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype)
 
+    def check_query(self, query: QuerySpec) -> None:
+        """Refuse queries whose heads cannot share the key heads evenly, or that are of another size than keys."""
+        if query.num_heads % self.num_kv_heads:
+            raise SpecError(
+                f"{query.num_heads} query heads do not share {self.num_kv_heads} KV heads evenly; the query heads must "
+                "be a multiple of the KV heads"
+            )
+        if query.head_size != self.head_size:
+            raise SpecError(
+                f"a query has {query.head_size} elements, and a key {self.head_size}; they must be equal, since each "
+                "score is their product"
+            )
+
 
 @attrs.frozen(kw_only=True)
 class RelativeBias:
@@ -490,7 +517,13 @@ class LayerSpec:
     shares_with: str | None = None
 
     def __attrs_post_init__(self) -> None:
-        if self.spec is None or self.query is None or self.spec.sequence == TOKENS:
+        if self.spec is None or self.query is None:
+            return
+        try:
+            call(f"spec {self.spec.kind!r}: check_query()", self.spec.check_query, self.query, passes=(SpecError,))
+        except SpecError as error:
+            raise SpecError(f"layer {self.name!r}: {error}") from error
+        if self.spec.sequence == TOKENS:
             return
         for added, is_added in (
             ("a relative bias", self.query.relative_bias is not None),

@@ -64,7 +64,8 @@ def local(window: int = 3) -> LocalSpec:
 
 
 def layer(name: str, spec: KVCacheSpec, shares_with: str | None = None) -> LayerSpec:
-    return LayerSpec(name=name, spec=spec, query=QUERY, shares_with=shares_with)
+    query = attrs.evolve(QUERY, head_size=getattr(spec, "head_size", QUERY.head_size))
+    return LayerSpec(name=name, spec=spec, query=query, shares_with=shares_with)
 
 
 def eight_layers() -> tuple[LayerSpec, ...]:

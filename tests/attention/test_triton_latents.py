@@ -17,7 +17,6 @@ from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
 from kvframe.contract import LayerSpec, QuerySpec
-from kvframe.contract.errors import BackendError
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
@@ -155,8 +154,3 @@ def layer(**options: Any) -> LayerSpec:
     return LayerSpec(
         name="layer", spec=spec, query=QuerySpec(**{"num_heads": 4, "head_size": 12, "scale": 1, **options})
     )
-
-
-def test_queries_that_are_all_rotated_are_refused() -> None:
-    with pytest.raises(BackendError, match="queries of 4 elements, which leave nothing beside the rotated part of 4"):
-        TritonMLABackend([layer(head_size=4)], torch.device("cpu"))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from kvframe_transformers.names import TESTED
 from kvframe_vllm.names import TESTED as TESTED_VLLM
 
-from tests.compatibility.columns import as_json, from_json, measure
+from tests.compatibility.columns import as_json, from_json, join, measure
 from tests.compatibility.environments import ROOT
 from tests.compatibility.table import render
 
@@ -35,19 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure versions; return 1 if a family differs, a test fails, or a version cannot be installed."""
     parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=main.__doc__)
     parser.add_argument("versions", nargs="*", default=ALL, help="as pip takes them: transformers==5.24.0")
-    is_good = True
-    for requirement in parser.parse_args(arguments).versions:
+    parser.add_argument("--suites", default="", metavar="TEXT", help="run only the suites whose names contain this")
+    options, is_good = parser.parse_args(arguments), True
+    for requirement in options.versions:
         try:
-            column = measure(requirement)
+            column = measure(requirement, options.suites)
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             print(f"{requirement}: {error}", flush=True)
             is_good = False
             continue
         is_good = is_good and column.is_good
         print(f"{column.package} {column.version}: {'good' if column.is_good else column}", flush=True)
-        others = from_json(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else []
-        kept = [each for each in others if (each.package, each.version) != (column.package, column.version)]
-        RECORD.write_text(as_json([*kept, column]), encoding="utf-8")
+        recorded = from_json(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else []
+        RECORD.write_text(as_json(join(recorded, column)), encoding="utf-8")
         PAGE.write_text(render(from_json(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")
     return 0 if is_good else 1
 

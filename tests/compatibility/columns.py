@@ -103,11 +103,12 @@ class Column:
         return {*self.families.values()} <= {"equal"} and all(each.startswith(PASSED) for each in self.suites.values())
 
 
-def measure(requirement: str) -> Column:
+def measure(requirement: str, words: str = "") -> Column:
     """Install a version into an environment of its own, and run everything with it; takes some minutes.
 
     Args:
         requirement: As pip takes it: ``transformers==5.24.*``; the newest version if there is only a name.
+        words: What the names of the suites to run contain; all suites and the families run if this is empty.
 
     Raises:
         subprocess.CalledProcessError: It cannot be installed.
@@ -124,8 +125,8 @@ def measure(requirement: str) -> Column:
             day=machine["date"],
             commit=machine["commit"],
             environment=environment.names,
-            families=dict(_families(environment)) if package.compares_families else {},
-            suites=_tested(environment, package.suites),
+            families=dict(_families(environment)) if package.compares_families and not words else {},
+            suites=_tested(environment, {name: paths for name, paths in package.suites.items() if words in name}),
         )
 
 
@@ -166,6 +167,23 @@ def summary(report: str, paths: Sequence[str]) -> str:
     if failed:
         return f"{len(failed)} of {num_run} fail: {', '.join(sorted(failed)[:3])}{', …' * (len(failed) > 3)}"
     return f"{PASSED} ({num_run})" if num_run else "no test ran"
+
+
+def join(columns: Sequence[Column], column: Column) -> list[Column]:
+    """Return columns with one more, in place of an older one of the same version.
+
+    What only the older one has is kept if it is of the same commit of kvframe.
+    """
+    others, older = [], None
+    for each in columns:
+        if (each.package, each.version) == (column.package, column.version):
+            older = each
+        else:
+            others.append(each)
+    if older is not None and older.commit == column.commit:
+        families, suites = {**older.families, **column.families}, {**older.suites, **column.suites}
+        column = attrs.evolve(column, families=families, suites=suites)
+    return [*others, column]
 
 
 def as_json(columns: Iterable[Column]) -> str:

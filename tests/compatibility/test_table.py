@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import venv
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,9 @@ import attrs
 import pytest
 from kvframe_transformers.names import TESTED
 
-from tests.compatibility import environments, families
+from tests.compatibility import columns, environments, families
 from tests.compatibility.__main__ import PAGE, RECORD, main
-from tests.compatibility.columns import Column, as_json, from_json, summary
+from tests.compatibility.columns import Column, as_json, from_json, join, summary
 from tests.compatibility.environments import unmet
 from tests.compatibility.table import INTRODUCTION, render
 
@@ -71,6 +72,29 @@ def test_versions_are_in_order_and_what_one_lacks_is_said() -> None:
         "| jamba | other tokens than generate() | equal |\n"
     )
     assert [False, True] == [COLUMN.is_good, LATER.is_good]
+
+
+def test_a_column_takes_the_place_of_an_older_one_and_keeps_what_is_of_the_same_commit() -> None:
+    part = attrs.evolve(COLUMN, families={}, suites={"frozen": "passed (3)"})
+    joined = attrs.evolve(COLUMN, suites={"the adapter kit": "passed (14)", "frozen": "passed (3)"})
+    assert [LATER, joined] == join([COLUMN, LATER], part)
+    of_another_commit = attrs.evolve(part, commit="def5678")
+    assert [LATER, of_another_commit] == join([COLUMN, LATER], of_another_commit)
+
+
+def test_only_the_named_suites_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("first", "other"):
+        (tmp_path / f"test_{name}.py").write_text("def test_it(): pass\n", encoding="utf-8")
+    suites = {name: [str(tmp_path / f"test_{name}.py")] for name in ("first", "other")}
+    package = columns.Package(
+        distributions=["made"],
+        make=lambda requirement, folder: environments.Environment(sys.executable, "3.1"),
+        compares_families=False,
+        suites=suites,
+    )
+    monkeypatch.setattr(columns, "PACKAGES", {"made": package})
+    assert ["first"] == [*columns.measure("made==3.1", "fir").suites]
+    assert ["first", "other"] == [*columns.measure("made==3.1").suites]
 
 
 def test_a_report_says_what_of_a_suite_passed_or_failed() -> None:

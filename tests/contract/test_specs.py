@@ -13,8 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.contract.errors import SpecError, UnknownNameError
-from kvframe.contract.specs import AttentionMask, KVCacheSpec, MaskFunction, StateTensor, TokenRange
+from kvframe.contract.errors import PluginError, SpecError, UnknownNameError
+from kvframe.contract.specs import (
+    AttentionMask,
+    KVCacheSpec,
+    LayerSpec,
+    MaskFunction,
+    QuerySpec,
+    StateTensor,
+    TokenRange,
+)
 from kvframe.planning.spec_check import check_spec_at_set_up
 from kvframe.testing.laws import ConformanceError, check_spec
 from kvframe.testing.state import GridSpec
@@ -453,3 +461,37 @@ def test_a_live_token_that_no_query_sees_is_refused_at_set_up_unless_it_is_decla
 def test_a_dead_token_that_a_sparse_type_shows_is_refused_at_set_up() -> None:
     with pytest.raises(SpecError, match=r"mask_function\(\d+, \d+\)"):
         check_spec_at_set_up(SparseSeesTheDead(block_size=4, num_kv_heads=1, head_size=8), 64, 8)
+
+
+def attending(num_heads: int, head_size: int, num_kv_heads: int) -> LayerSpec:
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=num_kv_heads, head_size=8)
+    return LayerSpec(name="m.0", spec=spec, query=QuerySpec(num_heads=num_heads, head_size=head_size, scale=1.0))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (6, 2), (6, 3), (6, 6)])
+def test_query_heads_share_kv_heads_evenly(num_heads: int, num_kv_heads: int) -> None:
+    assert attending(num_heads, 8, num_kv_heads).query is not None
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_size", "num_kv_heads", "says"),
+    [
+        (3, 8, 2, "layer 'm.0': 3 query heads do not share 2 KV heads evenly"),
+        (2, 8, 4, "layer 'm.0': 2 query heads do not share 4 KV heads evenly"),
+        (4, 16, 2, "layer 'm.0': a query has 16 elements, and a key 8"),
+    ],
+)
+def test_queries_that_cannot_attend_are_refused(num_heads: int, head_size: int, num_kv_heads: int, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        attending(num_heads, head_size, num_kv_heads)
+
+
+class Careless(FullAttentionSpec):
+    def check_query(self, query: QuerySpec) -> None:
+        raise KeyError("head")
+
+
+def test_a_type_whose_check_of_queries_fails_is_named() -> None:
+    spec = Careless(block_size=4, num_kv_heads=1, head_size=8)
+    with pytest.raises(PluginError, match=r"spec 'full_attention': check_query\(\) failed: KeyError: 'head'"):
+        LayerSpec(name="m.0", spec=spec, query=QuerySpec(num_heads=1, head_size=8, scale=1.0))

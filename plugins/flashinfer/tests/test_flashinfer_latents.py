@@ -15,7 +15,7 @@ import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
 
-from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, BackendError, Extension, LayerSpec
+from kvframe.contract import RANGE_ENDS, AttentionBackend, Axis, Extension, LayerSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
@@ -217,8 +217,3 @@ def test_queries_in_ranges_of_prompts_are_planned_apart(backend_class: type[Atte
     assert ([0, 1, 4], [2, 3]) == (causal.rows.tolist(), both_ways.rows.tolist())
     assert (True, False) == (causal.wrapper.causal, both_ways.wrapper.causal)
     assert ([41, 4, 7], [6]) == (causal.wrapper.seq_lens.tolist(), both_ways.wrapper.seq_lens.tolist())
-
-
-def test_queries_that_are_all_rotated_are_refused(backend_class: type[AttentionBackend]) -> None:
-    with pytest.raises(BackendError, match="queries of 64 elements, which leave nothing beside the rotated part of 64"):
-        make_backend(backend_class, head_size=64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -258,12 +257,6 @@ def test_an_up_projection_that_does_not_fit_is_refused(parameters: dict[str, tor
     step = hosted.begin_step(make_metadata([Request(0, 3)], 4))
     with pytest.raises(BackendError, match="'layer' needs learned tensors, and none were bound"):
         hosted.attend(step, "layer", torch.ones(3, 4, 12), {"latent": torch.ones(2, 4, 20)})
-
-
-def test_queries_that_are_all_rotated_are_refused() -> None:
-    wrong = attrs.evolve(layer(), query=QuerySpec(num_heads=4, head_size=4, scale=1.0))
-    with pytest.raises(BackendError, match="queries of 4 elements, which leave nothing beside the rotated part of 4"):
-        MLABackend([wrong], torch.device("cpu"))
 
 
 def test_a_cache_in_fewer_bits_is_read_in_the_dtype_of_the_queries() -> None:

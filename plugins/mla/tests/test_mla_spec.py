@@ -93,3 +93,9 @@ def test_the_layer_file_of_the_readme_takes_the_bytes_that_it_says(tmp_path: Pat
 def test_the_code_of_the_readme_runs() -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
+
+
+def test_queries_that_are_all_rotated_are_refused() -> None:
+    spec = MLASpec(block_size=4, latent_size=16, rope_size=4, head_size_v=8)
+    with pytest.raises(SpecError, match="layer 'm': a query has 4 elements, and must have more than the rotated part"):
+        LayerSpec(name="m", spec=spec, query=QuerySpec(num_heads=4, head_size=4, scale=1.0))

@@ -41,7 +41,9 @@ MASKS: tuple[Mapping[str, Any], ...] = (
 
 def layer_of(relative_bias: RelativeBias | None = None, **options: Any) -> LayerSpec:
     spec = GridSpec(**{"block_size": 4, "num_kv_heads": 1, "head_size": 4, **options})
-    query = QuerySpec(num_heads=2, head_size=4, scale=0.3, relative_bias=relative_bias)
+    query = QuerySpec(
+        num_heads=max(2, spec.num_kv_heads), head_size=spec.head_size, scale=0.3, relative_bias=relative_bias
+    )
     return LayerSpec(name="layer", spec=spec, query=query)
 
 

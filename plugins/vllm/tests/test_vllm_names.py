@@ -109,7 +109,7 @@ def test_a_method_or_an_argument_that_a_class_of_vllm_asks_for_is_reported(monke
     assert ["Asking.count()", "Base.build(fast)"] == kvframe_vllm.names.unmet_demands()
 
 
-@pytest.mark.parametrize("version", ["0.29.0", "0.31.2rc1", f"{kvframe_vllm.names.TESTED[-1]}.9"])
+@pytest.mark.parametrize("version", ["0.29.0", "0.31.2rc1", "0.30rc2", f"{kvframe_vllm.names.TESTED[-1]}.9"])
 def test_a_tested_version_is_taken_without_a_word(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,14 +118,15 @@ def test_a_tested_version_is_taken_without_a_word(
     assert [] == caplog.messages
 
 
+@pytest.mark.parametrize("version", ["0.99.1", "0.34rc1", "1.0.0", "dev"])
 def test_a_newer_version_with_every_name_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    use_of(monkeypatch, "0.99.1")
+    use_of(monkeypatch, version)
     kvframe_vllm.names.check_vllm()
     (message,) = caplog.messages
     assert message == (
-        "vLLM 0.99.1 is newer than the versions that kvframe-vllm is tested with (0.29 to 0.33): it has every name "
+        f"vLLM {version} is newer than the versions that kvframe-vllm is tested with (0.29 to 0.33): it has every name "
         "that is used, and its first batches are checked"
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvframe.contract import RANGE_ENDS, AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec, Slots
+from kvframe.contract import RANGE_ENDS, AttentionBackend, Capabilities, KVCache, LayerSpec, Slots
 from kvframe_flashinfer.backend import FlashInferBackend, FlashInferOptions
 from kvframe_flashinfer.latents_builder import LatentMetadata, LatentMetadataBuilder, LatentProblem
 
@@ -55,11 +55,6 @@ class FlashInferMLABackend(AttentionBackend):
         assert query is not None
         self._head_size_v: int = spec.head_size_v
         self._nope_size = query.head_size - spec.rope_size
-        if self._nope_size < 1:
-            raise BackendError(
-                f"layer {layers[0].name!r} has queries of {query.head_size} elements, which leave nothing beside the "
-                f"rotated part of {spec.rope_size}"
-            )
         self._problem = LatentProblem(
             num_heads=query.num_heads,
             latent_size=spec.latent_size,

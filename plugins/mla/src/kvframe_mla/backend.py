@@ -13,7 +13,6 @@ from kvframe.contract import (
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
-    BackendError,
     Capabilities,
     GraphCapture,
     KVCache,
@@ -52,7 +51,7 @@ class MLABackend(AttentionBackend):
     conformance_form = "kvframe_mla.testing:Latents"
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
-        """Keep the group's layers; raise ``BackendError`` if their sizes are inconsistent."""
+        """Keep the group's layers."""
         super().__init__(layers, device)
         spec: Any = layers[0].spec
         assert layers[0].query is not None
@@ -61,11 +60,6 @@ class MLABackend(AttentionBackend):
         self._rope_size: int = spec.rope_size
         self._head_size_v: int = spec.head_size_v
         self._nope_size = layers[0].query.head_size - spec.rope_size
-        if self._nope_size < 1:
-            raise BackendError(
-                f"layer {layers[0].name!r} has queries of {layers[0].query.head_size} elements, which leave nothing "
-                f"beside the rotated part of {spec.rope_size}"
-            )
 
     def make_builder(self) -> MLAMetadataBuilder:
         """Return the builder of the step's dense batches."""

@@ -12,6 +12,7 @@ from kvframe.contract import (
     AttentionMask,
     KVCacheSpec,
     QuerySpec,
+    SpecError,
     StateTensor,
     TokenRange,
     UnknownNameError,
@@ -60,6 +61,14 @@ class MLASpec(KVCacheSpec):
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Return ``latent: [block_size, latent_size + rope_size]``: each token's latent, then its rotated part."""
         return {"latent": StateTensor((self.block_size, self.latent_size + self.rope_size), self.dtype)}
+
+    def check_query(self, query: QuerySpec) -> None:
+        """Refuse queries without a part beside the rotated one: the up-projection makes keys for it."""
+        if query.head_size <= self.rope_size:
+            raise SpecError(
+                f"a query has {query.head_size} elements, and must have more than the rotated part of a key, "
+                f"{self.rope_size}"
+            )
 
     def parameters(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
         """Add the up-projection ``kv_up`` to the learned tensors."""

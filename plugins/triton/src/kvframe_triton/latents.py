@@ -18,7 +18,6 @@ from kvframe.contract import (
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
-    BackendError,
     Capabilities,
     GraphCapture,
     KVCache,
@@ -80,11 +79,6 @@ class TritonMLABackend(AttentionBackend):
             num_cores=num_cores(device),
         )
         self._forms = Forms(latents=attention, nope_size=self._nope_size, head_size_v=self._head_size_v)
-        if self._nope_size < 1:
-            raise BackendError(
-                f"layer {layers[0].name!r} has queries of {query.head_size} elements, which leave nothing beside the "
-                f"rotated part of {sizes.rope_size}"
-            )
 
     def make_builder(self) -> LatentMetadataBuilder:
         """Return the builder of the step's work items."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import pkgutil
+import re
+import sys
 from collections.abc import Iterator
 from inspect import Parameter, signature
 from typing import Any
@@ -141,8 +143,10 @@ TESTED_RANGE = f"{TESTED[0]} to {TESTED[-1]}"
 
 
 def _minor_of(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None:  # a build of vLLM from a source tree without tags is "dev"
+        return sys.maxsize, 0
+    return int(numbers[1]), int(numbers[2])
 
 
 def _exists(name: str) -> bool:
