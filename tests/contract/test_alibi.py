@@ -11,10 +11,11 @@ import torch
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import SpecError
 from kvframe.contract.specs import ENCODER, LayerSpec, QuerySpec, RelativeBias
+from kvframe.engine.dense_check import _DenseLayer
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
-from kvframe.testing.reference import alibi_bias
+from kvframe.testing.reference import alibi_bias, dense_attention
 from kvframe.testing.state import GridSpec
 
 
@@ -51,6 +52,17 @@ def test_there_is_no_distance_to_another_sequence() -> None:
     spec = CrossSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="float32", causal=False)
     with pytest.raises(SpecError, match="layer 'a' has ALiBi slopes and attends to the encoder sequence"):
         LayerSpec(name="a", spec=spec, query=query(alibi_slopes=(0.5, 0.25)))
+
+
+def test_the_dense_run_of_a_self_check_subtracts_slopes() -> None:
+    spec = GridSpec(block_size=4, num_kv_heads=2, head_size=8)
+    layer = LayerSpec(name="a", spec=spec, query=query(alibi_slopes=(0.5, 2.0)))
+    assert layer.query is not None
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 6, 2, 8, generator=generator, dtype=torch.float64).unbind()
+    bias = alibi_bias((0.5, 2.0), 0, 6)
+    expected = dense_attention(layer.query, q, k, v, torch.ones(6, 6, dtype=torch.bool).tril(), bias=bias)
+    torch.testing.assert_close(expected, _DenseLayer(layer, {}, "a")(q, k, v))
 
 
 def test_a_layer_file_gives_slopes_as_a_list(tmp_path: Path) -> None:
