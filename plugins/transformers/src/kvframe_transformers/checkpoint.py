@@ -280,7 +280,7 @@ def max_encoder_len(config: Any) -> int | None:
 
 def _positions(config: Any, *names: str) -> int | None:
     """Return the number of positions of one side of a model, by the config's names for that side or for both."""
-    for each in (*names, "max_position_embeddings", "n_positions"):
+    for each in (*names, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         length = getattr(config, each, None)
         if isinstance(length, int) and length > 0:
             return length
