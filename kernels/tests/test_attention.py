@@ -129,7 +129,11 @@ def check(
     query = 1.5 * torch.randn(sum(step.query_lens) + padding, served.num_heads, served.head_size, generator=generator)
     query = query.to(dtype)
     sinks = torch.randn(served.num_heads, generator=generator) if has_sinks else None
-    bias = torch.randn(served.num_heads, 2 * served.max_distance + 1, generator=generator)
+    bias: torch.Tensor | None = None
+    if served.has_slopes:
+        bias = torch.rand(served.num_heads, generator=generator)
+    elif served.max_distance:
+        bias = torch.randn(served.num_heads, 2 * served.max_distance + 1, generator=generator)
 
     ends = step.range_ends
     work = served.plan(step.batch(causal=served.causal, padding=padding, static=static), dtype)
@@ -144,7 +148,7 @@ def check(
         causal=served.causal,
         has_starts=step.seq_starts is not None,
         sinks=None if sinks is None else sinks.to(DEVICE),
-        bias=(bias * LOG2_E).to(DEVICE) if served.max_distance else None,
+        bias=None if bias is None else (bias * LOG2_E).to(DEVICE),
         prompt_lens=None if step.prompt_lens is None else torch.tensor(step.prompt_lens, device=DEVICE).int(),
         range_ends=None if ends is None else torch.nn.functional.pad(ends, (0, padding)).to(DEVICE),
     ):
@@ -171,7 +175,13 @@ def check(
             read_tokens(cache, served.format, name, places).double() * scale
             for name, scale in zip(("k", "v"), scales, strict=True)
         )
-        distance = (torch.arange(length)[None] - positions[:, None]).clamp(-served.max_distance, served.max_distance)
+        distance = torch.arange(length)[None] - positions[:, None]
+        added = None
+        if bias is not None and served.has_slopes:
+            added = -bias[:, None, None].double() * distance.abs()
+        elif bias is not None:
+            far = served.max_distance
+            added = bias[:, distance.clamp(-far, far) + far].double()
         expected.append(
             attention(
                 query[first : first + num_queries],
@@ -181,7 +191,7 @@ def check(
                 scale=served.scale,
                 soft_cap=served.soft_cap,
                 sinks=sinks,
-                bias=bias[:, distance + served.max_distance].double() if served.max_distance else None,
+                bias=added,
             )
         )
         first += num_queries
@@ -223,6 +233,10 @@ MASKS: dict[str, dict[str, Any]] = {
     "negative scale": {"scale": -0.3},
     "bias": {"max_distance": 6},
     "bias and soft cap": {"max_distance": 6, "soft_cap": 2.0},
+    "slopes": {"has_slopes": True},
+    "slopes and sink tokens": {"has_slopes": True, "window": 9, "num_sink_tokens": 18},
+    "slopes, both ways": {"has_slopes": True, "causal": False},
+    "slopes and soft cap": {"has_slopes": True, "soft_cap": 2.0},
     "value size": {"head_size_v": 40},
     "three heads in a group": {"num_heads": 6},
     "blocks of 3": {"block_size": 3},

@@ -121,6 +121,7 @@ class TorchReferenceBackend(AttentionBackend):
         soft_cap=True,
         sinks=True,
         relative_bias=True,
+        alibi=True,
         separate_value_size=True,
         takes_copies=True,
         returns_lse=True,
@@ -170,7 +171,10 @@ class TorchReferenceBackend(AttentionBackend):
             assert values_cpu is not None
             range_ends = values_cpu.tolist()
         assert layer.query is not None
-        bias = None if layer.query.relative_bias is None else self.bias_tables[layer.name]
+        table = None if layer.query.relative_bias is None else self.bias_tables[layer.name]
+        slopes = None
+        if layer.query.alibi_slopes is not None:
+            slopes = torch.tensor(layer.query.alibi_slopes, dtype=compute_dtype, device=query.device)
         for request in range(metadata.num_reqs):
             seq_len = int(metadata.seq_lens_cpu[request])
             num_new = starts[request + 1] - starts[request]
@@ -183,12 +187,17 @@ class TorchReferenceBackend(AttentionBackend):
                 blocks = metadata.block_table[request, positions // metadata.block_size].long()
                 offsets = positions % metadata.block_size
                 row = starts[request] + i
+                bias = None
+                if table is not None:
+                    bias = table[:, bias_columns(positions - position, table.shape[1] // 2)]
+                elif slopes is not None:
+                    bias = -slopes[:, None] * (positions - position).abs()
                 output[row], lse[row] = attend(
                     query[row].to(compute_dtype),
                     kv_cache["k"][blocks, offsets].to(compute_dtype),
                     kv_cache["v"][blocks, offsets].to(compute_dtype),
                     layer,
                     sinks,
-                    None if bias is None else bias[:, bias_columns(positions - position, bias.shape[1] // 2)],
+                    bias,
                 )
         return output, lse

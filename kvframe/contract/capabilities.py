@@ -51,6 +51,7 @@ class Capabilities:
         soft_cap: Whether it supports a soft cap on the scores.
         sinks: Whether it supports learned sink logits.
         relative_bias: Whether it supports a learned bias by distance.
+        alibi: Whether it supports ``QuerySpec.alibi_slopes``.
         head_sizes: The head sizes that it supports; None for all.
         separate_value_size: Whether value vectors may differ in size from key vectors.
         returns_lse: Whether it has ``forward_with_lse``, whose results ``merge_attention`` merges.
@@ -80,6 +81,7 @@ class Capabilities:
     soft_cap: bool = attrs.field(default=False, validator=declared_words.flag)
     sinks: bool = attrs.field(default=False, validator=declared_words.flag)
     relative_bias: bool = attrs.field(default=False, validator=declared_words.flag)
+    alibi: bool = attrs.field(default=False, validator=declared_words.flag)
     head_sizes: frozenset[int] | None = attrs.field(
         default=None, converter=declared_words.as_set, validator=declared_words.optional_sizes
     )
@@ -177,6 +179,8 @@ class Capabilities:
             refuse("mask_window", "reads tokens before a window, and no token is kept before a window of one token")
         if query.relative_bias is not None and not self.relative_bias:
             refuse("relative_bias", "adds no learned bias to the scores")
+        if query.alibi_slopes is not None and not self.alibi:
+            refuse("alibi", "subtracts no ALiBi slopes from the scores")
         if self.head_sizes is not None and query.head_size not in self.head_sizes:
             refuse("head_size", f"takes head sizes {listed(self.head_sizes)}, not {query.head_size}")
         value_sizes = {tensor.shape[-1] for name, tensor in state.items() if name == "v"}

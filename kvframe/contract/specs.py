@@ -436,6 +436,14 @@ class RelativeBias:
             )
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _as_slopes(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _as_relative_bias(value: RelativeBias | Mapping[str, Any] | None) -> RelativeBias | None:
     return RelativeBias(**value) if isinstance(value, Mapping) else value
 
@@ -451,6 +459,9 @@ class QuerySpec:
         soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
         has_sinks: Whether each head adds a learned logit to the softmax's denominator (``sinks: [num_heads]``).
         relative_bias: What is added to the scores, after scale and soft cap, by distance; None for nothing.
+        alibi_slopes: ALiBi (arXiv 2108.12409): ``alibi_slopes[h] * distance`` is subtracted from the scores of head
+            ``h``, after scale and soft cap; the distance of a key from its query is a number of tokens, at least 0, in
+            both directions. A slope per head; None for nothing. Not beside a relative bias.
         first_token: The first token of a request for which the layer is computed, and whose key its queries see. If it
             is not 0, every step of the layer has the extension ``SEQ_STARTS``, so backends and wrappers must take it.
     """
@@ -461,6 +472,7 @@ class QuerySpec:
     soft_cap: float | None = None
     has_sinks: bool = False
     relative_bias: RelativeBias | None = attrs.field(default=None, converter=_as_relative_bias)
+    alibi_slopes: tuple[float, ...] | None = attrs.field(default=None, converter=_as_slopes)
     first_token: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -470,13 +482,22 @@ class QuerySpec:
                 f"QuerySpec.first_token must be a whole number of at least 0, not {shown(self.first_token)}"
             )
         for name, value in (("scale", self.scale), ("soft_cap", self.soft_cap)):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number and not (name == "soft_cap" and value is None):
+            if not _is_finite(value) and not (name == "soft_cap" and value is None):
                 raise SpecError(f"QuerySpec.{name} must be a finite number, not {shown(value)}")
         if not isinstance(self.has_sinks, bool):
             raise SpecError(f"QuerySpec.has_sinks must be true or false, not {shown(self.has_sinks)}")
         if not isinstance(self.relative_bias, RelativeBias | None):
             raise SpecError(f"QuerySpec.relative_bias must be a table, not {shown(self.relative_bias)}")
+        slopes = self.alibi_slopes
+        if slopes is None:
+            return
+        if not isinstance(slopes, tuple) or len(slopes) != self.num_heads or not all(map(_is_finite, slopes)):
+            raise SpecError(
+                f"QuerySpec.alibi_slopes must be a finite number for each of {self.num_heads} heads, not "
+                f"{shown(slopes)}"
+            )
+        if self.relative_bias is not None:
+            raise SpecError("QuerySpec has a relative_bias and alibi_slopes; a layer adds only one of them to scores")
 
 
 @attrs.frozen(kw_only=True)
@@ -502,10 +523,14 @@ class LayerSpec:
             call(f"spec {self.spec.kind!r}: check_query()", self.spec.check_query, self.query, passes=(SpecError,))
         except SpecError as error:
             raise SpecError(f"layer {self.name!r}: {error}") from error
-        if self.query.relative_bias is None:
+        if self.spec.sequence == TOKENS:
             return
-        if self.spec.sequence != TOKENS:
-            raise SpecError(
-                f"layer {self.name!r} has a relative bias and attends to the {self.spec.sequence} sequence, to whose "
-                "tokens a query has no distance"
-            )
+        for added, is_added in (
+            ("a relative bias", self.query.relative_bias is not None),
+            ("ALiBi slopes", self.query.alibi_slopes is not None),
+        ):
+            if is_added:
+                raise SpecError(
+                    f"layer {self.name!r} has {added} and attends to the {self.spec.sequence} sequence, to whose "
+                    "tokens a query has no distance"
+                )

@@ -144,6 +144,10 @@ class _DenseLayer:
         scores = torch.einsum("qhd,thd->hqt", query.double(), keys) * layer.query.scale
         if layer.query.soft_cap is not None:
             scores = layer.query.soft_cap * torch.tanh(scores / layer.query.soft_cap)
+        if layer.query.alibi_slopes is not None:
+            positions = torch.arange(len(query), device=scores.device)
+            distances = (positions[:, None] - positions).abs()
+            scores = scores - scores.new_tensor(layer.query.alibi_slopes)[:, None, None] * distances
         visible = _visible(layer.spec.for_prompt(_prompt_len(len(query))), len(query)).to(scores.device)
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:

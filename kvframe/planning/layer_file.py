@@ -29,9 +29,10 @@ An entry of ``layers`` has these keys, and the options of its cache spec:
 * ``kind``: the registered name of the cache spec;
 * ``shares_with``: the layer whose cache it reads: a name, or a negative number (``-1`` is the layer before);
 * ``query``: the query side, which the choice of a backend needs and planning does not: ``num_heads``, ``head_size``,
-  ``scale``, ``soft_cap``, ``has_sinks``, and ``relative_bias``, a table of ``num_buckets``, ``max_distance`` and
-  ``bidirectional``. Missing keys follow from the cache side: as many heads as KV heads, and ``scale`` is
-  ``head_size ** -0.5``. A layer without ``query`` and without KV heads does not attend: it keeps a state.
+  ``scale``, ``soft_cap``, ``has_sinks``, ``alibi_slopes``, a list of a number per head, and ``relative_bias``, a table
+  of ``num_buckets``, ``max_distance`` and ``bidirectional``. Missing keys follow from the cache side: as many heads as
+  KV heads, and ``scale`` is ``head_size ** -0.5``. A layer without ``query`` and without KV heads does not attend: it
+  keeps a state.
 
 This module does not import torch.
 """
@@ -52,7 +53,7 @@ from kvframe.loading.checks import MAX_WHOLE
 _MAX_LAYERS = 10_000
 _FILE_KEYS = ("name", "max_model_len", "dtype", "max_encoder_len", "repeat", "layers")
 _ENTRY_KEYS = ("name", "names", "count", "kind", "shares_with", "query")
-_QUERY_KEYS = ("num_heads", "head_size", "scale", "soft_cap", "has_sinks", "relative_bias")
+_QUERY_KEYS = ("num_heads", "head_size", "scale", "soft_cap", "has_sinks", "relative_bias", "alibi_slopes")
 
 
 def is_layer_file(path: Path) -> bool:

@@ -23,7 +23,7 @@ from kvframe.testing.laws import ConformanceError
 from kvframe.testing.runs import TRAITS, Run, make_runs, sample_runs
 from kvframe.testing.sample import TOGETHER, sample
 from kvframe.testing.serving import check_run
-from kvframe.testing.state import BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm, form_of
+from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm, form_of
 
 LARGE = 1e4
 """What fills memory without live state in some cases, instead of NaN: it finds a backend that hides NaN."""
@@ -41,6 +41,7 @@ _FEATURES: Mapping[str, Mapping[str, Any]] = {
     "soft cap": {"soft_cap": SOFT_CAP},
     "learned sinks": {"has_sinks": True},
     "relative bias": {"relative_bias": BIAS_SIZES},
+    "ALiBi": {"alibi_slopes": ALIBI_SLOPES},
 }
 """Features of layers by name, each with a layer that needs it, as options of the grid's layers."""
 
@@ -168,6 +169,7 @@ def _of_layer(case: Case, with_lse: bool) -> Iterator[str]:
         "soft cap": query.soft_cap is not None,
         "learned sinks": query.has_sinks,
         "relative bias": query.relative_bias is not None,
+        "ALiBi": query.alibi_slopes is not None,
         _VALUE_SIZES: case.form is KEYS_AND_VALUES and case.form.head_size_v(spec) != query.head_size,
         _LSE: with_lse,
     }

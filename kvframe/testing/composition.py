@@ -30,7 +30,7 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import chain_refusals, make_layer, share_cache
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.state import BIAS_SIZES, SOFT_CAP, StateForm, form_of
+from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, SOFT_CAP, StateForm, form_of
 
 EQUAL = "equal"
 WRONG = "WRONG"
@@ -68,6 +68,7 @@ LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
         "has_sinks": True,
     },
     "relative bias": lambda block_size: {"relative_bias": BIAS_SIZES},
+    "ALiBi": lambda block_size: {"alibi_slopes": ALIBI_SLOPES},
 }
 """Every kind of layer by name, as options of the grid's layers by block size."""
 

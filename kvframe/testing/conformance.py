@@ -20,7 +20,7 @@ from kvframe.testing.error_bound import attention_error_bound, lse_error_bound
 from kvframe.testing.hosts import KVFRAME, Host
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.reference import dense_attention, dense_lse, relative_bias, visible_tokens
+from kvframe.testing.reference import alibi_bias, dense_attention, dense_lse, relative_bias, visible_tokens
 from kvframe.testing.step import WITHOUT_SINKS, run_step
 
 _SCORES_AT_A_TIME = 1 << 19
@@ -204,6 +204,8 @@ def dense_arguments(
         if case.query.relative_bias is not None:
             table = learned.parameters[RELATIVE_BIAS]
             bias = relative_bias(case.query.relative_bias, table, request.num_computed, request.seq_len)
+        elif case.query.alibi_slopes is not None:
+            bias = alibi_bias(case.query.alibi_slopes, request.num_computed, request.seq_len)
         stored = tensors.read_key.double(), tensors.read_value.double()
         key, value = case.form.expand(case.layer, *stored, learned.parameters)
         if case.spec.kv_format != PLAIN:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import attrs
@@ -35,7 +35,7 @@ from kvframe.testing.batches import (
 from kvframe.testing.case import Case, Request
 from kvframe.testing.formats import applicable, installed_formats
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.state import BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm
+from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm
 
 SCALE = 0.4
 """A scale that is not the inverse root of any head size, to find a backend that assumes that one."""
@@ -105,7 +105,7 @@ def make_cases(
                 batches |= RANGES
             cases = [*_cases(name, layer, batches)]
             found += cases
-            if _has_bidirectional_mask(layer) and not _has_relative_bias(layer):
+            if _has_bidirectional_mask(layer) and not _uses_distances(layer):
                 found += _cases(name, layer, cross)
             if name.startswith("full-block") and capabilities.not_causal is None:
                 causal = [case for case in cases if not any(request.ranges for request in case.requests)]
@@ -166,6 +166,8 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
             "soft_cap": SOFT_CAP,
             "has_sinks": True,
         },
+        "alibi": {"alibi_slopes": ALIBI_SLOPES},
+        "alibi-soft_cap-learned_sinks": {"alibi_slopes": ALIBI_SLOPES, "soft_cap": SOFT_CAP, "has_sinks": True},
         **form.features(head_size),
     }
     for block_size in sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)}):
@@ -182,6 +184,7 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
         scored = layer_with(dtype=dtype, soft_cap=SOFT_CAP, has_sinks=True)
         yield f"full-{dtype}-soft_cap-learned_sinks", scored
         yield f"full-{dtype}-relative_bias", layer_with(dtype=dtype, relative_bias=BIAS_SIZES)
+        yield f"full-{dtype}-alibi", layer_with(dtype=dtype, alibi_slopes=ALIBI_SLOPES)
 
 
 def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **options: Any) -> LayerSpec:
@@ -190,7 +193,8 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
     Args:
         capabilities: A backend's capabilities.
         form: The form of the state that it stores.
-        options: Fields of the form's spec and of ``QuerySpec`` that differ from the usual values.
+        options: Fields of the form's spec and of ``QuerySpec`` that differ from the usual values. ALiBi's slopes repeat
+            until each head has one.
     """
     head_size = options.pop("head_size", usual_head_size(capabilities, form))
     stored: dict[str, Any] = {
@@ -203,6 +207,8 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
     of_query = {field.name for field in attrs.fields(QuerySpec)}
     for name, value in options.items():
         (query if name in of_query else stored)[name] = value
+    if query.get("alibi_slopes") is not None:
+        query["alibi_slopes"] = tuple(islice(cycle(query["alibi_slopes"]), query["num_heads"]))
     unknown = sorted(set(stored) - {field.name for field in attrs.fields(form.spec_class)})
     if unknown:
         raise ConformanceError(
@@ -244,8 +250,10 @@ def _has_bidirectional_mask(layer: LayerSpec) -> bool:
     return mask is not None and not mask.causal
 
 
-def _has_relative_bias(layer: LayerSpec) -> bool:
-    return layer.query is not None and layer.query.relative_bias is not None
+def _uses_distances(layer: LayerSpec) -> bool:
+    """Return whether a layer adds a bias by distance; to keys of another sequence there is none."""
+    query = layer.query
+    return query is not None and (query.relative_bias is not None or query.alibi_slopes is not None)
 
 
 def usual_dtypes(capabilities: Capabilities) -> list[str]:

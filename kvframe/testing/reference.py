@@ -6,6 +6,7 @@ It is computed in the dtype of its inputs. A backend is measured against it in f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -48,6 +49,23 @@ def relative_bias(bias: RelativeBias, table: torch.Tensor, num_computed: int, se
     positions = range(num_computed, seq_len)
     buckets = [[_bucket(bias, key - position) for key in range(seq_len)] for position in positions]
     return table[torch.tensor(buckets)].permute(2, 0, 1)
+
+
+def alibi_bias(slopes: Sequence[float], num_computed: int, seq_len: int) -> torch.Tensor:
+    """Return the bias of ALiBi, which is added to the scores (Press et al., arXiv 2108.12409).
+
+    Args:
+        slopes: A slope per head.
+        num_computed: The first query's position.
+        seq_len: Tokens of the request after the step.
+
+    Returns:
+        ``[num_heads, seq_len - num_computed, seq_len], float64``.
+    """
+    positions = range(num_computed, seq_len)
+    distances = [[abs(key - position) for key in range(seq_len)] for position in positions]
+    bias = [[[-slope * distance for distance in row] for row in distances] for slope in slopes]
+    return torch.tensor(bias, dtype=torch.float64).view(len(slopes), len(positions), seq_len)
 
 
 def _bucket(bias: RelativeBias, distance: int) -> int:

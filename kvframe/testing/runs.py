@@ -18,7 +18,7 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.grid import SCALE, formats_of, in_format, make_layer, usual_dtypes
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.sample import cover, num_iterations
-from kvframe.testing.state import BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm
+from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm
 
 NUM_LAYERS = 2
 NUM_REQUESTS = 17
@@ -169,6 +169,7 @@ def _make_features(capabilities: Capabilities) -> dict[str, Mapping[str, Any]]:
         "function-stride=6": {"stride": 6, "has_function": True},
         "window=6-dilation=4": {"window": 6, "dilation": 4},
         "relative_bias": {"relative_bias": BIAS_SIZES},
+        "alibi": {"alibi_slopes": ALIBI_SLOPES},
     }
     return {name: options for name, options in features.items() if options or name == "full"}
 

@@ -36,7 +36,7 @@ from kvframe.testing.grid import formats_of, in_format, make_layer, make_masks, 
 from kvframe.testing.inputs import Learned
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.output import attend_with_lse, check_output
-from kvframe.testing.state import BIAS_SIZES, SOFT_CAP, StateForm, form_of
+from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, SOFT_CAP, StateForm, form_of
 
 META = torch.device("meta")
 
@@ -140,10 +140,11 @@ def _layers(backend_class: type[AttentionBackend], form: StateForm, kv_format: K
     capabilities = backend_class.capabilities
     device, block_size = min(capabilities.devices), align_up(16, capabilities.block_size_multiple)
     masks = make_masks(block_size)
-    features = {"soft_cap": SOFT_CAP}, {"has_sinks": True}, {"relative_bias": BIAS_SIZES}
+    scores: Sequence[Mapping[str, Any]] = ({"soft_cap": SOFT_CAP}, {"has_sinks": True})
+    biases: Sequence[Mapping[str, Any]] = ({"relative_bias": BIAS_SIZES}, {"alibi_slopes": ALIBI_SLOPES})
     of_form = form.features(usual_head_size(capabilities, form)).values()
     layers = []
-    for index, options in enumerate((*(masks[name] for name in MASKS), *features, *of_form)):
+    for index, options in enumerate((*(masks[name] for name in MASKS), *scores, *biases, *of_form)):
         layer = in_format(make_layer(capabilities, form, **{"block_size": block_size, **options}), kv_format)
         if layer is not None and not capabilities.refusals(layer, device):
             layers.append(attrs.evolve(layer, name=f"layers.{index}"))

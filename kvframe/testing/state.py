@@ -24,6 +24,9 @@ SOFT_CAP = 2.0
 BIAS_SIZES: Mapping[str, Any] = {"num_buckets": 8, "max_distance": 20}
 """A bias with exact distances, ranges of distances, and distances beyond them, all within the batches."""
 
+ALIBI_SLOPES = (0.6, 0.3, 0.15, 0.06)
+"""The slopes of the four heads of a case; all of them change most scores."""
+
 HEAD_SIZES = frozenset({64, 128, 256})
 NUM_HEADS = 32
 NUM_KV_HEADS = (8, 4, 1)

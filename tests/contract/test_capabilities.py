@@ -43,6 +43,7 @@ RIGHT: Mapping[str, Any] = {"devices": {"cpu"}, "dtypes": {"float32"}, "masks": 
         ("soft_cap", None, "None is neither True nor False"),
         ("sinks", "yes", "'yes' is neither"),
         ("relative_bias", 0, "0 is neither"),
+        ("alibi", 1, "1 is neither"),
         ("separate_value_size", [], r"\[\] is neither"),
         ("returns_lse", "log", "'log' is neither"),
         ("head_sizes", 64, "a set is needed, and 64 is given"),

@@ -108,6 +108,12 @@ def test_all_of_them_are_applied_in_the_order_of_transformers() -> None:
     assert [7, 8, 9, 11] == torch.isinf(got).nonzero().flatten().tolist()
 
 
+def test_a_sequence_that_is_all_that_is_known_is_not_repeated() -> None:
+    assert [3] == torch.isinf(processed(torch.zeros(VOCAB_SIZE), [3], [], no_repeat_ngram_size=1)).nonzero().tolist()[0]
+    got = processed(torch.zeros(VOCAB_SIZE), [3, 3], [], no_repeat_ngram_size=2)
+    assert [[3]] == torch.isinf(got).nonzero().tolist()
+
+
 def test_penalties_of_the_openai_interface_count_generated_tokens_only() -> None:
     got = processed(torch.zeros(VOCAB_SIZE), [1, 1, 1], [2, 2, 3], frequency_penalty=0.5, presence_penalty=0.25)
     assert [0.0, 0.0, -1.25, -0.75, 0.0] == got[:5].tolist()
@@ -131,8 +137,10 @@ def test_logits_of_16_bits_are_changed_in_float32(dtype: torch.dtype) -> None:
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(TOKENS, max_size=4), st.integers(0, 99), st.booleans())
-def test_each_draft_is_followed_by_what_follows_it_as_an_output(drafts: list[int], seed: int, is_drawn: bool) -> None:
+@given(st.integers(0, 4), st.booleans(), st.integers(0, 99), st.booleans())
+def test_each_draft_is_followed_by_what_follows_it_as_an_output(
+    num_drafts: int, last_is_wrong: bool, seed: int, is_drawn: bool
+) -> None:
     params: dict[str, Any] = {
         "repetition_penalty": 3.0,
         "frequency_penalty": 1.0,
@@ -143,21 +151,27 @@ def test_each_draft_is_followed_by_what_follows_it_as_an_output(drafts: list[int
     }
     if is_drawn:
         params |= {"temperature": 1.0, "top_p": 0.9}
-    logits = torch.randn(1 + len(drafts), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
-    others = request([2], [], logit_bias={3: 50.0})
-    rows = torch.cat([torch.zeros(1, VOCAB_SIZE), logits])
-    together = [others, request([1, 2], [], **params)]
-    runs = accept_drafts(process_logits(rows, together, [[], drafts]), together, [[], drafts])
+    # Two tokens are likely in each row, so that penalties decide which of them comes.
+    logits = torch.randn(1 + num_drafts, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+    logits[:, seed % 5 : seed % 5 + 2] += 3
 
     one = request([1, 2], [], **params)
     expected: list[int] = []
-    for row, draft in zip(logits, [*drafts, -1], strict=True):
+    for row in logits:
         ((token,),) = accept_drafts(process_logits(row.unsqueeze(0), [one]), [one], [[]])
         one.token_ids.append(token)
         expected.append(token)
-        if token != draft:
-            break
-    assert [[3], expected] == runs
+    drafts = expected[:num_drafts]
+    if last_is_wrong and drafts:
+        drafts[-1] = (drafts[-1] + 1) % VOCAB_SIZE
+        expected.pop()
+
+    biased = {"logit_bias": {3: 50.0}}
+    requests = [request([2], [], **biased), request([1, 2], [], **params), request([2], [], **biased)]
+    rows = torch.cat([torch.zeros(3, VOCAB_SIZE), logits, torch.zeros(1, VOCAB_SIZE)])
+    all_drafts = [[3, 3], drafts, []]
+    runs = accept_drafts(process_logits(rows, requests, all_drafts), requests, all_drafts)
+    assert [[3, 3, 3], expected, [3]] == runs
 
 
 # --- the part of the vocabulary that is left --------------------------------------------------------------------------

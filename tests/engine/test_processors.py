@@ -112,6 +112,9 @@ def test_several_change_it_in_the_order_of_their_names(engine: Engine) -> None:
     other = {"instead": QUEEN, "another": {"of": "z", "comes": "y"}}
     outputs = engine.generate(["the"] * 2, [params(**other), params(**chain)])
     assert [" zuick", " yuick"] == [output.text for output in outputs]
+    # Whichever processor the first request of a step names.
+    outputs = engine.generate(["the"] * 2, [params(instead=QUEEN), params(**chain)])
+    assert [" zuick", " yuick"] == [output.text for output in outputs]
 
 
 def test_other_parameters_come_first(engine: Engine) -> None:

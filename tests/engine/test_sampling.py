@@ -163,3 +163,16 @@ def test_wrong_parameters_are_refused_by_name(params: dict[str, Any]) -> None:
 
 def test_one_stop_string_may_stand_alone() -> None:
     assert ("end",) == SamplingParams(stop="end").stop
+
+
+def test_the_most_typical_tokens_are_those_nearest_to_the_entropy() -> None:
+    # The entropy is 0.90; the information of the tokens is 0.47, 1.39 and 2.08.
+    row = [0.625, 0.25, 0.125]
+    assert [0] * 4 == [truncated(row, uniform, typical_p=0.625) for uniform in (0.0, 0.5, 0.9, LARGEST_UNIFORM)]
+    assert [0, 1] == [truncated(row, uniform, typical_p=0.626) for uniform in (0.5, LARGEST_UNIFORM)]
+
+
+def test_min_p_leaves_the_tokens_of_that_share_of_the_greatest() -> None:
+    row = [0.5, 0.25, 0.125, 0.125]
+    assert [0, 1, 1] == [truncated(row, uniform, min_p=0.5) for uniform in (0.5, 0.7, LARGEST_UNIFORM)]
+    assert [0, 0] == [truncated(row, uniform, min_p=1.0) for uniform in (0.0, LARGEST_UNIFORM)]

@@ -32,6 +32,8 @@ EXPERTS = [
 # A layer that runs several times, and the encoders of encoder-decoder models.
 ENCODERS = [("encoders", "albert"), ("encoders", "t5"), ("encoders", "umt5")]
 
+# The text part of a model, which no auto class knows.
+NAMED = [("decoders", "mllama")]
 # They compute attention themselves, outside of transformers' interface; MPNet's has a bias by distance.
 DIRECT = [
     ("encoders", "mpnet"),
@@ -41,7 +43,9 @@ DIRECT = [
     ("decoders", "gptj"),
     ("decoders", "megatron-bert"),
     ("decoders", "rembert"),
+    ("decoders", "bloom"),
     ("decoders", "falcon"),
+    ("decoders", "mpt"),
     ("decoders", "xglm"),
     ("decoders", "trocr"),
     ("encoder-decoders", "mvp"),
@@ -52,7 +56,7 @@ DIRECT = [
 @pytest.mark.parametrize(
     ("group", "family"),
     keep(
-        POSITIONS + STATES + ENCODED + EXPERTS + ENCODERS + DIRECT,
+        POSITIONS + STATES + ENCODED + EXPERTS + ENCODERS + NAMED + DIRECT,
         *(
             [
                 "bart",

@@ -348,6 +348,25 @@ class ShiftsTheBias(PlainBackend):
         return None if found is None else found.roll(1, dims=-1)
 
 
+@shown_by("the slopes of ALiBi are those of other heads", "full-alibi-prefill")
+class TakesSlopesOfOtherHeads(PlainBackend):
+    def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
+        found = super().bias(layer, first, seq_len)
+        assert layer.query is not None
+        return found if found is None or layer.query.alibi_slopes is None else found.roll(1, dims=0)
+
+
+@shown_by("the distances of ALiBi have a sign", "bidirectional-alibi-prefill")
+class SignsTheDistances(PlainBackend):
+    def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
+        found = super().bias(layer, first, seq_len)
+        assert layer.query is not None
+        if found is None or layer.query.alibi_slopes is None:
+            return found
+        later = torch.arange(seq_len) > torch.arange(first, seq_len)[:, None]
+        return torch.where(later, -found, found)
+
+
 @shown_by("values are taken to be as long as keys", "full-short_values-prefill")
 class ConfusesValueSize(PlainBackend):
     def read(self, layer: LayerSpec, kv_cache: Any, built: Any, request: int, tokens: Any) -> Any:

@@ -14,7 +14,7 @@ from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.specs import RELATIVE_BIAS, LayerSpec
-from kvframe.testing.reference import relative_bias
+from kvframe.testing.reference import alibi_bias, relative_bias
 
 
 @attrs.frozen(eq=False)
@@ -54,6 +54,7 @@ class PlainBackend(AttentionBackend):
         soft_cap=True,
         sinks=True,
         relative_bias=True,
+        alibi=True,
         separate_value_size=True,
     )
 
@@ -184,6 +185,8 @@ class PlainBackend(AttentionBackend):
     def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
         """Return the bias of the scores, ``[num_heads, num_queries, seq_len]``; None if there is none."""
         assert layer.query is not None
+        if layer.query.alibi_slopes is not None:
+            return alibi_bias(layer.query.alibi_slopes, first, seq_len).float()
         if layer.query.relative_bias is None:
             return None
         table = self.parameters[layer.name][RELATIVE_BIAS]

@@ -105,6 +105,7 @@ def test_a_spec_beyond_what_is_declared_is_refused_by_code(code: str, changes: d
         ("soft_cap", {"soft_cap": 1.0}),
         ("sinks", {"has_sinks": True}),
         ("relative_bias", {"relative_bias": RelativeBias(num_buckets=8, max_distance=20)}),
+        ("alibi", {"alibi_slopes": (0.5, 0.25)}),
     ],
 )
 def test_a_query_side_beyond_what_is_declared_is_refused_by_code(code: str, changes: dict[str, Any]) -> None:
@@ -280,6 +281,12 @@ class NoRelativeBias(Wrong):
         return attrs.evolve(layer, query=attrs.evolve(layer.query, relative_bias=None))
 
 
+class NoAlibi(Wrong):
+    def layer_used(self, layer: LayerSpec) -> LayerSpec:
+        assert layer.query is not None
+        return attrs.evolve(layer, query=attrs.evolve(layer.query, alibi_slopes=None))
+
+
 class SeesItself(TorchReferenceBackend):
     """Assumes that a query's own key is in the cache."""
 
@@ -352,6 +359,8 @@ class DropsAnOutput(Wrong):
         (NoSoftCap, "full-soft_cap-decode", "wrong"),
         (NoLearnedSinks, "full-learned_sinks-decode", "5 of 5 queries are wrong"),
         (NoRelativeBias, "full-relative_bias-mixed", "wrong"),
+        (NoAlibi, "full-alibi-mixed", "wrong"),
+        (NoAlibi, "bidirectional-alibi-prefill", "wrong"),
         (NoRelativeBias, "bidirectional-relative_bias_both_ways-prefill", "wrong"),
         (AlwaysCausal, "full-block=16-extend-not_causal", "wrong"),
         (SeesItself, "bidirectional-block=16-cross_mixed", r"wrong, .*NaN is state that is not live"),

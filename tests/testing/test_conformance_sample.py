@@ -23,6 +23,7 @@ CASES = make_cases(
         soft_cap=True,
         sinks=True,
         relative_bias=True,
+        alibi=True,
     )
 )
 SAMPLE = sample(CASES)

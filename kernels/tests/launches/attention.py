@@ -71,6 +71,7 @@ def launches() -> dict[str, Launch]:
     add("bidirectional", causal=False, shapes=slice(-1, None))
     add("soft_cap-sinks", soft_cap=30.0, has_sinks=True, shapes=ENDS)
     add("bias", max_distance=128, shapes=ENDS)
+    add("slopes", has_slopes=True, shapes=ENDS)
     add("multi_query", group=71, shapes=slice(2, None))
     for name, options in TOGETHER.items():
         (found[name],) = _launches(**options).values()
@@ -109,6 +110,9 @@ def _launches(
         names = ("k_scale", "v_scale", "k_min", "v_min") if kv_format.startswith("int4") else ("k_scale", "v_scale")
         of = torch.float16 if kv_format.startswith("int4") else torch.float32
         cache |= {name: tensor(NUM_PAGES, block_size, NUM_KV_HEADS, of=of) for name in names}
+    bias = tensor(num_heads, of=torch.float32) if attention.has_slopes else None
+    if attention.max_distance:
+        bias = tensor(num_heads, 2 * attention.max_distance + 1, of=torch.float32)
     found = {}
     tilings = attention.tilings_for(dtype)
     ends = tilings[:1] + tuple(each for each in tilings[1:] if not each.mask_all)
@@ -132,9 +136,7 @@ def _launches(
             tensor(NUM_TOKENS, num_heads, head_size),
             causal=attention.causal,
             sinks=tensor(num_heads) if has_sinks else None,
-            bias=tensor(num_heads, 2 * attention.max_distance + 1, of=torch.float32)
-            if attention.max_distance
-            else None,
+            bias=bias,
             prompt_lens=tensor(64, of=torch.int32) if attention.keeps_prompt else None,
             range_ends=tensor(NUM_TOKENS, of=torch.int32) if has_ranges else None,
         )

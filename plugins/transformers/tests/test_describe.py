@@ -259,8 +259,8 @@ def test_compressed_keys_are_not_an_encoders(tmp_path: Path) -> None:
 
 
 def test_attention_past_the_interface_is_refused(tmp_path: Path) -> None:
-    assert "(BloomForCausalLM) has no attention layer that goes through transformers' attention interface" in refusal(
-        write_config(tmp_path, "bloom")
+    assert "(FalconForCausalLM) has no attention layer that goes through transformers' attention interface" in refusal(
+        write_config(tmp_path, "falcon", alibi=True)
     )
 
 

@@ -32,6 +32,27 @@ def by_functions(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     return torch.matmul(softmax(scores.float(), dim=-1).to(value.dtype), value)
 
 
+def test_a_sum_with_products_is_a_scale_and_what_is_added() -> None:
+    slopes = torch.ones(2, 1, 5)
+    calls: list[DirectAttention] = []
+
+    def attend(of: DirectAttention, value: torch.Tensor) -> torch.Tensor:
+        calls.append(of)
+        return value + 1
+
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        scores = slopes.baddbmm(batch1=query, batch2=key.mT, beta=1.0, alpha=0.5)
+        return torch.bmm(softmax(scores.view(1, 2, 5, 5) + BIAS, dim=-1).view(2, 5, 5), value)
+
+    assert torch.equal(VALUE[0] + 1, replacing(forward, attend)(QUERY[0], KEY[0], VALUE[0]))
+    (of,) = calls
+    assert torch.equal(QUERY, of.query)
+    assert torch.equal(KEY, of.key)
+    assert 0.5 == of.scale
+    assert of.added[0] is slopes
+    assert of.added[1] is BIAS
+
+
 @pytest.mark.parametrize("forward", [by_operators, by_functions])
 def test_the_call_has_what_the_module_computed(forward: Callable[..., torch.Tensor]) -> None:
     calls: list[tuple[DirectAttention, torch.Tensor]] = []

@@ -61,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.707,
         },
     },
+    "Bloom": {"num_hidden_layers": 2, "hidden_size": 128, "num_key_value_heads": 4},  # ALiBi
     "Llama4Text": {
         "num_hidden_layers": 4,
         "attention_chunk_size": 64,

@@ -205,6 +205,9 @@ def test_what_a_layer_is_made_with_and_kvframe_does_not_serve_is_noted() -> None
     as_vllm = (4, 8, 0.5, 2, None, 48, "auto", 30.0, "decoder", "layers.0")
     plain = HostedImpl(*as_vllm, sinks=torch.zeros(4))
     assert ([], 30.0, 0.5, (4,)) == (plain.unknown, plain.logits_soft_cap, plain.scale, tuple(plain.sinks.shape))
-    assert ["alibi_slopes", "lookback"] == HostedImpl(4, 8, 0.5, 2, [1.0], lookback=3, chunk=None).unknown
-    latent = HostedLatentImpl(4, 8, 0.5, sliding_window=48, kv_lora_rank=3, v_head_dim=8, indexer=None)
-    assert ["sliding_window"] == latent.unknown
+    sloped = HostedImpl(2, 8, 0.5, 2, [1.0, 0.5], lookback=3, chunk=None)
+    assert (["lookback"], (1.0, 0.5)) == (sloped.unknown, sloped.alibi_slopes)
+    latent = HostedLatentImpl(
+        4, 8, 0.5, sliding_window=48, kv_lora_rank=3, v_head_dim=8, indexer=None, alibi_slopes=[1.0] * 4
+    )
+    assert ["alibi_slopes", "sliding_window"] == latent.unknown

@@ -43,6 +43,7 @@ def serve_both(
         ("Mistral", "HostedImpl"),
         ("Gemma3Text", "HostedImpl"),
         ("Gemma3nText", "HostedImpl"),
+        ("Bloom", "HostedImpl"),
         ("Llama4Text", "HostedImpl"),
         ("DeepseekV2", "HostedLatentImpl"),
     ],

@@ -24,7 +24,7 @@ from kvframe.contract import KVFrameError, shown
 from tests.models.census.shrink import VOCAB, tiny_config
 
 NUM_NEW = 8
-_MAX_WEIGHTS = 40_000_000
+_MAX_WEIGHTS = 110_000_000
 _STACK = Stack.from_mapping({"cache": {"memory": "8MiB"}, "engine": {"max_num_batched_tokens": 64}})
 _TOLERANCE = 1e-3
 

@@ -65,6 +65,9 @@ _GROUPED_EXPERTS = {
     "first_k_dense_replace": 1,
 }
 
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_BY_LAYER = {"full_attention": _ROPE, "sliding_attention": _ROPE}
+
 _GEMMA_3N = {
     "num_kv_shared_layers": 2,
     "num_hidden_layers": 6,
@@ -83,7 +86,15 @@ SPECIAL: dict[str, Mapping[str, Any]] = {
     "dots1": _GROUPED_EXPERTS,
     "deepseek_v2": _GROUPED_EXPERTS,
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 24},
-    "mistral4": {"text_config": {"head_dim": 24, "qk_head_dim": 24}},
+    "mistral4": {"head_dim": 24, "qk_head_dim": 24},
+    "blenderbot": {"encoder_layers": 4},
+    "cohere_compass": {"text_config": {"rope_parameters": _BY_LAYER}},
+    "cohere_compass_text": {"rope_parameters": _BY_LAYER},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"] * 2, **_GROUPED_EXPERTS}},
+    "hunyuan_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "luke": {"entity_vocab_size": 128, "entity_emb_size": 64},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]]},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
     "emu3": {"vocabulary_map": {"<image>": 5}},
     "dots3_note_text": {"num_key_value_heads": 4},

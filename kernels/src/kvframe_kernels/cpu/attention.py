@@ -45,7 +45,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "seq_starts", "block_table")),
         *((name, ctypes.c_void_p) for name in ("prompt_lens", "range_ends")),
         ("block_table_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("sinks", "bias", "lse")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "bias", "slopes", "lse")),
         *((name, ctypes.c_int64) for name in ("max_distance", "num_reqs", "num_tokens", "block_size")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v")),
         *((name, ctypes.c_int64) for name in ("query_dtype", "stored_dtype", "scale_dtype")),
@@ -132,6 +132,7 @@ def paged_attention(
     scales: Scales = NO_SCALES,
     lse: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of packed queries over the pages of their requests.
 
@@ -152,6 +153,7 @@ def paged_attention(
         lse: ``[num_tokens, num_heads], float32``, host, contiguous, written to: the natural logarithm of each softmax's
             denominator, -inf for a query that sees nothing. None if it is not wanted.
         out: Where to write the result, contiguous; None for a new tensor.
+        slopes: ``[num_heads]``: what each head's scores lose for each token between query and key; None for nothing.
 
     Returns:
         ``[num_tokens, num_heads, head_size_v]``, in the query's dtype; zeros for padding and queries that see no key.
@@ -177,6 +179,7 @@ def paged_attention(
         raise ValueError(f"block_table must be int32 with adjacent columns, not {table.dtype} of {table.stride()}")
     sinks = None if sinks is None else sinks.float().contiguous()
     bias = None if bias is None else bias.float().contiguous()
+    slopes = None if slopes is None else slopes.float().contiguous()
     num_tokens, num_heads, head_size = query.shape
     head_size_v = value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
     output = query.new_empty(num_tokens, num_heads, head_size_v) if out is None else out
@@ -197,6 +200,7 @@ def paged_attention(
         block_table_stride=table.stride(0),
         sinks=None if sinks is None else sinks.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
+        slopes=None if slopes is None else slopes.data_ptr(),
         lse=None if lse is None else lse.fill_(-math.inf).data_ptr(),
         max_distance=0 if bias is None else bias.shape[1] // 2,
         num_reqs=lens.shape[0],

@@ -22,6 +22,7 @@ def paged_attention(
     bias: torch.Tensor | None = None,
     scales: Scales = NO_SCALES,
     dtype: torch.dtype = torch.float32,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``kvframe_kernels.cpu.attention.paged_attention`` in ``dtype``; it has the same arguments."""
     key = numbers(key, scales.key_scale, scales.key_min, dtype) * scoring.key_factor
@@ -52,6 +53,8 @@ def paged_attention(
                 far = bias.shape[1] // 2
                 distance = (tokens[None] - positions[:, None]).clamp(-far, far)
                 scores = scores + bias[head, far + distance].to(dtype)
+            if slopes is not None:
+                scores = scores - slopes[head].to(dtype) * (tokens[None] - positions[:, None]).abs()
             if visible is not None:
                 scores = scores.masked_fill(~visible, float("-inf"))
             if sinks is not None:

@@ -60,7 +60,8 @@ def paged_attention(
         soft_cap: ``c`` in ``c * tanh(x / c)``; None for none.
         sinks: ``[num_heads]``: learned sink logits; None for none.
         bias: ``[num_heads, 2 * max_distance + 1], float32``: entry ``i`` is added to the score of a token
-            ``i - max_distance`` after the query; None for none.
+            ``i - max_distance`` after the query. Or ``[num_heads, 1]``: what each head's scores lose for each token
+            between query and key. None for none.
         lse: ``[num_tokens, num_heads], float32, CPU``, contiguous, written to: the natural logarithm of each softmax's
             denominator, -inf for a query that sees nothing. None if it is not wanted.
         out: Where to write the result, contiguous; None for a new tensor.

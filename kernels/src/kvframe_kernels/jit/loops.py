@@ -138,11 +138,17 @@ def _hide(
 
 @njit(error_model="numpy")
 def _add_bias(scores: Any, rows: Any, token: int, count: int, position: int, bias: Any) -> None:
-    """Add the bias by distance; distances beyond the table use its nearest entry."""
+    """Add the bias by distance; distances beyond the table use its nearest entry. A single entry is a slope."""
     max_distance = bias.shape[1] // 2
     for head in range(rows.num_kv_heads):
         for row in range(rows.used):
             at, query_head = position + row // rows.group, _query_head(rows, head, row)
+            if max_distance == 0:
+                slope = bias[query_head, 0]
+                for t in range(count):
+                    distance = np.float32(abs(token + t - at))
+                    scores[t * rows.total + head * rows.per_head + row] -= slope * distance
+                continue
             for t in range(count):
                 distance = min(max(token + t - at, -max_distance), max_distance)
                 scores[t * rows.total + head * rows.per_head + row] += bias[query_head, max_distance + distance]
@@ -275,7 +281,8 @@ def attend(
         window: The number of positions that a query sees, counted back from its own; 0 for all.
         chunk: Tokens of a chunk that queries stay within; 0 for none.
         soft_cap: The soft cap of scores; 0 for none.
-        bias: ``[num_heads, 2 * max_distance + 1], float32``: added by distance; ``[num_heads, 0]`` for none.
+        bias: ``[num_heads, 2 * max_distance + 1], float32``: added by distance; ``[num_heads, 1]``: slopes;
+            ``[num_heads, 0]`` for none.
         range_ends: ``[num_tokens], int32``: each causal query also sees the later tokens before this one; ``[0]`` if no
             query does.
         sinks: ``[num_heads], float32``: learned sink logits; ``[0]`` for none.

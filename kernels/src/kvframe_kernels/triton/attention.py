@@ -58,7 +58,8 @@ class PagedAttention:
         keeps_prompt: Whether the tokens of each request's prompt are sink tokens too; a batch says how many these are.
         chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; 0 for none.
         soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
-        max_distance: The largest distance with its own bias; 0 if there is no bias by distance.
+        max_distance: The largest distance with its own bias; 0 if there is no learned bias by distance.
+        has_slopes: Whether each head's scores lose a slope for each token between query and key.
         format: The format of keys and values, of ``FORMATS``.
         k_scale: The factor on keys stored as ``fp8_tensor``.
         v_scale: Likewise for values.
@@ -79,6 +80,7 @@ class PagedAttention:
     chunk: int = 0
     soft_cap: float | None = None
     max_distance: int = 0
+    has_slopes: bool = False
     format: str = "plain"
     k_scale: float = 1.0
     v_scale: float = 1.0
@@ -111,7 +113,7 @@ class PagedAttention:
         """Return the shapes of programs, for queries of this dtype."""
         if self.tilings is not None:
             return self.tilings
-        size, has_bias = max(self.head_size, self.head_size_v), self.max_distance > 0
+        size, has_bias = max(self.head_size, self.head_size_v), self.max_distance > 0 or self.has_slopes
         return suitable_tilings(size, dtype.itemsize, self.format, has_bias=has_bias)
 
     def launches(
@@ -145,7 +147,8 @@ class PagedAttention:
             has_starts: Whether the batch has hidden tokens.
             sinks: ``[num_heads], device``: learned sink logits; None for none.
             bias: ``[num_heads, 2 * max_distance + 1], float32, device``: added to the scores by distance, after it was
-                multiplied by ``log2(e)``; None for none.
+                multiplied by ``log2(e)``; with ``has_slopes`` ``[num_heads], float32, device``, the slopes, likewise
+                multiplied. None for none.
             lse: ``[num_tokens, num_heads], float32, device``, contiguous: every row is written: the natural logarithm
                 of each softmax's denominator, -inf for a query that sees nothing. None if it is not wanted.
             prompt_lens: ``[num_reqs], int32, device``: those of the planned batch.
@@ -216,6 +219,7 @@ class PagedAttention:
             "HAS_SINKS": sinks is not None,
             "HAS_LSE": lse is not None,
             "MAX_DISTANCE": self.max_distance,
+            "HAS_SLOPES": self.has_slopes,
             "IS_ALIKE": key.stride() == value.stride(),
             "DOT_DTYPE": dot_dtype(query.dtype),
             **sizes,

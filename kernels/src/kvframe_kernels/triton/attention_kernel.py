@@ -80,6 +80,7 @@ def attend(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     MAX_DISTANCE: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     IS_ALIKE: tl.constexpr,
     MASK_ALL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -180,6 +181,8 @@ def attend(
     bias_rows = bias
     if MAX_DISTANCE:
         bias_rows = bias + heads * (2 * MAX_DISTANCE + 1) + MAX_DISTANCE
+    if HAS_SLOPES:
+        bias_rows = tl.load(bias + heads, mask=is_row, other=0.0)
 
     # Up to four runs of blocks: sink tokens, blocks seen in part, blocks that all queries see, blocks seen in part.
     if CAUSAL and WINDOW and (NUM_SINK_TOKENS or KEEPS_PROMPT):
@@ -270,6 +273,7 @@ def attend(
                 HAS_STARTS,
                 HAS_SOFT_CAP,
                 MAX_DISTANCE,
+                HAS_SLOPES,
                 IS_ALIKE,
                 run != 2,
                 DOT_DTYPE,

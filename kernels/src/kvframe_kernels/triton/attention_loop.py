@@ -69,6 +69,7 @@ def attend_run(
     HAS_STARTS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     MAX_DISTANCE: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     IS_ALIKE: tl.constexpr,
     MASKED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -118,11 +119,14 @@ def attend_run(
         if HAS_SOFT_CAP:
             # tanh(x) = 2 / (1 + exp(-2 x)) - 1, and score_scale includes 2 log2(e) / soft_cap.
             scores = soft_cap * (2.0 / (1.0 + tl.exp2(-scores * score_scale)) - 1.0)
-        elif MAX_DISTANCE:
+        elif MAX_DISTANCE or HAS_SLOPES:
             scores = scores * score_scale
         if MAX_DISTANCE:
             distance = tl.minimum(tl.maximum(tokens[None, :] - positions[:, None], -MAX_DISTANCE), MAX_DISTANCE)
             scores = scores + tl.load(bias_rows[:, None] + distance, mask=is_row[:, None], other=0.0)
+        if HAS_SLOPES:
+            distance = tl.abs(tokens[None, :] - positions[:, None]).to(tl.float32)
+            scores = scores - bias_rows[:, None] * distance
         if MASKED:
             if CAUSAL:
                 seen = tokens[None, :] < stops[:, None]
@@ -134,13 +138,13 @@ def attend_run(
             else:
                 seen = live[None, :]
             scores = tl.where(seen, scores, float("-inf"))
-        if HAS_SOFT_CAP or MAX_DISTANCE:
+        if HAS_SOFT_CAP or MAX_DISTANCE or HAS_SLOPES:
             peak = tl.maximum(maximum, tl.max(scores, 1))
         else:
             peak = tl.maximum(maximum, tl.max(scores, 1) * score_scale)
         # For a row that has seen no token yet, both are -inf.
         shift = tl.where(peak == float("-inf"), 0.0, peak) if MASKED else peak
-        if HAS_SOFT_CAP or MAX_DISTANCE:
+        if HAS_SOFT_CAP or MAX_DISTANCE or HAS_SLOPES:
             p = tl.exp2(scores - shift[:, None])
         else:
             p = tl.exp2(scores * score_scale - shift[:, None])

@@ -96,7 +96,8 @@ class ChunkedLocal(MetadataWrapper):
                 "attention",
                 code="no_full_form",
             )
-        has_bias = layer.query is not None and layer.query.relative_bias is not None
+        query = layer.query
+        has_bias = query is not None and (query.relative_bias is not None or query.alibi_slopes is not None)
         made = _ForBias(chunk=mask.chunk) if has_bias else attrs.evolve(self, chunk=mask.chunk)
         return cast(Self, made)
 
@@ -177,7 +178,7 @@ class ChunkedLocal(MetadataWrapper):
 
 @attrs.frozen(kw_only=True)
 class _ForBias(ChunkedLocal):
-    """``ChunkedLocal`` for layers with a learned bias by distance, without ranges of prompts.
+    """``ChunkedLocal`` for layers with a bias by distance, without ranges of prompts.
 
     In the virtual request of a range that goes on in the next chunk, distances of query and key are not the true ones.
     """

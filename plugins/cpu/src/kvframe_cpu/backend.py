@@ -72,6 +72,7 @@ class CpuBackend(AttentionBackend):
         soft_cap=True,
         sinks=True,
         relative_bias=True,
+        alibi=True,
         separate_value_size=True,
         takes_copies=True,
         returns_lse=True,
@@ -97,6 +98,7 @@ class CpuBackend(AttentionBackend):
         assert spec.mask is not None
         self._mask = spec.mask
         self._format = spec.kv_format.name
+        self._slopes = None if query.alibi_slopes is None else torch.tensor(query.alibi_slopes, dtype=torch.float32)
         self._scoring = Scoring(
             scale=query.scale,
             soft_cap=query.soft_cap,
@@ -155,5 +157,5 @@ class CpuBackend(AttentionBackend):
             value_min=kv_cache.get("v_min"),
         )
         return paged_attention(
-            query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias, scales, lse, out
+            query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias, scales, lse, out, self._slopes
         )

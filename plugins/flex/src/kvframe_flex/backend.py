@@ -63,6 +63,7 @@ class FlexBackend(AttentionBackend):
         soft_cap=True,
         sinks=True,
         relative_bias=True,
+        alibi=True,
         separate_value_size=True,
         takes_copies=True,
         returns_lse=True,
@@ -85,6 +86,10 @@ class FlexBackend(AttentionBackend):
         live_ranges = spec.live_ranges if spec.is_sparse else None
         self._visibility = Visibility(sees, spec.mask, query.has_sinks, live_ranges)
         self._num_heads = query.num_heads
+        self._slopes: torch.Tensor | None = None
+        if query.alibi_slopes is not None:
+            self._slopes = torch.tensor(query.alibi_slopes, dtype=torch.float32, device=device)
+            keep_static(self._slopes)
         self._kernel = Kernel(sees, Scores.of(query), device, (options or FlexOptions()).compile)
         self._scratch: dict[str, torch.Tensor] = {}
 
@@ -132,7 +137,7 @@ class FlexBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
         size_v = kv_cache["v"].shape[-1]
-        bias = self.bias_tables.get(layer.name)
+        bias = self.bias_tables.get(layer.name, self._slopes)
         if sinks is not None:
             sinks = sinks.float()
             keep_static(sinks)

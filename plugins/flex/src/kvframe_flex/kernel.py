@@ -50,23 +50,26 @@ class Scores:
         soft_cap: As in ``QuerySpec``.
         has_sinks: As in ``QuerySpec``.
         max_distance: The largest distance of the learned bias; None if there is none.
+        has_slopes: Whether the bias is that of ALiBi.
     """
 
     scale: float
     soft_cap: float | None
     has_sinks: bool
     max_distance: int | None
+    has_slopes: bool = False
 
     @classmethod
     def of(cls, query: QuerySpec) -> Scores:
         """Return the changes of a layer's query side."""
         bias = query.relative_bias
-        return cls(query.scale, query.soft_cap, query.has_sinks, None if bias is None else bias.max_distance)
+        max_distance = None if bias is None else bias.max_distance
+        return cls(query.scale, query.soft_cap, query.has_sinks, max_distance, query.alibi_slopes is not None)
 
     @property
     def change_scores(self) -> bool:
         """Whether a score is more than the scaled product."""
-        return self.soft_cap is not None or self.has_sinks or self.max_distance is not None
+        return self.soft_cap is not None or self.has_sinks or self.max_distance is not None or self.has_slopes
 
 
 @attrs.frozen(eq=False)
@@ -149,7 +152,8 @@ class Kernel:
             value: ``[num_tiles, num_kv_heads, num_keys, head_size_v], device``.
             places: The positions and the blocks.
             causal: Whether the mask function applies; if not, queries see all tokens that are not hidden.
-            bias: ``[num_heads, 2 * max_distance + 1], device``: the learned bias by distance; None for none.
+            bias: ``[num_heads, 2 * max_distance + 1], device``: the learned bias by distance; with ``has_slopes``
+                ``[num_heads], device``, the slopes; None for none.
             sinks: ``[num_heads], device``: the learned sink logits; None for none.
             with_lse: Whether the log-sum-exp is wanted.
 
@@ -292,6 +296,8 @@ class Kernel:
             if bias is not None and scores.max_distance is not None:
                 distance = position - position_of_query(tile, query_index)
                 value = value + bias[head, bias_columns(distance, scores.max_distance)]
+            if bias is not None and scores.has_slopes:
+                value = value - bias[head] * (position - position_of_query(tile, query_index)).abs()
             if scores.has_sinks:
                 # Another part of the keys may have the sinks. Then the slot of the sink is hidden in every block.
                 logit = -math.inf if sinks is None else sinks[head]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -94,11 +94,17 @@ class NumbaBackend(AttentionBackend):
         soft_cap=True,
         sinks=True,
         relative_bias=True,
+        alibi=True,
         separate_value_size=True,
         takes_copies=True,
         returns_lse=True,
         preference=5,
     )
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
+        super().__init__(layers, device)
+        slopes = None if layers[0].query is None else layers[0].query.alibi_slopes
+        self._slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32)[:, None]
 
     def make_builder(self) -> NumbaMetadataBuilder:
         """Return the builder of the step's work."""
@@ -143,7 +149,7 @@ class NumbaBackend(AttentionBackend):
             scale=layer.query.scale,
             soft_cap=layer.query.soft_cap,
             sinks=sinks,
-            bias=self.bias_tables.get(layer.name),
+            bias=self.bias_tables.get(layer.name, self._slopes),
             lse=lse,
             out=out,
         )

@@ -34,6 +34,7 @@ class TorchBackend(AttentionBackend):
         soft_cap=True,
         sinks=True,
         relative_bias=True,
+        alibi=True,
         separate_value_size=True,
         takes_copies=True,
         returns_lse=True,
@@ -43,6 +44,9 @@ class TorchBackend(AttentionBackend):
         super().__init__(layers, device)
         # Calls reuse memory, because the system takes long to map new memory.
         self._scratch: dict[str, torch.Tensor] = {}
+        query = layers[0].query
+        slopes = None if query is None else query.alibi_slopes
+        self._slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=device)
 
     def make_builder(self) -> TorchMetadataBuilder:
         """Return the builder that divides a step into batches."""
@@ -95,6 +99,8 @@ class TorchBackend(AttentionBackend):
             bias = batch.mask(dtype)
             if layer.query.relative_bias is not None:
                 bias = bias + batch.learned_bias(self.bias_tables[layer.name]).to(dtype)
+            if self._slopes is not None:
+                bias = bias + batch.alibi_bias(self._slopes.to(lse_dtype(dtype))).to(dtype)
             queries = query.index_select(0, batch.rows).to(dtype)
             queries = queries.view(batch.num_tiles, batch.num_queries, *query.shape[1:]).transpose(1, 2)
             if by_scores:

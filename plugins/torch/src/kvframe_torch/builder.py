@@ -38,7 +38,7 @@ class Batch(NamedTuple):
         rows: ``[num_tiles * num_queries], int64, device``: the packed token of each query.
         dead: ``[num_dead], int64, device``: the gathered tokens that no query of their request sees. They may be NaN.
         runs: The part of ``TorchMetadata.runs`` of these queries.
-        positions: The part of ``TorchMetadata.positions``; None without a learned bias.
+        positions: The part of ``TorchMetadata.positions``; None without a bias by distance.
         masks: By dtype, the masks that earlier layers made.
         keeps_masks: Whether later layers use a mask.
     """
@@ -84,13 +84,25 @@ class Batch(NamedTuple):
         Args:
             table: What ``bias_by_distance`` returned.
         """
+        distances = self._distances()
+        values = table.index_select(1, bias_columns(distances, table.shape[1] // 2).view(-1))
+        return values.view(-1, *distances.shape[:1], *distances.shape[2:]).transpose(0, 1)
+
+    def alibi_bias(self, slopes: torch.Tensor) -> torch.Tensor:
+        """Return the bias of ALiBi, ``[num_tiles, num_heads, num_queries, num_keys]``, in the dtype of the slopes.
+
+        Args:
+            slopes: ``[num_heads], device``.
+        """
+        return self._distances().abs() * -slopes[:, None, None]
+
+    def _distances(self) -> torch.Tensor:
+        """Return the distance of each key from each query, ``[num_tiles, 1, num_queries, num_keys]``."""
         assert self.positions is not None
         keys, (position, *among_sinks, sink_stop) = self._keys(), self._of_queries(self.positions)
         if among_sinks:
             position = torch.where(keys < sink_stop, among_sinks[0], position)
-        distances = keys - position
-        values = table.index_select(1, bias_columns(distances, table.shape[1] // 2).view(-1))
-        return values.view(-1, *distances.shape[:1], *distances.shape[2:]).transpose(0, 1)
+        return keys - position
 
     def _keys(self) -> torch.Tensor:
         return torch.arange(self.num_keys, dtype=torch.int32, device=self.runs.device)
@@ -115,7 +127,7 @@ class TorchMetadata:
             last one, counted among the tokens that its tile reads; then the same of sink tokens, if there are any.
         positions: ``[2 or 3, num_queries], int32, device``: the position of each query, counted like the tokens of its
             window; if there may be sink tokens, also counted like these; and where the window's tokens begin. None
-            without a learned bias.
+            without a bias by distance.
         places_cpu: ``[num_pages], int32, host``: the places of ``pages`` in the flattened block table.
         table_stride: The distance between rows of that table.
         cut: What ``batches`` returns, once it was called. Groups that differ in their block tables alone share it.
@@ -230,7 +242,7 @@ def divide(step: CommonAttentionMetadata, rules: Sequence[Rules]) -> list[dict[s
         runs[:2] -= num_unread.repeat(num_rows)
     num_open = np.minimum.reduceat(runs[1], first_row) * (np.maximum.reduceat(runs[0], first_row) == 0)
     of_rows = {"runs": runs}
-    if rules[0].max_distance is not None:
+    if rules[0].has_bias:
         unread = num_unread.repeat(num_tiles)
         shifts = spans.skipped * size
         shifts[0] += unread

@@ -28,7 +28,7 @@ MAX_ROWS = 256
 """The most queries of a tile, times the query heads of a KV head."""
 
 MAX_BIAS_ROWS = 2048
-"""The most queries of a tile, times all query heads, if each head has a learned bias of its own."""
+"""The most queries of a tile, times all query heads, if each head has a bias of its own."""
 
 MAX_BATCH_BYTES = 1 << 23
 """The most bytes of keys, or of values, that a CPU gathers at once; they then stay in its cache until they are read."""
@@ -51,14 +51,14 @@ class Rules(NamedTuple):
         max_queries: The most queries of a tile.
         max_keys: The most gathered tokens of a batch with several tiles.
         free_padding: The most gathered padding of a batch, in tokens, that costs less than a further batch.
-        max_distance: From which distance on a learned bias stays the same; None without a learned bias.
+        has_bias: Whether a bias depends on distances.
     """
 
     mask: AttentionMask
     max_queries: int
     max_keys: int
     free_padding: int
-    max_distance: int | None
+    has_bias: bool
 
     @classmethod
     def of(cls, layer: LayerSpec, device: torch.device) -> Self:
@@ -66,16 +66,16 @@ class Rules(NamedTuple):
         assert layer.spec is not None
         assert layer.query is not None
         assert layer.spec.mask is not None
-        state, num_heads, bias = layer.spec.state_tensors(), layer.query.num_heads, layer.query.relative_bias
+        state, num_heads = layer.spec.state_tensors(), layer.query.num_heads
+        has_bias = layer.query.relative_bias is not None or layer.query.alibi_slopes is not None
         max_keys, max_queries = MAX_BATCH_PAIRS, MAX_ROWS * state["k"].shape[1] // num_heads
         if device.type == "cpu":
             token_bytes = max(tensor.num_bytes // tensor.shape[0] for tensor in state.values())
             max_keys = min(max_keys, MAX_BATCH_BYTES // token_bytes)
-        if bias is not None:
+        if has_bias:
             max_queries = min(max_queries, MAX_BIAS_ROWS // num_heads)
         free_padding = FREE_PADDING_ELEMENTS // sum(math.prod(tensor.shape[1:]) for tensor in state.values())
-        max_distance = None if bias is None else bias.max_distance
-        return cls(layer.spec.mask, max(1, max_queries), max_keys, free_padding, max_distance)
+        return cls(layer.spec.mask, max(1, max_queries), max_keys, free_padding, has_bias)
 
     def reached(self, step: CommonAttentionMetadata) -> Self:
         """Return the rules of a step. A window that no request has reached hides nothing."""
@@ -87,7 +87,7 @@ class Rules(NamedTuple):
     @property
     def alike(self) -> Hashable:
         """The properties that groups must share so that their spans are found together."""
-        return self.mask.causal, self.has_sinks, self.max_queries, self.max_distance is None
+        return self.mask.causal, self.has_sinks, self.max_queries, self.has_bias
 
     @property
     def has_sinks(self) -> bool:

@@ -21,6 +21,8 @@ from kvframe.contract import (
     ModelInMemory,
     UnknownNameError,
 )
+from kvframe_transformers.alibi import DEFAULT_POSITIONS
+from kvframe_transformers.alibi import PARAMETER as SLOPES
 from kvframe_transformers.checkpoint import (
     build_without_weights,
     eos_token_ids,
@@ -207,10 +209,12 @@ def _describe(
     with quiet():
         if length is not None and not config.is_encoder_decoder:
             length -= num_unused_positions(model)
-        layers = discover_layers(model, name, length or 0, generates=generating)
+        layers = discover_layers(model, name, length or DEFAULT_POSITIONS, generates=generating)
         num_heads, head_layers = describe_heads(model, name) if generating else (0, ())
     if length is None and all(_is_bounded(layer) for layer in layers):
         length = UNLIMITED
+    if length is None and any(SLOPES in layer.query for layer in layers):
+        length = DEFAULT_POSITIONS
     encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None
     if length is None or (config.is_encoder_decoder and encoder_len is None):
         raise ModelError(f"the config of {name} does not say how many positions the model has")

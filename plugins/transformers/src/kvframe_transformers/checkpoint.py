@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import transformers
 from huggingface_hub import constants
@@ -33,7 +34,7 @@ from kvframe_transformers.soft_caps import attention_options
 # transformers' type hints are incomplete.
 _CausalLM: Any = AutoModelForCausalLM
 _MultimodalLM: Any = AutoModelForMultimodalLM
-_ENCODER_DECODERS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+_ENCODER_DECODERS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForMultimodalLM)
 _logging: Any = logging
 
 _DEFAULT_POSITIONS = 512
@@ -135,8 +136,41 @@ def auto_model(config: Any) -> Any:
         return next((each for each in _ENCODER_DECODERS if type(config) in each._model_mapping), _ENCODER_DECODERS[0])
     if not generates(config):
         return BodyLoader(config)
-    is_multimodal = type(config) not in _CausalLM._model_mapping and type(config) in _MultimodalLM._model_mapping
-    return _MultimodalLM if is_multimodal else _CausalLM
+    if type(config) in _CausalLM._model_mapping:
+        return _CausalLM
+    if type(config) in _MultimodalLM._model_mapping:
+        return _MultimodalLM
+    return _NamedClass.of(config) or _CausalLM
+
+
+@attrs.frozen
+class _NamedClass:
+    """Creates models of a class that a config names and no auto class knows, such as the text part of Llama 3.2 Vision.
+
+    Attributes:
+        model_class: The class; one of transformers' own.
+    """
+
+    model_class: Any
+
+    @classmethod
+    def of(cls, config: Any) -> _NamedClass | None:
+        """Return it for the first name of a class that generates text from such a config; None if there is none."""
+        for name in config.architectures or ():
+            model_class: Any = getattr(transformers, str(name), None)
+            is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+            if is_model and model_class.can_generate():
+                return cls(model_class) if model_class.config_class is type(config) else None
+        return None
+
+    def from_config(self, config: Any, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+        """Return the model with random weights."""
+        model: PreTrainedModel = self.model_class._from_config(config, **options)
+        return model
+
+    def from_pretrained(self, path: str, *, trust_remote_code: bool = False, **options: Any) -> Any:
+        """Return the model with a folder's weights, as transformers' auto classes do."""
+        return self.model_class.from_pretrained(path, **options)
 
 
 def build_without_weights(config: Any, name: str) -> PreTrainedModel:
@@ -237,12 +271,16 @@ def max_encoder_len(config: Any) -> int | None:
     # A model of two nested configs, such as T5Gemma, has one for the encoder.
     nested = (getattr(config, name, None) for name in ("encoder", "encoder_config"))
     own = next((each for each in nested if each is not None), config)
-    return _positions(own, "max_source_positions", "max_encoder_position_embeddings")
+    found = (
+        _positions(each, "max_source_positions", "max_encoder_position_embeddings")
+        for each in (own, config.get_text_config(encoder=True))
+    )
+    return next((length for length in found if length is not None), None)
 
 
 def _positions(config: Any, *names: str) -> int | None:
     """Return the number of positions of one side of a model, by the config's names for that side or for both."""
-    for each in (*names, "max_position_embeddings", "n_positions"):
+    for each in (*names, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         length = getattr(config, each, None)
         if isinstance(length, int) and length > 0:
             return length

@@ -55,7 +55,7 @@ class DecoderHooks:
         self._handles += [
             module.register_forward_pre_hook(_give_no_bias, with_kwargs=True)
             for module in attention
-            if _BIAS in inspect.signature(module.forward).parameters
+            if _may_compute_bias(module)
         ]
 
     def remove(self) -> None:
@@ -104,6 +104,12 @@ def _look_up(positions: OpaqueFunction, module: Any, output: torch.Tensor) -> to
         return module.weight[rows + getattr(module, "offset", 0)]
     table: torch.Tensor = module.weights
     return table[rows + module.padding_idx + 1].to(output)
+
+
+def _may_compute_bias(module: nn.Module) -> bool:
+    """Return whether a module computes a bias by distance if it is given none."""
+    parameter = inspect.signature(module.forward).parameters.get(_BIAS)
+    return parameter is not None and parameter.default is not parameter.empty
 
 
 def _give_no_bias(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

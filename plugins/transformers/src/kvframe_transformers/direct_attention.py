@@ -69,6 +69,8 @@ class _Products(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = _name(func)
+        if name == "baddbmm" and {"batch1", "batch2"} <= {*(kwargs or {})}:
+            return self._sum_with_products(*args, **(kwargs or {}))
         if name in _PRODUCTS and len(args) == 2 and not any(isinstance(each, _Scores) for each in args):
             query, key = args
             if query.dim() == key.dim() == _PRODUCTS[name] and query.shape[-1] == key.shape[-2]:
@@ -76,6 +78,13 @@ class _Products(TorchFunctionMode):
                 of = DirectAttention(*(each if each.dim() == 4 else each.unsqueeze(0) for each in (query, key.mT)))
                 return _Scores.standing_for(of, self._attend, shape)
         return func(*args, **(kwargs or {}))
+
+    def _sum_with_products(
+        self, added: torch.Tensor, *, batch1: torch.Tensor, batch2: torch.Tensor, beta: float = 1, alpha: float = 1
+    ) -> _Scores:
+        query, key = batch1.unsqueeze(0), batch2.mT.unsqueeze(0)
+        of = DirectAttention(query, key, scale=alpha, added=(added if beta == 1 else beta * added,))
+        return _Scores.standing_for(of, self._attend, (*batch1.shape[:-1], batch2.shape[-1]))
 
 
 class _Scores(torch.Tensor):

@@ -12,6 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvframe.contract import LayerDescription, ModelError
+from kvframe_transformers.alibi import PARAMETER as SLOPES
+from kvframe_transformers.alibi import slopes_of
 from kvframe_transformers.encoders import counts_positions, has_table_of_waves
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
@@ -29,7 +31,7 @@ from kvframe_transformers.relative_bias import BiasReader, bias_of
 from kvframe_transformers.states import CACHE_NAMES
 
 _KEEPS_STATE = re.compile(rf"\b({'|'.join(CACHE_NAMES)}|layer_past)(\.layers\[[^]]+\])?\.(?P<update>update\w*)\(")
-_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position_bias"})
+_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position_bias", "alibi"})
 """Tensors that may come with an attention call: those that kvframe serves, and those that change nothing."""
 
 
@@ -71,7 +73,7 @@ def _takes_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequen
     if any(takes_position_ids(module) or has_table_of_waves(module) or counts_positions(module) for module in ran):
         return True
     # Such a model uses positions only as distances in the scores.
-    return all("relative_bias" in layer.query or layer.kind == "cross_attention" for layer in layers)
+    return all({"relative_bias", SLOPES} & layer.query.keys() or layer.kind == "cross_attention" for layer in layers)
 
 
 def takes_positions(model: Any) -> bool:
@@ -163,6 +165,9 @@ class _Reader:
                 relative_bias: Mapping[str, Any] | None = bias_of(self._model, call.query.shape[1])
             else:
                 relative_bias = self._biases.read(call.module, bias)
+            slopes = None
+            if call.inputs.get("alibi") is not None:
+                slopes = slopes_of(self._model, call.query.shape[1])
         except LookupError as error:
             raise self._refusal(call.module, str(error)) from error
         mask = self._cross_mask_of(call) if call.is_cross else self._mask_of(call)
@@ -180,6 +185,7 @@ class _Reader:
             "soft_cap": call.inputs.get("softcap"),
             "has_sinks": call.inputs.get("s_aux") is not None,
             **({} if relative_bias is None else {"relative_bias": relative_bias}),
+            **({} if slopes is None else {SLOPES: slopes}),
         }
         kind, expansion = mask.kind, self._recording.expansions.get(call.module)
         if expansion is not None and kind == "full_attention" and expansion.is_of(call.key, call.value):

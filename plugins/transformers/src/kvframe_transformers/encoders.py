@@ -41,7 +41,11 @@ def has_table_of_waves(module: nn.Module) -> bool:
 def counts_positions(module: nn.Module) -> bool:
     """Return whether a module is a table of positions that it counts itself, from the number of tokens."""
     parameters = inspect.signature(module.forward).parameters if isinstance(module, nn.Embedding) else {}
-    return "past_key_values_length" in parameters and "position_ids" not in parameters
+    return bool(_EARLIER_TOKENS & parameters.keys()) and "position_ids" not in parameters
+
+
+_EARLIER_TOKENS = {"past_key_values_length", "cache_length"}
+"""The parameters for a number of earlier tokens: the second since transformers 5.24."""
 
 
 def is_text_encoder(config: Any) -> bool:

@@ -47,6 +47,7 @@ NAMES = (
     "transformers:PreTrainedModel._from_config",
     "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
     "transformers:PreTrainedModel.can_generate",
+    "transformers:PreTrainedModel.config_class",
     "transformers:PreTrainedModel.from_pretrained",
     "transformers:PreTrainedModel.get_decoder",
     "transformers:PreTrainedModel.get_encoder",

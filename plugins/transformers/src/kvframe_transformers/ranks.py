@@ -121,7 +121,7 @@ def _is_divided(layer: LayerDescription, divided: Collection[str]) -> bool:
 
 def _share_of(layer: LayerDescription, name: str, size: int) -> LayerDescription:
     """Return a layer with the heads of one rank; transformers gives each rank equally many consecutive heads."""
-    if not layer.query or layer.kind == LATENT_KIND or "relative_bias" in layer.query:
+    if not layer.query or layer.kind == LATENT_KIND or {"relative_bias", "alibi_slopes"} & layer.query.keys():
         raise ModelError(
             f"{name} cannot run over {size} ranks: its tp_plan divides the layer {layer.name!r}, and kvframe divides "
             f"keys and values by heads only, which {layer.kind} with this layer's options is not; run one process"

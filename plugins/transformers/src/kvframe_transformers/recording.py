@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.contract import ModelError
+from kvframe_transformers.alibi import is_alibi
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.direct_attention import DirectAttention, attends_directly, replacing
 from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
@@ -233,7 +234,12 @@ class _WithoutValues(TorchDispatchMode):
             if func is torch.ops.aten.nonzero.default:
                 return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
             return False if args[0].dtype is torch.bool else 0
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            # A mask in another dtype is the same mask.
+            masks = _RECORDING.get().masks
+            masks += [attrs.evolve(mask, marker=result) for mask in masks if mask.marker is args[0]]
+        return result
 
 
 _NEEDS_VALUES = (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default)
@@ -244,8 +250,12 @@ def _direct_recorder(module: nn.Module) -> Forward:
 
     def attend(of: DirectAttention, value: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor | None = None
+        alibi: torch.Tensor | None = None
         masks: list[torch.Tensor] = []
         for each in of.added:
+            if alibi is None and is_alibi(each, of.query.shape[1], of.key.shape[2]):
+                alibi = each
+                continue
             if each.shape[-1] == of.key.shape[2] and set(each.shape[1:-1]) == {1}:
                 continue  # it hides keys from all queries, so it is for padding
             if bias is None and each.shape[1:] == (of.query.shape[1], of.query.shape[2], of.key.shape[2]):
@@ -254,7 +264,7 @@ def _direct_recorder(module: nn.Module) -> Forward:
                 masks.append(each)
         # Of several masks, one may hide more than another.
         mask: Any = None if not masks else masks[0] if len(masks) == 1 else _UNKNOWN
-        inputs = {"scaling": of.scale, "position_bias": bias}
+        inputs = {"scaling": of.scale, "position_bias": bias, "alibi": alibi}
         _RECORDING.get().calls.append(RecordedCall(module, of.query, of.key, value, mask, inputs, is_direct=True))
         return of.query.new_empty(*of.query.shape[:-1], value.shape[-1])
 

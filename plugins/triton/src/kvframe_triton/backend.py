@@ -42,6 +42,7 @@ class TritonBackend(AttentionBackend):
         soft_cap=True,
         sinks=True,
         relative_bias=True,
+        alibi=True,
         separate_value_size=True,
         returns_lse=True,
         capture=GraphCapture.ALWAYS,
@@ -81,11 +82,15 @@ class TritonBackend(AttentionBackend):
             chunk=mask.chunk or 0,
             soft_cap=query.soft_cap,
             max_distance=0 if query.relative_bias is None else query.relative_bias.max_distance,
+            has_slopes=query.alibi_slopes is not None,
             format=kv_format.name,
             k_scale=getattr(kv_format, "k_scale", 1.0),
             v_scale=getattr(kv_format, "v_scale", 1.0),
             num_cores=num_cores(device),
         )
+        self._slopes: torch.Tensor | None = None
+        if query.alibi_slopes is not None:
+            self._slopes = torch.tensor(query.alibi_slopes, dtype=torch.float32, device=device) * LOG2_E
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
         """Keep the layer's tensors, and the logarithms of its bias to base 2, in which the kernels compute."""
@@ -146,7 +151,7 @@ class TritonBackend(AttentionBackend):
             causal=metadata.causal,
             has_starts=metadata.has_starts,
             sinks=sinks,
-            bias=self.bias_tables.get(layer.name),
+            bias=self.bias_tables.get(layer.name, self._slopes),
             lse=lse,
             prompt_lens=metadata.prompt_lens,
             range_ends=metadata.range_ends,

@@ -1,4 +1,4 @@
-// Turns products of queries and keys into weights: scale, soft cap, learned bias, mask, and the online softmax of Milakov
+// Turns products of queries and keys into weights: scale, soft cap, biases, mask, and the online softmax of Milakov
 // and Gimelshein (arXiv 1805.02867). Scores are exponents of two.
 #pragma once
 
@@ -22,6 +22,10 @@ inline void cap_and_bias(const Step& step, int head, int query_position, int fir
       int distance = std::min(std::max(first + i - query_position, -far), far);
       products[i] += of_head[distance] * kLog2e;
     }
+  }
+  if (step.slopes) {
+    float slope = step.slopes[head] * kLog2e;
+    for (int i = 0; i < count; i++) products[i] -= slope * (float)std::abs(first + i - query_position);
   }
 }
 
@@ -65,14 +69,20 @@ inline void cap_and_bias_rows(const Step& step, const Unit& unit, float factor, 
     Vec both = all(factor * kLog2e);
     for (int i = 0; i < num_tokens * stride; i += kLanes) store(scores + i, load(scores + i) * both);
   }
-  if (!step.bias) return;
+  if (!step.bias && !step.slopes) return;
   int far = (int)step.max_distance;
   for (int row = 0; row < unit.num_rows; row++) {
     Place place = place_of(step, unit, row);
-    const float* of_head = step.bias + (int64_t)place.head * (2 * far + 1) + far;
     int position = unit.position + (int)(place.token - unit.first_token);
-    for (int t = 0; t < num_tokens; t++) {
-      scores[t * stride + row] += of_head[std::min(std::max(first + t - position, -far), far)] * kLog2e;
+    if (step.bias) {
+      const float* of_head = step.bias + (int64_t)place.head * (2 * far + 1) + far;
+      for (int t = 0; t < num_tokens; t++) {
+        scores[t * stride + row] += of_head[std::min(std::max(first + t - position, -far), far)] * kLog2e;
+      }
+    }
+    if (step.slopes) {
+      float slope = step.slopes[place.head] * kLog2e;
+      for (int t = 0; t < num_tokens; t++) scores[t * stride + row] -= slope * (float)std::abs(first + t - position);
     }
   }
 }

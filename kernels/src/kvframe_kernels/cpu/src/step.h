@@ -31,6 +31,7 @@ struct Step {
   int64_t block_table_stride;
   const float* sinks;  // [num_heads] or null
   const float* bias;   // [num_heads, 2 * max_distance + 1] or null
+  const float* slopes;  // [num_heads] or null: what a score loses for each token between its query and its key
   float* lse;          // [num_tokens, num_heads] or null: written for queries that see a token, without sinks
   int64_t max_distance;
   int64_t num_reqs, num_tokens, block_size;

@@ -78,7 +78,7 @@ class HostedImpl(AttentionImpl):
     """
 
     stored: ClassVar[frozenset[str]] = frozenset({"k", "v"})
-    known: ClassVar[frozenset[str]] = frozenset(PARAMETERS) - {"alibi_slopes"}
+    known: ClassVar[frozenset[str]] = frozenset(PARAMETERS)
     name: str
     model: HostedModel
 
@@ -87,6 +87,8 @@ class HostedImpl(AttentionImpl):
         made = {**dict(zip(PARAMETERS, given, strict=False)), **named}
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.logits_soft_cap, self.sinks = made.pop("logits_soft_cap", None) or None, made.pop("sinks", None)
+        slopes = made.get("alibi_slopes")
+        self.alibi_slopes = None if slopes is None else tuple(map(float, slopes))
         self.unknown = sorted(name for name in made if name not in self.known and made[name] is not None)
 
     def forward(

@@ -82,6 +82,7 @@ def _describe(name: str, module: Any, owner: str | None) -> LayerDescription:
         "scale": impl.scale,
         "soft_cap": impl.logits_soft_cap,
         "has_sinks": impl.sinks is not None,
+        "alibi_slopes": impl.alibi_slopes,
     }
     kind = next(OWN[option] for option in OWN if option in options)
     return LayerDescription(name=name, kind=kind, options=options, query=query, shares_with=owner)
