@@ -11,6 +11,7 @@ from pathlib import Path
 import attrs
 import pytest
 from kvframe_transformers.names import TESTED
+from kvframe_vllm.names import TESTED as TESTED_VLLM
 
 from tests.compatibility import columns, environments, families
 from tests.compatibility.__main__ import PAGE, RECORD, main
@@ -36,11 +37,19 @@ def test_the_page_is_what_was_recorded() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(from_json(RECORD.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize(("package", "tested"), [("transformers", TESTED)])
+@pytest.mark.parametrize(("package", "tested"), [("transformers", TESTED), ("vLLM", TESTED_VLLM)])
 def test_every_tested_minor_has_a_column_in_which_all_is_well(package: str, tested: Sequence[str]) -> None:
     recorded = from_json(RECORD.read_text(encoding="utf-8"))
     good = {column.version.rpartition(".")[0] for column in recorded if column.package == package and column.is_good}
     assert {*tested} <= good
+
+
+def test_frozen_plugins_ran_in_every_tested_release_of_vllm() -> None:
+    recorded = [each for each in from_json(RECORD.read_text(encoding="utf-8")) if each.package == "vLLM"]
+    ran = {
+        each.version.rpartition(".")[0] for each in recorded if each.suites["frozen plugins in vLLM"] == "passed (1)"
+    }
+    assert {*TESTED_VLLM} <= ran
 
 
 def test_the_oldest_version_has_a_column() -> None:

@@ -74,7 +74,7 @@ def test_mixed_lengths_in_one_batch_give_the_plain_hidden_states(
 ) -> None:
     model = models(family)
     expected = [plain_states(model, text) for text in TEXTS]
-    stack = make_stack(backend=backend, max_num_batched_tokens=max_num_batched_tokens)
+    stack = make_stack(backend=backend, max_num_batched_tokens=max_num_batched_tokens, device="cpu")
     layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
     assembly = assemble(model.loaded, layers, stack, model.registry)
     assembly.layers.local.is_poisoned = True
