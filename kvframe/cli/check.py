@@ -56,7 +56,12 @@ class _Asked:
 
 @click.command(short_help="Test a plugin with the kit: what works, what is refused, what is wrong.")
 @click.argument("name", type=TEXT_TYPE)
-@click.option("--kind", type=click.Choice([*KINDS]), help="Check only what is registered as this kind.")
+@click.option(
+    "--kind",
+    type=click.Choice([*KINDS]),
+    metavar="KIND",
+    help=f"Check only what is registered as this kind: {', '.join(KINDS)}.",
+)
 @click.option("--whole", is_flag=True, help="Run all checks, not a sample in which every feature occurs.")
 @click.option("--only", metavar="PATTERN", type=TEXT_TYPE, help="Run only the checks with such a name, like 'full-*'.")
 @click.option("--options", metavar="JSON", type=TEXT_TYPE, help="Options of the part, like '{\"window\": 4}'.")

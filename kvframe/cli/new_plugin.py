@@ -39,7 +39,13 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
 
 @click.command("new-plugin", short_help="Write a plugin that works, with its tests.")
 @click.argument("name", type=TEXT_TYPE)
-@click.option("--kind", required=True, type=click.Choice([*_DESCRIPTIONS]), help="What the plugin adds.")
+@click.option(
+    "--kind",
+    required=True,
+    type=click.Choice([*_DESCRIPTIONS]),
+    metavar="KIND",
+    help=f"What the plugin adds: {', '.join(_DESCRIPTIONS)}.",
+)
 @click.option(
     "--directory",
     type=click.Path(path_type=Path),

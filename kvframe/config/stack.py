@@ -246,6 +246,7 @@ class _OwnersTable:
     format: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     eviction: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     proposer: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    logits_processor: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     model_adapter: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
 
 

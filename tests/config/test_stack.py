@@ -81,6 +81,7 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
                 "format": {},
                 "eviction": {},
                 "proposer": {},
+                "logits_processor": {},
                 "model_adapter": {},
             },
             settings={"fast": {"tile": 64, "deep": {"autotune": False}}},

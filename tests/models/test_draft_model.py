@@ -475,7 +475,7 @@ def test_of_several_ranks_the_first_one_loads_the_draft_model_whole(
 
     monkeypatch.setattr(FoundAdapter, "load", noting)
     stack = make_stack(drafts=by(model.path))
-    stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype="bfloat16"))
+    stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, device="cpu", dtype="bfloat16"))
     layers = make_layer_specs(model.loaded.description, model.registry, stack, stack.engine.dtype)
     _, drafted = split_layers(layers)
     for ranks, is_loaded in ((None, True), (object.__new__(Leader), True), (object.__new__(Follower), False)):

@@ -20,7 +20,7 @@ import torch
 from click.testing import CliRunner
 from kvframe_mtp.proposer import MTPProposer
 from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
-from kvframe_transformers.adapter import TransformersAdapter
+from kvframe_transformers import adapter
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.prediction_heads import TransformersHeads
 from safetensors.torch import load_file, save_file
@@ -466,14 +466,14 @@ def test_a_single_head_computes_each_token_once(tmp_path: Path, monkeypatch: pyt
 def sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint whose heads guess most tokens right. Its last layer reads the cache of the first."""
     save_headed(tmp_path / "sharing", "glm4_moe", 2, agrees=True)
-    describe = TransformersAdapter.describe
+    describe = adapter._describe
 
-    def described(self: TransformersAdapter, path: Path) -> ModelDescription:
-        found = describe(self, path)
+    def described(*arguments: Any) -> ModelDescription:
+        found = describe(*arguments)
         *others, last = found.layers
         return attrs.evolve(found, layers=(*others, attrs.evolve(last, shares_with=others[0].name)))
 
-    monkeypatch.setattr(TransformersAdapter, "describe", described)
+    monkeypatch.setattr(adapter, "_describe", described)
     return tmp_path / "sharing"
 
 
