@@ -34,6 +34,13 @@ def test_no_recorded_type_is_wrong() -> None:
     assert set(GROUPS) == set(recorded.verdicts)
 
 
+def test_the_readme_says_how_many_types_are_served() -> None:
+    recorded = from_json(RECORD.read_text(encoding="utf-8"))
+    served = {name for found in recorded.verdicts.values() for name, verdict in found.items() if verdict.word == "equal"}
+    readme = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(served)} of its types](plugins/MODELS.md)" in readme
+
+
 def test_a_page_counts_verdicts_and_says_why_a_type_is_not_equal() -> None:
     page = render(from_json(as_json(CENSUS)))
     assert "| decoders | 1 | 1 | 0 | 0 | 0 |" in page
