@@ -36,7 +36,8 @@ def test_no_recorded_type_is_wrong() -> None:
 
 def test_the_readme_says_how_many_types_are_served() -> None:
     recorded = from_json(RECORD.read_text(encoding="utf-8"))
-    served = {name for found in recorded.verdicts.values() for name, verdict in found.items() if verdict.word == "equal"}
+    verdicts = [(name, verdict) for found in recorded.verdicts.values() for name, verdict in found.items()]
+    served = {name for name, verdict in verdicts if verdict.word == "equal"}
     readme = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
     assert f"[{len(served)} of its types](plugins/MODELS.md)" in readme
 
