@@ -7,9 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 
 from kvframe.cli.completion import complete_registered
@@ -17,11 +16,9 @@ from kvframe.contract.errors import StackError, shown
 from kvframe.contract.specs import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from kvframe.config.options import CacheOptions, EngineOptions, Use
+    from kvframe.config.options import Use
     from kvframe.config.stack import Stack
     from kvframe.loading.plugins import PluginHost
-
-_Options = TypeVar("_Options", "CacheOptions", "EngineOptions")
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -137,7 +134,7 @@ def read_stack(
     from kvframe.config.stack import Stack
 
     stack = Stack() if stack_file is None else Stack.from_file(stack_file)
-    return attrs.evolve(stack, cache=_over(stack.cache, cache), engine=_over(stack.engine, engine))
+    return stack.with_options(cache=cache, engine=engine)
 
 
 def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:
@@ -147,16 +144,6 @@ def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:
             f"give --cache-salt once, or once for each of {num_requests} requests, not {len(cache_salts)} times"
         )
     return cache_salts if len(cache_salts) == num_requests else [*cache_salts, ""][:1] * num_requests
-
-
-def _over(options: _Options, given: Mapping[str, Any]) -> _Options:
-    """Put the given values over a table's options; the error for a wrong value names the option of the command line."""
-    values = {key: value for key, value in given.items() if value is not None}
-    checks: Mapping[str, Any] = {field.name: field.validator for field in attrs.fields(type(options))}
-    for key, value in values.items():
-        if checks[key] is not None and not checks[key].accepts(value):
-            raise StackError(f"--{key.replace('_', '-')} must be {checks[key].expected}, not {shown(value)}")
-    return attrs.evolve(options, **values)
 
 
 def load_checked_plugins(stack: Stack) -> PluginHost:

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
@@ -24,6 +25,7 @@ from kvframe.contract.errors import (
     WrapperError,
     listed,
     shorten,
+    shown,
 )
 from kvframe.contract.eviction import LRU
 from kvframe.contract.formats import PLAIN
@@ -34,6 +36,9 @@ from kvframe.loading.registry import Catalogue, Registry
 
 __all__ = ["CacheOptions", "EngineOptions", "ResolvedRule", "Rule", "Stack", "Use", "parse_bytes"]
 
+
+_Options = TypeVar("_Options", CacheOptions, EngineOptions)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _MAX_NEAREST = 500
 """The most layers whose names are compared with a rule's pattern."""
@@ -59,6 +64,18 @@ class Stack:
     engine: EngineOptions = attrs.field(factory=EngineOptions)
     rules: tuple[Rule, ...] = ()
     source: str = "stack"
+
+    def with_options(self, *, cache: Mapping[str, Any] = _NOTHING, engine: Mapping[str, Any] = _NOTHING) -> Stack:
+        """Return the stack with values of a command line in place of its own.
+
+        Args:
+            cache: Values that replace those of ``[cache]``, by key; None replaces nothing.
+            engine: The same for ``[engine]``.
+
+        Raises:
+            StackError: A value is wrong; the error names the option of the command line, such as ``--memory``.
+        """
+        return attrs.evolve(self, cache=_over(self.cache, cache), engine=_over(self.engine, engine))
 
     @classmethod
     def from_file(cls, path: str | Path) -> Stack:
@@ -236,6 +253,16 @@ def _owner_problems(policy: PluginPolicy, registry: Registry) -> Iterator[str]:
 
 
 # --- from the file's tables to values --------------------------------------------------------------------------------
+
+
+def _over(options: _Options, given: Mapping[str, Any]) -> _Options:
+    """Put values over a table's options."""
+    values = {key: value for key, value in given.items() if value is not None}
+    checks: Mapping[str, Any] = {field.name: field.validator for field in attrs.fields(type(options))}
+    for key, value in values.items():
+        if checks[key] is not None and not checks[key].accepts(value):
+            raise StackError(f"--{key.replace('_', '-')} must be {checks[key].expected}, not {shown(value)}")
+    return attrs.evolve(options, **values)
 
 
 @attrs.frozen(kw_only=True)

@@ -496,3 +496,17 @@ def test_a_name_knows_the_key_that_it_was_given_by() -> None:
         stack.cache.format.place,
         stack.cache.eviction.place,
     ]
+
+
+def test_values_of_a_command_line_replace_the_stack_s_own() -> None:
+    stack = Stack.from_mapping({"cache": {"memory": "1GiB"}, "engine": {"max_num_seqs": 3, "dtype": "float16"}})
+    changed = stack.with_options(cache={"memory": "2GiB", "block_size": None}, engine={"dtype": "float64"})
+    assert (2 << 30, 16, 3, "float64") == (
+        changed.cache.memory,
+        changed.cache.block_size,
+        changed.engine.max_num_seqs,
+        changed.engine.dtype,
+    )
+    assert stack == stack.with_options()
+    with pytest.raises(StackError, match=r"^--max-model-len must be a whole number"):
+        stack.with_options(engine={"max_model_len": 0})

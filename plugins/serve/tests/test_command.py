@@ -117,6 +117,17 @@ def test_a_signal_lets_running_requests_end(checkpoint: Path, tmp_path: Path, na
         assert (-getattr(signal, name), False) == (server.returncode, "Traceback" in said), said
 
 
+def test_options_replace_the_stack_s_own_values(checkpoint: Path, tmp_path: Path) -> None:
+    options = ("--memory", "2MiB", "--max-model-len", "128", "--device", "cpu", "--dtype", "float64", "--grace", "0")
+    with serving(checkpoint, tmp_path, *options) as (_, _, lines):
+        described = [line.split(":")[1].strip() for line in lines if line.startswith(("runs on:", "cache:", "concurr"))]
+    assert ["cpu, float64", "2 MiB"] == described[:2]
+    assert described[2].endswith("requests of 128 tokens")
+    wrong = start(checkpoint, 1, "--dtype", "fp4")
+    _, said = wrong.communicate()
+    assert (2, True) == (wrong.returncode, "--dtype must be one of 'auto', 'float64'" in said), said
+
+
 def test_a_second_ctrl_c_ends_without_a_traceback(checkpoint: Path, tmp_path: Path) -> None:
     with serving(checkpoint, tmp_path, "--grace", "60") as (server, port, _):
         with ask(port, "/v1/completions", LONG) as answer:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
-import attrs
 import click
 
 if TYPE_CHECKING:
@@ -107,10 +106,8 @@ def serve(
     from kvframe import Stack, find_model
 
     stack = Stack() if stack_file is None else Stack.from_file(stack_file)
-    stack = attrs.evolve(
-        stack,
-        cache=attrs.evolve(stack.cache, **_named(memory=memory)),
-        engine=attrs.evolve(stack.engine, **_named(max_model_len=max_model_len, device=device, dtype=dtype)),
+    stack = stack.with_options(
+        cache={"memory": memory}, engine={"max_model_len": max_model_len, "device": device, "dtype": dtype}
     )
 
     from kvframe_serve.server import Server, Task
@@ -140,11 +137,6 @@ def serve(
         click.echo(f"error: {server.ended_by}", err=True)
         # Python's own end takes a second, in which SIGTERM would replace the exit code, and may wait for a lost rank.
         os._exit(_ENDED_EXIT_CODE)
-
-
-def _named(**values: Any) -> dict[str, Any]:
-    """Return the values that the command line names."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _ignore_sigterm_once_ended(server: Server) -> None:
