@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvframe.contract.specs import KVCacheSpec
-from kvframe.planning import plan
+from kvframe.planning import machine, plan
 from kvframe.planning.spec_check import check_spec_at_set_up
 from tests.installed import remember_installed
 from tests.interpreter import make_faster
@@ -70,9 +70,11 @@ remember_installed()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """End a test that never ends, unless the command says when; a machine with a GPU runs its tests without."""
+    """End a test that never ends, unless the command says when, and let stacks without a device run on the CPU."""
     if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None:
         config.option.timeout = MOST_SECONDS
+    # A stack that names no device would run on a GPU, and most tests give it a model on the CPU.
+    machine.has_gpu = lambda: False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,10 +38,14 @@ def with_device(stack: Stack) -> Stack:
     """
     if stack.engine.device != AUTO:
         return stack
+    return attrs.evolve(stack, engine=attrs.evolve(stack.engine, device="cuda" if has_gpu() else "cpu"))
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return attrs.evolve(stack, engine=attrs.evolve(stack.engine, device=device))
+    return torch.cuda.is_available()
 
 
 def with_dtype(stack: Stack, path: Path, registry: Registry, *, runs_here: bool = True) -> Stack:

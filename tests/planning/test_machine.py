@@ -38,7 +38,7 @@ def on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
 
 @pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
 def test_a_gpu_is_taken_if_there_is_one(monkeypatch: pytest.MonkeyPatch, has_gpu: bool, device: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(machine, "has_gpu", lambda: has_gpu)
     assert device == with_device(Stack()).engine.device
     assert NAMED is with_device(NAMED)
 
@@ -134,7 +134,7 @@ def test_an_engine_runs_a_checkpoint_in_the_chosen_dtype(
     monkeypatch: pytest.MonkeyPatch, folder: Path, features: tuple[str, ...], dtype: str
 ) -> None:
     on_a_cpu_with(monkeypatch, *features)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
     left = Stack.from_mapping({"cache": {"memory": "4MiB"}})
     named = attrs.evolve(left, engine=attrs.evolve(left.engine, device="cpu", dtype=dtype))
     params = SamplingParams(max_new_tokens=6)
