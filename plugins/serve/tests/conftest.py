@@ -50,6 +50,7 @@ class Running:
     def __init__(self, server: Server, grace: float = 0.0) -> None:
         """Start to serve on a free port."""
         self.server = server
+        self._clients: list[openai.OpenAI] = []
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
@@ -66,11 +67,15 @@ class Running:
         return True
 
     def client(self, key: str = "any", **options: Any) -> openai.OpenAI:
-        """Return a client that retries nothing."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        """Return a client that retries nothing; it is closed with the server."""
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        self._clients.append(client)
+        return client
 
     def close(self) -> None:
-        """End the server."""
+        """End the server and close its clients: a connection that an error holds is not closed by itself."""
+        for client in self._clients:
+            client.close()
         self.server.stop()
         self._thread.join(30)
         assert not self._thread.is_alive()

@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -494,7 +493,11 @@ def test_the_log_says_how_each_request_ended(serve: Serve, monkeypatch: pytest.M
     def ask(index: int) -> None:
         headers = {"X-Request-Id": f"id{index}"}
         request = urllib.request.Request(f"{running.url}/v1/completions", json.dumps(bodies[index]).encode(), headers)
-        with suppress(urllib.error.HTTPError), urllib.request.urlopen(request, timeout=30) as answer:
+        try:
+            answer = urllib.request.urlopen(request, timeout=30)
+        except urllib.error.HTTPError as refused:
+            answer = refused
+        with answer:
             answer.read()
         wait_until(lambda: any(f"id=id{index} " in line for line in lines))
 
@@ -526,8 +529,9 @@ def test_a_server_that_closes_ends_its_streams_and_refuses_others(serve: Serve) 
         list(stream)
     with pytest.raises(openai.InternalServerError, match="the server is closing"):
         running.client().completions.create(model="tiny", prompt="x")
-    with pytest.raises(urllib.error.HTTPError, match="503"):
+    with pytest.raises(urllib.error.HTTPError, match="503") as refused:
         urllib.request.urlopen(f"{running.url}/health")
+    refused.value.close()
 
 
 def test_metrics_count_what_was_served(serve: Serve) -> None:
