@@ -47,8 +47,8 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_sampling(**values: Any) -> Any:
-        given = {name: values.pop(name) for name in _NAMES}
-        return command(sampling={name: value for name, value in given.items() if value is not None}, **values)
+        options = {name: values.pop(name) for name in _NAMES}
+        return command(sampling={name: value for name, value in options.items() if value is not None}, **values)
 
     decorated: Callable[..., Any] = with_sampling
     for option in reversed(_OPTIONS):

@@ -111,10 +111,10 @@ class _Laws:
             answer: list[int] = []
             while len(answer) < NUM_STEPS and not self._vocabulary.eos_token_ids & {*answer}:
                 (row,) = self._process([(prompt, answer, (), state)])
-                left = torch.isfinite(row[: self._vocabulary.size]).nonzero().flatten().tolist()
-                if row.isnan().any() or not left:
+                allowed_ids = torch.isfinite(row[: self._vocabulary.size]).nonzero().flatten().tolist()
+                if row.isnan().any() or not allowed_ids:
                     raise ConformanceError(f"{self._name}: after the answer {answer}, it leaves no token, or NaN")
-                answer.append(chosen.choice(left))
+                answer.append(chosen.choice(allowed_ids))
             answers.append(answer)
         return answers
 

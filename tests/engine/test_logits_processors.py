@@ -128,6 +128,19 @@ def test_logits_stay_as_they_are_for_requests_that_change_none() -> None:
     assert [0.0, 1.0] == changed[:, 3].tolist()
 
 
+def test_tokens_without_a_logit_change_nothing() -> None:
+    far = VOCAB_SIZE + 5
+    made = Request.create(
+        "r",
+        [1],
+        SamplingParams(logit_bias={3: 2.0, far: 9.0}, suppress_tokens=[far, 4], min_new_tokens=1),
+        eos_token_ids=frozenset({far}),
+        max_model_len=100,
+    )
+    (row,) = process_logits(torch.zeros(1, VOCAB_SIZE), [made])
+    assert [0.0, 2.0, -torch.inf, 0.0] == row[2:6].tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_logits_of_16_bits_are_changed_in_float32(dtype: torch.dtype) -> None:
     logits = torch.full((1, VOCAB_SIZE), 1.0, dtype=dtype)

@@ -265,7 +265,7 @@ class Request(RequestProgress):
 
     @property
     def no_outcome(self) -> str:
-        """The error for an output of the model that is not numbers, or of which the parameters leave no token."""
+        """The error of a request that got no token: its parameters ban all, or the model's output is not numbers."""
         if not self.params.changes_logits:
             return super().no_outcome
         if self.failure:

@@ -60,7 +60,7 @@ def _run_processors(logits: torch.Tensor, requests: Sequence[Request], drafts: S
         for started in request.processors:
             processed = ProcessedRequest(request.token_ids, request.num_prompt_tokens, own_drafts, started.state)
             asking.setdefault(started.processor, []).append((request, started, processed, rows))
-    # In the same order whatever the first request of the step names.
+    # The order of the processors does not depend on the order of the requests.
     for processor, each in sorted(asking.items(), key=lambda item: item[0].name):
         rows_of = torch.tensor([row for *_, rows in each for row in rows], device=logits.device)
         part = logits[rows_of]
@@ -83,10 +83,11 @@ def _process(logits: torch.Tensor, request: Request, token_ids: IntArray) -> Non
     """
     params, output, device = request.params, token_ids[request.num_prompt_tokens :], logits.device
     if params.logit_bias:
-        ids = torch.tensor([*params.logit_bias], device=device)
-        logits[ids] += torch.tensor([*params.logit_bias.values()], dtype=logits.dtype, device=device)
+        biased, biases = np.array([*params.logit_bias]), np.array([*params.logit_bias.values()])
+        has_logit = biased < len(logits)
+        logits[torch.from_numpy(biased[has_logit]).to(device)] += torch.from_numpy(biases[has_logit]).to(logits)
     if params.repetition_penalty != 1:
-        ids = torch.from_numpy(token_ids).to(device)
+        ids = torch.from_numpy(token_ids[token_ids < len(logits)]).to(device)
         values = logits[ids]
         logits[ids] = torch.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
     if (params.frequency_penalty or params.presence_penalty) and len(output):
@@ -97,7 +98,9 @@ def _process(logits: torch.Tensor, request: Request, token_ids: IntArray) -> Non
     if len(output) < params.min_new_tokens:
         banned += request.end_token_ids
     if banned:
-        logits[torch.tensor(banned, device=device)] = -torch.inf
+        banned_ids = np.array(banned)
+        # Some checkpoints name end tokens that their model does not have.
+        logits[torch.from_numpy(banned_ids[banned_ids < len(logits)]).to(device)] = -torch.inf
 
 
 def _banned(params: SamplingParams, token_ids: IntArray, num_generated: int) -> list[int]:

@@ -126,7 +126,7 @@ _TOKEN = re.compile(r"(.*_)?token_(id|index)(_.*)?|(.*_)?(bos|eos|pad|sep|cls|ma
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """Return a config of ``model_type`` with small sizes; raise whatever its class raises for them.
+    """Return a config of ``model_type`` with small sizes; an error of its class passes.
 
     Args:
         model_type: A key of transformers' config mapping.

@@ -271,11 +271,11 @@ def max_encoder_len(config: Any) -> int | None:
     # A model of two nested configs, such as T5Gemma, has one for the encoder.
     nested = (getattr(config, name, None) for name in ("encoder", "encoder_config"))
     own = next((each for each in nested if each is not None), config)
-    found = (
+    lengths = (
         _positions(each, "max_source_positions", "max_encoder_position_embeddings")
         for each in (own, config.get_text_config(encoder=True))
     )
-    return next((length for length in found if length is not None), None)
+    return next((length for length in lengths if length is not None), None)
 
 
 def _positions(config: Any, *names: str) -> int | None:

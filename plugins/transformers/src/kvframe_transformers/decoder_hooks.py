@@ -72,11 +72,13 @@ def _pass_positions(
         return args, {**kwargs, _POSITIONS: positions([kwargs[_POSITIONS]])[0]}
     if running_step() is None:
         return None
-    given = kwargs.get(_POSITIONS)
-    if given is None and args:  # such modules get the tokens, or their shape, and add the dimension of the batch
+    own_positions = kwargs.get(_POSITIONS)
+    if (
+        own_positions is None and args
+    ):  # such modules get the tokens, or their shape, and add the dimension of the batch
         shape = args[0].shape if isinstance(args[0], torch.Tensor) else args[0]
-        given = torch.empty(shape[:2]).flatten()
-    return args, {**kwargs, _POSITIONS: _positions_of(module, given)}
+        own_positions = torch.empty(shape[:2]).flatten()
+    return args, {**kwargs, _POSITIONS: _positions_of(module, own_positions)}
 
 
 def _positions_of(module: nn.Module, given: Any) -> torch.Tensor:
@@ -93,13 +95,13 @@ def _positions_of(module: nn.Module, given: Any) -> torch.Tensor:
 
 def _look_up(positions: OpaqueFunction, module: Any, output: torch.Tensor) -> torch.Tensor:
     """Return the rows of a module's table for the true positions; a table of sines begins with rows for padding."""
-    given = output[..., 0].long()
+    own_positions = output[..., 0].long()
     if torch.compiler.is_compiling():
-        rows = positions([given])[0]
+        rows = positions([own_positions])[0]
     elif running_step() is None:
         return output
     else:
-        rows = _positions_of(module, given)
+        rows = _positions_of(module, own_positions)
     if isinstance(module, nn.Embedding):
         return module.weight[rows + getattr(module, "offset", 0)]
     table: torch.Tensor = module.weights
@@ -107,7 +109,7 @@ def _look_up(positions: OpaqueFunction, module: Any, output: torch.Tensor) -> to
 
 
 def _may_compute_bias(module: nn.Module) -> bool:
-    """Return whether a module computes a bias by distance if it is given none."""
+    """Return whether a module computes a bias by distance if it is own_positions none."""
     parameter = inspect.signature(module.forward).parameters.get(_BIAS)
     return parameter is not None and parameter.default is not parameter.empty
 

@@ -97,9 +97,9 @@ class _Scores(torch.Tensor):
     @classmethod
     def standing_for(cls, of: DirectAttention, attend: Attending, shape: Sequence[int]) -> _Scores:
         """Return the tensor of a shape; its one value, a zero, is never read."""
-        made = of.query.new_zeros(()).expand(shape).as_subclass(cls)
-        made._of, made._attend, made._shape = of, attend, tuple(shape)
-        return made
+        scores = of.query.new_zeros(()).expand(shape).as_subclass(cls)
+        scores._of, scores._attend, scores._shape = of, attend, tuple(shape)
+        return scores
 
     @classmethod
     def __torch_function__(

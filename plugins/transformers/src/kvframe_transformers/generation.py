@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvframe.contract import ModelError
-from kvframe_transformers.checkpoint import one_sentence
+from kvframe_transformers.sentence_transformers import read_json
 
 _log = logging.getLogger("kvframe")
 
@@ -57,15 +55,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
         ModelError: The file is no JSON object.
     """
     file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is no generation config: {one_sentence(error)}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} is no generation config: it must be a JSON object")
-    return config
+    return dict(read_json(file, dict)) if file.is_file() else {}
 
 
 def sampling_of(config: Mapping[str, Any], eos_token_ids: frozenset[int]) -> dict[str, Any]:

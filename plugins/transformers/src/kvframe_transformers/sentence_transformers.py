@@ -32,7 +32,7 @@ def read_pooling(folder: Path) -> Pooling | None:
     file = folder / "modules.json"
     if not file.is_file():
         return None
-    modules = _read(file, list)
+    modules = read_json(file, list)
     mode: PoolingMode | None = None
     normalize = False
     for module in modules:
@@ -51,14 +51,14 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 def _check_prompt(file: Path) -> None:
     """Raise for a checkpoint that puts a prompt of its own before each text."""
-    config = _read(file, dict) if file.is_file() else {}
+    config = read_json(file, dict) if file.is_file() else {}
     name, prompts = config.get("default_prompt_name"), config.get("prompts")
     if name is not None and not (isinstance(prompts, dict) and prompts.get(str(name)) == ""):
         raise _refusal(file, f"the prompt {name!r} before each text")
 
 
 def _mode_of(file: Path) -> PoolingMode:
-    config = _read(file, dict)
+    config = read_json(file, dict)
     named = config.get("pooling_mode")
     if named is not None:
         chosen = named if isinstance(named, list) else [named]
@@ -71,7 +71,8 @@ def _mode_of(file: Path) -> PoolingMode:
     raise _refusal(file, " and ".join(map(str, chosen)) or "no pooling mode")
 
 
-def _read(file: Path, kind: type[Any]) -> Any:
+def read_json(file: Path, kind: type[Any]) -> Any:
+    """Return the content of a JSON file; raise ``ModelError`` if it cannot be read, or holds no ``kind``."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

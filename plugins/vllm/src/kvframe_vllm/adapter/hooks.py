@@ -23,7 +23,7 @@ def install(stack: Stack, registry: Registry) -> None:
         config, reported = worker.vllm_config, report(worker)
         layers = describe_layers(config, reported, stack, registry).layers
         specs = {name: HostedSpec.over(spec, layers[name].spec, config) for name, spec in reported.items()}
-        # vLLM 0.29 gives windows the smallest blocks that a backend supports, whatever the user asks for.
+        # vLLM 0.29 ignores the user's block size for windows: it takes the smallest one that a backend supports.
         block_size = config.cache_config.block_size
         return {name: spec.copy_with_new_block_size(block_size) for name, spec in specs.items()}
 
