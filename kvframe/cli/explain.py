@@ -103,7 +103,7 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
         "format": layer.spec.kv_format.name,
     }
     if choice is None:
-        nothing: dict[str, Any] = {"backend": None, "on_copies": False, "by_time": False, "seconds": {}, "others": []}
+        nothing: dict[str, Any] = {"backend": None, "on_copies": False, "others": []}
         return {**place, "wrappers": [], **nothing}
     considered = {candidate.name: candidate for candidate in choice.candidates}
     others = [
@@ -123,12 +123,6 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
         "wrappers": [_in_words(wrapper) for wrapper in choice.wrappers],
         "backend": choice.backend,
         "on_copies": choice.on_copies,
-        "by_time": choice.by_time,
-        "seconds": {
-            candidate.name: dict(candidate.time.seconds)
-            for candidate in choice.candidates
-            if candidate.time is not None
-        },
         "others": others,
     }
 
@@ -140,17 +134,13 @@ def _in_words(chosen: MetadataWrapper | EvictionPolicy) -> str:
 
 
 def _served_by(explained: dict[str, Any], names: Mapping[str, str]) -> str:
-    """Return a layer's backend, whether it reads copies of another format, and its measured time if that decided."""
-    from kvframe.selection.times import MeasuredTime, in_words
-
+    """Return a layer's backend, and whether it reads copies of another format."""
     backend, kv_format = explained["backend"], explained["format"]
     if backend is None:
         return "computed by the model"
     words = names.get(backend, str(backend))
     if kv_format != PLAIN.name:
         words += f", on copies of {kv_format}" if explained["on_copies"] else f", on {kv_format}"
-    if explained["by_time"]:
-        words += f" ({in_words(MeasuredTime(explained['seconds'][backend]))})"
     return words
 
 

@@ -178,7 +178,6 @@ def _on_reference(
                 backend_options=None,
                 backend_id=Identity.of(claim.owner, backend_class, {}),
                 candidates=(Candidate(name=claim.id),),
-                by_time=False,
             )
         )
     return tuple(found), uncovered

@@ -182,7 +182,7 @@ def test_ranks_with_other_packages_configs_or_weights_are_refused(changed: dict[
 
 
 def test_ranks_may_have_memory_and_devices_of_their_own() -> None:
-    own = {"cache": {"memory": "3MiB", "key": "ab" * 32}, "engine": {"device": "cuda:1", "measured_times": False}}
+    own = {"cache": {"memory": "3MiB", "key": "ab" * 32}, "engine": {"device": "cuda:1"}}
     assert agreed(setup(), setup(stack=own)) == agreed(setup(), setup())
 
 

@@ -17,7 +17,7 @@ from kvframe.planning.ranks import plan_ranks
 from kvframe.selection.choice import Choice
 from kvframe.selection.identity import Identity
 
-OWN_KEYS = ("memory", "device", "key", "measured_times")
+OWN_KEYS = ("memory", "device", "key")
 """Keys of ``[cache]`` and ``[engine]`` that may differ between ranks: the least memory counts, only rank 0 uses the
 key, and the backends that were chosen by measured times are compared."""
 
@@ -120,7 +120,7 @@ def _check_chosen(setups: Sequence[RankSetup]) -> None:
             if other[1] != ids:
                 raise BackendError(
                     f"layer {layer!r} has backend {other[0]!r} on rank 0 and {backend!r} on rank {rank}, or other "
-                    "wrappers or options of them; name them in a rule of the stack, or install the same plugins and "
-                    "tables of `kvframe tune` on all machines",
+                    "wrappers or options of them; name them in a rule of the stack, or install the same plugins on all "
+                    "machines",
                     "ranks_differ",
                 )
