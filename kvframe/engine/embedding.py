@@ -270,7 +270,8 @@ class Embedder(EngineCore[EmbeddingRequest]):
         # Reading a text may take long, and changes no state.
         with self._turns.let_through():
             token_ids = self._admission.token_ids(text, None)
-        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt, owner)]
+            ranges = self._admission.ranges(text, token_ids)
+        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt, owner, ranges)]
         self._add(requests)
         return requests
 

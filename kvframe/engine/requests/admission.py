@@ -14,10 +14,11 @@ from kvframe.config.options import EngineOptions
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import LoadedModel, ModelInput
-from kvframe.contract.specs import ENCODER, TokenRange
+from kvframe.contract.specs import ENCODER, TOKENS, TokenRange, num_covered
 from kvframe.engine.requests.params import SamplingParams, bad_params
 from kvframe.engine.requests.progress import NO_INPUTS
 from kvframe.engine.requests.prompt import AnyPrompt, Prompt
+from kvframe.planning.answers import ask_live_ranges
 from kvframe.planning.plan import KVCachePlan
 
 T = TypeVar("T")
@@ -56,8 +57,14 @@ class Admission:
             without_ranges: A layer that does not honour bidirectional ranges of prompts, in words; None for none.
 
         Raises:
-            ModelError: The tokenizer raises when it decodes an empty list of tokens.
+            ModelError: The tokenizer raises when it decodes an empty list of tokens. Or all prompts of the model are
+                bidirectional ranges, which a layer does not honour.
         """
+        if model.description.bidirectional_prompts and without_ranges is not None:
+            raise ModelError(
+                f"{without_ranges}, does not honour bidirectional ranges, and every prompt of {model.description.name} "
+                "is one; give the layer a backend with the mask 'ranges', such as torch, by a rule of the stack"
+            )
         try:
             self.has_text = model.decode([]) is not None
         except KeyboardInterrupt:
@@ -103,17 +110,25 @@ class Admission:
     def ranges(self, prompt: AnyPrompt, token_ids: Sequence[int]) -> tuple[TokenRange, ...]:
         """Return a prompt's ranges of tokens that see each other in both directions, without those of one token.
 
+        They are those that the prompt states. If it states none, the model's description may make the whole prompt one.
+
         Raises:
             RequestError: They are no ranges of these tokens (``bad_ranges``), one of them exceeds a step
-                (``exceeds_step``), or a layer's backend does not honour them (``mask_ranges``).
+                (``exceeds_step``), a layer's backend does not honour them (``mask_ranges``), or the whole prompt is
+                one and a layer does not keep all of its tokens (``prompt_too_long``).
         """
-        if not isinstance(prompt, Prompt) or not _has_items(prompt.bidirectional):
-            return ()
-        given, num_tokens = _ranges_of(prompt.bidirectional, len(token_ids)), len(token_ids)
+        stated: Any = prompt.bidirectional if isinstance(prompt, Prompt) else ()
+        num_tokens = len(token_ids)
+        if not _has_items(stated):
+            if not self._model.description.bidirectional_prompts:
+                return ()
+            self._check_whole_range(num_tokens)
+            stated = ((0, num_tokens),)
+        given = _ranges_of(stated, num_tokens)
         if given is None:
             raise RequestError(
                 f"a prompt's bidirectional ranges are pairs (start, stop) within its {num_tokens} tokens, sorted and "
-                f"disjoint, not {shown(prompt.bidirectional)}",
+                f"disjoint, not {shown(stated)}",
                 code="bad_ranges",
             )
         if max(token_ids[start] for start, _ in given) > MOST_TOKEN_ID or max(token_ids) >= 1 << 31:
@@ -137,6 +152,18 @@ class Admission:
                 code="mask_ranges",
             )
         return tuple(part for part in given if part[1] - part[0] > 1)
+
+    def _check_whole_range(self, num_tokens: int) -> None:
+        """Refuse a prompt that is a bidirectional range as a whole if a layer does not keep all of its tokens."""
+        last = num_tokens - 1
+        for group in self.plan.groups:
+            spec = group.spec
+            if spec.sequence == TOKENS and num_covered(ask_live_ranges(spec, last)) < last:
+                raise RequestError(
+                    f"the prompt has {num_tokens} tokens, which all see each other in {self._model.description.name}; "
+                    f"layers such as {group.layers[0]!r} do not keep so many",
+                    code="prompt_too_long",
+                )
 
     def boundaries(self, prompt: AnyPrompt, num_tokens: int, ranges: Sequence[TokenRange] = ()) -> tuple[int, ...]:
         """Return where steps of a prompt of so many tokens have to end: the last whole blocks before its boundaries.

@@ -34,7 +34,7 @@ from kvframe_transformers.checkpoint import (
     read_config,
     read_config_file,
 )
-from kvframe_transformers.discovery import discover_layers
+from kvframe_transformers.discovery import discover_layers, sees_whole_prompts
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions, text_attribute
 from kvframe_transformers.generation import read_generation_config, sampling_of, warn_of_others
@@ -226,6 +226,7 @@ def _describe(
         eos_token_ids=eos,
         sampling=sampling if generating else {},
         max_input_lens={} if encoder_len is None else {ENCODER: encoder_len},
+        bidirectional_prompts=generating and sees_whole_prompts(model, layers),
         generates=generating,
         num_prediction_heads=num_heads,
         prediction_layers=head_layers,

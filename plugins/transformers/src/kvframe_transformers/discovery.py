@@ -76,6 +76,30 @@ def _takes_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequen
     return all({"relative_bias", SLOPES} & layer.query.keys() or layer.kind == "cross_attention" for layer in layers)
 
 
+def sees_whole_prompts(model: nn.Module, layers: Sequence[LayerDescription]) -> bool:
+    """Return whether all tokens of a prompt see each other, though the masks of a generating model are causal.
+
+    transformers then makes no mask for a prompt, and its attention functions are not causal (PaliGemma).
+
+    Raises:
+        ModelError: Some layers attend so, and others do not.
+    """
+    modules = dict(model.named_modules())
+    whole = {layer.name: _sees_whole_prompts(modules[layer.name]) for layer in layers if layer.query}
+    if any(whole.values()) and not all(whole.values()):
+        one, other = (next(name for name, is_whole in whole.items() if is_whole is each) for each in (True, False))
+        raise ModelError(
+            f"layer {one!r} lets all tokens of a prompt see each other (use_bidirectional_attention), and layer "
+            f"{other!r} does not; kvframe serves models whose layers are alike in this"
+        )
+    return any(whole.values())
+
+
+def _sees_whole_prompts(module: nn.Module) -> bool:
+    is_causal, config = getattr(module, "is_causal", True), getattr(module, "config", None)
+    return not is_causal and getattr(config, "use_bidirectional_attention", None) is True
+
+
 def takes_positions(model: Any) -> bool:
     """Return whether a model takes positions, or passes its further arguments to a decoder that does."""
     parameters = inspect.signature(model.forward).parameters
@@ -228,14 +252,6 @@ class _Reader:
 
     def _mask_of(self, call: RecordedCall) -> MaskKind:
         kind = self._kind_of(call)
-        is_causal, config = getattr(call.module, "is_causal", True), getattr(call.module, "config", None)
-        sees_later = not is_causal and getattr(config, "use_bidirectional_attention", None) is True
-        if self._generates and kind.kind is not None and sees_later:
-            return MaskKind(
-                None,
-                why="lets all tokens of a prompt see each other and each generated token see the earlier ones, but "
-                "its mask does not show where the prompt ends (use_bidirectional_attention)",
-            )
         return MaskKind("encoder_only", kind.options) if kind.is_bidirectional and not self._generates else kind
 
     def _kind_of(self, call: RecordedCall) -> MaskKind:

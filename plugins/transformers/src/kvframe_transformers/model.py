@@ -89,6 +89,7 @@ class TransformersModel(LoadedModel):
         parameters = inspect.signature(self._body.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = takes_positions(self._body)
+        self._takes_token_types = "token_type_ids" in parameters
         self._layers: AttachedLayers | None = None
         self._routes: Routes = {}
         self._mode: StepMode | None = None
@@ -444,8 +445,11 @@ class TransformersModel(LoadedModel):
     def _run_plain(self, prompt: list[int]) -> torch.Tensor:
         """Return the logits ``[len(prompt), vocab_size]``, or hidden states, of the model's own attention."""
         assert self._mode is not None
+        ids, inputs = torch.tensor(prompt, device=self.model.device), {}
+        if self.description.bidirectional_prompts and self._takes_token_types:
+            inputs["token_type_ids"] = torch.zeros_like(ids)[None]  # the type of a prompt's tokens
         with torch.inference_mode(), self._mode.off():
-            return self._run(torch.tensor(prompt, device=self.model.device), None)
+            return self._run(ids, None, **inputs)
 
     def _latents_of(self, modules: Mapping[str, nn.Module]) -> Latents:
         return Latents({layer.name: layer for layer in self.description.layers}, modules, self.description.name)
