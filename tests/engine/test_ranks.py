@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -143,7 +144,8 @@ def agreed(*setups: RankSetup, rank: int = 0) -> KVCachePlan:
     grouping = group_layers(setups[rank].layers)
     plan = plan_cache(grouping, memory_bytes=setups[rank].memory_bytes, max_model_len=64, max_num_batched_tokens=16)
     ranks: Any = Together(rank, list(setups))
-    return agree(ranks, setups[rank].layers, plan, (), setups[rank].stack, setups[rank].fingerprint)
+    own: Any = SimpleNamespace(all_layers=setups[rank].layers, plan=plan, choices=(), stack=setups[rank].stack)
+    return agree(ranks, own, setups[rank].fingerprint)
 
 
 def test_the_rank_with_the_least_memory_decides_for_all() -> None:
