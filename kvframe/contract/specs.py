@@ -456,7 +456,7 @@ class QuerySpec:
         num_heads: Query heads, a multiple of the KV heads.
         head_size: Elements of a query vector.
         scale: Factor on the query-key products, before soft cap and softmax.
-        soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
+        soft_cap: ``c`` in ``c * tanh(score / c)``, more than 0; None for none.
         has_sinks: Whether each head adds a learned logit to the softmax's denominator (``sinks: [num_heads]``).
         relative_bias: What is added to the scores, after scale and soft cap, by distance; None for nothing.
         alibi_slopes: ALiBi (arXiv 2108.12409): ``alibi_slopes[h] * distance`` is subtracted from the scores of head
@@ -484,6 +484,10 @@ class QuerySpec:
         for name, value in (("scale", self.scale), ("soft_cap", self.soft_cap)):
             if not _is_finite(value) and not (name == "soft_cap" and value is None):
                 raise SpecError(f"QuerySpec.{name} must be a finite number, not {shown(value)}")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise SpecError(
+                f"QuerySpec.soft_cap must be more than 0, not {shown(self.soft_cap)}; None stands for no cap"
+            )
         if not isinstance(self.has_sinks, bool):
             raise SpecError(f"QuerySpec.has_sinks must be true or false, not {shown(self.has_sinks)}")
         if not isinstance(self.relative_bias, RelativeBias | None):
