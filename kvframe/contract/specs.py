@@ -22,6 +22,7 @@ from kvframe.contract.formats import PLAIN, KVFormat, known_dtype, state_of
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
 from kvframe.contract.formats import StateTensor as StateTensor
 from kvframe.contract.formats import align_up as align_up
+from kvframe.contract.growth import Growing
 from kvframe.contract.masks import AttentionMask as AttentionMask
 from kvframe.contract.masks import MaskFunction as MaskFunction
 
@@ -71,7 +72,7 @@ def num_covered(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 @attrs.frozen(kw_only=True)
-class KVCacheSpec(ABC):
+class KVCacheSpec(Growing, ABC):
     """What one layer keeps of the past, and for how long: the base of every cache spec.
 
     A spec is a frozen value. Two laws hold for its live ranges, and ``kvframe.testing`` checks them:
@@ -195,7 +196,7 @@ class KVCacheSpec(ABC):
         bias = query.relative_bias
         return {} if bias is None else {RELATIVE_BIAS: (bias.num_buckets, query.num_heads)}
 
-    def check_query(self, query: QuerySpec) -> None:  # noqa: B027
+    def check_query(self, query: QuerySpec) -> None:
         """Refuse queries that cannot attend to what the type stores, such as heads of another size.
 
         Called when a layer is specified. So a backend that serves a type need not check shapes that no layer has. The
