@@ -171,7 +171,7 @@ class TransformersModel(LoadedModel):
                 for name, state in layers.states.items()
                 if name in modules
             }
-            if not self.description.generates:
+            if {layer.kind for layer in self.description.layers} == {"encoder_only"}:
                 mode.apart = self._find_apart(modules.values())
                 unfolding = {module: forward for module, forward in mode.direct.items() if unfolds(module)}
                 mode.direct |= {module: unfolding_apart(forward) for module, forward in unfolding.items()}
