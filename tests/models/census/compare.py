@@ -179,7 +179,10 @@ class _Encoder:
     def verdict(self, folder: Path, expected: Any) -> Verdict:
         with Embedder.from_pretrained(folder, stack=_STACK, pooling="mean", normalize=False) as embedder:
             ours = [torch.tensor(output.embedding).double() for output in embedder.embed(_PROMPTS)]
+            is_own = not embedder.choices
         worst = max(float((mine - theirs).norm() / theirs.norm()) for mine, theirs in zip(ours, expected, strict=True))
+        if worst < _TOLERANCE and is_own:
+            return Verdict("equal", "its own code computes the texts of a step one after the other, on no backend")
         return Verdict("equal") if worst < _TOLERANCE else Verdict("wrong", f"embeddings differ by {worst:.1e}")
 
 

@@ -25,6 +25,7 @@ from kvframe_transformers.recording import (
     RecordedCall,
     RecordedState,
     Recording,
+    hides_keys_from_all,
     record,
 )
 from kvframe_transformers.relative_bias import BiasReader, bias_of
@@ -264,6 +265,8 @@ class _Reader:
                         mask.function, self._max_model_len, mask.local_size, mask.chunk_size
                     )
                 return self._kinds[id(mask)]
+        if hides_keys_from_all(call.mask, call.key.shape[2]):
+            return MaskKind(None, why="attends without a mask (bidirectional attention)", is_bidirectional=True)
         return MaskKind(None, why="changes its mask after transformers made it")
 
     def _refusal(self, module: nn.Module, why: str) -> ModelError:

@@ -230,6 +230,10 @@ class _WithoutValues(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answer a call that needs values; run every other one."""
+        if func in _CHOOSING and args[0].is_meta and any(_is_choice(index) for index in args[1]):
+            # Of the rows that a tensor of booleans chooses, there are none.
+            shape = (0, *args[0].shape[sum(1 if index is None else index.dim() for index in args[1]) :])
+            return args[0] if func is not torch.ops.aten.index.Tensor else args[0].new_empty(shape)
         if func in _NEEDS_VALUES and args[0].is_meta:
             if func is torch.ops.aten.nonzero.default:
                 return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
@@ -240,6 +244,13 @@ class _WithoutValues(TorchDispatchMode):
             masks = _RECORDING.get().masks
             masks += [attrs.evolve(mask, marker=result) for mask in masks if mask.marker is args[0]]
         return result
+
+
+_CHOOSING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+def _is_choice(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype is torch.bool
 
 
 _NEEDS_VALUES = (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default)
@@ -256,8 +267,8 @@ def _direct_recorder(module: nn.Module) -> Forward:
             if alibi is None and is_alibi(each, of.query.shape[1], of.key.shape[2]):
                 alibi = each
                 continue
-            if each.shape[-1] == of.key.shape[2] and set(each.shape[1:-1]) == {1}:
-                continue  # it hides keys from all queries, so it is for padding
+            if hides_keys_from_all(each, of.key.shape[2]):
+                continue
             if bias is None and each.shape[1:] == (of.query.shape[1], of.query.shape[2], of.key.shape[2]):
                 bias = each
             else:
@@ -269,6 +280,11 @@ def _direct_recorder(module: nn.Module) -> Forward:
         return of.query.new_empty(*of.query.shape[:-1], value.shape[-1])
 
     return replacing(own_forward(module), attend)
+
+
+def hides_keys_from_all(mask: Any, num_keys: int) -> bool:
+    """Return whether what is added to scores, or hides some, is the same for all queries and heads, as for padding."""
+    return isinstance(mask, torch.Tensor) and mask.shape[-1] == num_keys and set(mask.shape[1:-1]) == {1}
 
 
 _UNKNOWN = object()
