@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from kvframe.attention.batch_metadata import StepBatch
-from kvframe.cache.manager import KVCacheManager
+from kvframe import KVCacheManager, StepBatch
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import ModelInput
 from kvframe.engine.assembly import Assembly

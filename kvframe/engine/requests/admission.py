@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from kvframe.cache.keys import content_key
-from kvframe.cache.ranged_tokens import MOST_RANGE, MOST_TOKEN_ID, before_range
-from kvframe.config.options import EngineOptions
+from kvframe import EngineOptions, KVCachePlan, RangedTokens, ask_live_ranges, content_key
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import LoadedModel, ModelInput
@@ -18,8 +16,6 @@ from kvframe.contract.specs import ENCODER, TOKENS, TokenRange, num_covered
 from kvframe.engine.requests.params import SamplingParams, bad_params
 from kvframe.engine.requests.progress import NO_INPUTS
 from kvframe.engine.requests.prompt import AnyPrompt, Prompt
-from kvframe.planning.answers import ask_live_ranges
-from kvframe.planning.plan import KVCachePlan
 
 T = TypeVar("T")
 
@@ -131,18 +127,19 @@ class Admission:
                 f"disjoint, not {shown(stated)}",
                 code="bad_ranges",
             )
-        if max(token_ids[start] for start, _ in given) > MOST_TOKEN_ID or max(token_ids) >= 1 << 31:
+        if max(token_ids[start] for start, _ in given) > RangedTokens.MOST_TOKEN_ID or max(token_ids) >= 1 << 31:
             raise RequestError(
-                f"a bidirectional range begins with a token id of at most {MOST_TOKEN_ID}, in a prompt of ids below "
-                f"{1 << 31}; give other ids",
+                f"a bidirectional range begins with a token id of at most {RangedTokens.MOST_TOKEN_ID}, in a prompt of "
+                f"ids below {1 << 31}; give other ids",
                 code="bad_ranges",
             )
-        most = min(self.plan.max_num_batched_tokens, MOST_RANGE)
+        most = min(self.plan.max_num_batched_tokens, RangedTokens.MOST_RANGE)
         longest = max(given, key=lambda part: part[1] - part[0])
         if longest[1] - longest[0] > most:
             raise RequestError(
                 f"the bidirectional range {longest} has {longest[1] - longest[0]} tokens, and may have {most}: it is "
-                f"computed in one step; raise max_num_batched_tokens in the stack's [engine], up to {MOST_RANGE}",
+                f"computed in one step; raise max_num_batched_tokens in the stack's [engine], up to "
+                f"{RangedTokens.MOST_RANGE}",
                 code="exceeds_step",
             )
         if self._without_ranges is not None:
@@ -184,7 +181,7 @@ class Admission:
                 code="bad_boundaries",
             )
         ends = {each - each % self.plan.alignment for each in given} if self.plan.groups else set()
-        return tuple(sorted({before_range(ranges, end) for end in ends} - {0, num_tokens}))
+        return tuple(sorted({RangedTokens.before_range(ranges, end) for end in ends} - {0, num_tokens}))
 
     def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
         given = _unicode(value) if isinstance(value, str) else value
