@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import blockwise_overlay
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.contract import ModelError
@@ -204,6 +206,7 @@ def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: 
             torch.no_grad(),
             _WithoutValues(),  # type: ignore[no-untyped-call]
             _noting(model, recording),
+            _without_blocks(),
             replaced_forwards(recorders),
             noting_expansions(model, recording.expansions),
         ):
@@ -251,6 +254,20 @@ _CHOOSING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torc
 
 def _is_choice(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype is torch.bool
+
+
+@contextmanager
+def _without_blocks() -> Iterator[None]:
+    """Leave out what masks show within blocks of other inputs, such as images: a text has no such block.
+
+    The tensor that numbers the blocks has no data here, so such a mask could not be examined.
+    """
+    functions = vars(sys.modules[blockwise_overlay.__module__])
+    functions[blockwise_overlay.__name__] = lambda _: lambda batch, head, query, key: (query != query) & (key != key)
+    try:
+        yield
+    finally:
+        functions[blockwise_overlay.__name__] = blockwise_overlay
 
 
 _NEEDS_VALUES = (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default)
