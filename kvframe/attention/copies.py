@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from kvframe.attention.copied_pages import live_places, static_places
-from kvframe.attention.returned import build_all
+from kvframe.attention.returned import build_all, make_builder
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.formats import PLAIN, StateTensor
@@ -166,7 +166,7 @@ class CopyingBackend(AttentionBackend):
 
     def make_builder(self) -> CopyingBuilder:
         """Return the backend's builder, inside one that decides which pages are copied."""
-        return CopyingBuilder(self.inner.make_builder(), self._plain[self.layers[0].name])
+        return CopyingBuilder(make_builder(self.inner), self._plain[self.layers[0].name])
 
     def forward(
         self,

@@ -10,6 +10,7 @@ import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.key_parts import merged_over
+from kvframe.attention.returned import make_builder
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capabilities import Capabilities, Refusal
 from kvframe.contract.capture import GraphCapture
@@ -162,7 +163,7 @@ def _set_up(
     try:
         backend = call(f"{whose}__init__()", make_backend, *made)
         backend = merged_over(backend, choice.wrappers, layers, device)
-        builder = call(f"{whose}make_builder()", backend.make_builder)
+        builder = call(f"{whose}make_builder()", make_builder, backend)
         misdeclared = call(f"{whose}make_builder()", find_misdeclared, AttentionMetadataBuilder, builder)
         if not misdeclared:
             call(f"{whose}reuse_key of its builder", lambda: hash(builder.reuse_key))

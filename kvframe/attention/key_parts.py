@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from kvframe.attention.request_order import Permutation, is_ordered, permute
+from kvframe.attention.returned import make_builder
 from kvframe.attention.wrapping import divide_keys
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.merging import merge_attention
@@ -58,7 +59,7 @@ class MergingBackend(AttentionBackend):
 
     def make_builder(self) -> MergingBuilder:
         """Return the backend's builder, inside one that divides the keys."""
-        return MergingBuilder(self.inner.make_builder(), self._wrapper, self.layers)
+        return MergingBuilder(make_builder(self.inner), self._wrapper, self.layers)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Let the backend store new tokens."""

@@ -1,4 +1,4 @@
-"""Checks what builders return in a step, in time that does not grow with the batch."""
+"""Checks what backends return as builders, and what builders return in a step, in time that does not grow with it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from typing import Any, TypeVar
 
 import attrs
 
-from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.errors import BackendError
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.errors import BackendError, PluginError
+from kvframe.contract.foreign import safe_repr
 from kvframe.contract.metadata import CommonAttentionMetadata
 
 BuilderT = TypeVar("BuilderT", bound=AttentionMetadataBuilder)
+
+
+def make_builder(backend: AttentionBackend) -> AttentionMetadataBuilder:
+    """Return a backend's metadata builder.
+
+    Raises:
+        PluginError: The backend returned something else.
+    """
+    builder = backend.make_builder()
+    if not issubclass(type(builder), AttentionMetadataBuilder):
+        raise PluginError(f"it returned {safe_repr(builder)}, and not an AttentionMetadataBuilder")
+    return builder
 
 
 def build_all(

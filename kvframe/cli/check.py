@@ -139,6 +139,7 @@ def _import(name: str, known: set[str]) -> Any:
     import sys
 
     from kvframe.contract.foreign import call
+    from kvframe.loading.misnamed import hint_for
 
     path = Path(name)
     folder = path.parent if path.suffix == ".py" else Path()
@@ -151,7 +152,7 @@ def _import(name: str, known: set[str]) -> Any:
     except (ImportError, ValueError):
         is_there = False
     if not is_there:
-        raise UnknownNameError("plugin, registered name or module", name, known)
+        raise UnknownNameError("plugin, registered name or module", name, known, hint_for(name))
     return call(f"importing {module}", importlib.import_module, module)
 
 

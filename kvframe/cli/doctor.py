@@ -22,6 +22,7 @@ from kvframe.config.hub import find_model
 from kvframe.contract.errors import PlanError, PluginError
 from kvframe.contract.failed_imports import explain_failed_import
 from kvframe.loading.claims import BUILTIN_OWNER, canonical
+from kvframe.loading.misnamed import find_misnamed
 from kvframe.loading.packages import to_install
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
         *([torch_problem] if torch_problem else []),
         *_requirement_problems(host),
         *_plugin_problems(host, names),
+        *find_misnamed(),
     ]
     checked = None
     if model is not None and not torch_problem:

@@ -58,8 +58,11 @@ def _chosen(records: Sequence[PluginRecord], claims: Sequence[Claim], wanted: Se
             called.setdefault(name, set()).add(claim.plugin)
     for name in wanted:
         if name not in called:
+            from kvframe.loading.misnamed import hint_for
+
             known = {record.name for record in records} | {claim.name for claim in claims}
-            raise UnknownNameError("plugin or registered name", name, sorted(known), "`kvframe plugins` lists them")
+            hint = hint_for(name) or "`kvframe plugins` lists them"
+            raise UnknownNameError("plugin or registered name", name, sorted(known), hint)
     kept = {plugin for name in wanted for plugin in called[name]}
     return [record for record in records if not wanted or record.id in kept]
 

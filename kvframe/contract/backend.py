@@ -276,6 +276,9 @@ class AttentionBackend(Growing, ABC):
             of padded tokens are there, and never used.
 
         Raises:
-            BackendError: The backend does not declare ``returns_lse``; the code is ``lse``.
+            BackendError: The backend does not define this method; the code is ``lse``.
         """
-        raise BackendError(f"{type(self).__name__} returns no log-sum-exp: it does not declare returns_lse", "lse")
+        why = "it does not declare returns_lse"
+        if self.capabilities.returns_lse:
+            why = "it declares returns_lse, and does not define forward_with_lse"
+        raise BackendError(f"{type(self).__name__} returns no log-sum-exp: {why}", "lse")

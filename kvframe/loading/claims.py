@@ -15,7 +15,7 @@ import attrs
 
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, in_one_line, safe_repr
-from kvframe.loading.declarations import find_misdeclared
+from kvframe.loading.declarations import find_misdeclared, find_undefined
 from kvframe.loading.deprecated import uses_of_class, warn_of
 from kvframe.loading.targets import find_problem
 
@@ -242,6 +242,8 @@ class Claim:
         if inspect.isabstract(loaded):
             return f"does not implement {', '.join(sorted(loaded.__abstractmethods__))}"
         misdeclared = find_misdeclared(base, loaded)
+        if not misdeclared and self.kind == "backend":
+            misdeclared = find_undefined(loaded)
         if misdeclared:
             return misdeclared
         own_name = getattr(loaded, kind.name_attribute) if kind.name_attribute else self.name

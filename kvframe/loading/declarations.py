@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
+import attrs
+
 from kvframe.contract.foreign import safe_repr
 
 
@@ -29,6 +31,23 @@ def find_misdeclared(base: type, made: Any) -> str:
             return f"declares no {name}"
         if not _fits(value, hint):
             return f"declares {name} = {safe_repr(value)}, which is not {_in_words(hint)}"
+    return ""
+
+
+def find_undefined(backend_class: Any) -> str:
+    """Return what a backend's class declares and does not have, or in a form that no stack can use; empty if nothing.
+
+    Args:
+        backend_class: A subclass of ``AttentionBackend`` whose attributes fit their annotations.
+    """
+    from kvframe.contract.backend import AttentionBackend  # imports torch, as the class did
+
+    options_class = backend_class.options_class
+    if options_class is not None and not attrs.has(options_class):
+        return f"declares options_class = {safe_repr(options_class)}, which is not an attrs class"
+    lacks_lse = backend_class.forward_with_lse is AttentionBackend.forward_with_lse
+    if backend_class.capabilities.returns_lse and lacks_lse:
+        return "declares returns_lse, and does not define forward_with_lse"
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, distributions, version
 from types import ModuleType
 from typing import Any
@@ -101,12 +102,23 @@ def _as_found_plugin(plugin: Any) -> FoundPlugin:
     return FoundPlugin(name, name, version, hookspecs.API_VERSION, plugin, module=name)
 
 
+def distribution_names() -> Iterator[tuple[str, str]]:
+    """Yield the name of each installed distribution that can be read, and the text of its entry points."""
+    for dist in _distributions([]):
+        with suppress(PluginError):
+            yield _name_of(dist), _entry_points_of(dist)
+
+
+def _entry_points_of(dist: Distribution) -> str:
+    return call("reading entry_points.txt", dist.read_text, "entry_points.txt") or ""
+
+
 def _installed() -> Iterable[FoundPlugin]:
     names: dict[str, Distribution] = {}
     unreadable: list[str] = []
     for dist in _distributions(unreadable):
         try:
-            if "kvframe.v" in (call("reading entry_points.txt", dist.read_text, "entry_points.txt") or ""):
+            if "kvframe.v" in _entry_points_of(dist):
                 names.setdefault(_name_of(dist), dist)
         except PluginError as error:
             unreadable.append(f"a distribution in {_place_of(dist)} cannot be read: {error}")

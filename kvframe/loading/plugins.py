@@ -23,6 +23,7 @@ from kvframe.loading.checks import OWNERS, TABLES, TEXTS
 from kvframe.loading.claims import Claim
 from kvframe.loading.deprecated import uses_of_hooks, uses_of_register, warn_of
 from kvframe.loading.discovery import FoundPlugin, find_plugins, is_called
+from kvframe.loading.misnamed import hint_for
 from kvframe.loading.packages import provider_of, to_install
 from kvframe.loading.registry import Registry
 
@@ -106,7 +107,7 @@ class PluginHost:
         for record in self.records:
             if is_called(record.id, name):
                 return record
-        raise UnknownNameError("plugin", name, (record.id for record in self.records))
+        raise UnknownNameError("plugin", name, (record.id for record in self.records), hint_for(name))
 
 
 class _SetAside(Exception):
@@ -169,7 +170,7 @@ def _check_policy(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) ->
     places += [(f"plugin.{name}", name) for name in policy.settings]
     for place, name in places:
         if not any(is_called(found.id, name) for found in found_plugins):
-            problems.append(f"{place}: {UnknownNameError('installed plugin', name, known)}")
+            problems.append(f"{place}: {UnknownNameError('installed plugin', name, known, hint_for(name))}")
         elif place == "plugins.disabled" and is_called(found_plugins[0].id, name):
             problems.append(f"{place}: {name!r} is built in and cannot be disabled")
     if problems:
@@ -187,7 +188,7 @@ def _check_needed(
         if not any(is_called(record.id, name) for _, record in outcomes):
             known = {record.name for _, record in outcomes}
             provider = provider_of("plugin", name)
-            hint = "" if provider is None else f"`{to_install(provider)}` provides it"
+            hint = hint_for(name) if provider is None else f"`{to_install(provider)}` provides it"
             wrong = UnknownNameError("installed plugin", name, known, hint)
             problems.append(f"{policy.source}: plugins.required: {wrong}")
     for found, record in outcomes:

@@ -114,7 +114,8 @@ def _options_of(
     others = [key for key in required if fields[key].type not in ("int", int)]
     if others:
         raise ConformanceError(
-            f"cache spec {spec_class.kind!r}: give its options {', '.join(others)}, which are no whole numbers"
+            f"cache spec {spec_class.kind!r} needs {', '.join(map(repr, others))}, and the kit has values for whole "
+            f"numbers only: give all that it needs, by --options '{{\"{others[0]}\": …}}' or by `options` of SpecTests"
         )
     tried = [{**usual, **dict(zip(required, sizes * len(required), strict=False))} for sizes in _SIZES]
     made = [given for given in tried if _can_be_made(spec_class, given)]

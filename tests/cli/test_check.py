@@ -285,6 +285,34 @@ def test_options_that_the_part_refuses_are_named() -> None:
     assert "window must be a whole number of at least 1" in part["reason"]
 
 
+def test_a_spec_with_an_option_that_is_no_number_says_which_and_how_to_give_it(plugin: Any) -> None:
+    source = """
+        import attrs
+
+        from kvframe.contract import AttentionSpec, hookimpl
+
+
+        @attrs.frozen(kw_only=True)
+        class Moded(AttentionSpec):
+            kind = "moded"
+            mode: str
+
+            def live_ranges(self, n):
+                return ((0, n),) if n else ()
+
+
+        @hookimpl
+        def kvframe_register_specs(register):
+            register("moded", Moded)
+    """
+    path = plugin(source)
+    _, part = found(path)
+    assert "cache spec 'moded' needs 'mode', and the kit has values for whole numbers only" in part["reason"]
+    assert "--options '{\"mode\": …}'" in part["reason"]
+    code, part = found(path, "--options", '{"mode": "fast"}')
+    assert (0, "works") == (code, part["verdict"])
+
+
 def test_a_spec_whose_options_cannot_be_guessed_asks_for_them() -> None:
     code, part = found("mamba")
     assert (2, "not checked") == (code, part["verdict"])

@@ -116,6 +116,12 @@ def test_a_plugin_of_another_contract_is_a_problem(site: FakeSite) -> None:
     assert problem.startswith("plugin acme-late:late is incompatible: ")
 
 
+def test_a_group_of_entry_points_that_is_misspelt_is_a_problem(site: FakeSite) -> None:
+    site.add("acme-fast", "fast", group="kvframe.v1s", api=None)
+    (problem,) = examine(doctor.BROKEN_EXIT_CODE)["problems"]
+    assert problem.startswith("acme-fast lists entry points in the group 'kvframe.v1s', which kvframe does not read")
+
+
 def test_a_name_that_two_plugins_claim_is_a_problem(site: FakeSite) -> None:
     for name in ("fast", "quick"):
         site.add(f"acme-{name}", name, registers("backends", ("both", f"acme_{name}.fast:Fast")), files={"fast": ""})

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, Self
 import pytest
 import torch
 
+from kvframe.attention.copies import CopyingBackend, CopyScratch
+from kvframe.attention.staging import HOST
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.config.stack import Stack
 from kvframe.contract.backend import AttentionMetadataBuilder, KVCache
-from kvframe.contract.errors import BackendError, ModelError
+from kvframe.contract.errors import BackendError, ModelError, PluginError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.state import StateRound, StateRun
@@ -81,8 +83,18 @@ def test_a_backend_without_a_builder_is_refused_at_set_up() -> None:
         def make_builder(self) -> AttentionMetadataBuilder:
             return None  # type: ignore[return-value]
 
-    with pytest.raises(BackendError, match=r"mine', of layer 'layer 0': make_builder\(\) returns what "):
+    says = (
+        r"mine', of layer 'layer 0': make_builder\(\) failed: .*it returned None, and not an AttentionMetadataBuilder"
+    )
+    with pytest.raises(BackendError, match=says):
         bench_of(NoBuilder)
+
+
+def test_a_backend_on_copies_without_a_builder_is_refused_too() -> None:
+    layers = [layer("layer", local())]
+    inner = type("NoBuilder", (TorchReferenceBackend,), {"make_builder": lambda self: None})(layers, HOST)
+    with pytest.raises(PluginError, match="it returned None, and not an AttentionMetadataBuilder"):
+        CopyingBackend(inner, layers, HOST, CopyScratch(HOST)).make_builder()
 
 
 # --- builders ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from kvframe.config.eviction_choice import make_policy
 from kvframe.contract import hookimpl
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.description import LayerDescription, ModelDescription
-from kvframe.contract.errors import KVFrameError
+from kvframe.contract.errors import BackendError, KVFrameError
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat, PlainFormat
 from kvframe.contract.hookspecs import HookSpecs
@@ -547,6 +547,7 @@ MISDECLARED = [
     (GoodBackend, "capabilities", {"devices": ["cpu"]}),
     (GoodBackend, "options_class", 5),
     (GoodBackend, "options_class", int),
+    (GoodBackend, "options_class", dict),
     (GoodBackend, "conformance_form", 5),
     (GoodWrapper, "fields", None),
     (GoodWrapper, "fields", {"causal": "carry"}),
@@ -581,6 +582,24 @@ def test_a_wrong_declaration_of_a_class_is_named(good: type, name: str, value: A
 def test_an_unreadable_declaration_of_a_class_is_named(good: type, name: str, failure: str) -> None:
     with one_sentence("'bad'", "bad_plugin", type(make_error(failure)).__name__):
         use(type("Bad", (good,), {name: Raises(failure)}), good)
+
+
+def test_a_log_sum_exp_that_is_declared_and_not_defined_is_refused_by_what_it_lacks() -> None:
+    class Lacking(AttentionBackend):
+        capabilities = GoodBackend.capabilities
+
+        def forward(self, *arguments: Any) -> Any:
+            raise NotImplementedError
+
+    says = "declares returns_lse, and does not define forward_with_lse"
+    with one_sentence("backend 'bad' of bad_plugin", says):
+        choose(make_registry("backend", Lacking), backend="bad")
+    backend = Lacking((), torch.device("cpu"))
+    with pytest.raises(BackendError, match=f"no log-sum-exp: it {says}"):
+        backend.forward_with_lse(None, None, {}, None, None)  # type: ignore[arg-type]
+    Lacking.capabilities = attrs.evolve(GoodBackend.capabilities, returns_lse=False)
+    with pytest.raises(BackendError, match=r"no log-sum-exp: it does not declare returns_lse$"):
+        backend.forward_with_lse(None, None, {}, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [None, 5, {"devices": ["cpu"]}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from kvframe.contract import hookspecs
-from kvframe.contract.errors import PluginError, StackError
+from kvframe.contract.errors import KVFrameError, PluginError, StackError, UnknownNameError
 from kvframe.contract.hookspecs import hookimpl
+from kvframe.loading.misnamed import find_misnamed
 from kvframe.loading.plugins import PluginHost, PluginPolicy, load_plugins
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
 
@@ -436,6 +438,42 @@ def test_required_plugin_that_is_not_installed_is_an_error(site: FakeSite) -> No
     add_good(site)
     with pytest.raises(PluginError, match=r"plugins\.required: .*'zz_godo'.*did you mean 'zz_good'\?"):
         load_plugins(PluginPolicy(required=("zz_godo",)))
+
+
+@pytest.mark.parametrize("group", ["kvframe.v1s", "kvframe-v1", "kvfrmae.v1", "kvframe.plugins", "kvframe"])
+def test_plugin_in_a_group_that_kvframe_does_not_read_is_named_where_it_is_asked_for(
+    group: str, site: FakeSite
+) -> None:
+    site.add("kvframe-mine", "mine", group=group, api=None)
+    says = f"kvframe-mine lists entry points in the group '{group}', which kvframe does not read: a plugin is listed in"
+    assert [says] == [sentence[: len(says)] for sentence in find_misnamed()]
+    host = load_plugins()
+    with pytest.raises(UnknownNameError, match=re.escape(says)):
+        host.record("mine")
+    for policy in (PluginPolicy(required=("mine",)), PluginPolicy(disabled=("mine",))):
+        with pytest.raises(KVFrameError, match=re.escape(says)):
+            load_plugins(policy)
+
+
+def test_group_of_versions_that_is_misspelt_is_named_beside_the_refusal(site: FakeSite) -> None:
+    site.add("kvframe-mine", "mine", api=None)
+    site.write_metadata("kvframe-mine", "[kvframe.v1.apis]\nmine = v1_0")
+    (sentence,) = find_misnamed()
+    assert "'kvframe.v1.apis', which kvframe does not read" in sentence
+
+
+def test_distribution_of_that_name_without_a_plugin_is_named(site: FakeSite) -> None:
+    site.write_metadata("kvframe-mine", "[console_scripts]\nmine = mine:main")
+    assert [] == find_misnamed()
+    with pytest.raises(UnknownNameError, match=r"kvframe-mine is installed, and has no entry point in the group 'kvf"):
+        load_plugins().record("mine")
+
+
+def test_groups_of_others_and_of_kvframes_hosts_are_no_mistakes(site: FakeSite) -> None:
+    site.write_metadata("acme", "[acme.v1]\nx = y\n[pytest11]\nx = y\n[kvframe.commands]\nx = y\n[kvframe.answers]")
+    site.add("acme-good", "good")
+    site.write_metadata("acme-good", "[kvframe_acme.things]\nx = y")
+    assert [] == find_misnamed()
 
 
 def test_required_plugin_that_loads_is_fine(site: FakeSite) -> None:
