@@ -19,7 +19,6 @@ from kvframe.contract.foreign import call
 from kvframe.contract.metadata import RANGE_ENDS
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse
-from kvframe.loading.declarations import find_misdeclared
 from kvframe.planning.groups import Grouping
 from kvframe.selection.chains import WrapperChain, chain_capture
 from kvframe.selection.choice import Choice
@@ -164,10 +163,7 @@ def _set_up(
         backend = call(f"{whose}__init__()", make_backend, *made)
         backend = merged_over(backend, choice.wrappers, layers, device)
         builder = call(f"{whose}make_builder()", make_builder, backend)
-        misdeclared = call(f"{whose}make_builder()", find_misdeclared, AttentionMetadataBuilder, builder)
-        if not misdeclared:
-            call(f"{whose}reuse_key of its builder", lambda: hash(builder.reuse_key))
-            return backend, builder
+        call(f"{whose}reuse_key of its builder", lambda: hash(builder.reuse_key))
+        return backend, builder
     except PluginError as error:
         raise BackendError(str(error)) from error.__cause__
-    raise BackendError(f"{whose}make_builder() returns what {misdeclared}")

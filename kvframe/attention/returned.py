@@ -11,6 +11,7 @@ from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import safe_repr
 from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.loading.declarations import find_misdeclared
 
 BuilderT = TypeVar("BuilderT", bound=AttentionMetadataBuilder)
 
@@ -19,11 +20,12 @@ def make_builder(backend: AttentionBackend) -> AttentionMetadataBuilder:
     """Return a backend's metadata builder.
 
     Raises:
-        PluginError: The backend returned something else.
+        PluginError: It lacks what a builder declares.
     """
     builder = backend.make_builder()
-    if not issubclass(type(builder), AttentionMetadataBuilder):
-        raise PluginError(f"it returned {safe_repr(builder)}, and not an AttentionMetadataBuilder")
+    misdeclared = find_misdeclared(AttentionMetadataBuilder, builder)
+    if misdeclared:
+        raise PluginError(f"it returned {safe_repr(builder)}, which {misdeclared}")
     return builder
 
 
