@@ -194,6 +194,14 @@ class LoadedModel(Growing, ABC):
             ModelError: The new weights cannot be served.
         """
 
+    def weights_version(self) -> int | None:
+        """Return a number that is another one after the weights of a model in memory were changed.
+
+        Called when a host begins to serve after it was idle, so that it can warn if ``weights_changed`` was forgotten.
+        None, the default, if that is not known.
+        """
+        return None
+
     def compile(self, backend: Any = "inductor") -> None:
         """Let ``forward`` run compiled by ``torch.compile``, around the attention, until ``detach``.
 

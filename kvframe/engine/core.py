@@ -138,6 +138,8 @@ class EngineCore(ABC, Generic[RequestT]):
             has_ranks=ranks is not None,
             with_hidden_states=self._scheduler.hidden_states is not None,
         )
+        # None if it is not known, or was warned about.
+        self._weights_version = model.weights_version()
         self._log_start()
         if isinstance(ranks, Leader):
             assert isinstance(self._runner, ModelRunner)
@@ -351,6 +353,7 @@ class EngineCore(ABC, Generic[RequestT]):
         for model in (self.model, self._draft):
             if model is not None:
                 model.weights_changed()
+        self._weights_version = self.model.weights_version()
         self._runner.drop_graphs()
 
     @property
@@ -439,6 +442,16 @@ class EngineCore(ABC, Generic[RequestT]):
     def _weights_may_have_changed(self) -> None:
         """Drop what was derived from the weights; called when the prefix cache is reset."""
 
+    def _check_weights(self) -> None:
+        """Warn once of weights that were changed without a word; called when the engine was idle."""
+        if self.model.weights_version() != self._weights_version:
+            self._weights_version = None
+            _log.warning(
+                "the weights of %s were changed, and weights_changed() was not called: cached prefixes and what was "
+                "made of the old weights are still used; call it after each change of the weights",
+                self.model.description.name,
+            )
+
     @verb
     def _set_listener(self, listener: CacheListener | None) -> None:
         if listener is not None and not callable(listener):
@@ -454,6 +467,8 @@ class EngineCore(ABC, Generic[RequestT]):
         return request_id
 
     def _add(self, requests: Sequence[RequestT]) -> None:
+        if self._weights_version is not None and not self.has_unfinished:
+            self._check_weights()
         for request in requests:
             self._requests.add(request)
             self._scheduler.add(request)

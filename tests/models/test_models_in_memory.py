@@ -193,6 +193,64 @@ def test_captured_graphs_are_captured_again(tmp_path: Path) -> None:
         assert graphs.num_graphs
 
 
+def warned(caplog: pytest.LogCaptureFixture) -> int:
+    """Return how many warnings say that the weights were changed without a word."""
+    return sum("were changed, and weights_changed() was not called" in each.getMessage() for each in caplog.records)
+
+
+def test_weights_that_change_without_a_word_are_warned_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny(tmp_path, "llama")
+    with Engine.from_model(model, stack=STACK) as engine:
+        engine.generate([PROMPT], GREEDY)
+        model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+        model.train().eval()
+        engine.generate([PROMPT], GREEDY)
+        assert 0 == warned(caplog)
+        change_weights(model)
+        engine.weights_changed()
+        engine.generate([PROMPT], GREEDY)
+        assert 0 == warned(caplog)
+        for seed in range(2):
+            change_weights(model, seed)
+            engine.generate([PROMPT], GREEDY)
+        assert 1 == warned(caplog)
+        engine.weights_changed()
+        model.lm_head.weight.data = 2 * model.lm_head.weight.data
+        engine.generate([PROMPT], GREEDY)
+        assert 2 == warned(caplog)
+
+
+def test_the_weights_are_looked_at_when_the_engine_begins_to_serve_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(tmp_path, "llama")
+    calls: list[int] = []
+    with Engine.from_model(model, stack=STACK) as engine:
+        version = engine.model.weights_version()
+        monkeypatch.setattr(engine.model, "weights_version", lambda: calls.append(1) or version)
+        engine.generate([PROMPT, *PROMPTS], GREEDY)
+        assert 1 == len(calls)
+        engine.generate([PROMPT], GREEDY)
+        assert 2 == len(calls)
+
+
+def test_weights_without_a_count_of_changes_are_not_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny(tmp_path, "llama")
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        for name, weight in [*model.named_parameters()]:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, nn.Parameter(weight.clone(), requires_grad=False))
+        with Engine.from_model(model, stack=STACK) as engine:
+            assert engine.model.weights_version() is None
+            engine.generate([PROMPT], GREEDY)
+    with Engine.from_pretrained(tmp_path, stack=STACK) as engine:
+        assert engine.model.weights_version() is None
+    assert 0 == warned(caplog)
+
+
 def test_two_engines_cannot_serve_one_model(tmp_path: Path) -> None:
     model = tiny(tmp_path, "llama")
     refused = pytest.raises(ModelError, match="serves another engine already; close that engine first")

@@ -200,6 +200,15 @@ class TransformersModel(LoadedModel):
             raise ModelError(f"{self.description.name} serves another engine already; close that engine first")
         _SERVING[self.model] = ref(self)
 
+    def weights_version(self) -> int | None:
+        """Return a number of the parameters' memory and of torch's count of changes; None for a checkpoint's model."""
+        if self._folder is not None:
+            return None
+        try:
+            return hash(tuple((each._version, each.data_ptr()) for each in self.model.parameters()))
+        except RuntimeError:  # torch counts no changes of tensors that were made in its inference mode
+            return None
+
     def weights_changed(self) -> None:
         """Give the attached layers the tensors that were made of the weights, and pack the weights again.
 
