@@ -166,9 +166,8 @@ def test_a_mixer_that_asks_its_cache_for_more_is_refused() -> None:
 
     module = Asking()
     driver = MixerDriver("layer", module, module.forward, State())
-    driver.note({}, torch.zeros(1, 2, 8))
     with pytest.raises(ModelError, match=r"asks its cache for what kvframe's does not have .*'get_later_state'"):
-        driver.check()
+        driver.note({}, torch.zeros(1, 2, 8))
 
 
 def test_a_mixer_reads_its_states_as_transformers_5_20_does() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class MixerDriver:
     def note(self, num_rows: dict[str, int], *args: Any, **kwargs: Any) -> Output:
         """Run the mixer without a state; record its arguments, and the number of rows that it returns."""
         self._noted = self._call.inputs_of(args, kwargs)
-        output: Output = with_rows(self._forward(*args, **kwargs), self._noted[self._call.tokens])
+        with self._serving_cache():
+            output = self._run(self._noted, StateView())
         self.form = CallForm.of(args, kwargs, self._noted[self._call.tokens], output)
         num_rows[self._name] = next(_tensors(output)).shape[1]
         return output
@@ -82,9 +84,15 @@ class MixerDriver:
         def random(noted: torch.Tensor) -> torch.Tensor:
             return torch.randn(1, _CHECK_TOKENS, *noted.shape[2:], generator=generator).to(noted)
 
-        try:
+        with self._serving_cache():
             self._check(_each(self._noted, random))
-        except AttributeError as error:  # a newer transformers may ask a cache for more
+
+    @contextmanager
+    def _serving_cache(self) -> Iterator[None]:
+        """Raise ``ModelError`` if the mixer asks its cache for what a newer transformers added to caches."""
+        try:
+            yield
+        except AttributeError as error:
             raise self._refusal(f"asks its cache for what kvframe's does not have ({error})") from error
 
     def _check(self, inputs: Inputs) -> None:
@@ -219,7 +227,7 @@ class MixerDriver:
         return {**inputs, self._call.cache: view}
 
     def _run(self, inputs: Inputs, view: StateView) -> Output:
-        output: Output = with_rows(self._forward(**self._arguments(inputs, view)), inputs[self._call.tokens])
+        output: Output = with_rows(self._forward(**self._arguments(inputs, view)), inputs[self._call.tokens], view)
         return output
 
     def _token_by_token(self, inputs: Inputs, view: StateView) -> Output:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from kvframe_transformers.states import (
     replaced_forwards,
     with_rows,
 )
+from kvframe_transformers.uniform import UniformTensors
 
 DISCOVERY = "kvframe_discovery"
 """The attention implementation, and the mask implementation, under which a forward is only recorded."""
@@ -89,12 +90,21 @@ class RecordedMask:
 
 @attrs.frozen(eq=False)
 class Recording:
-    """The result of the probe forward: attention, mixers and masks in order, latents, and every module that ran."""
+    """The result of the probe forward.
+
+    Attributes:
+        calls: The calls of attention and of mixers, in order.
+        masks: The masks.
+        ran: Every module that ran.
+        expansions: The latents of attention modules.
+        uniform: The tensors whose numbers are known.
+    """
 
     calls: list[RecordedCall | RecordedState] = attrs.field(factory=list)
     masks: list[RecordedMask] = attrs.field(factory=list)
     ran: list[nn.Module] = attrs.field(factory=list)
     expansions: dict[nn.Module, Expansion] = attrs.field(factory=dict)
+    uniform: UniformTensors = attrs.field(factory=UniformTensors)
 
 
 _RECORDING: ContextVar[Recording] = ContextVar("kvframe_transformers_recording")
@@ -223,7 +233,8 @@ def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: 
 class _WithoutValues(TorchDispatchMode):
     """Lets control flow ask for values of tensors without data: nothing is chosen, numbers are zero.
 
-    Experts find the tokens that chose them by ``nonzero``. The self-check compares what was read with the real model.
+    Experts find the tokens that chose them by ``nonzero``, or split the sorted tokens by a list of numbers. The
+    self-check compares what was read with the real model.
     """
 
     def __torch_dispatch__(
@@ -234,7 +245,14 @@ class _WithoutValues(TorchDispatchMode):
             if func is torch.ops.aten.nonzero.default:
                 return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
             return False if args[0].dtype is torch.bool else 0
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta and _is_list_of_numbers(args[0], kwargs or {}):
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu")
+        if func is torch.ops.aten.split_with_sizes.default and args[0].is_meta:
+            args = _with_all_rows(*args)
+        if func in _INDEXED and args[0].is_meta:
+            args = (args[0], _without_masks(args[1]), *args[2:])
         result = func(*args, **(kwargs or {}))
+        _RECORDING.get().uniform.note(func, args, kwargs or {}, result)
         if func is torch.ops.aten._to_copy.default:
             # A mask in another dtype is the same mask.
             masks = _RECORDING.get().masks
@@ -242,6 +260,28 @@ class _WithoutValues(TorchDispatchMode):
         return result
 
 
+def _is_list_of_numbers(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a copy of a tensor goes to the CPU to become a list of whole numbers."""
+    is_whole = not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool
+    return is_whole and tensor.dim() == 1 and kwargs.get("device") == torch.device("cpu")
+
+
+def _with_all_rows(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[torch.Tensor, list[int], int]:
+    """Return the arguments of a split whose sizes are not known, so that the first part has all rows."""
+    total = tensor.shape[dim]
+    return tensor, [*sizes] if sum(sizes) == total else [total, *(0 for _ in sizes[1:])], dim
+
+
+def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return indices with no index instead of each mask: one for each of its dimensions, as ``nonzero`` gives them."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype is torch.bool and index.is_meta
+        found += [index.new_empty(0, dtype=torch.int64)] * index.dim() if is_mask else [index]  # type: ignore[union-attr]
+    return found
+
+
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
 _NEEDS_VALUES = (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default)
 
 
@@ -262,6 +302,8 @@ def _direct_recorder(module: nn.Module) -> Forward:
                 bias = each
             else:
                 masks.append(each)
+        if of.scales_added and (bias is not None or alibi is not None):
+            raise ModelError("a module scales its attention scores after it adds a bias, which kvframe does not know")
         # Of several masks, one may hide more than another.
         mask: Any = None if not masks else masks[0] if len(masks) == 1 else _UNKNOWN
         inputs = {"scaling": of.scale, "position_bias": bias, "alibi": alibi}
@@ -290,7 +332,7 @@ def _recorder(module: nn.Module, forward: Forward) -> Forward:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         view, inputs = StateView(), call.inputs_of(args, kwargs)
-        output = with_rows(forward(**{**inputs, call.cache: view}), inputs[call.tokens])
+        output = with_rows(forward(**{**inputs, call.cache: view}), inputs[call.tokens], view)
         _RECORDING.get().calls.append(RecordedState(module, view.named(), inputs, output))
         return output
 

@@ -173,16 +173,23 @@ class MixerCall:
         return inputs
 
 
-def with_rows(output: Any, tokens: torch.Tensor) -> Any:
+def with_rows(output: Any, tokens: torch.Tensor, view: StateView) -> Any:
     """Return a mixer's result; tensors of a tuple that have no row per token, such as a state, become empty rows.
 
     A state is also in the cache. The self-check finds a model that reads it from the result.
+
+    Args:
+        output: The result.
+        tokens: The tokens of the call.
+        view: The states after the call.
     """
     if not isinstance(output, tuple):
         return output
+    # As many heads as tokens would make a state look like rows.
+    states = {id(state) for state in (*view.conv.values(), *view.recurrent.values())}
     return tuple(
         tokens.new_empty(*tokens.shape[:2], 0)
-        if isinstance(each, torch.Tensor) and each.shape[:2] != tokens.shape[:2]
+        if isinstance(each, torch.Tensor) and (each.shape[:2] != tokens.shape[:2] or id(each) in states)
         else each
         for each in output
     )
