@@ -1,9 +1,6 @@
 """The names of ``kvframe``, each under the module that defines it."""
 
 from .attention.group import AttentionGroup as AttentionGroup
-from .attention.hosted import HostedLayers as HostedLayers
-from .attention.hosted import HostedStep as HostedStep
-from .attention.hosted_model import HostedModel as HostedModel
 from .attention.storage import KVCacheStorage as KVCacheStorage
 from .builtin.full_attention import FullAttentionSpec as FullAttentionSpec
 from .cache.block_pool import BlockPool as BlockPool
@@ -29,6 +26,12 @@ from .engine.requests.prompt import Prompt as Prompt
 from .engine.requests.request import RequestOutput as RequestOutput
 from .engine.requests.request import SamplingParams as SamplingParams
 from .engine.running.pooling import EmbeddingOutput as EmbeddingOutput
+from .hosting.hosted_layers import HostedLayers as HostedLayers
+from .hosting.hosted_layers import HostedStep as HostedStep
+from .hosting.hosted_model import HostedModel as HostedModel
+from .hosting.models import load_model as load_model
+from .hosting.models import take_model as take_model
+from .hosting.setup import Setup as Setup
 from .loading.plugins import load_plugins as load_plugins
 from .loading.registry import Registry as Registry
 from .planning.groups import KVCacheGroup as KVCacheGroup

@@ -29,7 +29,6 @@ _COMMANDS: Mapping[str, str] = {
     "explain": "kvframe.cli.explain:explain",
     "trace": "kvframe.cli.trace:trace",
     "top": "kvframe.cli.top:top",
-    "tune": "kvframe.cli.tune:tune",
     "plugins": "kvframe.cli.plugins:plugins",
     "check": "kvframe.cli.check:check",
     "new-plugin": "kvframe.cli.new_plugin:new_plugin",

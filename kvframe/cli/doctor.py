@@ -163,18 +163,30 @@ def _try_torch() -> str:
     return ""
 
 
+def _processor() -> str:
+    """Return the processor's name, and the number of threads that torch uses."""
+    import torch
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine() or "cpu"
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
 def _devices() -> list[dict[str, Any]]:
     """Return the devices that torch sees, and why there is no CUDA device if there is none."""
     import torch
 
     from kvframe.planning.memory import free_bytes, physical_bytes
-    from kvframe.selection.times import device_name
 
     try:
         free = free_bytes()
     except PlanError:
         free = None
-    found = [{"device": "cpu", "name": device_name("cpu"), "free_bytes": free, "total_bytes": physical_bytes()}]
+    found = [{"device": "cpu", "name": _processor(), "free_bytes": free, "total_bytes": physical_bytes()}]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found.append(

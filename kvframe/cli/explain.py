@@ -57,27 +57,18 @@ def explain(
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """
     from kvframe.config.eviction_choice import make_policy
-    from kvframe.planning.groups import group_layers, make_layer_specs
-    from kvframe.planning.machine import with_device, with_dtype
-    from kvframe.planning.recognise import describe_model
-    from kvframe.selection.select import select_backends
-    from kvframe.selection.skipping import find_skipping
+    from kvframe.hosting.setup import Setup
 
-    stack = with_device(read_stack(stack_file, engine={"device": device, "dtype": dtype}))
+    stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
     eviction = _in_words(make_policy(stack, registry))
-    path = find_model(model, weights=False)
-    stack = with_dtype(stack, path, registry)
-    description = describe_model(path, registry)
-    layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
-    grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    skipping = find_skipping(layers, stack, registry)
-    device_type = stack.engine.device.partition(":")[0]
-    choices = select_backends(layers, stack, registry, device_type, skipping.layers, skipping.heads)
-    note = grouping.note or skipping.note
+    setup = Setup.read(find_model(model, weights=False), stack, registry)
+    description, note = setup.description, setup.note
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
-    chosen = {choice.layer: choice for choice in choices}
-    explained = [_explain(layer, grouping, chosen.get(layer.name), backends) for layer in layers if layer.spec]
+    choices = {choice.layer: choice for choice in (*setup.choices, *setup.draft_choices)}
+    explained = [
+        _explain(layer, setup.grouping, choices.get(layer.name), backends) for layer in setup.all_layers if layer.spec
+    ]
     if html is not None:
         notes = [each for each in (note, f"cached pages are evicted by {eviction}") if each]
         write_page(html, "explain.html", _page(description.name, explained, registry, notes))
@@ -103,7 +94,7 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
         "format": layer.spec.kv_format.name,
     }
     if choice is None:
-        nothing: dict[str, Any] = {"backend": None, "on_copies": False, "by_time": False, "seconds": {}, "others": []}
+        nothing: dict[str, Any] = {"backend": None, "on_copies": False, "others": []}
         return {**place, "wrappers": [], **nothing}
     considered = {candidate.name: candidate for candidate in choice.candidates}
     others = [
@@ -123,12 +114,6 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
         "wrappers": [_in_words(wrapper) for wrapper in choice.wrappers],
         "backend": choice.backend,
         "on_copies": choice.on_copies,
-        "by_time": choice.by_time,
-        "seconds": {
-            candidate.name: dict(candidate.time.seconds)
-            for candidate in choice.candidates
-            if candidate.time is not None
-        },
         "others": others,
     }
 
@@ -140,17 +125,13 @@ def _in_words(chosen: MetadataWrapper | EvictionPolicy) -> str:
 
 
 def _served_by(explained: dict[str, Any], names: Mapping[str, str]) -> str:
-    """Return a layer's backend, whether it reads copies of another format, and its measured time if that decided."""
-    from kvframe.selection.times import MeasuredTime, in_words
-
+    """Return a layer's backend, and whether it reads copies of another format."""
     backend, kv_format = explained["backend"], explained["format"]
     if backend is None:
         return "computed by the model"
     words = names.get(backend, str(backend))
     if kv_format != PLAIN.name:
         words += f", on copies of {kv_format}" if explained["on_copies"] else f", on {kv_format}"
-    if explained["by_time"]:
-        words += f" ({in_words(MeasuredTime(explained['seconds'][backend]))})"
     return words
 
 

@@ -19,7 +19,6 @@ from kvframe.loading.checks import (
     MEMORY,
     SIZE_OR_NONE,
     SWITCH,
-    SWITCH_OR_FILE,
     TABLE,
     TEXT,
     TEXT_OR_NONE,
@@ -166,8 +165,6 @@ class EngineOptions:
             token.
         drafts: The registered proposer of draft tokens, which a step computes together with a request's last token. The
             tokens stay the same; requests whose drafts are right need fewer steps. Without it, there are no drafts.
-        measured_times: Whether ``backend = "auto"`` uses the times that ``kvframe tune`` measured, if there are any; a
-            file names a table to use instead of the user's own.
         compile: Whether the model around the attention is compiled by ``torch.compile``, when it is attached.
         graphs: The numbers of requests for which whole steps are captured as graphs, when the engine starts, and
             replayed. A step of fewer requests is padded to the next number; a step of more runs without a graph. A
@@ -189,7 +186,6 @@ class EngineOptions:
     self_check: bool = attrs.field(default=True, validator=SWITCH)
     prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
     drafts: Use | None = attrs.field(default=None, converter=_as_use)
-    measured_times: bool | str = attrs.field(default=True, validator=SWITCH_OR_FILE)
     compile: bool = attrs.field(default=False, validator=SWITCH)
     graphs: Literal["off", "auto"] | tuple[int, ...] = attrs.field(
         default="off", converter=_as_sizes, validator=GRAPH_SIZES

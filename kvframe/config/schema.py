@@ -34,7 +34,6 @@ _VALUES: Sequence[tuple[Check, Mapping[str, Any]]] = (
     (checks.WHOLES, _WHOLES),
     (checks.GRAPH_SIZES, {"anyOf": [{"enum": ["off", "auto"]}, _WHOLES]}),
     (checks.SWITCH, {"type": "boolean"}),
-    (checks.SWITCH_OR_FILE, {"anyOf": [{"type": "boolean"}, _TEXT]}),
     (checks.TEXT_OR_NONE, _TEXT),
     (checks.TABLE, _TABLE),
     (checks.MEMORY, {"anyOf": [{"enum": ["auto"]}, *_SIZE["anyOf"]]}),

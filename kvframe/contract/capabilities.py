@@ -34,13 +34,14 @@ class Capabilities:
     Attributes:
         devices: Device types by torch's name (``"cpu"``, ``"cuda"``), without index.
         dtypes: Cache and query dtypes by torch's name.
-        masks: Mask features: ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``; ``mask_function``
-            for every mask that ``KVCacheSpec.mask_function`` describes; ``live_range`` for every mask at all, derived
-            from ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also if a query sees
-            fewer tokens than are live; ``prompt`` if what a query sees may depend on the length of the request's
-            prompt. It then reads the extension ``NUM_PROMPT_TOKENS``, and takes ``KVCacheSpec.for_prompt`` of it with
-            the mask ``live_range``, otherwise masks with ``keeps_prompt``; ``ranges`` if it reads the extension
-            ``RANGE_ENDS``, which no layer needs: prompts that state such ranges are refused without it.
+        masks: Mask features: ``causal``, ``bidirectional``, ``bidirectional_window`` (``AttentionMask.lookahead``,
+            which no other word includes), ``window``, ``sink_tokens``, ``chunk``; ``mask_function`` for every mask that
+            ``KVCacheSpec.mask_function`` describes; ``live_range`` for every mask at all, derived from
+            ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also if a query sees fewer tokens
+            than are live; ``prompt`` if what a query sees may depend on the length of the request's prompt. It then
+            reads the extension ``NUM_PROMPT_TOKENS``, and takes ``KVCacheSpec.for_prompt`` of it with the mask
+            ``live_range``, otherwise masks with ``keeps_prompt``; ``ranges`` if it reads the extension ``RANGE_ENDS``,
+            which no layer needs: prompts that state such ranges are refused without it.
         extensions: Extensions of the batch metadata that it supports (``{"seq_starts"}``).
         state: Names of the state tensors that it reads in the plain format (``{"k", "v"}``).
         formats: Formats of stored keys and values that it reads and writes itself.
@@ -153,6 +154,10 @@ class Capabilities:
                 refuse("mask_sparse", f"has no mask sparse, and would see every live token ({listed(self.masks)})")
             if spec.depends_on_prompt and "live_range" not in self.masks:
                 refuse("mask_live_range", f"knows masks by positions, and not by prompts ({listed(self.masks)})")
+        elif spec.mask is not None and spec.mask.lookahead is not None:
+            # Live ranges do not show later tokens, and backends that take functions may call none that is not causal.
+            if "bidirectional_window" not in self.masks:
+                refuse("mask_bidirectional_window", f"has no mask bidirectional_window ({listed(self.masks)})")
         elif not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
             if spec.mask is not None:
                 for feature in sorted(spec.mask.features - self.masks - {"prompt"}):

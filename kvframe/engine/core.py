@@ -10,13 +10,14 @@ from time import monotonic
 from types import ModuleType, TracebackType
 from typing import Any, Generic, Literal, Protocol, Self, get_args
 
+import attrs
+
 from kvframe.config.cache_key import read_secret
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
-from kvframe.contract.specs import LayerSpec
-from kvframe.engine.assembly import Assembly, adopt, assemble, load_model
+from kvframe.engine.assembly import Assembly, assemble
 from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
 from kvframe.engine.parts import attach_models, make_admission, make_manager, make_scheduler
 from kvframe.engine.ranks.follower import Follower
@@ -31,8 +32,9 @@ from kvframe.engine.scheduling.stats import EngineStats
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
 from kvframe.engine.step_trace import StepTrace
 from kvframe.engine.turns import Turns, verb, verb_when_closed
+from kvframe.hosting.models import load_model, take_model
+from kvframe.hosting.setup import Setup
 from kvframe.loading.checks import parse_bytes
-from kvframe.loading.registry import Registry
 from kvframe.planning.groups import Grouping
 from kvframe.planning.machine import AUTO, with_device
 from kvframe.planning.plan import KVCachePlan
@@ -86,10 +88,8 @@ class EngineCore(ABC, Generic[RequestT]):
     def __init__(
         self,
         model: LoadedModel,
-        layers: Sequence[LayerSpec],
+        setup: Setup,
         *,
-        registry: Registry,
-        stack: Stack | None = None,
         poison_freed: bool = False,
         skip_policy: SkipPolicy | None = None,
         ranks: Leader | Follower | None = None,
@@ -98,9 +98,7 @@ class EngineCore(ABC, Generic[RequestT]):
 
         Args:
             model: A loaded model, not attached.
-            layers: Its layer specs, as ``make_layer_specs`` returns them.
-            registry: Where backends and wrappers are looked up.
-            stack: Memory, limits and rules; the defaults unless given. Its device is the one that the model is on.
+            setup: What a stack does with it. The stack's device is the one that the model is on.
             poison_freed: Fill pages with NaN when they are allocated and when they are freed, so that a read of missing
                 state shows. For tests.
             skip_policy: Decides in each step whether layers that can skip tokens do so; they always do unless given.
@@ -118,10 +116,11 @@ class EngineCore(ABC, Generic[RequestT]):
             ModelError: The model cannot be attached or compiled, or attached it computes something else than
                 unattached.
         """
-        stack = with_device(Stack() if stack is None else stack)
+        stack = with_device(setup.stack)
+        setup = attrs.evolve(setup, stack=stack)
         self._secret = read_secret(stack.cache.key, stack.source)
-        assembly = assemble(model, layers, stack, registry, ranks)
-        self.model, self.stack, self._registry = model, stack, registry
+        assembly = assemble(model, setup, ranks)
+        self.model, self.stack, self._registry = model, stack, setup.registry
         self.grouping: Grouping = assembly.grouping
         self.plan: KVCachePlan = assembly.plan
         self.choices: tuple[Choice, ...] = assembly.choices
@@ -135,17 +134,15 @@ class EngineCore(ABC, Generic[RequestT]):
         self.on_failed_rank: Callable[[], None] | None = None
         self._requests: RequestTable[RequestT] = RequestTable()
         self._admission = make_admission(assembly, self._secret)
-        self._manager = make_manager(assembly, registry, poison_freed=poison_freed)
+        self._manager = make_manager(assembly, poison_freed=poison_freed)
         self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
         self._scheduler: Scheduler[RequestT] = make_scheduler(
-            assembly, self._manager, registry, proposes=not isinstance(ranks, Follower)
+            assembly, self._manager, proposes=not isinstance(ranks, Follower)
         )
         self._trace: StepTrace[RequestT] | None = None
         self._runner = self._make_runner(assembly, skip_policy)
         attach_models(
             assembly,
-            layers,
-            registry,
             self._runner.warm_up,
             has_ranks=ranks is not None,
             with_hidden_states=self._scheduler.hidden_states is not None,
@@ -247,9 +244,7 @@ class EngineCore(ABC, Generic[RequestT]):
         cls, model: Any, tokenizer: Any, stack: Stack | None, plugins: Sequence[ModuleType], **options: Any
     ) -> Self:
         """Make an engine with ``options`` for a model that is in memory."""
-        asked = Stack() if stack is None else stack
-        adopted, layers, registry, stack = adopt(model, tokenizer, asked, plugins)
-        return cls(adopted, layers, registry=registry, stack=stack, **options)
+        return cls(*take_model(model, tokenizer, stack, plugins=plugins), **options)
 
     @classmethod
     def _set_up(
@@ -262,8 +257,7 @@ class EngineCore(ABC, Generic[RequestT]):
     ) -> Self:
         """Load a model and make an engine with ``options`` for it, on every rank; only rank 0 returns it."""
         with ranks_of(with_device(Stack() if stack is None else stack)) as (ranks, stack):
-            model, layers, registry, stack = load_model(Path(path), stack, plugins, edit)
-            engine = cls(model, layers, registry=registry, stack=stack, ranks=ranks, **options)
+            engine = cls(*load_model(path, stack, plugins=plugins, edit=edit), ranks=ranks, **options)
             if isinstance(ranks, Follower):
                 assert isinstance(engine._runner, ModelRunner)
                 ranks.follow(

@@ -160,7 +160,8 @@ def _visible(spec: KVCacheSpec, num_tokens: int) -> torch.Tensor:
     """Return which tokens each query of a prompt sees, ``[num_tokens, num_tokens], bool``."""
     mask = spec.mask
     if mask is not None and not mask.causal:
-        return torch.ones(num_tokens, num_tokens, dtype=torch.bool)
+        positions = torch.arange(num_tokens)
+        return torch.as_tensor(mask.sees(positions[:, None], positions[None, :]))
     visible = torch.eye(num_tokens, dtype=torch.bool)
     for position in range(num_tokens):
         for start, stop in spec.live_ranges(position):

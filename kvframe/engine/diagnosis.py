@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,21 +11,21 @@ from functools import partial
 import attrs
 
 from kvframe.attention.layers import AttentionLayers
+from kvframe.config.options import Rule, Use
 from kvframe.contract.errors import BackendError, ModelError, WrapperError
-from kvframe.contract.specs import LayerSpec
-from kvframe.contract.wrapper import DROPS_TOKENS
-from kvframe.engine.assembly import Assembly, plain_layers
+from kvframe.engine.assembly import Assembly
 from kvframe.engine.dense_check import check_densely
 from kvframe.engine.self_check import run_packed
-from kvframe.loading.claims import BUILTIN_OWNER, Claim
+from kvframe.hosting.setup import Setup
 from kvframe.loading.registry import Catalogue, Registry
 from kvframe.planning.retyping import retyped_layers
-from kvframe.selection.chains import bind_chain, divides_keys
-from kvframe.selection.choice import Candidate, Choice
-from kvframe.selection.identity import Identity
+from kvframe.selection.choice import Choice
+
+REFERENCE = "kvframe:torch_reference"
+"""The backend that others are compared with."""
 
 
-def check_model(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
+def check_model(assembly: Assembly) -> None:
     """Let a model compare packed runs with its own plain forward, and find the wrong part if they differ.
 
     If the check fails, it runs again with the reference backend for every layer that this backend can serve. If the
@@ -32,172 +33,133 @@ def check_model(assembly: Assembly, layers: Sequence[LayerSpec], registry: Regis
     passes without its wrappers, a wrapper is wrong. If it fails without them too, the model is wrong.
 
     Args:
-        assembly: The set-up; its model is attached to its layers, and to others after a failure.
-        layers: The layer specs that it was made of, in any format.
-        registry: Where the reference backend is looked up.
+        assembly: The set-up, in the plain format; its model is attached to its layers, and to others after a failure.
 
     Raises:
         ModelError: The model attends in another way than its layers describe, or the comparison could not be made.
         BackendError: A backend computes a layer wrongly (``wrong_output``).
         WrapperError: A wrapper changes what a layer computes (``wrong_output``).
     """
-    plain = plain_layers(layers)
     try:
-        compare(assembly, plain, registry)
+        compare(assembly)
     except ModelError as error:
-        explained = _explain(error, assembly, plain, registry)
+        explained = _explain(error, assembly)
         if explained is None:
             raise
         # The message says it all; a traceback would show the first error, which names no part, before it.
         raise explained from None
 
 
-def compare(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
+def compare(assembly: Assembly) -> None:
     """Compare packed runs with the model's own forward; with dense attention if layers have other types than its own.
 
     Args:
-        assembly: The set-up; its model is attached to its layers.
-        layers: The layer specs that it was made of.
-        registry: Where the types of the model's own layers are looked up.
+        assembly: The set-up, in the plain format; its model is attached to its layers.
 
     Raises:
         ModelError: The runs differ, or the comparison could not be made.
     """
-    retyped = retyped_layers(assembly.model.description, tuple(layers), registry)
+    setup = assembly.setup
+    retyped = retyped_layers(assembly.model.description, setup.layers, setup.registry)
     if retyped:
-        check_densely(assembly, layers, retyped)
+        check_densely(assembly, setup.layers, retyped)
     else:
         assembly.model.self_check(partial(run_packed, assembly))
 
 
-def _explain(
-    error: ModelError, assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry
-) -> ModelError | BackendError | WrapperError | None:
+def _explain(error: ModelError, assembly: Assembly) -> ModelError | BackendError | WrapperError | None:
     """Return the error that names the wrong part; None if ``error`` already says all that is known."""
-    trials, chosen, device = _Trials(assembly, layers, registry), assembly.choices, assembly.device.type
-    claim = _find_reference(registry)
-    name = assembly.model.description.name
-    if assembly.stack.engine.compile and trials.pass_with(chosen):
+    setup, choices, name = assembly.setup, assembly.choices, assembly.model.description.name
+    if setup.stack.engine.compile and _passes(assembly, choices):
         return ModelError(f"{name} passes its self-check only if it is not compiled: leave compile out of the stack")
-    reference, uncovered = _on_reference(chosen, layers, claim, device, keep_wrappers=True)
-    if trials.pass_with(reference):
-        return _wrong_backend(name, claim, chosen[trials.first_wrong(reference, chosen)], registry)
-    plain, _ = _on_reference(chosen, layers, claim, device, keep_wrappers=False)
-    if plain != reference and trials.pass_with(plain):
-        return _wrong_wrapper(name, claim, chosen[trials.first_wrong(plain, reference)], registry)
-    if not uncovered:
+    on_reference, unserved = _on_reference(setup, choices, keep_wrappers=True)
+    if _passes(assembly, on_reference):
+        return _wrong_backend(name, choices[_first_wrong(assembly, on_reference, choices)], setup.registry)
+    unwrapped, _ = _on_reference(setup, choices, keep_wrappers=False)
+    if unwrapped != on_reference and _passes(assembly, unwrapped):
+        return _wrong_wrapper(name, choices[_first_wrong(assembly, unwrapped, on_reference)], setup.registry)
+    if not unserved:
         return None
-    choice, reason = uncovered[0]
+    choice, reason = unserved[0]
     return ModelError(
         f"{error}. The fault may also be that of backend {choice.backend!r}, of layer {choice.layer!r}: it could not "
-        f"be compared with {claim.id!r}, which {reason}; check it: {_to_check(registry.backends, choice.backend)}"
+        f"be compared with {REFERENCE!r}, which {reason}; check it: "
+        f"{_to_check(setup.registry.backends, choice.backend)}"
     )
 
 
-class _Trials:
-    """Runs a model's self-check on other choices of wrappers and backends, in the same cache."""
-
-    def __init__(self, assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
-        self._assembly = assembly
-        self._layers = layers
-        self._registry = registry
-
-    def pass_with(self, choices: Sequence[Choice]) -> bool:
-        """Return whether the model passes its self-check with these choices."""
-        assembly = self._assembly
-        layers = AttentionLayers(
-            self._layers,
-            choices,
-            assembly.grouping,
-            assembly.views,
-            assembly.device,
-            assembly.layers.skipped,
-            assembly.layers.local,
-        )
-        assembly.model.detach()
-        assembly.model.attach(layers)
-        try:
-            compare(attrs.evolve(assembly, layers=layers), self._layers, self._registry)
-        except ModelError:
-            return False
-        return True
-
-    def first_wrong(self, right: Sequence[Choice], wrong: Sequence[Choice]) -> int:
-        """Return the index of a layer that passes as in ``right`` and fails as in ``wrong``, found by bisection.
-
-        Args:
-            right: Choices that pass.
-            wrong: Choices for the same layers that fail.
-        """
-        passing, failing = 0, len(wrong)
-        while failing - passing > 1:
-            middle = (passing + failing) // 2
-            if self.pass_with((*wrong[:middle], *right[middle:])):
-                passing = middle
-            else:
-                failing = middle
-        return passing
+def _passes(assembly: Assembly, choices: Sequence[Choice]) -> bool:
+    """Return whether the model passes its self-check with other choices of wrappers and backends, in the same cache."""
+    served = assembly.layers
+    layers = AttentionLayers(
+        assembly.setup.layers,
+        choices,
+        assembly.grouping,
+        assembly.views,
+        assembly.device,
+        served.skipped,
+        served.local,
+    )
+    assembly.model.detach()
+    assembly.model.attach(layers)
+    try:
+        compare(attrs.evolve(assembly, layers=layers))
+    except ModelError:
+        return False
+    return True
 
 
-def _find_reference(registry: Registry) -> Claim:
-    """Return the reference backend: the built-in one with the lowest preference, as it is slow on purpose."""
-    built_in = [claim for claim in registry.backends.claims() if claim.owner == BUILTIN_OWNER]
-    return min(built_in, key=lambda claim: int(claim.load().capabilities.preference))
+def _first_wrong(assembly: Assembly, right: Sequence[Choice], wrong: Sequence[Choice]) -> int:
+    """Return the index of a layer that passes as in ``right`` and fails as in ``wrong``, found by bisection.
+
+    Args:
+        assembly: The set-up.
+        right: Choices that pass.
+        wrong: Choices for the same layers that fail.
+    """
+    passing, failing = 0, len(wrong)
+    while failing - passing > 1:
+        middle = (passing + failing) // 2
+        if _passes(assembly, (*wrong[:middle], *right[middle:])):
+            passing = middle
+        else:
+            failing = middle
+    return passing
 
 
 def _on_reference(
-    choices: Sequence[Choice], layers: Sequence[LayerSpec], claim: Claim, device: str, *, keep_wrappers: bool
+    setup: Setup, choices: Sequence[Choice], *, keep_wrappers: bool
 ) -> tuple[tuple[Choice, ...], list[tuple[Choice, str]]]:
     """Return the choices with the reference backend for each layer that it serves, and why it cannot serve the others.
 
-    Wrappers that drop tokens always stay, because the layers after them get no other tokens.
+    Wrappers of prefill skipping always stay, because the layers after them get no other tokens.
     """
-    backend_class = claim.load()
-    specs = {layer.name: layer for layer in layers}
-    found, uncovered = [], []
+    specs = {layer.name: layer for layer in setup.layers}
+    on_reference, unserved = [], []
     for choice in choices:
-        kept = [
-            (wrapper, identity)
-            for wrapper, identity in zip(choice.wrappers, choice.wrapper_ids, strict=True)
-            if keep_wrappers or DROPS_TOKENS in wrapper.effects
-        ]
-        wrappers, wrapped, extensions = bind_chain([wrapper for wrapper, _ in kept], specs[choice.layer])
-        refusals = backend_class.capabilities.refusals(wrapped, device, extensions, lse=divides_keys(wrappers))
-        if refusals:
-            uncovered.append((choice, refusals[0].reason))
-            found.append(choice)
-            continue
-        found.append(
-            attrs.evolve(
-                choice,
-                wrappers=wrappers,
-                wrapper_ids=tuple(identity for _, identity in kept),
-                wrapped=wrapped,
-                backend=claim.id,
-                backend_class=backend_class,
-                backend_options=None,
-                backend_id=Identity.of(claim.owner, backend_class, {}),
-                candidates=(Candidate(name=claim.id),),
-                by_time=False,
-            )
-        )
-    return tuple(found), uncovered
+        rule = Rule(layers=glob.escape(choice.layer), backend=Use(REFERENCE), wrappers=None if keep_wrappers else ())
+        try:
+            on_reference.append(setup.choose_under(rule, specs[choice.layer]))
+        except BackendError as error:
+            on_reference.append(choice)
+            unserved.append((choice, str(error).rpartition(f"{REFERENCE}: ")[2]))
+    return tuple(on_reference), unserved
 
 
-def _wrong_backend(name: str, claim: Claim, choice: Choice, registry: Registry) -> BackendError:
+def _wrong_backend(name: str, choice: Choice, registry: Registry) -> BackendError:
     return BackendError(
         f"backend {choice.backend!r} computes layer {choice.layer!r} wrongly: {name} fails its self-check with it, and "
-        f"passes with {claim.id!r} in its place; give such layers another backend, or check it: "
+        f"passes with {REFERENCE!r} in its place; give such layers another backend, or check it: "
         f"{_to_check(registry.backends, choice.backend)}",
         code="wrong_output",
     )
 
 
-def _wrong_wrapper(name: str, claim: Claim, choice: Choice, registry: Registry) -> WrapperError:
+def _wrong_wrapper(name: str, choice: Choice, registry: Registry) -> WrapperError:
     names = ", ".join(repr(wrapper.name) for wrapper in choice.wrappers)
     commands = ", ".join(_to_check(registry.wrappers, wrapper.name) for wrapper in choice.wrappers)
     return WrapperError(
-        f"the wrappers [{names}] change what layer {choice.layer!r} computes: on {claim.id!r} too, {name} fails its "
+        f"the wrappers [{names}] change what layer {choice.layer!r} computes: on {REFERENCE!r} too, {name} fails its "
         f"self-check with them, and passes without them; leave them out, or check them: {commands}",
         code="wrong_output",
     )

@@ -7,11 +7,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, get_args
 
+import attrs
+
 from kvframe.config.stack import Stack
 from kvframe.contract.description import Pooling, PoolingMode
 from kvframe.contract.errors import KVFrameError, RequestError, StackError
 from kvframe.contract.model import LoadedModel
-from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
 from kvframe.engine.ranks.follower import Follower
@@ -21,7 +22,7 @@ from kvframe.engine.requests.salts import check_owner, check_salt, owner_of_each
 from kvframe.engine.running.model_runner import SkipPolicy
 from kvframe.engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe.engine.turns import verb
-from kvframe.loading.registry import Registry
+from kvframe.hosting.setup import Setup
 from kvframe.planning.retyping import EditLayer
 
 
@@ -46,10 +47,8 @@ class Embedder(EngineCore[EmbeddingRequest]):
     def __init__(
         self,
         model: LoadedModel,
-        layers: Sequence[LayerSpec],
+        setup: Setup,
         *,
-        registry: Registry,
-        stack: Stack | None = None,
         pooling: PoolingMode | None = None,
         normalize: bool | None = None,
         poison_freed: bool = False,
@@ -60,9 +59,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
 
         Args:
             model: A loaded model, not attached.
-            layers: Its layer specs, as ``make_layer_specs`` returns them.
-            registry: Where backends and wrappers are looked up.
-            stack: Memory, limits and rules; the defaults unless given.
+            setup: What a stack does with it.
             pooling: Which tokens make an embedding. Unless given, the checkpoint decides; if it does not say, the last
                 token of a decoder and all tokens of an encoder.
             normalize: Whether an embedding is divided by its length. Unless given, the checkpoint decides; if it does
@@ -78,8 +75,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             StackError: The stack asks for drafts, or for graphs of some sizes (``nothing_generated``).
             KVFrameError: As for ``Engine``.
         """
-        if stack is not None:
-            _check_generates_nothing(stack)
+        _check_generates_nothing(setup.stack)
         if pooling is not None and pooling not in get_args(PoolingMode):
             raise RequestError(
                 f"pooling must be one of {', '.join(get_args(PoolingMode))}, not {pooling!r}", code="bad_params"
@@ -90,11 +86,10 @@ class Embedder(EngineCore[EmbeddingRequest]):
         if normalize is None:
             normalize = said is not None and said.normalize
         self.pooling = Pooling(pooling, normalize)
+        without_head = model.without_head()
         super().__init__(
-            model.without_head(),
-            layers,
-            registry=registry,
-            stack=stack,
+            without_head,
+            attrs.evolve(setup, description=without_head.description),
             poison_freed=poison_freed,
             skip_policy=skip_policy,
             ranks=ranks,

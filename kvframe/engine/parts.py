@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.eviction_choice import make_policy
@@ -11,15 +11,13 @@ from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.errors import StackError
 from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel, PredictionHeads
-from kvframe.contract.specs import LayerSpec
-from kvframe.engine.assembly import Assembly, assemble_plain, plain_layers
+from kvframe.engine.assembly import Assembly, assemble_plain
 from kvframe.engine.diagnosis import check_model, compare
 from kvframe.engine.requests.admission import Admission
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.scheduling.drafting import Drafting
 from kvframe.engine.scheduling.scheduler import Scheduler
-from kvframe.loading.registry import Registry
-from kvframe.planning.draft_model import as_draft_names, max_drafts_of, split_layers
+from kvframe.hosting.drafts import max_drafts_of
 
 
 def make_admission(assembly: Assembly, secret: bytes) -> Admission:
@@ -42,12 +40,11 @@ def make_admission(assembly: Assembly, secret: bytes) -> Admission:
     )
 
 
-def make_manager(assembly: Assembly, registry: Registry, *, poison_freed: bool) -> KVCacheManager:
+def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
     """Return the cache manager.
 
     Args:
         assembly: The set-up.
-        registry: Where the eviction policy is looked up.
         poison_freed: Whether all pages are filled with NaN, now and when they are freed.
     """
     cache, storage = assembly.stack.cache, assembly.storage
@@ -58,7 +55,7 @@ def make_manager(assembly: Assembly, registry: Registry, *, poison_freed: bool) 
         host_pages=assembly.host,
         copier=storage.copy_pages,
         audited=cache.audit,
-        eviction=make_policy(assembly.stack, registry),
+        eviction=make_policy(assembly.stack, assembly.setup.registry),
     )
     if poison_freed:
         storage.poison()
@@ -67,21 +64,18 @@ def make_manager(assembly: Assembly, registry: Registry, *, poison_freed: bool) 
     return manager
 
 
-def make_scheduler(
-    assembly: Assembly, manager: KVCacheManager, registry: Registry, *, proposes: bool = True
-) -> Scheduler[RequestT]:
+def make_scheduler(assembly: Assembly, manager: KVCacheManager, *, proposes: bool = True) -> Scheduler[RequestT]:
     """Return the scheduler, which gets blocks from the cache manager, and drafts from the stack's proposer if any.
 
     Args:
         assembly: The set-up.
         manager: The cache manager.
-        registry: Where the proposer is looked up.
         proposes: Whether this process asks the proposer. Of several ranks, rank 0 does.
 
     Raises:
         StackError: The proposer needs hidden states, and nothing gives it any (``no_hidden_states``).
     """
-    options, proposer = assembly.stack.engine, make_proposer(assembly.stack, registry)
+    options, proposer = assembly.stack.engine, make_proposer(assembly.stack, assembly.setup.registry)
     drafting: Drafting[RequestT] | None = None
     if proposer is not None:
         if proposer.needs_hidden_states and not assembly.model.can_give_hidden_states():
@@ -108,8 +102,6 @@ def make_scheduler(
 
 def attach_models(
     assembly: Assembly,
-    layers: Sequence[LayerSpec],
-    registry: Registry,
     warm_up: Callable[[], None],
     *,
     has_ranks: bool,
@@ -121,8 +113,6 @@ def attach_models(
 
     Args:
         assembly: The set-up.
-        layers: The layer specs that it was made of, those of the draft model too.
-        registry: Where backends and wrappers are looked up.
         warm_up: Does the slow work of a first step.
         has_ranks: Whether other ranks have shares of the layers.
         with_hidden_states: Whether the model gives hidden states.
@@ -132,15 +122,12 @@ def attach_models(
         BackendError: No backend serves a layer in the plain format, or a backend computes a layer wrongly.
         WrapperError: A wrapper changes what a layer computes.
     """
-    own, drafted = split_layers(layers)
     draft = assembly.draft
     attached: list[LoadedModel] = []
     has_heads = draft is not None and isinstance(draft.model, PredictionHeads)
     try:
         _attach(
             assembly,
-            own,
-            registry,
             has_ranks=has_ranks,
             with_hidden_states=with_hidden_states,
             with_all_hidden_states=has_heads,
@@ -152,7 +139,7 @@ def attach_models(
             if assembly.stack.engine.compile:
                 draft.model.compile()
         elif draft is not None:
-            _attach(draft, as_draft_names(drafted), registry, has_ranks=False)
+            _attach(draft, has_ranks=False)
             attached.append(draft.model)
         warm_up()
     except BaseException as error:
@@ -164,8 +151,6 @@ def attach_models(
 
 def _attach(
     assembly: Assembly,
-    layers: Sequence[LayerSpec],
-    registry: Registry,
     *,
     has_ranks: bool,
     with_hidden_states: bool = False,
@@ -173,7 +158,7 @@ def _attach(
 ) -> None:
     """Attach one model, compile it, and compare it with its own forward, as the stack asks."""
     model, options = assembly.model, assembly.stack.engine
-    checked = assemble_plain(assembly, layers, registry) if options.self_check else assembly
+    checked = assemble_plain(assembly) if options.self_check else assembly
 
     def prepare() -> None:
         if with_hidden_states:
@@ -187,10 +172,10 @@ def _attach(
     try:
         prepare()
         if options.self_check and not has_ranks:
-            check_model(checked, layers, registry)
+            check_model(checked)
         elif options.self_check:
             # No search for the wrong part: the ranks might disagree on what to try, and wait for each other.
-            compare(checked, plain_layers(layers), registry)
+            compare(checked)
         if checked is not assembly:
             model.detach()
             model.attach(assembly.layers)

@@ -149,7 +149,6 @@ GRAPH_SIZES = Check(
     ("off", "auto"),
 )
 SWITCH = Check("true or false", lambda value: isinstance(value, bool))
-SWITCH_OR_FILE = Check("true, false, or a file", lambda value: isinstance(value, bool) or _is_text(value))
 TEXT = Check("a string that is not empty", _is_text)
 TEXT_OR_NONE = Check(TEXT.expected, lambda value: value is None or _is_text(value))
 TEXTS = Check("an array of strings", _is_texts)

@@ -12,7 +12,6 @@ from kvframe.contract.capabilities import Refusal
 from kvframe.contract.specs import LayerSpec
 from kvframe.selection.chains import WrapperChain
 from kvframe.selection.identity import Identity
-from kvframe.selection.times import MeasuredTime, in_words
 
 
 @attrs.frozen(kw_only=True)
@@ -22,13 +21,11 @@ class Candidate:
     Attributes:
         name: Its registered name, with its distribution (``"kvframe-triton:triton"``).
         refusals: Why it cannot serve the layer; empty if it can.
-        preference: Its declared preference. Of the backends that can serve, the highest is chosen, unless measured
-            times decide.
+        preference: Its declared preference. Of the backends that can serve, the highest is chosen.
         on_copies: Whether it would get copies of the layer's pages, because it does not read their format. A backend
             that reads the format is chosen before one that does not.
         in_graphs: Whether its steps can be captured for the graphs whose sizes the stack names; None if the stack names
             none, or if a wrapper of the layer cannot be captured with any backend.
-        time: The measured time for such a layer on this device; None if it was not measured.
     """
 
     name: str
@@ -36,7 +33,6 @@ class Candidate:
     preference: int = 0
     on_copies: bool = False
     in_graphs: bool | None = None
-    time: MeasuredTime | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -53,7 +49,6 @@ class Choice:
         backend_options: An instance of the class's ``options_class``; None if it has none.
         backend_id: The identity of the backend, with its parameters.
         candidates: Every backend that was considered, the chosen one first.
-        by_time: Whether measured times decided.
     """
 
     layer: str
@@ -65,7 +60,6 @@ class Choice:
     backend_options: Any
     backend_id: Identity
     candidates: tuple[Candidate, ...]
-    by_time: bool = False
 
     def why_not(self, candidate: Candidate) -> str:
         """Return in one sentence why ``candidate`` was not chosen; empty for the chosen one."""
@@ -78,10 +72,6 @@ class Choice:
                 f"can serve this layer; the stack names sizes of graphs, and its steps cannot be captured, as those of "
                 f"{self.backend} can"
             )
-        if self.by_time:
-            if candidate.time is None:
-                return f"can serve this layer; it was not measured, and {self.backend} was"
-            return f"can serve this layer; it takes longer ({in_words(candidate.time)})"
         if candidate.on_copies and not self.on_copies:
             return f"can serve this layer, on copies of what is stored as {self.format}; {self.backend} reads it itself"
         return f"can serve this layer; {self.backend} is preferred"

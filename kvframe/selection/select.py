@@ -23,8 +23,7 @@ from kvframe.planning.answers import ask_mask
 from kvframe.selection.chains import bind_chain, chain_capture, divides_keys
 from kvframe.selection.choice import Candidate, Choice
 from kvframe.selection.identity import Identity
-from kvframe.selection.skipping import why_not_skipped
-from kvframe.selection.times import TimesTable, layer_shape, read_times, time_key
+from kvframe.selection.skipping import NO_SKIPPING, Skipping
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
@@ -38,8 +37,7 @@ def select_backends(
     stack: Stack,
     registry: Registry,
     device: str,
-    skipped: Collection[str] = (),
-    heads: Sequence[LayerSpec] = (),
+    skipping: Skipping = NO_SKIPPING,
 ) -> tuple[Choice, ...]:
     """Choose a wrapper chain and a backend for each layer.
 
@@ -47,8 +45,7 @@ def select_backends(
     backend serves the layer or the layer is refused; no other one is tried. ``"auto"`` considers the backends whose
     declared capabilities cover the layer after its chain. If the stack names sizes of graphs, it considers only those
     whose steps can be captured, if there are any. Of these, it prefers those that read the layer's format themselves,
-    then the highest preference, then the first name. If the preferred backend was measured on this device (``kvframe
-    tune``), ``"auto"`` chooses the fastest of the measured ones instead.
+    then the highest preference, then the first name.
 
     A layer that keeps state and does not attend is computed by the model, so no backend is chosen for it.
 
@@ -57,8 +54,7 @@ def select_backends(
         stack: Its rules.
         registry: Where names are looked up.
         device: The device type that the model runs on (``"cpu"``).
-        skipped: The layers that compute only a step's generating tokens (``find_skipping``).
-        heads: The layers of the model's prediction heads, for what an error says.
+        skipping: Which layers compute only a step's generating tokens.
 
     Returns:
         The choices for the layers that attend, in their order.
@@ -67,19 +63,18 @@ def select_backends(
         BackendError: No backend can serve a layer, or the named one cannot; the message says why for each. Or a rule
             gives a backend or wrappers to a layer that the model computes.
         WrapperError: A wrapper cannot serve a layer, or is at a wrong place in its chain.
-        StackError: Options do not fit their wrapper or backend, ``prefill_skipping`` is a wrapper that drops no tokens,
-            or the table of measured times that the stack names cannot be read.
+        StackError: Options do not fit their wrapper or backend, or ``prefill_skipping`` is a wrapper that drops no
+            tokens.
         PluginError: A wrapper cannot be imported or fails, or a parameter of a wrapper or backend cannot be hashed.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
         SpecError: The mask of a layer's cache spec is no mask.
     """
     _check_skipping(stack, registry)
-    times = read_times(stack.engine.measured_times, stack.source)
     for layer in layers:
         if layer.query is None and layer.spec is not None:
             _check_not_chosen(layer, layer.spec.kind, stack)
     attending = [layer for layer in layers if layer.query is not None]
-    choices = tuple(_choose(layer, layers, stack, registry, device, skipped, heads, times) for layer in attending)
+    choices = tuple(_choose(layer, layers, stack, registry, device, skipping) for layer in attending)
     for layer, choice in zip(attending, choices, strict=True):
         if choice.backend.startswith(f"{BUILTIN_OWNER}:") and _may_choose(stack, layer):
             _log.warning(
@@ -139,9 +134,7 @@ def _choose(
     stack: Stack,
     registry: Registry,
     device: str,
-    skipped: Collection[str],
-    heads: Sequence[LayerSpec],
-    times: TimesTable,
+    skipping: Skipping,
 ) -> Choice:
     assert layer.spec is not None
     ask_mask(layer.spec)  # a wrong one would look like a fault of every backend
@@ -149,14 +142,14 @@ def _choose(
     uses = tuple(map(Use, layer.spec.default_wrappers)) if rule.wrappers is None else rule.wrappers
     made = [_make_wrapper(use, registry) for use in uses]
     drops_tokens = any(DROPS_TOKENS in wrapper.effects for wrapper, _ in made)
-    if layer.name in skipped and not drops_tokens:
+    if layer.name in skipping.layers and not drops_tokens:
         assert stack.engine.prefill_skipping is not None
         made.insert(0, _make_wrapper(stack.engine.prefill_skipping, registry))
     try:
-        if drops_tokens and layer.name not in skipped:
+        if drops_tokens and layer.name not in skipping.layers:
             raise WrapperError(
                 f"its wrapper chain drops tokens, and the layer computes all of them: "
-                f"{why_not_skipped(layers, layer.name, heads)}",
+                f"{skipping.why_not(layers, layer.name)}",
                 code="not_skipped",
             )
         check_order([type(wrapper) for wrapper, _ in made])
@@ -178,17 +171,10 @@ def _choose(
                 can = usable.backend_class.capabilities.capture is not GraphCapture.NEVER
                 candidate = attrs.evolve(candidate, in_graphs=can)
         candidates.append(candidate)
-    if rule.backend == AUTO and times.times:
-        shape = layer_shape(wrapped, wrappers)
-        named = device if stack.engine.device == AUTO.name else stack.engine.device
-        candidates = [
-            attrs.evolve(candidate, time=times.times.get(time_key(named, shape, candidate.name)))
-            for candidate in candidates
-        ]
     able = [candidate for candidate in candidates if not candidate.refusals]
     if not able:
         raise BackendError(_none_serves(layer, rule.backend, candidates))
-    best, by_time = _best(able)
+    best = _best(able)
     rest = [candidate for candidate in candidates if candidate is not best]
     usable = made_of[best.name]
     return Choice(
@@ -204,22 +190,17 @@ def _choose(
         backend_options=usable.options,
         backend_id=usable.identity,
         candidates=(best, *rest),
-        by_time=by_time,
     )
 
 
-def _best(able: Sequence[Candidate]) -> tuple[Candidate, bool]:
-    """Return the chosen candidate, and whether measured times decided.
+def _best(able: Sequence[Candidate]) -> Candidate:
+    """Return the chosen candidate.
 
     Candidates that can be captured are chosen before others, if graphs are asked for: with the others, the engine would
-    not start. Times decide only if the preferred candidate was measured, and another one to compare it with.
+    not start.
     """
     able = [candidate for candidate in able if candidate.in_graphs] or able
-    preferred = min(able, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
-    measured = [(candidate.time.score, candidate.name, candidate) for candidate in able if candidate.time is not None]
-    if preferred.time is None or len(measured) < 2:
-        return preferred, False
-    return min(measured, key=lambda item: item[:2])[2], True
+    return min(able, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
 
 
 def _parameters(options: Any) -> dict[str, Any]:

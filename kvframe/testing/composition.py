@@ -61,6 +61,7 @@ LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
     f"chunks that end within a block{RANGES}": lambda block_size: {"chunk": block_size + 3},
     "bidirectional": lambda block_size: {"causal": False},
     f"bidirectional{CROSS}": lambda block_size: {"causal": False},
+    "window in both directions": lambda block_size: {"causal": False, "window": 5, "lookahead": 3},
     "soft cap and learned sinks": lambda block_size: {"soft_cap": SOFT_CAP, "has_sinks": True},
     "chunks of whole blocks, soft cap and learned sinks": lambda block_size: {
         "chunk": 2 * block_size,

@@ -40,7 +40,7 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, share_caches
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
-from kvframe.selection.skipping import find_skippable_layers
+from kvframe.selection.skipping import Skipping, find_skippable_layers
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.staging import META, CopyCounter, check_staging
 from tests.attention.attending import full, layer, local, plugin
@@ -183,7 +183,9 @@ def copies_of_a_step(
             "copies_itself": CopiesItself,
         },
     )
-    choices = select_backends(layers, stack, load_plugins(stack.plugins, [ordered]).registry, "cpu", skipped)
+    choices = select_backends(
+        layers, stack, load_plugins(stack.plugins, [ordered]).registry, "cpu", Skipping(tuple(skipped))
+    )
     scratch = LocalCaches(layers, META, max_tokens=64, max_reqs=8)
     attention = AttentionLayers(layers, choices, grouping, views, META, skipped, scratch)
     assert 5 == len(grouping.groups)

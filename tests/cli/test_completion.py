@@ -35,8 +35,7 @@ def registered(kind: str) -> list[str]:
     [
         (("kvframe", "pl"), ["plan", "plugins"]),
         (("kvframe", "plugins", "flash"), ["flash_attn", "flash_attn_3", "flashinfer", "flashinfer_mla"]),
-        (("kvframe", "tune", "model", "--backend", "torch"), ["torch", "torch_reference", "torch_varlen"]),
-        (("kvframe", "tune", "model", "--backend", "none"), []),
+        (("kvframe", "generate", "model", "--drafts", "none"), []),
         (("kvframe", "generate", "model", "--drafts", "n"), ["ngram"]),
         (("kvframe", "chat", "model", "--drafts", "n"), ["ngram"]),
         (("kvframe", "generate", "model", "--prefill-skipping", "d"), ["decode_only"]),
@@ -48,10 +47,10 @@ def test_a_begun_word_is_completed(words: tuple[str, ...], expected: list[str]) 
     assert expected == offered(*words)
 
 
-def test_all_backends_are_offered_with_the_distribution_of_each() -> None:
-    assert registered("backend") == offered("kvframe", "tune", "model", "--backend", "")
-    shown = offered("kvframe", "tune", "model", "--backend", "tri", shell="zsh")
-    assert ["plain", "triton", "kvframe-triton", "plain", "triton_mla", "kvframe-triton"] == shown
+def test_all_wrappers_are_offered_with_the_distribution_of_each() -> None:
+    assert registered("wrapper") == offered("kvframe", "generate", "model", "--prefill-skipping", "")
+    shown = offered("kvframe", "generate", "model", "--prefill-skipping", "ch", shell="zsh")
+    assert ["plain", "chunked_local", "kvframe-chunked-local"] == shown
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

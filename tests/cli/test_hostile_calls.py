@@ -32,7 +32,7 @@ NUMBERS = ["0", "-1", "3", "1e9", "1e400", "nan", "-inf", "0x10", "1_0", "1.5", 
 TEXTS = ["", " ", "-", "--", "*", "a:b:c", "x" * 5000, "é😀", "١٢", "\udcff", "a\nb", "\x1b[31mred", "%s%n", "{}", "[["]
 GARBAGE = [b"", b"\xef\xbb\xbf{}", b"\xff\xfe", b"\0" * 100, b"NaN", b"[" * 100_000, b"a = 1\na = 2", b"[a]\n[a]"]
 PLACES = ["", ".", "/", "none", "none/none", "/dev/null", "/dev/zero", "/dev/full", "folder", "circle", "\x1b[31m"]
-WRITTEN = ["none", "times.json", "page.html"]
+WRITTEN = ["none", "page.html"]
 
 words = st.sampled_from([*NAMES, *NUMBERS, *TEXTS])
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), words)
@@ -123,8 +123,6 @@ def calls(draw: st.DrawFn, command: str, folder: Path) -> list[str]:
         prompts = good | st.lists(values, max_size=3)
         (folder / "ids.json").write_bytes(draw(prompts.map(as_json) | st.sampled_from(GARBAGE)))
         arguments += ["--prompt-token-ids" if command == "generate" else "--token-ids", "ids.json"]
-    if command == "tune":
-        arguments += ["--context", "8", "--backend", "torch", "--table", "times.json"]
     if command in ("plan", "explain") and draw(st.booleans()):
         arguments += ["--html", "page.html"]
     if draw(st.booleans()):
@@ -142,7 +140,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in WRITTEN}
 
 
-@pytest.mark.parametrize("command", ["plan", "explain", "plugins", "generate", "embed", "tune"])
+@pytest.mark.parametrize("command", ["plan", "explain", "plugins", "generate", "embed"])
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_call_is_served_or_ends_in_one_sentence(

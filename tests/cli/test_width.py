@@ -15,9 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvframe.cli import main, render
-from kvframe.cli.tune import Result, print_results
 from kvframe.loading.plugins import load_plugins
-from kvframe.selection.times import WEIGHTS, MeasuredTime
 from tests.covering import cover_values
 from tests.loading.fake_distributions import FakeSite, registers
 from tests.programs import start_program
@@ -242,22 +240,3 @@ def test_long_facts_fold_under_their_value(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_width_that_is_no_number_is_ignored(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", asked)
     assert 80 == render.line_width()
-
-
-def test_backends_that_tune_could_not_measure_are_listed_after_its_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = tuple(f"model.language_model.layers.{index}.self_attn" for index in range(26) if index % 6 != 5)
-    time = MeasuredTime(dict.fromkeys(WEIGHTS, 0.00123))
-    results = [
-        Result(layers=names, shape="s", note="", backend=backend, time=found, problem=problem)
-        for backend, found, problem in (("torch", time, ""), ("triton", None, "the kernel needs more shared memory"))
-    ]
-    monkeypatch.setenv("COLUMNS", "80")
-    print_results("m", results, Path("times.json"))
-    told = capsys.readouterr().out
-    assert widest(told) <= 80
-    # A problem takes no line of the table.
-    assert 2 * 3 == sum(line.startswith("  ") for line in told.partition("\n\n")[0].splitlines()[3:])
-    assert "\nNot measured\n  triton on model.language_model.layers." in told
-    assert told.endswith("the kernel needs more shared memory\n\nwritten to times.json\n")

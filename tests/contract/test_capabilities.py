@@ -91,6 +91,7 @@ def test_every_feature_of_a_mask_and_every_usual_device_is_known() -> None:
         AttentionMask(window=2, keeps_prompt=True),
         AttentionMask(chunk=2),
         AttentionMask(causal=False),
+        AttentionMask(causal=False, window=2, lookahead=1),
     ]
     assert {*MASK_FEATURES} - {"ranges", "mask_function", "live_range", "sparse"} == set().union(
         *(mask.features for mask in masks)

@@ -96,7 +96,26 @@ def test_an_unknown_dtype_names_the_nearest() -> None:
 def test_mask_features_say_what_a_backend_needs() -> None:
     assert frozenset({"causal"}) == AttentionMask().features
     assert frozenset({"bidirectional"}) == AttentionMask(causal=False).features
+    both_ways = AttentionMask(causal=False, window=3, lookahead=1)
+    assert frozenset({"bidirectional_window"}) == both_ways.features
+    assert [True, False, False] == [mask.sees_all for mask in (AttentionMask(causal=False), both_ways, AttentionMask())]
     assert frozenset({"causal", "window", "sink_tokens"}) == AttentionMask(window=3, num_sink_tokens=1).features
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False, "window": 3},
+        {"causal": False, "lookahead": 3},
+        {"window": 3, "lookahead": 3},
+        {"causal": False, "window": 3, "lookahead": 3, "num_sink_tokens": 1},
+        {"causal": False, "window": 3, "lookahead": 3, "keeps_prompt": True},
+        {"causal": False, "chunk": 3},
+    ],
+)
+def test_a_mask_whose_terms_exclude_each_other_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecError):
+        AttentionMask(**options)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +126,8 @@ def test_mask_features_say_what_a_backend_needs() -> None:
         (AttentionMask(window=2, num_sink_tokens=1), [0, 5, 6]),
         (AttentionMask(chunk=4), [4, 5, 6]),
         (AttentionMask(causal=False), [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (AttentionMask(causal=False, window=3, lookahead=1), [4, 5, 6, 7]),
+        (AttentionMask(causal=False, window=1, lookahead=9), [6, 7, 8]),
     ],
 )
 def test_a_mask_is_a_function_of_positions_too(mask: AttentionMask, seen: list[int]) -> None:

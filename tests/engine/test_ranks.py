@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -143,7 +144,8 @@ def agreed(*setups: RankSetup, rank: int = 0) -> KVCachePlan:
     grouping = group_layers(setups[rank].layers)
     plan = plan_cache(grouping, memory_bytes=setups[rank].memory_bytes, max_model_len=64, max_num_batched_tokens=16)
     ranks: Any = Together(rank, list(setups))
-    return agree(ranks, setups[rank].layers, plan, (), setups[rank].stack, setups[rank].fingerprint)
+    own: Any = SimpleNamespace(all_layers=setups[rank].layers, plan=plan, choices=(), stack=setups[rank].stack)
+    return agree(ranks, own, setups[rank].fingerprint)
 
 
 def test_the_rank_with_the_least_memory_decides_for_all() -> None:
@@ -182,7 +184,7 @@ def test_ranks_with_other_packages_configs_or_weights_are_refused(changed: dict[
 
 
 def test_ranks_may_have_memory_and_devices_of_their_own() -> None:
-    own = {"cache": {"memory": "3MiB", "key": "ab" * 32}, "engine": {"device": "cuda:1", "measured_times": False}}
+    own = {"cache": {"memory": "3MiB", "key": "ab" * 32}, "engine": {"device": "cuda:1"}}
     assert agreed(setup(), setup(stack=own)) == agreed(setup(), setup())
 
 

@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from kvframe_mla.backend import MLABackend
 
-from kvframe import Engine, Stack
+from kvframe import Engine, Setup, Stack
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cli import main
 from kvframe.contract.backend import KVCache
@@ -24,7 +24,6 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.engine.diagnosis import _to_check
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import make_layer_specs
 from tests.attention.attending import plugin
 from tests.models.serving import TinyModel
 
@@ -122,8 +121,10 @@ def _one_thread() -> Iterator[None]:
 
 def engine_of(model: TinyModel, *rules: dict[str, Any], **tables: Any) -> Engine:
     stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "rules": list(rules), **tables})
-    layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
-    return Engine(model.loaded, layers, registry=model.registry, stack=stack)
+    return Engine(
+        model.loaded,
+        Setup.of(model.loaded.description, stack, model.registry, dtype="float32"),
+    )
 
 
 def first_windowed(model: TinyModel) -> str:

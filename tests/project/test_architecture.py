@@ -42,6 +42,7 @@ FLOW = (
     ("cache",),
     ("selection",),
     ("attention",),
+    ("hosting",),
     ("engine.requests",),
     ("engine.scheduling",),
     ("engine.graphs",),

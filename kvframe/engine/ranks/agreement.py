@@ -12,14 +12,14 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.engine.ranks.fingerprint import Fingerprint, check_equal
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
+from kvframe.hosting.setup import Setup
 from kvframe.planning.plan import KVCachePlan
 from kvframe.planning.ranks import plan_ranks
-from kvframe.selection.choice import Choice
 from kvframe.selection.identity import Identity
 
-OWN_KEYS = ("memory", "device", "key", "measured_times")
+OWN_KEYS = ("memory", "device", "key")
 """Keys of ``[cache]`` and ``[engine]`` that may differ between ranks: the least memory counts, only rank 0 uses the
-key, and the backends that were chosen by measured times are compared."""
+key."""
 
 
 @attrs.frozen(kw_only=True)
@@ -41,22 +41,12 @@ class RankSetup:
     fingerprint: Fingerprint
 
 
-def agree(
-    ranks: Leader | Follower,
-    layers: Sequence[LayerSpec],
-    plan: KVCachePlan,
-    choices: Sequence[Choice],
-    stack: Stack,
-    fingerprint: Fingerprint,
-) -> KVCachePlan:
+def agree(ranks: Leader | Follower, setup: Setup, fingerprint: Fingerprint) -> KVCachePlan:
     """Return this rank's plan, with the slabs of the rank that has the least memory; every rank calls this.
 
     Args:
         ranks: The ranks: one tensor-parallel group.
-        layers: This rank's layers.
-        plan: The plan that this rank would have alone.
-        choices: The choices for its layers.
-        stack: What to use.
+        setup: What the stack does with this rank's share of the model.
         fingerprint: This rank's packages and model.
 
     Raises:
@@ -67,9 +57,15 @@ def agree(
         PlanError: A rank has too little memory, or the ranks store a different number of heads.
         BackendError: Two ranks chose different wrappers or backends for a layer.
     """
-    chosen = tuple((choice.layer, choice.backend, (*choice.wrapper_ids, choice.backend_id)) for choice in choices)
+    plan, stack = setup.plan, setup.stack
     own = RankSetup(
-        layers=tuple(layers), memory_bytes=plan.memory_bytes, stack=stack, chosen=chosen, fingerprint=fingerprint
+        layers=setup.all_layers,
+        memory_bytes=plan.memory_bytes,
+        stack=stack,
+        chosen=tuple(
+            (choice.layer, choice.backend, (*choice.wrapper_ids, choice.backend_id)) for choice in setup.choices
+        ),
+        fingerprint=fingerprint,
     )
     setups: list[RankSetup] = ranks.exchange(own)
     _check_stacks(setups)
@@ -120,7 +116,7 @@ def _check_chosen(setups: Sequence[RankSetup]) -> None:
             if other[1] != ids:
                 raise BackendError(
                     f"layer {layer!r} has backend {other[0]!r} on rank 0 and {backend!r} on rank {rank}, or other "
-                    "wrappers or options of them; name them in a rule of the stack, or install the same plugins and "
-                    "tables of `kvframe tune` on all machines",
+                    "wrappers or options of them; name them in a rule of the stack, or install the same plugins on all "
+                    "machines",
                     "ranks_differ",
                 )

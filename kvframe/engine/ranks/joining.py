@@ -20,7 +20,7 @@ from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.ranks.links import RANK_FAILED_EXIT_CODE, connect, listen
 from kvframe.engine.ranks.place import Place, find_place, stack_of_rank
-from kvframe.engine.running.device import check_device
+from kvframe.hosting.models import check_device
 
 _LOADING_TIME = timedelta(hours=2)
 """The time limit of a collective operation: a rank may load its weights for long. A rank that ends is found at once;

@@ -253,11 +253,11 @@ class _Reader:
                 why="lets all tokens of a prompt see each other and each generated token see the earlier ones, but "
                 "its mask does not show where the prompt ends (use_bidirectional_attention)",
             )
-        return MaskKind("encoder_only") if kind.sees_all and not self._generates else kind
+        return MaskKind("encoder_only", kind.options) if kind.is_bidirectional and not self._generates else kind
 
     def _kind_of(self, call: RecordedCall) -> MaskKind:
         if call.mask is None:
-            return MaskKind(None, why="attends without a mask (bidirectional attention)", sees_all=True)
+            return MaskKind(None, why="attends without a mask (bidirectional attention)", is_bidirectional=True)
         for mask in self._recording.masks:
             if call.mask is mask.marker or getattr(call.mask, "_base", None) is mask.marker:
                 if id(mask) not in self._kinds:

@@ -13,7 +13,7 @@ from kvframe.contract import ModelDescription, ModelError, ModelInput
 from kvframe_transformers.names import if_untested
 
 _PROMPT_LENS = (5, 9)
-_MAX_LOCAL = 64
+_MAX_LOCAL = 80
 """The longer prompt exceeds windows and chunks up to this size."""
 
 
@@ -97,7 +97,8 @@ def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def check_prompts(description: ModelDescription, config: Any) -> list[list[int]]:
     """Return two prompts of random ordinary tokens; the longer one exceeds every small window and chunk."""
-    local = [value for layer in description.layers for key in ("window", "chunk") if (value := layer.options.get(key))]
+    keys = ("window", "lookahead", "chunk")
+    local = [value for layer in description.layers for key in keys if (value := layer.options.get(key))]
     crossing = max((size + 5 for size in local if size <= _MAX_LOCAL), default=0)
     # Encoders with a bias by distance: every bucket, in both directions.
     biases = [bias for layer in description.layers if (bias := layer.query.get("relative_bias"))]

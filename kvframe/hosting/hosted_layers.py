@@ -25,6 +25,7 @@ from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
+from kvframe.selection.skipping import Skipping
 
 
 @attrs.frozen(eq=False)
@@ -91,7 +92,9 @@ class HostedLayers:
                     code="mask_prompt",
                 )
         self._block_sizes = {layer.spec.block_size for layer in layers if layer.spec is not None}
-        self.choices: tuple[Choice, ...] = select_backends(layers, stack, registry, device.type, skipped)
+        self.choices: tuple[Choice, ...] = select_backends(
+            layers, stack, registry, device.type, Skipping(layers=tuple(skipped))
+        )
         grouping = group_layers([*owners, *layers])
         groups = form_groups(layers, self.choices, grouping, device, scratch=CopyScratch(device))
         self._num_cache_groups = len(grouping.groups)

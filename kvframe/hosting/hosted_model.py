@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
-from kvframe.attention.hosted import HostedLayers
 from kvframe.config.proposer_choice import make_proposer
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import LayerSpec
+from kvframe.hosting.hosted_layers import HostedLayers
+from kvframe.hosting.setup import Setup
 from kvframe.loading.registry import Registry
-from kvframe.planning.groups import make_layer_specs
 from kvframe.selection.skipping import find_skippable_layers
 
 
@@ -70,7 +70,7 @@ class HostedModel:
         if is_part:
             stack = attrs.evolve(stack, rules=tuple(attrs.evolve(rule, optional=True) for rule in stack.rules))
         described = tuple(_as_kind(layer, kinds, registry) for layer in description.layers)
-        made = make_layer_specs(attrs.evolve(description, layers=described), registry, stack, _name(dtype))
+        made = Setup.of(attrs.evolve(description, layers=described), stack, registry, dtype=_name(dtype)).layers
         for layer in made:
             _check_stored(layer, stored[layer.name])
         skippable, wrapper = find_skippable_layers(made), stack.engine.prefill_skipping
