@@ -155,8 +155,9 @@ def _forget_settings(model: Any) -> None:
 
 def _make(group: str, model_type: str) -> Any:
     config = tiny_config(model_type)
-    if group == "decoders" and hasattr(config, "is_decoder"):
-        config.is_decoder = True  # the heads of encoders are for that
+    for switch in ("is_decoder", "causal"):
+        if group == "decoders" and hasattr(config, switch):
+            setattr(config, switch, True)  # the heads of encoders are for that
     auto: Any = getattr(transformers, GROUPS[group].auto)
     if group == "encoders" and config.is_encoder_decoder:
         auto, config.is_encoder_decoder = transformers.AutoModelForTextEncoding, False
@@ -273,7 +274,7 @@ def _inputs_of(model: Any, prompt: list[int]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(len(prompt))
     failure: Exception = ValueError(f"it takes {name}")
     for shape in _shapes(model.config):
-        features = torch.randn(1, *shape, generator=generator)
+        features = torch.randn(1, *shape, generator=generator).abs()
         try:
             with torch.inference_mode():
                 model.get_encoder()(**{name: features})
@@ -296,8 +297,9 @@ def _shapes(config: Any) -> Iterator[tuple[int, ...]]:
     yield bins, frames
     yield frames, bins
     yield (16_000,)
-    size = getattr(getattr(config, "vision_config", None), "image_size", 28)
-    yield 3, size, size
+    vision = getattr(config, "vision_config", None)
+    yield 3, *2 * (getattr(vision, "image_size", 28),)
+    yield 20, 2 + 3 * getattr(vision, "patch_size", 14) ** 2  # each patch has a row and a column
 
 
 def _short(error: BaseException) -> str:

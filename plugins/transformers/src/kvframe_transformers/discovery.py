@@ -256,7 +256,7 @@ class _Reader:
         return MaskKind("encoder_only", kind.options) if kind.is_bidirectional and not self._generates else kind
 
     def _kind_of(self, call: RecordedCall) -> MaskKind:
-        if call.mask is None:
+        if call.mask is None or self._recording.uniform.is_zero(call.mask):
             return MaskKind(None, why="attends without a mask (bidirectional attention)", is_bidirectional=True)
         for mask in self._recording.masks:
             if call.mask is mask.marker or getattr(call.mask, "_base", None) is mask.marker:

@@ -23,6 +23,7 @@ from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input
 from kvframe_transformers.recording import EncoderOutput, width_of_encoder
 from kvframe_transformers.self_check import RunPacked, compare_runs
+from kvframe_transformers.without_values import WithoutValues
 
 _DECODER_POSITIONS = "decoder_position_ids"
 _CHECK_LENS = range(3, 24)
@@ -169,7 +170,7 @@ class EncoderDecoderModel(TransformersModel):
         if shape not in self._num_tokens:
             encoder = self._build_without_weights().get_encoder()
             features = torch.empty(1, *shape, device="meta", dtype=encoder.dtype)
-            with torch.inference_mode():
+            with torch.no_grad(), WithoutValues():
                 output = encoder(**{self._input_name: features})
             self._num_tokens[shape] = output.last_hidden_state.shape[1]
         return self._num_tokens[shape]
