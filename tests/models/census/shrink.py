@@ -133,6 +133,7 @@ SPECIAL: dict[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "esmc": {"num_key_value_heads": 4},
     "esm": {"vocab_size": 128, "position_embedding_type": "rotary", "pad_token_id": 1, "mask_token_id": 2},

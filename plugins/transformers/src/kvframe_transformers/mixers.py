@@ -12,16 +12,33 @@ from torch import nn
 
 from kvframe.contract import AttachedState, ModelError, StateRound, StateRun
 from kvframe_transformers.names import if_untested
+from kvframe_transformers.own_states import forward_with_states
 from kvframe_transformers.paged_steps import PagedStep, kernels_run_on
 from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference, tolerance_of
-from kvframe_transformers.states import CallForm, Forward, Inputs, MixerCall, Numbers, Output, StateView, with_rows
+from kvframe_transformers.states import (
+    CallForm,
+    Forward,
+    Inputs,
+    MixerCall,
+    Numbers,
+    Output,
+    StateView,
+    is_mixer,
+    with_rows,
+)
 
 _log = logging.getLogger(__name__)
+_kernels_log = logging.getLogger("transformers.integrations.hub_kernels")
 
 _CHECK_TOKENS = 6
 
 Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _is_of_use_on_cpu(record: logging.LogRecord) -> bool:
+    """Return whether a message is another one than transformers' advice to install kernels, which run on GPUs only."""
+    return "is falling back to its reference PyTorch implementation" not in record.getMessage()
 
 
 class MixerDriver:
@@ -50,12 +67,15 @@ class MixerDriver:
         """
         self._name = name
         self._module = module
-        call = MixerCall.of(module)
+        own = None if is_mixer(module) else forward_with_states(module)
+        call = MixerCall.of(module) if own is None else MixerCall.with_own_states(module)
         if call is None:
             raise self._refusal("takes no cache for the state that it keeps")
         self._call = call
-        self._forward = forward
+        self._forward = own or forward
         self._layer = layer
+        if all(pages.device.type == "cpu" for pages in layer.pages.values()):
+            _kernels_log.addFilter(_is_of_use_on_cpu)
         self._continue: Callable[[Inputs, StateView], Output] = self._run
         self._paged_step: PagedStep | None = None
         self._numbers: Numbers = ((), ())
@@ -82,6 +102,8 @@ class MixerDriver:
         generator = torch.Generator().manual_seed(0)
 
         def random(noted: torch.Tensor) -> torch.Tensor:
+            if not noted.is_floating_point():  # positions
+                return torch.arange(_CHECK_TOKENS, dtype=noted.dtype, device=noted.device).unsqueeze(0)
             return torch.randn(1, _CHECK_TOKENS, *noted.shape[2:], generator=generator).to(noted)
 
         with self._serving_cache():

@@ -22,6 +22,7 @@ from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
 from kvframe_transformers.latents import Expansion, noting_expansions
 from kvframe_transformers.masks import MaskFunction
 from kvframe_transformers.names import if_untested
+from kvframe_transformers.own_states import keeping_own_states
 from kvframe_transformers.states import (
     CACHE_NAMES,
     Forward,
@@ -202,9 +203,13 @@ def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: 
         if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
             part.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
     mixers = [module for module in model.modules() if is_mixer(module)]
-    if mixers:
+    own = {} if mixers else keeping_own_states(model)
+    if mixers or own:
         model.to(PROBE_DTYPE)  # shows which states have the model's dtype, and which have another one
-    recorders = {module: _recorder(module, own_forward(module)) for module in mixers}
+    recorders = {module: _recorder(module, own_forward(module), MixerCall.of(module)) for module in mixers}
+    recorders |= {
+        module: _recorder(module, forward, MixerCall.with_own_states(module)) for module, forward in own.items()
+    }
     if direct:
         recorders |= {module: _direct_recorder(module) for module in model.modules() if attends_directly(module)}
     recording = Recording()
@@ -277,9 +282,8 @@ def _without_values(rope_type: Any) -> Any:
     return "default" if rope_type in ("dynamic", "longrope") else rope_type
 
 
-def _recorder(module: nn.Module, forward: Forward) -> Forward:
+def _recorder(module: nn.Module, forward: Forward, call: MixerCall | None) -> Forward:
     """Return a forward that records the states that ``forward`` leaves."""
-    call = MixerCall.of(module)
     if call is None:
         raise ModelError(
             f"{type(module).__name__} keeps a state in transformers' cache, and has no argument for it of the name "
