@@ -56,13 +56,12 @@ def explain(
 
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """
-    from kvframe.config.eviction_choice import make_policy
     from kvframe.hosting.setup import Setup
 
     stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
-    eviction = _in_words(make_policy(stack, registry))
     setup = Setup.read(find_model(model, weights=False), stack, registry)
+    eviction = _in_words(setup.eviction_policy)
     description, note = setup.description, setup.note
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
     choices = {choice.layer: choice for choice in (*setup.choices, *setup.draft_choices)}

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from kvframe.cli.options import TEXT_TYPE
-from kvframe.config.files import as_text, parse_json, read_bytes, read_stream, reason_of
 from kvframe.contract.errors import FileError, RequestError, shorten
+from kvframe.contract.files import as_text, parse_json, read_bytes, read_stream, reason_of
 from kvframe.engine.ranks.place import find_place
 
 _MAX_BYTES = 256 << 20

@@ -9,28 +9,30 @@ from functools import partial
 import attrs
 import torch
 
-from kvframe.attention.layers import AttentionLayers
-from kvframe.attention.local import LocalCaches
-from kvframe.attention.state import StateLayers
-from kvframe.attention.storage import HostStorage, KVCacheStorage
-from kvframe.config.stack import Stack
+from kvframe import (
+    AttentionLayers,
+    Choice,
+    Grouping,
+    HostStorage,
+    KVCachePlan,
+    KVCacheStorage,
+    Setup,
+    Stack,
+    StateLayers,
+    check_host_bytes,
+    load_draft_model,
+    make_layers,
+)
 from kvframe.contract.backend import KVCache, PageCopier
 from kvframe.contract.errors import PluginError, StackError
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe.contract.specs import LayerSpec
-from kvframe.engine.draft_model import as_draft_grouping, as_draft_name, as_draft_names, load_draft_model
 from kvframe.engine.ranks.agreement import agree
 from kvframe.engine.ranks.fingerprint import Fingerprint
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
-from kvframe.hosting.setup import Setup
-from kvframe.planning.groups import Grouping
-from kvframe.planning.memory import check_host_bytes
-from kvframe.planning.plan import KVCachePlan
-from kvframe.planning.sizing import copied_bytes
-from kvframe.selection.choice import Choice, layers_on_copies
 
 _log = logging.getLogger("kvframe")
 
@@ -48,9 +50,7 @@ class Assembly:
         model: The model.
         setup: What the stack does with the model.
         device: The device of the model and the cache.
-        grouping: The cache groups.
         plan: The cache plan.
-        choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
         storage: The pool.
         views: Each layer's state tensors in the pool.
         host: Host memory for the pages of preempted requests; None if these are recomputed.
@@ -63,15 +63,23 @@ class Assembly:
     model: LoadedModel
     setup: Setup
     device: torch.device
-    grouping: Grouping
     plan: KVCachePlan
-    choices: tuple[Choice, ...]
     storage: KVCacheStorage
     views: Mapping[str, KVCache]
     host: HostStorage | None
     layers: AttentionLayers
     draft: Assembly | None = None
     kept: StateLayers | None = None
+
+    @property
+    def grouping(self) -> Grouping:
+        """The cache groups."""
+        return self.setup.grouping
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen."""
+        return self.setup.choices
 
     @property
     def stack(self) -> Stack:
@@ -110,7 +118,7 @@ def assemble(model: LoadedModel, setup: Setup, ranks: Leader | Follower | None =
     """
     if ranks is not None:
         setup = attrs.evolve(setup, num_local_ranks=ranks.num_local_ranks)
-    draft = load_draft_model(model, setup, ranks) if setup.draft_layers else None
+    draft = _load_draft(model, setup, ranks) if setup.draft_layers else None
     _check_skipping(model, setup)
     plan = setup.plan
     if ranks is not None:
@@ -120,6 +128,13 @@ def assemble(model: LoadedModel, setup: Setup, ranks: Leader | Follower | None =
     return assembly if draft is None else attrs.evolve(assembly, draft=_assemble_draft(assembly, draft))
 
 
+def _load_draft(model: LoadedModel, setup: Setup, ranks: Leader | Follower | None) -> LoadedModel | None:
+    """Return what drafts for the model; None on another rank than 0, which loads only its share of the heads."""
+    is_follower = isinstance(ranks, Follower)
+    draft = None if is_follower and not setup.drafts.are_heads else load_draft_model(model, setup)
+    return None if is_follower else draft
+
+
 def _assemble_draft(assembly: Assembly, draft: LoadedModel) -> Assembly:
     """Return the set-up of a draft model over the cache of the served model, by the draft model's own names.
 
@@ -127,40 +142,18 @@ def _assemble_draft(assembly: Assembly, draft: LoadedModel) -> Assembly:
         assembly: The set-up of the served model, planned for the layers of both.
         draft: The draft model.
     """
-    setup = assembly.setup
-    stack = attrs.evolve(setup.stack, engine=attrs.evolve(setup.stack.engine, prefill_skipping=None))
-    renamed, grouping = as_draft_names(setup.draft_layers), as_draft_grouping(assembly.grouping)
-    choices = tuple(
-        attrs.evolve(
-            choice,
-            layer=as_draft_name(choice.layer),
-            wrapped=attrs.evolve(choice.wrapped, name=as_draft_name(choice.wrapped.name)),
-        )
-        for choice in setup.draft_choices
-    )
-    views = {as_draft_name(name): view for name, view in assembly.storage.views.items()}
-    kept = None
-    if isinstance(draft, PredictionHeads):
-        # What they keep between steps is read and written by their runner, and not in their forward.
-        kept = StateLayers([layer for layer in renamed if layer.query is None], grouping, views)
-        renamed = tuple(layer for layer in renamed if layer.query is not None)
+    setup = assembly.setup.of_draft(draft.description)
+    views = assembly.setup.draft_views(assembly.storage.views)
+    # What heads keep between steps is read and written by their runner, and not in their forward.
+    has_heads = isinstance(draft, PredictionHeads)
+    kept = [layer for layer in setup.layers if layer.query is None] if has_heads else []
     return attrs.evolve(
         assembly,
         model=draft,
-        setup=attrs.evolve(setup, description=draft.description, layers=renamed, draft_layers=(), stack=stack),
-        grouping=grouping,
-        choices=choices,
+        setup=setup,
         views=views,
-        kept=kept,
-        layers=AttentionLayers(
-            renamed,
-            choices,
-            grouping,
-            views,
-            assembly.device,
-            max_static_copies=copied_bytes(assembly.plan, grouping, layers_on_copies(renamed, choices)),
-            audited=setup.stack.cache.audit,
-        ),
+        kept=StateLayers(kept, setup.grouping, views) if has_heads else None,
+        layers=make_layers(setup, assembly.plan, views, with_states=not has_heads),
     )
 
 
@@ -204,38 +197,24 @@ def plain_layers(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
 def _assemble(
     model: LoadedModel, setup: Setup, plan: KVCachePlan, host_slabs: int = 0, leader: Leader | None = None
 ) -> Assembly:
-    stack, grouping, choices, layers = setup.stack, setup.grouping, setup.choices, setup.layers
+    stack = setup.stack
     device = torch.device(stack.engine.device)
     _check_memory(plan, stack, device, host_slabs)
     make_storage: Callable[..., KVCacheStorage] = KVCacheStorage
     make_host: Callable[..., HostStorage] = HostStorage
     if leader is not None:
         make_storage, make_host = partial(LeadingStorage, leader), partial(LeadingHostStorage, leader)
-    storage = make_storage(plan, grouping, device)
-    local = LocalCaches(
-        layers, device, max_tokens=stack.engine.max_num_batched_tokens, max_reqs=stack.engine.max_num_seqs
-    )
+    storage = make_storage(plan, setup.grouping, device)
+    copier = find_page_copier(setup.choices)
     return Assembly(
         model=model,
         setup=setup,
         device=device,
-        grouping=grouping,
         plan=plan,
-        choices=choices,
         storage=storage,
         views=storage.views,
-        host=make_host(plan, storage.pool, host_slabs, copy_pages=find_page_copier(choices)) if host_slabs else None,
-        layers=AttentionLayers(
-            layers,
-            choices,
-            grouping,
-            storage.views,
-            device,
-            setup.skipping.layers,
-            local,
-            copied_bytes(plan, grouping, layers_on_copies(layers, choices)),
-            audited=stack.cache.audit,
-        ),
+        host=make_host(plan, storage.pool, host_slabs, copy_pages=copier) if host_slabs else None,
+        layers=make_layers(setup, plan, storage.views),
     )
 
 

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from kvframe.cache.events import CacheEvent, EventLog
-from kvframe.cache.manager import KVCacheManager
+from kvframe import CacheEvent, EventLog, KVCacheManager
 
 _log = logging.getLogger("kvframe")
 

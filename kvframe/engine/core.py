@@ -12,8 +12,7 @@ from typing import Any, Generic, Literal, Protocol, Self, get_args
 
 import attrs
 
-from kvframe.config.cache_key import read_secret
-from kvframe.config.stack import Stack
+from kvframe import Choice, EditLayer, Grouping, KVCachePlan, Setup, Stack, load_model, parse_bytes, take_model
 from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
@@ -32,14 +31,6 @@ from kvframe.engine.scheduling.stats import EngineStats
 from kvframe.engine.scheduling.step import Outcomes, ScheduledStep
 from kvframe.engine.step_trace import StepTrace
 from kvframe.engine.turns import Turns, verb, verb_when_closed
-from kvframe.hosting.models import load_model, take_model
-from kvframe.hosting.setup import Setup
-from kvframe.loading.checks import parse_bytes
-from kvframe.planning.groups import Grouping
-from kvframe.planning.machine import AUTO, with_device
-from kvframe.planning.plan import KVCachePlan
-from kvframe.planning.retyping import EditLayer
-from kvframe.selection.choice import Choice
 
 _log = logging.getLogger("kvframe")
 
@@ -116,9 +107,9 @@ class EngineCore(ABC, Generic[RequestT]):
             ModelError: The model cannot be attached or compiled, or attached it computes something else than
                 unattached.
         """
-        stack = with_device(setup.stack)
+        stack = setup.stack.with_device()
         setup = attrs.evolve(setup, stack=stack)
-        self._secret = read_secret(stack.cache.key, stack.source)
+        self._secret = stack.read_secret()
         assembly = assemble(model, setup, ranks)
         self.model, self.stack, self._registry = model, stack, setup.registry
         self.grouping: Grouping = assembly.grouping
@@ -166,7 +157,7 @@ class EngineCore(ABC, Generic[RequestT]):
             "%s runs on %s; attention by %s; a cache of %.1f MiB",
             self.model.description.name,
             # The constructor is given a model that is loaded already, in any dtype.
-            options.device if options.dtype == AUTO else f"{options.device} in {options.dtype}",
+            options.device if options.dtype == "auto" else f"{options.device} in {options.dtype}",
             ", ".join(backends) or "nothing, as no layer attends",
             self.plan.total_bytes / (1 << 20),
         )
@@ -256,7 +247,7 @@ class EngineCore(ABC, Generic[RequestT]):
         **options: Any,
     ) -> Self:
         """Load a model and make an engine with ``options`` for it, on every rank; only rank 0 returns it."""
-        with ranks_of(with_device(Stack() if stack is None else stack)) as (ranks, stack):
+        with ranks_of((Stack() if stack is None else stack).with_device()) as (ranks, stack):
             engine = cls(*load_model(path, stack, plugins=plugins, edit=edit), ranks=ranks, **options)
             if isinstance(ranks, Follower):
                 assert isinstance(engine._runner, ModelRunner)

@@ -32,13 +32,18 @@ def check_densely(assembly: Assembly, layers: Sequence[LayerSpec], retyped: Sequ
         retyped: The names of the layers whose types are not the model's own, at least one.
 
     Raises:
-        ModelError: The two runs differ, or the model has an encoder and cannot be compared.
+        ModelError: The two runs differ, or the model has an encoder or bidirectional prompts and cannot be compared.
     """
     model, name = assembly.model, assembly.model.description.name
     if model.description.max_input_lens:
         raise ModelError(
             f"{name} has an encoder and layers of other types, such as {retyped[0]!r}; the self-check cannot compare "
             "such a model: set self_check = false in the stack's [engine]"
+        )
+    if model.description.bidirectional_prompts:
+        raise ModelError(
+            f"all tokens of a prompt of {name} see each other, and layers such as {retyped[0]!r} have other types; the "
+            "self-check cannot compare such a model: set self_check = false in the stack's [engine]"
         )
     specs = {layer.name: layer for layer in layers}
     prompts = _make_prompts(assembly, [spec for each in retyped if (spec := specs[each].spec) is not None])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,16 +9,11 @@ from functools import partial
 
 import attrs
 
-from kvframe.attention.layers import AttentionLayers
-from kvframe.config.options import Rule, Use
+from kvframe import Choice, Registry, Setup, make_layers
 from kvframe.contract.errors import BackendError, ModelError, WrapperError
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.dense_check import check_densely
 from kvframe.engine.self_check import run_packed
-from kvframe.hosting.setup import Setup
-from kvframe.loading.registry import Catalogue, Registry
-from kvframe.planning.retyping import retyped_layers
-from kvframe.selection.choice import Choice
 
 REFERENCE = "kvframe:torch_reference"
 """The backend that others are compared with."""
@@ -60,7 +54,7 @@ def compare(assembly: Assembly) -> None:
         ModelError: The runs differ, or the comparison could not be made.
     """
     setup = assembly.setup
-    retyped = retyped_layers(assembly.model.description, setup.layers, setup.registry)
+    retyped = setup.retyped_layers(assembly.model.description)
     if retyped:
         check_densely(assembly, setup.layers, retyped)
     else:
@@ -84,22 +78,13 @@ def _explain(error: ModelError, assembly: Assembly) -> ModelError | BackendError
     return ModelError(
         f"{error}. The fault may also be that of backend {choice.backend!r}, of layer {choice.layer!r}: it could not "
         f"be compared with {REFERENCE!r}, which {reason}; check it: "
-        f"{_to_check(setup.registry.backends, choice.backend)}"
+        f"{_to_check(setup.registry, 'backend', choice.backend)}"
     )
 
 
 def _passes(assembly: Assembly, choices: Sequence[Choice]) -> bool:
     """Return whether the model passes its self-check with other choices of wrappers and backends, in the same cache."""
-    served = assembly.layers
-    layers = AttentionLayers(
-        assembly.setup.layers,
-        choices,
-        assembly.grouping,
-        assembly.views,
-        assembly.device,
-        served.skipped,
-        served.local,
-    )
+    layers = make_layers(assembly.setup, assembly.plan, assembly.views, choices)
     assembly.model.detach()
     assembly.model.attach(layers)
     try:
@@ -137,9 +122,8 @@ def _on_reference(
     specs = {layer.name: layer for layer in setup.layers}
     on_reference, unserved = [], []
     for choice in choices:
-        rule = Rule(layers=glob.escape(choice.layer), backend=Use(REFERENCE), wrappers=None if keep_wrappers else ())
         try:
-            on_reference.append(setup.choose_under(rule, specs[choice.layer]))
+            on_reference.append(setup.choose_on(REFERENCE, specs[choice.layer], keep_wrappers=keep_wrappers))
         except BackendError as error:
             on_reference.append(choice)
             unserved.append((choice, str(error).rpartition(f"{REFERENCE}: ")[2]))
@@ -150,14 +134,14 @@ def _wrong_backend(name: str, choice: Choice, registry: Registry) -> BackendErro
     return BackendError(
         f"backend {choice.backend!r} computes layer {choice.layer!r} wrongly: {name} fails its self-check with it, and "
         f"passes with {REFERENCE!r} in its place; give such layers another backend, or check it: "
-        f"{_to_check(registry.backends, choice.backend)}",
+        f"{_to_check(registry, 'backend', choice.backend)}",
         code="wrong_output",
     )
 
 
 def _wrong_wrapper(name: str, choice: Choice, registry: Registry) -> WrapperError:
     names = ", ".join(repr(wrapper.name) for wrapper in choice.wrappers)
-    commands = ", ".join(_to_check(registry.wrappers, wrapper.name) for wrapper in choice.wrappers)
+    commands = ", ".join(_to_check(registry, "wrapper", wrapper.name) for wrapper in choice.wrappers)
     return WrapperError(
         f"the wrappers [{names}] change what layer {choice.layer!r} computes: on {REFERENCE!r} too, {name} fails its "
         f"self-check with them, and passes without them; leave them out, or check them: {commands}",
@@ -165,8 +149,9 @@ def _wrong_wrapper(name: str, choice: Choice, registry: Registry) -> WrapperErro
     )
 
 
-def _to_check(catalogue: Catalogue, name: str) -> str:
+def _to_check(registry: Registry, kind: str, name: str) -> str:
     """Return the command that runs the kit on what is registered under a name; for a script, what to write."""
+    catalogue = registry.catalogues[kind]
     claim = catalogue.get(name)
     what = claim.name if len(catalogue.claims(claim.name)) == 1 else claim.id
     if claim.plugin == f"{claim.owner}:{claim.owner}":  # it was passed as a module

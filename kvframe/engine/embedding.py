@@ -9,7 +9,7 @@ from typing import Any, Self, get_args
 
 import attrs
 
-from kvframe.config.stack import Stack
+from kvframe import EditLayer, Setup, Stack
 from kvframe.contract.description import Pooling, PoolingMode
 from kvframe.contract.errors import KVFrameError, RequestError, StackError
 from kvframe.contract.model import LoadedModel
@@ -22,8 +22,6 @@ from kvframe.engine.requests.salts import check_owner, check_salt, owner_of_each
 from kvframe.engine.running.model_runner import SkipPolicy
 from kvframe.engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe.engine.turns import verb
-from kvframe.hosting.setup import Setup
-from kvframe.planning.retyping import EditLayer
 
 
 class Embedder(EngineCore[EmbeddingRequest]):
@@ -265,7 +263,8 @@ class Embedder(EngineCore[EmbeddingRequest]):
         # Reading a text may take long, and changes no state.
         with self._turns.let_through():
             token_ids = self._admission.token_ids(text, None)
-        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt, owner)]
+            ranges = self._admission.ranges(text, token_ids)
+        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt, owner, ranges)]
         self._add(requests)
         return requests
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvframe.cache.pins import Pin
+from kvframe import Pin
 from kvframe.contract.errors import KVFrameError, ModelError, PrefixFileError, RequestError, shown
 from kvframe.contract.model import PredictionHeads
 from kvframe.engine.assembly import Assembly

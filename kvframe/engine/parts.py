@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvframe.cache.manager import KVCacheManager
-from kvframe.config.eviction_choice import make_policy
-from kvframe.config.proposer_choice import make_proposer
+from kvframe import KVCacheManager
 from kvframe.contract.errors import StackError
 from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel, PredictionHeads
@@ -17,7 +15,6 @@ from kvframe.engine.requests.admission import Admission
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.scheduling.drafting import Drafting
 from kvframe.engine.scheduling.scheduler import Scheduler
-from kvframe.hosting.drafts import max_drafts_of
 
 
 def make_admission(assembly: Assembly, secret: bytes) -> Admission:
@@ -55,7 +52,7 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
         host_pages=assembly.host,
         copier=storage.copy_pages,
         audited=cache.audit,
-        eviction=make_policy(assembly.stack, assembly.setup.registry),
+        eviction=assembly.setup.eviction_policy,
     )
     if poison_freed:
         storage.poison()
@@ -75,7 +72,7 @@ def make_scheduler(assembly: Assembly, manager: KVCacheManager, *, proposes: boo
     Raises:
         StackError: The proposer needs hidden states, and nothing gives it any (``no_hidden_states``).
     """
-    options, proposer = assembly.stack.engine, make_proposer(assembly.stack, assembly.setup.registry)
+    options, proposer = assembly.stack.engine, assembly.setup.make_proposer()
     drafting: Drafting[RequestT] | None = None
     if proposer is not None:
         if proposer.needs_hidden_states and not assembly.model.can_give_hidden_states():
@@ -85,8 +82,9 @@ def make_scheduler(assembly: Assembly, manager: KVCacheManager, *, proposes: boo
                 code="no_hidden_states",
             )
         description = assembly.model.description
-        max_drafts = max_drafts_of(proposer, description)
-        drafting = Drafting(proposer, description.vocab_size, max_drafts, max_num_seqs=options.max_num_seqs)
+        drafting = Drafting(
+            proposer, description.vocab_size, assembly.setup.drafts.max_tokens, max_num_seqs=options.max_num_seqs
+        )
         if not proposes:
             drafting.hidden_states = None
     return Scheduler(

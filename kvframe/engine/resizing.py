@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvframe.attention.storage import KVCacheStorage
-from kvframe.cache.manager import KVCacheManager
+from kvframe import KVCacheManager, KVCachePlan, KVCacheStorage
 from kvframe.contract.errors import PlanError
 from kvframe.engine.requests.progress import RequestProgress, RequestT
 from kvframe.engine.scheduling.scheduler import Scheduler
-from kvframe.planning.plan import KVCachePlan
 
 
 def resize(

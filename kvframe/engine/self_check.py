@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from kvframe.attention.batch_metadata import StepBatch
-from kvframe.cache.manager import KVCacheManager
+from kvframe import KVCacheManager, StepBatch
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import ModelInput
 from kvframe.engine.assembly import Assembly
@@ -43,6 +42,7 @@ def run_packed(
     if local.places:
         max_len = min(max_len, local.max_tokens)
     manager = KVCacheManager(assembly.plan, max_num_seqs=num_prompts, prefix_caching=False)
+    is_range = assembly.model.description.bidirectional_prompts
     runner = ModelRunner(
         assembly.model,
         assembly.layers,
@@ -62,13 +62,15 @@ def run_packed(
             if not local.fits([*lens, len(prompt)]):
                 break
             prompt_len = prompt_len_of(len(prompt))
-            manager.start(request_id, prompt, inputs=input_sequences(brought), num_prompt_tokens=prompt_len)
+            ranges = ((0, len(prompt)),) if is_range and len(prompt) > 1 else ()
+            brought_sequences = input_sequences(brought)
+            manager.start(request_id, prompt, inputs=brought_sequences, num_prompt_tokens=prompt_len, ranges=ranges)
             if not manager.extend(request_id, len(prompt)):
                 manager.free(request_id)
                 break
             rows.append(manager.row(request_id))
             lens.append(len(prompt))
-            runner.set_row(rows[-1], prompt, brought, prompt_len)
+            runner.set_row(rows[-1], prompt, brought, prompt_len, ranges)
             for name, value in brought.items():
                 new_inputs.setdefault(name, {})[rows[-1]] = value
             waiting.popleft()

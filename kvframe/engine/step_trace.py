@@ -7,8 +7,7 @@ from typing import Any, Generic
 
 import attrs
 
-from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.stats import FoundPrefix
+from kvframe import FoundPrefix, KVCacheManager
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.scheduling.scheduler import Scheduler
 from kvframe.engine.scheduling.step import ScheduledStep

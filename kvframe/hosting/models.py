@@ -8,15 +8,13 @@ from types import ModuleType
 from typing import Any
 
 import attrs
-import torch
 
 from kvframe.config.stack import Stack
-from kvframe.contract.errors import StackError
 from kvframe.contract.model import LoadedModel
 from kvframe.hosting.setup import Setup
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
-from kvframe.planning.machine import with_device, with_dtype
+from kvframe.planning.machine import with_dtype
 from kvframe.planning.recognise import adopt_model, find_adapter
 from kvframe.planning.retyping import EditLayer, edited
 
@@ -40,9 +38,9 @@ def load_model(
     Raises:
         KVFrameError: The stack, a plugin that it names, or the model is wrong.
     """
-    path, stack = Path(path), with_device(Stack() if stack is None else stack)
+    path, stack = Path(path), (Stack() if stack is None else stack).with_device()
     registry = _registry_of(stack, plugins)
-    check_device(stack)
+    stack.check_device()
     stack = with_dtype(stack, path, registry)
     model = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
     return model, Setup.of(edited(model.description, edit, registry), stack, registry)
@@ -67,22 +65,6 @@ def take_model(
     adopted = adopt_model(model, tokenizer, registry)
     stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, device=adopted.device, dtype=adopted.dtype))
     return adopted.model, Setup.of(adopted.model.description, stack, registry)
-
-
-def check_device(stack: Stack) -> None:
-    """Refuse a device that cannot be used, before a model is loaded.
-
-    Args:
-        stack: What to use, with a device.
-
-    Raises:
-        StackError: The stack names such a device.
-    """
-    try:
-        torch.empty(0, device=stack.engine.device)
-    except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
-        reason = str(error).strip().splitlines()[0]
-        raise StackError(f"{stack.source}: engine.device {stack.engine.device!r} cannot be used: {reason}") from error
 
 
 def _registry_of(stack: Stack, plugins: Sequence[ModuleType]) -> Registry:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
+from kvframe.config.eviction_choice import make_policy
+from kvframe.config.options import Rule, Use
+from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.formats import PLAIN
-from kvframe.hosting.drafts import check_draft_layers, find_drafts
+from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.layer_file import is_layer_file
-from kvframe.planning.machine import with_device, with_dtype
+from kvframe.planning.machine import with_dtype
 from kvframe.planning.recognise import describe_model
+from kvframe.planning.retyping import retyped_layers
 from kvframe.planning.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
 from kvframe.selection.skipping import DRAFTING, Skipping, find_skipping
 
 if TYPE_CHECKING:
-    from kvframe.config.options import Rule
     from kvframe.config.stack import Stack
+    from kvframe.contract.backend import KVCache
     from kvframe.contract.description import ModelDescription
+    from kvframe.contract.eviction import EvictionPolicy
+    from kvframe.contract.proposer import Proposer
     from kvframe.contract.specs import LayerSpec
     from kvframe.loading.registry import Registry
     from kvframe.planning.plan import KVCachePlan
@@ -40,7 +48,7 @@ class Setup:
         stack: The stack, with a device and a dtype.
         registry: Where names are looked up.
         draft_layers: The layers that draft for the model, by their names in the plan; none without a draft model.
-        drafts_with_heads: Whether these are the model's prediction heads, which run after its last layer.
+        drafts: What the stack's proposer adds to the model.
         num_local_ranks: The number of ranks of this machine, among which the CPU's free memory is divided.
     """
 
@@ -49,7 +57,7 @@ class Setup:
     stack: Stack
     registry: Registry
     draft_layers: tuple[LayerSpec, ...] = ()
-    drafts_with_heads: bool = False
+    drafts: Drafts = attrs.field(factory=Drafts)
     num_local_ranks: int = 1
 
     @classmethod
@@ -79,7 +87,7 @@ class Setup:
             stack=stack,
             registry=registry,
             draft_layers=drafting,
-            drafts_with_heads=drafts.are_heads,
+            drafts=drafts,
         )
 
     @classmethod
@@ -98,7 +106,7 @@ class Setup:
             KVFrameError: What else ``of`` raises.
         """
         if runs_here or not is_layer_file(path):
-            stack = with_device(stack)
+            stack = stack.with_device()
         stack = with_dtype(stack, path, registry, runs_here=runs_here)
         return cls.of(describe_model(path, registry), stack, registry)
 
@@ -115,7 +123,7 @@ class Setup:
     @cached_property
     def skipping(self) -> Skipping:
         """Which layers compute only the tokens that generate."""
-        heads = self.draft_layers if self.drafts_with_heads else ()
+        heads = self.draft_layers if self.drafts.are_heads else ()
         return find_skipping(self.layers, heads, is_on=self.stack.engine.prefill_skipping is not None)
 
     @cached_property
@@ -187,21 +195,107 @@ class Setup:
         """
         return num_host_slabs(plan, self.stack)
 
-    def choose_under(self, rule: Rule, layer: LayerSpec) -> Choice:
-        """Return what would be chosen for a layer of the model if the stack had one more rule.
-
-        Args:
-            rule: The rule.
-            layer: The layer, which attends.
+    @property
+    def eviction_policy(self) -> EvictionPolicy:
+        """A new instance of the policy that chooses the cached pages that are evicted first.
 
         Raises:
-            KVFrameError: What ``choices`` raises.
+            StackError: The stack's policy is unknown, cannot be imported, or does not take its options.
         """
+        return make_policy(self.stack, self.registry)
+
+    def make_proposer(self) -> Proposer | None:
+        """Return a new instance of the stack's proposer of draft tokens; None if the stack names none.
+
+        Raises:
+            StackError: The proposer is unknown, cannot be imported, or does not take its options.
+        """
+        return make_proposer(self.stack, self.registry)
+
+    def retyped_layers(self, description: ModelDescription) -> tuple[str, ...]:
+        """Return the names of the layers that attend by another mask than the model's own forward.
+
+        Args:
+            description: The model, as its adapter describes it.
+        """
+        return retyped_layers(description, self.layers, self.registry)
+
+    def choose_on(self, backend: str, layer: LayerSpec, *, keep_wrappers: bool = True) -> Choice:
+        """Return what would be chosen for a layer if the stack named its backend.
+
+        Args:
+            backend: The backend's registered name.
+            layer: A layer of the model, which attends.
+            keep_wrappers: Whether the layer keeps its wrapper chain. A wrapper of prefill skipping always stays,
+                because the layers after it get no other tokens.
+
+        Raises:
+            BackendError: The backend cannot serve the layer.
+            KVFrameError: What else ``choices`` raises.
+        """
+        rule = Rule(layers=escape(layer.name), backend=Use(backend), wrappers=None if keep_wrappers else ())
         stack = attrs.evolve(self.stack, rules=(*self.stack.rules, rule))
         (choice,) = attrs.evolve(self, stack=stack)._choose((layer,), self.skipping)
         return choice
+
+    def of_draft(self, description: ModelDescription) -> Setup:
+        """Return the set-up of the layers that draft, by the names that the draft model knows, in the same plan.
+
+        Prefill skipping is for the layers of the served model only.
+
+        Args:
+            description: The draft model.
+        """
+        stack = attrs.evolve(self.stack, engine=attrs.evolve(self.stack.engine, prefill_skipping=None))
+        layers = tuple(
+            attrs.evolve(
+                layer,
+                name=_draft_name(layer.name),
+                shares_with=None if layer.shares_with is None else _draft_name(layer.shares_with),
+            )
+            for layer in self.draft_layers
+        )
+        setup = attrs.evolve(
+            self, description=description, layers=layers, draft_layers=(), drafts=Drafts(), stack=stack
+        )
+        # Both models share one plan, so these parts are not worked out again.
+        grouping = self.grouping
+        setup.__dict__.update(
+            plan=self.plan,
+            max_model_len=self.max_model_len,
+            grouping=attrs.evolve(
+                grouping,
+                groups=tuple(
+                    attrs.evolve(group, layers=tuple(map(_draft_name, group.layers))) for group in grouping.groups
+                ),
+                follows={_draft_name(name): _draft_name(owner) for name, owner in grouping.follows.items()},
+                step_local=tuple(map(_draft_name, grouping.step_local)),
+            ),
+            choices=tuple(
+                attrs.evolve(
+                    choice,
+                    layer=_draft_name(choice.layer),
+                    wrapped=attrs.evolve(choice.wrapped, name=_draft_name(choice.wrapped.name)),
+                )
+                for choice in self.draft_choices
+            ),
+        )
+        return setup
+
+    def draft_views(self, views: Mapping[str, KVCache]) -> dict[str, KVCache]:
+        """Return the state tensors of a pool by the names that ``of_draft`` gives the layers.
+
+        Args:
+            views: Each layer's state tensors, by its name in the plan.
+        """
+        return {_draft_name(name): view for name, view in views.items()}
 
     def _choose(self, layers: tuple[LayerSpec, ...], skipping: Skipping) -> tuple[Choice, ...]:
         from kvframe.selection.select import select_backends
 
         return select_backends(layers, self.stack, self.registry, self.device_type, skipping)
+
+
+def _draft_name(name: str) -> str:
+    """Return the name by which the draft model knows a layer; layers of the served model get one that it has not."""
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else f"served:{name}"

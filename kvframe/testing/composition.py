@@ -17,11 +17,11 @@ import attrs
 
 from kvframe.attention.group import honours_ranges
 from kvframe.attention.wrapping import MISTAKES
-from kvframe.config.files import as_text, check_place, read_bytes, write_text
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import FileError, PluginError, WrapperError
+from kvframe.contract.files import as_text, check_place, read_bytes, write_text
 from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry

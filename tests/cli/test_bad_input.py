@@ -15,8 +15,8 @@ import pytest
 
 from kvframe import Engine
 from kvframe.cli import guard, render
-from kvframe.config.files import check_place, parse_json, parse_toml, read_bytes, read_json, read_toml, write_text
 from kvframe.contract.errors import FileError, ModelError, UnknownNameError, listed, shorten, shown
+from kvframe.contract.files import check_place, parse_json, parse_toml, read_bytes, read_json, read_toml, write_text
 from tests.cli.test_commands import error_of, run
 
 ROOT = Path(__file__).parents[2]

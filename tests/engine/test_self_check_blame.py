@@ -173,8 +173,8 @@ def test_the_command_that_the_error_gives_runs_the_kit(
 
 def test_what_is_packaged_is_checked_by_its_name() -> None:
     registry = load_plugins().registry
-    assert "`kvframe check torch --kind backend`" == _to_check(registry.backends, "kvframe-torch:torch")
-    assert "`kvframe check chunked_local --kind wrapper`" == _to_check(registry.wrappers, "chunked_local")
+    assert "`kvframe check torch --kind backend`" == _to_check(registry, "backend", "kvframe-torch:torch")
+    assert "`kvframe check chunked_local --kind wrapper`" == _to_check(registry, "wrapper", "chunked_local")
 
 
 def test_a_wrong_backend_of_some_layers_is_found_among_right_ones(model: TinyModel) -> None:

@@ -23,7 +23,7 @@ from kvframe_transformers.testing import save_tiny
 from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Setup, Stack, load_plugins
 from kvframe.cli import main
 from kvframe.contract import DraftRequest, PrefixFileError, Register, StackError, hookimpl
-from kvframe.engine.draft_model import load_draft_model
+from kvframe.engine.assembly import _load_draft
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
 from kvframe.planning.recognise import FoundAdapter
@@ -476,7 +476,7 @@ def test_of_several_ranks_the_first_one_loads_the_draft_model_whole(
     stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, device="cpu", dtype="bfloat16"))
     setup = Setup.of(model.loaded.description, stack, model.registry)
     for ranks, is_loaded in ((None, True), (object.__new__(Leader), True), (object.__new__(Follower), False)):
-        draft = load_draft_model(model.loaded, setup, ranks)
+        draft = _load_draft(model.loaded, setup, ranks)
         assert (draft is not None) == is_loaded
     assert [{"device": "cpu", "dtype": "bfloat16", "whole": True}] * 2 == loaded
 

@@ -8,8 +8,7 @@ from enum import Enum
 import attrs
 import numpy as np
 
-from kvframe.attention.batch_metadata import StepBatch
-from kvframe.config.options import EngineOptions
+from kvframe import EngineOptions, StepBatch
 from kvframe.contract.capture import GraphCapture
 
 

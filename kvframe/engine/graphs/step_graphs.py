@@ -15,13 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.batch_metadata import StepBatch, build_metadata
-from kvframe.attention.captured import CapturedStep
-from kvframe.attention.layers import AttentionLayers
-from kvframe.attention.padding import pad_step
-from kvframe.attention.staging import HOST
-from kvframe.cache.block_table import BlockTables
-from kvframe.config.options import EngineOptions
+from kvframe import AttentionLayers, BlockTables, CapturedStep, EngineOptions, StepBatch, build_metadata, pad_step
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
@@ -29,6 +23,8 @@ from kvframe.contract.order import IntArray
 from kvframe.contract.state import StateStep
 from kvframe.engine.graphs.device_graphs import CaptureError, Output, StepGraph, graph_factory
 from kvframe.engine.graphs.sizes import GraphSizes, Rows, SizeChoice, UsualStep, asked_sizes, context_sizes
+
+_CPU = torch.device("cpu")
 
 _log = logging.getLogger("kvframe")
 
@@ -215,7 +211,7 @@ class StepGraphs:
                 )
                 states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
                 assert states is not None
-                metadata = build_metadata(batch, tables, HOST, self._layers.prompt_groups)
+                metadata = build_metadata(batch, tables, _CPU, self._layers.prompt_groups)
                 wanted = generating[: sizes.num_wanted]
                 self._run(sizes, tables, metadata, states, np.zeros_like(places), places + first, wanted)
         _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)

@@ -26,10 +26,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.input_index import InputSequence
-from kvframe.cache.ranged_tokens import MOST_RANGE
-from kvframe.config.files import as_text, parse_json, reason_of
+from kvframe import InputSequence, RangedTokens
 from kvframe.contract.errors import FileError
+from kvframe.contract.files import as_text, parse_json, reason_of
 from kvframe.contract.specs import TokenRange
 
 FORMAT, VERSION = "kvframe.prefixes", 3
@@ -197,7 +196,7 @@ def _as_ranges(value: Any, num_tokens: int) -> tuple[TokenRange, ...] | None:
     bounds = [bound for part in value for bound in part]
     if not all(map(_is_count, bounds)) or bounds != sorted(bounds) or (bounds and bounds[-1] > num_tokens):
         return None
-    if not all(1 < stop - start <= MOST_RANGE for start, stop in value):
+    if not all(1 < stop - start <= RangedTokens.MOST_RANGE for start, stop in value):
         return None
     return tuple((start, stop) for start, stop in value)
 

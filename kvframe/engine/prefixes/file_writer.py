@@ -14,9 +14,9 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.input_index import InputSequence
-from kvframe.config.files import check_place, umask
+from kvframe import InputSequence
 from kvframe.contract.errors import FileError, PrefixFileError
+from kvframe.contract.files import check_place, umask
 from kvframe.contract.specs import TokenRange
 from kvframe.engine.prefixes.file_format import (
     LENGTH_BYTES,

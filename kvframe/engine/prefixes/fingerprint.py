@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import torch
 
-from kvframe.cache.input_index import joined
 from kvframe.contract.errors import ModelError
 from kvframe.contract.model import LoadedModel
 
@@ -44,7 +43,8 @@ def _digest(weights: Mapping[str, torch.Tensor]) -> str:
     for name, values in sums.items():
         tensor = weights[name]
         what = f"{tensor.dtype} {tuple(tensor.shape)}"
-        digest.update(joined(name.encode(), what.encode(), values.cpu().numpy().tobytes()))
+        for part in (name.encode(), what.encode(), values.cpu().numpy().tobytes()):
+            digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 

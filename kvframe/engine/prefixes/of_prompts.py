@@ -9,10 +9,7 @@ from typing import Protocol
 
 import attrs
 
-from kvframe.cache.input_index import InputSequence
-from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pins import Pin
-from kvframe.cache.ranged_tokens import RangedTokens, whole_ranges
+from kvframe import InputSequence, KVCacheManager, Pin, RangedTokens
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.admission import Admission
@@ -120,7 +117,7 @@ class PromptPrefixes:
             token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
             ranges = self._admission.ranges(prompt, token_ids)
         alignment = self._manager.plan.alignment
-        kept = tuple(token_ids[: whole_ranges(ranges, len(token_ids), alignment)])
+        kept = tuple(token_ids[: RangedTokens.whole_ranges(ranges, len(token_ids), alignment)])
         if not kept and not inputs:
             whole = " that divide no bidirectional range" if ranges else ""
             raise RequestError(

@@ -16,11 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe.attention.storage import KVCacheStorage
-from kvframe.cache.keys import secret_check
-from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pins import Pin
-from kvframe.cache.ranged_tokens import MOST_TOKEN_ID, RangedTokens
+from kvframe import Grouping, KVCacheManager, KVCachePlan, KVCacheStorage, Pin, RangedTokens, secret_check
 from kvframe.contract.errors import PrefixFileError, RequestError, shown
 from kvframe.engine.prefixes.file_format import FilePrefix, Places
 from kvframe.engine.prefixes.file_reader import PrefixFileReader
@@ -28,8 +24,6 @@ from kvframe.engine.prefixes.file_writer import PrefixFileWriter
 from kvframe.engine.prefixes.of_prompts import PromptPrefixes
 from kvframe.engine.requests.prompt import AnyPrompt
 from kvframe.engine.requests.salts import check_salt, salt_of_each
-from kvframe.planning.groups import Grouping
-from kvframe.planning.plan import KVCachePlan, spec_to_dict
 
 _A_KEY = "64 hexadecimal digits or a file of them"
 _BYTES_AT_ONCE = 16 << 20
@@ -279,7 +273,7 @@ class PrefixFiles:
                 "layers": group.layers,
                 "offsets": planned.layer_offsets,
                 "page_bytes": planned.page_bytes,
-                "specs": [spec_to_dict(spec) for spec in group.stored],
+                "specs": [f"{spec.kind}: {spec!r}" for spec in group.stored],
             }
             for planned, group in zip(self._plan.groups, self._grouping.groups, strict=True)
         ]
@@ -319,8 +313,8 @@ class PrefixFiles:
                 raise self._damaged(file, "a prefix has other pages than it needs")
             if self._vocab_size is not None and (file.tokens(index) >= self._vocab_size).any():
                 raise self._damaged(file, f"it has token ids outside of [0, {self._vocab_size}), the model's")
-            if any(file.tokens(index)[start] > MOST_TOKEN_ID for start, _ in prefix.ranges):
-                raise self._damaged(file, f"a range begins with a token id above {MOST_TOKEN_ID}")
+            if any(file.tokens(index)[start] > RangedTokens.MOST_TOKEN_ID for start, _ in prefix.ranges):
+                raise self._damaged(file, f"a range begins with a token id above {RangedTokens.MOST_TOKEN_ID}")
             for group, places in zip(groups, file.places(index), strict=True):
                 last = file.num_page_bytes - group.page_bytes
                 if len(places) and (last < 0 or int(places.max()) > last):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import attrs
 
-from kvframe.config.stack import Stack
+from kvframe import KVCachePlan, Setup, Stack, plan_ranks
 from kvframe.contract.errors import BackendError, PlanError, StackError, listed
 from kvframe.contract.specs import LayerSpec
 from kvframe.engine.ranks.fingerprint import Fingerprint, check_equal
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
-from kvframe.hosting.setup import Setup
-from kvframe.planning.plan import KVCachePlan
-from kvframe.planning.ranks import plan_ranks
-from kvframe.selection.identity import Identity
 
 OWN_KEYS = ("memory", "device", "key")
 """Keys of ``[cache]`` and ``[engine]`` that may differ between ranks: the least memory counts, only rank 0 uses the
@@ -37,7 +33,7 @@ class RankSetup:
     layers: tuple[LayerSpec, ...]
     memory_bytes: int
     stack: Stack
-    chosen: tuple[tuple[str, str, tuple[Identity, ...]], ...]
+    chosen: tuple[tuple[str, str, tuple[Hashable, ...]], ...]
     fingerprint: Fingerprint
 
 

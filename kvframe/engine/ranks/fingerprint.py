@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import attrs
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from kvframe.contract.errors import EngineError, ModelError, listed, shorten
 from kvframe.contract.model import LoadedModel
-from kvframe.loading.claims import BUILTIN_OWNER, canonical
 
 NUM_SAMPLES, SAMPLE_BYTES = 4, 256
 """Of a tensor, the bytes at the start of 4 equal parts and at the end are compared. They show weights of another
@@ -71,9 +71,9 @@ def versions_of(plugins: Mapping[str, str]) -> dict[str, str]:
     Args:
         plugins: By distribution, the version of each loaded plugin.
     """
-    libraries = {torch.__name__}.union(*(_needs_of(name) for name in plugins if name != BUILTIN_OWNER))
+    libraries = {torch.__name__}.union(*(_needs_of(name) for name in plugins if name != "kvframe"))
     versions = {name: _version_of(name) for name in libraries} | dict(plugins)
-    return {canonical(name): each for name, each in versions.items()}
+    return {canonicalize_name(name): each for name, each in versions.items()}
 
 
 def check_equal(fingerprints: Sequence[Fingerprint]) -> None:

@@ -12,14 +12,12 @@ from typing import Any
 
 import attrs
 
-from kvframe.attention.storage import HostStorage, KVCacheStorage
-from kvframe.cache.block_table import BlockTables
+from kvframe import BlockTables, HostStorage, KVCachePlan, KVCacheStorage
 from kvframe.contract.errors import KVFrameError, PlanError, shorten
 from kvframe.engine.ranks.links import END, RANK_FAILED_EXIT_CODE, Failure, Link, end_process, packed
 from kvframe.engine.ranks.messages import StepMessage
 from kvframe.engine.ranks.step_limit import StepLimit, late
 from kvframe.engine.running.model_runner import ModelRunner
-from kvframe.planning.plan import KVCachePlan
 
 PATIENCE_SECONDS = 5.0
 """How long a rank that failed waits for rank 0 to say so."""

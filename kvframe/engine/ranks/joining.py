@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from kvframe.config.stack import Stack
+from kvframe import Stack
 from kvframe.contract.errors import StackError
 from kvframe.engine.ranks.follower import Follower
 from kvframe.engine.ranks.leader import Leader
 from kvframe.engine.ranks.links import RANK_FAILED_EXIT_CODE, connect, listen
 from kvframe.engine.ranks.place import Place, find_place, stack_of_rank
-from kvframe.hosting.models import check_device
 
 _LOADING_TIME = timedelta(hours=2)
 """The time limit of a collective operation: a rank may load its weights for long. A rank that ends is found at once;
@@ -85,7 +84,7 @@ def _join(place: Place, stack: Stack) -> Leader | Follower:
     import torch.distributed as dist  # a process that is alone need not load it
 
     if not dist.is_initialized():
-        check_device(stack)
+        stack.check_device()
         device = torch.device(stack.engine.device)
         backend = collectives_for(device, stack)
         if device.type != "cpu":

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.storage import HostStorage, KVCacheStorage
-from kvframe.cache.block_table import BlockTables
+from kvframe import BlockTables, HostStorage, KVCachePlan, KVCacheStorage, StepBatch
 from kvframe.contract.errors import PlanError
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
@@ -27,7 +25,6 @@ from kvframe.engine.ranks.links import END, Failure, Link, end_process, packed
 from kvframe.engine.ranks.messages import StepMessage, TableEntries
 from kvframe.engine.ranks.step_limit import StepLimit, late
 from kvframe.engine.running.model_runner import ModelRunner
-from kvframe.planning.plan import KVCachePlan
 
 RANKS_ENDED = "a step failed on rank 0, so its ranks have ended"
 """Why an engine over ranks is closed, without the exception, which may hold a request's data."""

@@ -8,8 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.attention.batch_metadata import InputBatch, StepBatch
-from kvframe.cache.block_table import BlockTables
+from kvframe import BlockTables, InputBatch, StepBatch
 from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TOKENS

@@ -10,7 +10,7 @@ import attrs
 from kvframe.contract.errors import StackError
 
 if TYPE_CHECKING:
-    from kvframe.config.stack import Stack
+    from kvframe import Stack
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

@@ -8,17 +8,14 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from kvframe.cache.keys import content_key
-from kvframe.cache.ranged_tokens import MOST_RANGE, MOST_TOKEN_ID, before_range
-from kvframe.config.options import EngineOptions
+from kvframe import EngineOptions, KVCachePlan, RangedTokens, ask_live_ranges, content_key
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import LoadedModel, ModelInput
-from kvframe.contract.specs import ENCODER, TokenRange
+from kvframe.contract.specs import ENCODER, TOKENS, TokenRange, num_covered
 from kvframe.engine.requests.params import SamplingParams, bad_params
 from kvframe.engine.requests.progress import NO_INPUTS
 from kvframe.engine.requests.prompt import AnyPrompt, Prompt
-from kvframe.planning.plan import KVCachePlan
 
 T = TypeVar("T")
 
@@ -56,8 +53,14 @@ class Admission:
             without_ranges: A layer that does not honour bidirectional ranges of prompts, in words; None for none.
 
         Raises:
-            ModelError: The tokenizer raises when it decodes an empty list of tokens.
+            ModelError: The tokenizer raises when it decodes an empty list of tokens. Or all prompts of the model are
+                bidirectional ranges, which a layer does not honour.
         """
+        if model.description.bidirectional_prompts and without_ranges is not None:
+            raise ModelError(
+                f"{without_ranges}, does not honour bidirectional ranges, and every prompt of {model.description.name} "
+                "is one; give the layer a backend with the mask 'ranges', such as torch, by a rule of the stack"
+            )
         try:
             self.has_text = model.decode([]) is not None
         except KeyboardInterrupt:
@@ -103,31 +106,40 @@ class Admission:
     def ranges(self, prompt: AnyPrompt, token_ids: Sequence[int]) -> tuple[TokenRange, ...]:
         """Return a prompt's ranges of tokens that see each other in both directions, without those of one token.
 
+        They are those that the prompt states. If it states none, the model's description may make the whole prompt one.
+
         Raises:
             RequestError: They are no ranges of these tokens (``bad_ranges``), one of them exceeds a step
-                (``exceeds_step``), or a layer's backend does not honour them (``mask_ranges``).
+                (``exceeds_step``), a layer's backend does not honour them (``mask_ranges``), or the whole prompt is
+                one and a layer does not keep all of its tokens (``prompt_too_long``).
         """
-        if not isinstance(prompt, Prompt) or not _has_items(prompt.bidirectional):
-            return ()
-        given, num_tokens = _ranges_of(prompt.bidirectional, len(token_ids)), len(token_ids)
+        stated: Any = prompt.bidirectional if isinstance(prompt, Prompt) else ()
+        num_tokens = len(token_ids)
+        if not _has_items(stated):
+            if not self._model.description.bidirectional_prompts:
+                return ()
+            self._check_whole_range(num_tokens)
+            stated = ((0, num_tokens),)
+        given = _ranges_of(stated, num_tokens)
         if given is None:
             raise RequestError(
                 f"a prompt's bidirectional ranges are pairs (start, stop) within its {num_tokens} tokens, sorted and "
-                f"disjoint, not {shown(prompt.bidirectional)}",
+                f"disjoint, not {shown(stated)}",
                 code="bad_ranges",
             )
-        if max(token_ids[start] for start, _ in given) > MOST_TOKEN_ID or max(token_ids) >= 1 << 31:
+        if max(token_ids[start] for start, _ in given) > RangedTokens.MOST_TOKEN_ID or max(token_ids) >= 1 << 31:
             raise RequestError(
-                f"a bidirectional range begins with a token id of at most {MOST_TOKEN_ID}, in a prompt of ids below "
-                f"{1 << 31}; give other ids",
+                f"a bidirectional range begins with a token id of at most {RangedTokens.MOST_TOKEN_ID}, in a prompt of "
+                f"ids below {1 << 31}; give other ids",
                 code="bad_ranges",
             )
-        most = min(self.plan.max_num_batched_tokens, MOST_RANGE)
+        most = min(self.plan.max_num_batched_tokens, RangedTokens.MOST_RANGE)
         longest = max(given, key=lambda part: part[1] - part[0])
         if longest[1] - longest[0] > most:
             raise RequestError(
                 f"the bidirectional range {longest} has {longest[1] - longest[0]} tokens, and may have {most}: it is "
-                f"computed in one step; raise max_num_batched_tokens in the stack's [engine], up to {MOST_RANGE}",
+                f"computed in one step; raise max_num_batched_tokens in the stack's [engine], up to "
+                f"{RangedTokens.MOST_RANGE}",
                 code="exceeds_step",
             )
         if self._without_ranges is not None:
@@ -137,6 +149,18 @@ class Admission:
                 code="mask_ranges",
             )
         return tuple(part for part in given if part[1] - part[0] > 1)
+
+    def _check_whole_range(self, num_tokens: int) -> None:
+        """Refuse a prompt that is a bidirectional range as a whole if a layer does not keep all of its tokens."""
+        last = num_tokens - 1
+        for group in self.plan.groups:
+            spec = group.spec
+            if spec.sequence == TOKENS and num_covered(ask_live_ranges(spec, last)) < last:
+                raise RequestError(
+                    f"the prompt has {num_tokens} tokens, which all see each other in {self._model.description.name}; "
+                    f"layers such as {group.layers[0]!r} do not keep so many",
+                    code="prompt_too_long",
+                )
 
     def boundaries(self, prompt: AnyPrompt, num_tokens: int, ranges: Sequence[TokenRange] = ()) -> tuple[int, ...]:
         """Return where steps of a prompt of so many tokens have to end: the last whole blocks before its boundaries.
@@ -157,7 +181,7 @@ class Admission:
                 code="bad_boundaries",
             )
         ends = {each - each % self.plan.alignment for each in given} if self.plan.groups else set()
-        return tuple(sorted({before_range(ranges, end) for end in ends} - {0, num_tokens}))
+        return tuple(sorted({RangedTokens.before_range(ranges, end) for end in ends} - {0, num_tokens}))
 
     def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
         given = _unicode(value) if isinstance(value, str) else value

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvframe.cache.ranged_tokens import before_range
+from kvframe import RangedTokens
 from kvframe.contract.errors import shown
 from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.params import SamplingParams, bad_params
@@ -91,7 +91,7 @@ def make_samples(
         for sample, (each_id, each) in enumerate(zip(ids, _params_of_each(params), strict=True))
     ]
     # If the last token is in a range, no step ends before it.
-    if len(requests) > 1 and forks and before_range(ranges, len(token_ids) - 1) == len(token_ids) - 1:
+    if len(requests) > 1 and forks and RangedTokens.before_range(ranges, len(token_ids) - 1) == len(token_ids) - 1:
         # Each sample computes the prompt's last token itself, because it samples from the logits of that token.
         requests[0].pause_at = len(token_ids) - 1
         for request in requests[1:]:

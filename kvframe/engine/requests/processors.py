@@ -8,12 +8,12 @@ from typing import Any
 
 import attrs
 
+from kvframe import Registry
 from kvframe.contract.errors import KVFrameError, ModelError, PluginError, RequestError
 from kvframe.contract.foreign import call
 from kvframe.contract.logits import LogitsProcessor, Vocabulary
 from kvframe.contract.model import LoadedModel
 from kvframe.engine.requests.params import bad_params
-from kvframe.loading.registry import Registry
 
 
 @attrs.frozen(eq=False)

@@ -11,9 +11,7 @@ from typing import Literal, TypeVar
 
 import attrs
 
-from kvframe.cache.input_index import InputSequence
-from kvframe.cache.ranged_tokens import RangedTokens, before_range
-from kvframe.cache.stats import FoundPrefix
+from kvframe import FoundPrefix, InputSequence, RangedTokens
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TokenRange
 
@@ -134,7 +132,7 @@ class RequestProgress:
         This is ``num_computed`` if the step cannot compute its next range as a whole.
         """
         end = min(self.stop_after(num_computed), num_computed + budget)
-        return before_range(self.ranges, end) if self.ranges else end
+        return RangedTokens.before_range(self.ranges, end) if self.ranges else end
 
     @property
     def num_new_input_tokens(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from kvframe.cache.stats import FoundPrefix
+from kvframe import FoundPrefix
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TokenRange

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframe.cache.arguments import check_salt as check_salt
+from kvframe import check_salt as check_salt
 from kvframe.contract.errors import RequestError, shown
 
 MAX_OWNER_CHARS = 1024

@@ -18,8 +18,7 @@ from typing import ClassVar, cast
 import numpy as np
 import torch
 
-from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.layers import AttentionLayers
+from kvframe import AttentionLayers, StepBatch
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
 from kvframe.engine.graphs.sizes import Rows, UsualStep

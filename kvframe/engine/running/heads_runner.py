@@ -24,10 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.layers import AttentionLayers
-from kvframe.attention.state import StateLayers
-from kvframe.cache.block_table import BlockTables
+from kvframe import AttentionLayers, BlockTables, StateLayers, StepBatch
 from kvframe.contract.metadata import SEQ_STARTS, Axis, Extension
 from kvframe.contract.model import PredictionHeads
 from kvframe.contract.order import IntArray

@@ -11,9 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.state import StateLayers
-from kvframe.cache.block_table import BlockTables
+from kvframe import BlockTables, StateLayers, StepBatch
 from kvframe.contract.order import IntArray
 from kvframe.contract.state import StateStep
 from kvframe.engine.running.model_runner import NONE_WANTED

@@ -11,10 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.batch_metadata import InputBatch, StepBatch, build_metadata
-from kvframe.attention.layers import AttentionLayers
-from kvframe.attention.staging import HOST
-from kvframe.cache.block_table import BlockTables
+from kvframe import AttentionLayers, BlockTables, InputBatch, StepBatch, allocating, build_metadata
 from kvframe.contract.errors import ModelError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.model import LoadedModel, ModelInput
@@ -26,10 +23,11 @@ from kvframe.engine.requests.request import Request
 from kvframe.engine.running.logits_processors import process_logits
 from kvframe.engine.running.next_tokens import accept_drafts, add_logprobs, sample, token_logprobs
 from kvframe.engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
-from kvframe.planning.memory import allocating
 
 if TYPE_CHECKING:
     from kvframe.engine.running.draft_runner import DraftRunner
+
+_CPU = torch.device("cpu")
 
 SkipPolicy = Callable[[StepBatch], bool]
 """Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
@@ -284,7 +282,7 @@ class ModelRunner:
 
     def _build_metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
         """Return a step's metadata, on the host unless an extension has no host copy."""
-        device = HOST
+        device = _CPU
         if batch.extensions:
             extensions = {
                 name: attrs.evolve(extension, values=extension.values_cpu)

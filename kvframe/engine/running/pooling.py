@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvframe.contract.description import Pooling
+from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.progress import FinishReason, RequestProgress
 from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.engine.running.next_tokens import FAILED
@@ -59,7 +60,13 @@ class EmbeddingRequest(RequestProgress):
 
     @classmethod
     def create(
-        cls, request_id: str, token_ids: Sequence[int], pooling: Pooling, cache_salt: str = "", owner: str = ""
+        cls,
+        request_id: str,
+        token_ids: Sequence[int],
+        pooling: Pooling,
+        cache_salt: str = "",
+        owner: str = "",
+        ranges: tuple[TokenRange, ...] = (),
     ) -> EmbeddingRequest:
         """Return a request that has not started.
 
@@ -69,6 +76,7 @@ class EmbeddingRequest(RequestProgress):
             pooling: How its embedding is made: of its last token alone, or of others too.
             cache_salt: The request shares cached prefixes with requests of the same salt.
             owner: Whose request it is.
+            ranges: Ranges of the text whose tokens see each other in both directions, checked.
         """
         request = cls(
             request_id=request_id,
@@ -76,6 +84,7 @@ class EmbeddingRequest(RequestProgress):
             num_prompt_tokens=len(token_ids),
             cache_salt=cache_salt,
             owner=owner,
+            ranges=ranges,
         )
         request.wants_prompt_rows = pooling.mode != "last"
         return request

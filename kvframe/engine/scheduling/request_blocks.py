@@ -7,7 +7,7 @@ from typing import Generic
 
 import attrs
 
-from kvframe.cache.stats import FoundPrefix
+from kvframe import FoundPrefix
 from kvframe.engine.requests.progress import RequestProgress, RequestT
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.stats import SchedulerStats

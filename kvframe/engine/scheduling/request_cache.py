@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kvframe.cache.input_index import InputSequence
-from kvframe.cache.stats import FoundPrefix
+from kvframe import FoundPrefix, InputSequence
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TokenRange
 from kvframe.engine.requests.progress import NO_SEQUENCES

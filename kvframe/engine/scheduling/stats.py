@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from kvframe.cache.stats import GroupLookups, KVCacheStats
+from kvframe import GroupLookups, KVCacheStats
 
 
 @attrs.define

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.attention.batch_metadata import StepBatch
+from kvframe import StepBatch
 from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import RequestT
 

@@ -30,7 +30,7 @@ NUM_NEW = 8
 _MAX_WEIGHTS = 110_000_000
 _STACK = Stack.from_mapping({"cache": {"memory": "8MiB"}, "engine": {"max_num_batched_tokens": 64}})
 _CHUNKS = Stack.from_mapping(
-    {"cache": {"memory": "8MiB", "block_size": 5}, "engine": {"max_num_batched_tokens": 16, "max_num_seqs": 2}}
+    {"cache": {"memory": "8MiB", "block_size": 5}, "engine": {"max_num_batched_tokens": 22, "max_num_seqs": 2}}
 )
 """A step has a part of the longest prompt, and blocks end within prompts."""
 _TOLERANCE = 1e-3
@@ -199,7 +199,10 @@ class _Encoder:
     def verdict(self, folder: Path, expected: Any) -> Verdict:
         with Embedder.from_pretrained(folder, stack=_STACK, pooling="mean", normalize=False) as embedder:
             ours = [torch.tensor(output.embedding).double() for output in embedder.embed(_PROMPTS)]
+            is_own = not embedder.choices
         worst = max(float((mine - theirs).norm() / theirs.norm()) for mine, theirs in zip(ours, expected, strict=True))
+        if worst < _TOLERANCE and is_own:
+            return Verdict("equal", "its own code computes the texts of a step one after the other, on no backend")
         return Verdict("equal") if worst < _TOLERANCE else Verdict("wrong", f"embeddings differ by {worst:.1e}")
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvframe.contract import LayerDescription, ModelError
 from kvframe_transformers.alibi import PARAMETER as SLOPES
 from kvframe_transformers.alibi import slopes_of
-from kvframe_transformers.calls import name_of_call
+from kvframe_transformers.calls import name_of_call, path_of
 from kvframe_transformers.encoders import counts_positions, has_table_of_waves
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
@@ -26,6 +26,7 @@ from kvframe_transformers.recording import (
     RecordedCall,
     RecordedState,
     Recording,
+    hides_keys_from_all,
     record,
 )
 from kvframe_transformers.relative_bias import BiasReader, bias_of
@@ -76,6 +77,30 @@ def _takes_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequen
         return True
     # Such a model uses positions only as distances in the scores.
     return all({"relative_bias", SLOPES} & layer.query.keys() or layer.kind == "cross_attention" for layer in layers)
+
+
+def sees_whole_prompts(model: nn.Module, layers: Sequence[LayerDescription]) -> bool:
+    """Return whether all tokens of a prompt see each other, though the masks of a generating model are causal.
+
+    transformers then makes no mask for a prompt, and its attention functions are not causal (PaliGemma).
+
+    Raises:
+        ModelError: Some layers attend so, and others do not.
+    """
+    modules = dict(model.named_modules())
+    whole = {layer.name: _sees_whole_prompts(modules[path_of(layer.name)]) for layer in layers if layer.query}
+    if any(whole.values()) and not all(whole.values()):
+        one, other = (next(name for name, is_whole in whole.items() if is_whole is each) for each in (True, False))
+        raise ModelError(
+            f"layer {one!r} lets all tokens of a prompt see each other (use_bidirectional_attention), and layer "
+            f"{other!r} does not; kvframe serves models whose layers are alike in this"
+        )
+    return any(whole.values())
+
+
+def _sees_whole_prompts(module: nn.Module) -> bool:
+    is_causal, config = getattr(module, "is_causal", True), getattr(module, "config", None)
+    return not is_causal and getattr(config, "use_bidirectional_attention", None) is True
 
 
 def takes_positions(model: Any) -> bool:
@@ -245,14 +270,6 @@ class _Reader:
 
     def _mask_of(self, call: RecordedCall) -> MaskKind:
         kind = self._kind_of(call)
-        is_causal, config = getattr(call.module, "is_causal", True), getattr(call.module, "config", None)
-        sees_later = not is_causal and getattr(config, "use_bidirectional_attention", None) is True
-        if self._generates and kind.kind is not None and sees_later:
-            return MaskKind(
-                None,
-                why="lets all tokens of a prompt see each other and each generated token see the earlier ones, but "
-                "its mask does not show where the prompt ends (use_bidirectional_attention)",
-            )
         return MaskKind("encoder_only", kind.options) if kind.is_bidirectional and not self._generates else kind
 
     def _kind_of(self, call: RecordedCall) -> MaskKind:
@@ -266,6 +283,8 @@ class _Reader:
                             mask.function, self._max_model_len, mask.local_size, mask.chunk_size
                         )
                 return self._kinds[id(mask)]
+        if hides_keys_from_all(call.mask, call.key.shape[2]):
+            return MaskKind(None, why="attends without a mask (bidirectional attention)", is_bidirectional=True)
         return MaskKind(None, why="changes its mask after transformers made it")
 
     def _refusal(self, module: nn.Module, why: str) -> ModelError:

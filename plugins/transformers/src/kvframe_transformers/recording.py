@@ -257,8 +257,8 @@ def _direct_recorder(module: nn.Module) -> Forward:
             if alibi is None and is_alibi(each, of.query.shape[1], of.key.shape[2]):
                 alibi = each
                 continue
-            if each.shape[-1] == of.key.shape[2] and set(each.shape[1:-1]) == {1}:
-                continue  # it hides keys from all queries, so it is for padding
+            if hides_keys_from_all(each, of.key.shape[2]):
+                continue
             if bias is None and each.shape[1:] == (of.query.shape[1], of.query.shape[2], of.key.shape[2]):
                 bias = each
             else:
@@ -272,6 +272,11 @@ def _direct_recorder(module: nn.Module) -> Forward:
         return of.query.new_empty(*of.query.shape[:-1], value.shape[-1])
 
     return replacing(own_forward(module), attend)
+
+
+def hides_keys_from_all(mask: Any, num_keys: int) -> bool:
+    """Return whether what is added to scores, or hides some, is the same for all queries and heads, as for padding."""
+    return isinstance(mask, torch.Tensor) and mask.shape[-1] == num_keys and set(mask.shape[1:-1]) == {1}
 
 
 _UNKNOWN = object()
