@@ -9,9 +9,11 @@ import attrs
 
 from kvframe.contract import declared_words
 from kvframe.contract.capture import GraphCapture
-from kvframe.contract.formats import PLAIN
+from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import SEQ_STARTS
-from kvframe.contract.specs import TOKENS, LayerSpec
+from kvframe.contract.specs import TOKENS, LayerSpec, QuerySpec
+
+_KEYS_AND_VALUES = frozenset({"k", "v"})
 
 
 @attrs.frozen
@@ -43,7 +45,9 @@ class Capabilities:
             ``live_range``, otherwise masks with ``keeps_prompt``; ``ranges`` if it reads the extension ``RANGE_ENDS``,
             which no layer needs: prompts that state such ranges are refused without it.
         extensions: Extensions of the batch metadata that it supports (``{"seq_starts"}``).
-        state: Names of the state tensors that it reads in the plain format (``{"k", "v"}``).
+        state: Names of the state tensors that it reads in the plain format. ``{"k", "v"}`` are keys and values, of one
+            dtype: ``[block_size, num_kv_heads, head_size]`` and ``[block_size, num_kv_heads, head_size_v]``. A type
+            whose state has these names and other shapes is refused, so its backends need not look at them.
         formats: Formats of stored keys and values that it reads and writes itself.
         takes_copies: Whether it may be given copies of a step's pages, with a block table of their own, instead of the
             pool. So it serves keys and values of any format: the format converts them into the copies.
@@ -141,6 +145,10 @@ class Capabilities:
         state = spec.state_tensors()
         if set(state) != self.state:
             refuse("state", f"reads the state tensors {listed(self.state)}, not {listed(frozenset(state))}")
+        elif state.keys() == _KEYS_AND_VALUES:
+            misfit = _find_misfit(spec.block_size, query, state["k"], state["v"])
+            if misfit is not None:
+                refuse("state_shape", misfit)
         for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
             refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
         has_function = spec.mask_function is not None
@@ -198,3 +206,20 @@ class Capabilities:
             if getattr(spec, name, None) not in {None, *sizes}:
                 refuse(name, f"takes {name} {listed(sizes)}, not {getattr(spec, name)}")
         return found
+
+
+def _find_misfit(block_size: int, query: QuerySpec, key: StateTensor, value: StateTensor) -> str | None:
+    """Return why state tensors are not the keys and values of a layer, as a refusal's reason; None if they are."""
+    if len(key.shape) != 3 or key.shape[0] != block_size or value.shape[:-1] != key.shape[:-1]:
+        return (
+            f"reads keys and values of the shapes [{block_size}, num_kv_heads, head_size] and [{block_size}, "
+            f"num_kv_heads, head_size_v], not {[*key.shape]} and {[*value.shape]}"
+        )
+    if query.num_heads % key.shape[1] or query.head_size != key.shape[2]:
+        return (
+            f"takes query heads that share the KV heads evenly and are as long as keys, not {query.num_heads} of "
+            f"{query.head_size} for {key.shape[1]} of {key.shape[2]}"
+        )
+    if key.dtype != value.dtype:
+        return f"reads keys and values of one dtype, not {key.dtype} and {value.dtype}"
+    return None

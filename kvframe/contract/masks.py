@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvframe.contract.errors import SpecError
+from kvframe.contract.errors import SpecError, shown
 
 MaskFunction = Callable[[Any, Any], Any]
 """``sees(query, key)`` for the positions of a query and a key: whether the query sees the key.
@@ -44,6 +44,17 @@ class AttentionMask:
     lookahead: int | None = None
 
     def __attrs_post_init__(self) -> None:
+        """Refuse numbers that no kernel can take, and parts that do not go together."""
+        for name, number, least in (
+            ("window", self.window, 1),
+            ("num_sink_tokens", self.num_sink_tokens, 0),
+            ("chunk", self.chunk, 1),
+            ("lookahead", self.lookahead, 0),
+        ):
+            if number is None and name != "num_sink_tokens":
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise SpecError(f"AttentionMask.{name} must be a whole number of at least {least}, not {shown(number)}")
         if (self.lookahead is not None) != (not self.causal and self.window is not None):
             raise SpecError(
                 "a bidirectional mask has a window and a lookahead or neither, and a causal mask has no lookahead "

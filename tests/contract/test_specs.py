@@ -93,6 +93,22 @@ def test_an_unknown_dtype_names_the_nearest() -> None:
         FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="floot16")
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", 10**30 * 1.0])
+def test_the_numbers_of_a_mask_are_whole_and_count_tokens(value: Any) -> None:
+    for name, least in (("window", 1), ("chunk", 1), ("num_sink_tokens", 0)):
+        if type(value) is int and value >= least:
+            continue
+        options = {"window": 4, name: value} if name == "num_sink_tokens" else {name: value}
+        with pytest.raises(SpecError, match=f"^AttentionMask.{name} must be a whole number of at least {least}, not "):
+            AttentionMask(**options)
+
+
+@pytest.mark.parametrize("soft_cap", [0, 0.0, -2.0])
+def test_a_soft_cap_is_more_than_zero(soft_cap: float) -> None:
+    with pytest.raises(SpecError, match=f"^QuerySpec.soft_cap must be more than 0, not {soft_cap}"):
+        QuerySpec(num_heads=1, head_size=8, scale=1.0, soft_cap=soft_cap)
+
+
 def test_mask_features_say_what_a_backend_needs() -> None:
     assert frozenset({"causal"}) == AttentionMask().features
     assert frozenset({"bidirectional"}) == AttentionMask(causal=False).features

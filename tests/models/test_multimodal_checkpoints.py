@@ -33,11 +33,13 @@ IMAGES = [
     "smolvlm",
     "aya_vision",
     "glm4v",
+    "gemma4_unified",
+    "git",
 ]
 SOUND = ["qwen2_audio", "voxtral"]
 
 
-@pytest.mark.parametrize("family", keep(IMAGES, "llava", "qwen2_vl", "glm4v"))
+@pytest.mark.parametrize("family", keep(IMAGES, "llava", "qwen2_vl", "glm4v", "gemma4_unified"))
 def test_its_tokens_are_those_of_generate(family: str) -> None:
     assert Verdict("equal") == compare("text with images", family)
 

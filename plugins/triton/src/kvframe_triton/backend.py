@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from kvframe_kernels.triton.attention import FORMATS, LOG2_E, PagedAttention
+from kvframe_kernels.triton.attention_parts import UNBOUNDED
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
@@ -78,10 +79,10 @@ class TritonBackend(AttentionBackend):
             block_size=spec.block_size,
             scale=query.scale,
             causal=not mask.sees_all,
-            window=mask.window or 0,
-            num_sink_tokens=mask.num_sink_tokens,
+            window=min(mask.window or 0, UNBOUNDED),
+            num_sink_tokens=min(mask.num_sink_tokens, UNBOUNDED),
             keeps_prompt=mask.keeps_prompt,
-            chunk=mask.chunk or 0,
+            chunk=min(mask.chunk or 0, UNBOUNDED),
             soft_cap=query.soft_cap,
             max_distance=0 if query.relative_bias is None else query.relative_bias.max_distance,
             has_slopes=query.alibi_slopes is not None,
