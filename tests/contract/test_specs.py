@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.errors import PluginError, SpecError, UnknownNameError
 from kvframe.contract.specs import (
+    ENCODER,
     AttentionMask,
     KVCacheSpec,
     LayerSpec,
@@ -23,6 +24,7 @@ from kvframe.contract.specs import (
     StateTensor,
     TokenRange,
 )
+from kvframe.planning.answers import ask_mask
 from kvframe.planning.spec_check import check_spec_at_set_up
 from kvframe.testing.laws import ConformanceError, check_spec
 from kvframe.testing.state import GridSpec
@@ -132,6 +134,19 @@ def test_mask_features_say_what_a_backend_needs() -> None:
 def test_a_mask_whose_terms_exclude_each_other_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(SpecError):
         AttentionMask(**options)
+
+
+class WindowOverAnEncoder(GridSpec):
+    """A window in both directions over the tokens of another sequence."""
+
+    kind = "window_over_an_encoder"
+    sequence = ENCODER
+
+
+def test_a_window_in_both_directions_is_over_the_tokens_of_the_request() -> None:
+    spec = WindowOverAnEncoder(block_size=4, num_kv_heads=1, head_size=8, causal=False, window=3, lookahead=3)
+    with pytest.raises(SpecError, match="no lookahead, because a query has no place among the tokens of the encoder"):
+        ask_mask(spec)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,14 @@ WRONG: dict[str, list[Any]] = {
         {"k": StateTensor((0,), "float32")},
         SpecFailure(),
     ],
-    "mask": [7, AttentionMask(window=20), AttentionMask(window=0), AttentionMask(num_sink_tokens=-1), SpecFailure()],
+    "mask": [
+        7,
+        AttentionMask(window=20),
+        AttentionMask(window=0),
+        AttentionMask(num_sink_tokens=-1),
+        AttentionMask(causal=False, window=4, lookahead=-1),
+        SpecFailure(),
+    ],
     "mask_function": [lambda query, key: key <= query, AttentionMask(window=5).sees, lambda query: True, SpecFailure()],
 }
 

@@ -113,6 +113,19 @@ def test_it_has_no_layers_and_says_why_once(tmp_path: Path, caplog: pytest.LogCa
     torch.testing.assert_close(torch.tensor([output.embedding for output in outputs]), torch.stack(expected))
 
 
+def test_texts_are_never_divided_between_steps(tmp_path: Path) -> None:
+    plain = saved(tmp_path, "deberta-v2")
+    texts = [ids(1, 40), ids(2, 40), ids(3, 50)]
+    with torch.inference_mode():
+        expected = [plain(torch.tensor([text])).last_hidden_state[0].mean(0) for text in texts]
+    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"max_num_batched_tokens": 48}})
+    with Embedder.from_pretrained(tmp_path, stack=stack, pooling="mean", normalize=False) as embedder:
+        *fitting, too_long = embedder.embed(texts)
+    assert too_long.error is not None
+    assert "computes a prompt in one step, which has at most 48" in too_long.error
+    torch.testing.assert_close(torch.tensor([each.embedding for each in fitting]), torch.stack(expected[:2]))
+
+
 def test_a_model_in_memory_serves_one_engine_at_a_time_and_trains_between_steps(tmp_path: Path) -> None:
     plain = saved(tmp_path, "deberta-v2").train()
     with Embedder.from_model(plain, stack=STACK) as embedder:
