@@ -38,7 +38,6 @@ from kvframe.cli.render import log_lines, print_json, progress
 from kvframe.cli.sampling import sampling_options
 from kvframe.cli.streaming import is_textless, print_stream
 from kvframe.config.hub import find_model
-from kvframe.contract.errors import RequestError
 
 if TYPE_CHECKING:
     from kvframe.config.options import Use
@@ -231,15 +230,8 @@ def _stream(engine: Engine, prompt: str | list[int], params: SamplingParams, sal
 
     Ctrl-C ends the request and the line. What was generated stays on the terminal.
     """
-    from kvframe.engine.requests.request import RequestOutput
-
+    stream = engine.stream(prompt, params, cache_salt=salt)
     click.echo(click.style(str(prompt), bold=True))
-    try:
-        stream = engine.stream(prompt, params, cache_salt=salt)
-    except RequestError as error:
-        output = RequestOutput(request_id="refused", prompt_token_ids=(), finish_reason="refused", error=str(error))
-        click.echo(f"{output.finish_reason}: {output.error}\n")
-        return output
     try:
         output = print_stream(engine, stream)
     finally:

@@ -492,8 +492,9 @@ class EngineCore(ABC, Generic[RequestT]):
             For each index, the samples of its request, or the error that refused it.
 
         Raises:
-            RequestError: ``on_progress`` is not callable (``bad_params``).
-            ModelError: No request can be served; the error is that of one of them.
+            RequestError: ``on_progress`` is not callable (``bad_params``); or every request is refused, with the error
+                of the first one.
+            ModelError: Every request is refused, and the model cannot serve one of them.
         """
         if on_progress is not None and not callable(on_progress):
             raise RequestError(f"on_progress must be a callable or None, not {shown(on_progress)}", code="bad_params")
@@ -505,9 +506,8 @@ class EngineCore(ABC, Generic[RequestT]):
                     added[index] = add(index)
                 except (RequestError, ModelError) as error:
                     refused[index] = error
-            unable = next((error for error in refused.values() if isinstance(error, ModelError)), None)
-            if unable is not None and not added:
-                raise unable
+            if refused and not added:
+                raise next((error for error in refused.values() if isinstance(error, ModelError)), refused[0])
             pending = list(added.values())
             while pending:
                 self._advance()

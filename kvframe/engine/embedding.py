@@ -227,12 +227,13 @@ class Embedder(EngineCore[EmbeddingRequest]):
                 ``stats``, and no verb of the embedder; an exception that it raises ends the batch.
 
         Returns:
-            One output for each text, in order; a refused one has ``finish_reason="refused"`` and an ``error``.
+            One output for each text, in order. If some texts are refused and others embedded, a refused one has
+            ``finish_reason="refused"`` and an ``error``.
 
         Raises:
             RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``,
-                ``bad_owner``).
-            ModelError: No text can be embedded, and one is a string, but the model has no tokenizer.
+                ``bad_owner``); or every text is refused, with the error of the first one.
+            ModelError: Every text is refused, and one is a string, but the model has no tokenizer.
         """
         with self._turns.let_through():
             texts = prompts_of(texts)

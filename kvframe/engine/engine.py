@@ -176,13 +176,15 @@ class Engine(EngineCore[Request]):
                 the batch ends: the outputs of unfinished prompts hold what was generated (``finish_reason="aborted"``).
 
         Returns:
-            One output for each prompt, in order; a refused one has ``finish_reason="refused"`` and an ``error``. If the
-            params ask for ``n`` samples, a prompt has ``n`` outputs; a prompt whose ``n`` is refused has one.
+            One output for each prompt, in order. If some prompts are refused and others served, a refused one has
+            ``finish_reason="refused"`` and an ``error``. If the params ask for ``n`` samples, a prompt has ``n``
+            outputs; a prompt whose ``n`` is refused has one.
 
         Raises:
             RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``,
-                ``bad_owner``).
-            ModelError: No prompt can be served, and one is text, but the model has no tokenizer.
+                ``bad_owner``); or every prompt is refused, with the error of the first one, as ``add_request`` and
+                ``stream`` raise it.
+            ModelError: Every prompt is refused, and one is text, but the model has no tokenizer.
         """
         with self._turns.let_through():
             prompts = prompts_of(prompts)

@@ -118,9 +118,10 @@ def test_several_prompts_or_samples_and_json_are_printed_at_the_end(options: tup
     assert len(done.out) > 20
 
 
-def test_a_refused_prompt_is_said_and_has_the_usual_exit_code(folder: Path) -> None:
+def test_a_prompt_that_is_refused_is_a_mistake_of_the_caller(folder: Path) -> None:
     done = run(folder / "text", "--prompt", "")
-    assert (1, "\nrefused: the prompt is empty; give at least one token\n\n") == (done.code, done.out)
+    assert (2, "") == (done.code, done.out)
+    assert 1 == done.err.count("the prompt is empty; give at least one token")
 
 
 def test_a_text_without_a_tokenizer_is_one_sentence(folder: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from transformers import BatchEncoding
 
 from kvframe import Engine, Prompt, SamplingParams
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError
@@ -179,6 +180,95 @@ def test_prompts_may_come_from_a_generator_or_an_array() -> None:
             assert [" quick"] * 2 == [output.text for output in engine.generate(prompts, params)]  # type: ignore[arg-type]
 
 
+THE = [*b"the"]
+
+
+def encoded(*rows: list[int], mask: list[list[int]] | None = None, tensors: str | None = None) -> BatchEncoding:
+    """Return what a tokenizer of transformers returns."""
+    data = {"input_ids": [*rows]} if mask is None else {"input_ids": [*rows], "attention_mask": mask}
+    return BatchEncoding(data, tensor_type=tensors)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        torch.tensor(THE),
+        torch.tensor([THE]),
+        torch.tensor(THE, dtype=torch.int32),
+        np.array([THE], dtype=np.uint8),
+        encoded(THE),
+        BatchEncoding({"input_ids": THE, "attention_mask": [1, 1, 1]}),
+        encoded(THE, tensors="pt"),
+        encoded([0, 0, *THE], mask=[[0, 0, 1, 1, 1]], tensors="pt"),
+        {"input_ids": [*THE, 9], "attention_mask": [1, 1, 1, 0]},
+        Prompt(decoder=torch.tensor(THE)),
+    ],
+    ids=range(10),
+)
+def test_token_ids_may_be_tensors_and_what_a_tokenizer_returned(prompt: Any) -> None:
+    with ScriptedModel(SCRIPT).engine() as engine:
+        params = SamplingParams(max_new_tokens=6)
+        (output,) = engine.generate([prompt], params)
+        *_, streamed = engine.stream(prompt, params)
+        assert (tuple(THE), " quick") == (output.prompt_token_ids, output.text)
+        assert output.token_ids == streamed.token_ids
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        torch.tensor([THE, THE]),
+        [torch.tensor(THE), encoded(THE, tensors="pt")],
+        encoded(THE, THE),
+        encoded(THE, THE, tensors="pt"),
+        encoded([0, *THE], [*THE, 0], mask=[[0, 1, 1, 1], [1, 1, 1, 0]], tensors="pt"),
+        {"input_ids": [np.array(THE), THE]},
+    ],
+    ids=range(6),
+)
+def test_a_batch_may_be_a_tensor_and_what_a_tokenizer_returned_without_its_padding(prompts: Any) -> None:
+    with ScriptedModel(SCRIPT).engine() as engine:
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=6))
+        assert [(tuple(THE), " quick")] * 2 == [(output.prompt_token_ids, output.text) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (encoded(THE, THE), "one prompt is needed, and input_ids has 2"),
+        (encoded(), "the prompt is empty"),
+        ({"input_ids": [THE], "attention_mask": [[1, 1]]}, "attention_mask has another shape than input_ids"),
+        ({"input_ids": [THE], "attention_mask": 5}, "input_ids and attention_mask are lists of whole numbers"),
+        ({"input_ids": 5}, "input_ids and attention_mask are lists of whole numbers"),
+        ({"input_ids": None}, "one prompt is needed, and input_ids has 0"),
+        ({"input_ids": [1.5]}, "a prompt is text, or a sequence of whole numbers"),
+        ({"ids": [1]}, "a prompt is text, or a sequence of whole numbers"),
+        (torch.tensor([True]), "a prompt is text, or a sequence of whole numbers"),
+        (torch.tensor([THE, THE]), "a prompt is text, or a sequence of whole numbers"),
+        (torch.tensor(5), "a prompt is text, or a sequence of whole numbers"),
+        (torch.zeros(0, dtype=torch.int64), "the prompt is empty"),
+    ],
+    ids=range(12),
+)
+def test_other_tensors_and_tables_are_refused_in_a_sentence(prompt: Any, says: str) -> None:
+    with ScriptedModel(SCRIPT).engine() as engine:
+        for serve in (engine.add_request, engine.stream, lambda each: engine.generate([each])):
+            with pytest.raises(RequestError, match=says):
+                serve(prompt)
+        assert not engine.has_unfinished
+
+
+def test_a_batch_of_which_nothing_can_be_served_is_refused_like_a_single_prompt() -> None:
+    with ScriptedModel(SCRIPT).engine() as engine:
+        with pytest.raises(RequestError, match="the prompt is empty") as refused:
+            engine.generate(["", [999]])
+        assert "empty_prompt" == refused.value.code
+        assert ["refused", "length"] == [
+            output.finish_reason for output in engine.generate(["", "the"], SamplingParams(max_new_tokens=1))
+        ]
+        assert [] == engine.generate([])
+
+
 @pytest.mark.parametrize("wrong", [5, "show", []])
 def test_progress_is_something_to_call(wrong: Any) -> None:
     with ScriptedModel(SCRIPT).engine() as engine:
@@ -206,7 +296,7 @@ class Hostile(Sequence[int]):
 
 @pytest.mark.parametrize(
     "prompt",
-    [[2**70], [-(10**400)], [MANY_DIGITS], np.array([[1, 2]]), np.array([1.0]), torch.tensor([1.5]), Hostile()],
+    [[2**70], [-(10**400)], [MANY_DIGITS], np.array([[1, 2], [3, 4]]), np.array([1.0]), torch.tensor([1.5]), Hostile()],
     ids=lambda value: type(value).__name__,
 )
 def test_a_prompt_of_other_things_is_refused_alone(prompt: Any) -> None:

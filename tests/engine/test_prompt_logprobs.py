@@ -222,7 +222,7 @@ def test_the_most_likely_tokens_of_the_prompt_alone_may_be_asked_for() -> None:
 
 def test_a_refused_prompt_has_none() -> None:
     with ScriptedModel(SCRIPT).engine() as engine:
-        (output,) = engine.generate([""], SamplingParams(prompt_logprobs=True))
+        output, _ = engine.generate(["", "q"], SamplingParams(prompt_logprobs=True))
     assert ("refused", None) == (output.finish_reason, output.prompt_logprobs)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvframe.contract.errors import KVFrameError, PlanError
+from kvframe.contract.errors import KVFrameError, PlanError, RequestError
 from kvframe.engine.engine import Engine
 from kvframe.engine.requests.request import SamplingParams
 from tests.covering import keep
@@ -78,12 +78,15 @@ def test_every_backend_goes_on_in_a_cache_of_another_size(
 
 def test_a_request_that_did_not_fit_does_afterwards(llama: TinyModel) -> None:
     with make(llama, llama.tight_memory(30, block_size=4, max_model_len=64, max_num_batched_tokens=32)) as engine:
-        small, (refused,) = engine.plan.total_bytes, engine.generate(PROMPTS[:1], PARAMS)
-        assert "refused" == refused.finish_reason
+        small = engine.plan.total_bytes
+        with pytest.raises(RequestError) as refused:
+            engine.generate(PROMPTS[:1], PARAMS)
+        assert "too_large" == refused.value.code
         engine.resize_cache("400KB")
         assert "length" == engine.generate(PROMPTS[:1], PARAMS)[0].finish_reason
         engine.resize_cache(small)
-        assert "refused" == engine.generate(PROMPTS[:1], PARAMS)[0].finish_reason
+        with pytest.raises(RequestError):
+            engine.generate(PROMPTS[:1], PARAMS)
 
 
 def test_what_is_cached_in_the_part_that_stays_is_found_again(model: TinyModel) -> None:

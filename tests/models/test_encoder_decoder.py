@@ -427,7 +427,10 @@ def test_an_input_that_cannot_be_served_is_refused_with_a_code(
             engine.add_request(prompt)
         assert code == caught.value.code
         assert (1, True) == (len(str(caught.value).splitlines()), len(str(caught.value)) < 200)
-        assert ["refused"] == [output.finish_reason for output in engine.generate([prompt])]
+        for serve in (lambda: engine.generate([prompt]), lambda: engine.stream(prompt)):
+            with pytest.raises(RequestError) as caught:
+                serve()
+            assert code == caught.value.code
 
 
 def test_text_without_a_tokenizer_is_refused(models: Any) -> None:
@@ -516,7 +519,7 @@ def test_generate_reads_text_at_the_command_line(texts: TinyModel) -> None:
 def test_text_for_an_encoder_of_sound_is_refused_at_the_command_line(tmp_path: Any) -> None:
     save_tiny(tmp_path, "whisper")
     done = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "some text", "--memory", "4MiB"])
-    assert 1 == done.exit_code
+    assert 2 == done.exit_code
     assert "reads features (input_features), a tensor or an array of numbers, not text" in done.output
 
 

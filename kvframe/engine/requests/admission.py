@@ -15,7 +15,7 @@ from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import ENCODER, TOKENS, TokenRange, num_covered
 from kvframe.engine.requests.params import SamplingParams, bad_params
 from kvframe.engine.requests.progress import NO_INPUTS
-from kvframe.engine.requests.prompt import AnyPrompt, Prompt
+from kvframe.engine.requests.prompt import AnyPrompt, Prompt, unpacked
 
 T = TypeVar("T")
 
@@ -185,6 +185,8 @@ class Admission:
 
     def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
         given = _unicode(value) if isinstance(value, str) else value
+        if isinstance(value, Mapping):
+            given = unpacked(value)
         prepared = _ask(f"reading the input of the {sequence}", self._model.prepare_input, sequence, given)
         longest = self._model.description.max_input_lens[sequence]
         if not isinstance(prepared, ModelInput | None):
@@ -213,7 +215,7 @@ class Admission:
             token_ids = _tokens_of("the tokenizer", lambda: self._model.encode(text))
         else:
             self._check_length(_num_items(prompt), params)
-            token_ids = _whole_numbers(prompt)
+            token_ids = _whole_numbers(unpacked(prompt))
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
         self._check_length(len(token_ids), params)
@@ -280,7 +282,7 @@ class Admission:
         elif self._model.description.max_input_lens:
             return ()
         try:
-            return tuple(_whole_numbers(prompt))
+            return tuple(_whole_numbers(unpacked(prompt)))
         except RequestError:
             return ()
 

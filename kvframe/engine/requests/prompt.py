@@ -35,16 +35,65 @@ class Prompt:
     bidirectional: Sequence[tuple[int, int]] = ()
 
 
-AnyPrompt = str | Sequence[int] | Prompt
-"""Text, token ids, or a prompt of two parts."""
+AnyPrompt = str | Sequence[int] | Prompt | Any
+"""Text; token ids, also as an array, a tensor, or what a tokenizer returned for one text; or a prompt of two parts."""
+
+IDS, SHOWN = "input_ids", "attention_mask"
+"""The keys of what a tokenizer of transformers returns: token ids, and which of them are no padding."""
 
 
 def prompts_of(prompts: Any) -> list[Any]:
     """Return the prompts of a batch; they are not checked yet.
 
+    Args:
+        prompts: A list of prompts, an array or a tensor of one row for each, or what a tokenizer returned.
+
     Raises:
         RequestError: ``prompts`` is not a batch, but for example a single prompt or a set (``bad_prompts``).
     """
+    if isinstance(prompts, Mapping) and IDS in prompts:
+        return _rows_of(prompts)
     if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes | bytearray | Set | Mapping):
         raise RequestError(f"prompts must be a list of prompts, not {shown(prompts)}", code="bad_prompts")
     return list(prompts)
+
+
+def unpacked(prompt: Any) -> Any:
+    """Return a prompt as a list of token ids if it is what a tokenizer returned, or an array or a tensor of integers.
+
+    Raises:
+        RequestError: A tokenizer returned several texts, or its mask does not fit (``bad_token``).
+    """
+    if isinstance(prompt, Mapping) and IDS in prompt:
+        rows = _rows_of(prompt)
+        if len(rows) != 1:
+            raise RequestError(f"one prompt is needed, and {IDS} has {len(rows)}", code="bad_token")
+        return rows[0]
+    try:
+        if "int" not in str(prompt.dtype):
+            return prompt
+        numbers = prompt.tolist()
+        return numbers[0] if len(prompt.shape) == 2 and len(numbers) == 1 else numbers
+    except Exception:  # no array; or a foreign one, which may raise anything
+        return prompt
+
+
+def _rows_of(encoding: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the token ids of each text of a tokenizer's output, without padding."""
+    ids, mask = (_as_rows(encoding.get(key)) for key in (IDS, SHOWN))
+    if mask is None:
+        return ids or []
+    if ids is None or [len(row) for row in ids] != [len(row) for row in mask]:
+        raise RequestError(f"{SHOWN} has another shape than {IDS}", code="bad_token")
+    return [[token for token, is_shown in zip(*pair, strict=True) if is_shown] for pair in zip(ids, mask, strict=True)]
+
+
+def _as_rows(values: Any) -> list[list[Any]] | None:
+    if values is None:
+        return None
+    try:
+        found = values.tolist() if hasattr(values, "tolist") else [*values]
+        is_flat = not found or not hasattr(found[0], "__len__")
+        return [found] if is_flat else [row.tolist() if hasattr(row, "tolist") else [*row] for row in found]
+    except Exception as error:  # a foreign sequence may raise anything
+        raise RequestError(f"{IDS} and {SHOWN} are lists of whole numbers", code="bad_token") from error
