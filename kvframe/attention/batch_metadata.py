@@ -218,12 +218,13 @@ def split_mapping(mapping: torch.Tensor, block_size: int) -> Slots:
     """Return the slots of a step's tokens, with their block ids and offsets.
 
     Args:
-        mapping: ``[num_stored], int64, device``: the slot of each row that a layer is given.
+        mapping: ``[num_stored], int64, device``: the slot of each row that a layer is given; negative if it is not
+            stored.
         block_size: Tokens per block.
     """
     if not mapping.is_cpu:
         return Slots(mapping, block_size)
-    blocks, offsets = np.divmod(mapping.numpy(), block_size)
+    blocks, offsets = np.divmod(np.maximum(mapping.numpy(), 0), block_size)
     return Slots(mapping, block_size, (torch.from_numpy(blocks), torch.from_numpy(offsets)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -44,6 +44,8 @@ class ServedLayer:
         kept, query = spec.spec, spec.query
         assert kept is not None
         assert query is not None
+        self._query_shape = query.num_heads, query.head_size
+        self._stored_shapes = _stored_shapes(self._wrapped)
         self._needed = ask(kept, "parameters(query)", lambda: dict(kept.parameters(query)))
         self.lacks_parameters = bool(self._needed)
 
@@ -82,12 +84,16 @@ class ServedLayer:
             read: The step.
 
         Raises:
-            BackendError: The backend raised something (``failed``).
+            BackendError: Keys or values have other shapes than the layer stores (``wrong_input``), or the backend
+                raised something (``failed``).
         """
         if not self._writes or read.slots is None:
             return
         assert key is not None
         assert value is not None
+        shapes, num_rows = self._stored_shapes, read.slots.flat.shape[0]
+        if shapes is not None and (key.shape != (num_rows, *shapes[0]) or value.shape != (num_rows, *shapes[1])):
+            raise self._wrong_input("keys and values", (key, value), [(num_rows, *shape) for shape in shapes])
         try:
             self._backend.write_kv(key, value, kv_cache, read.slots)
         except BaseException as error:
@@ -114,13 +120,24 @@ class ServedLayer:
             ``[num_rows, num_heads, head_size_v], device``: ``out`` if it is given.
 
         Raises:
-            BackendError: The query has another number of rows than the layer's wrapper chain leaves, or the backend
-                raised something (``failed``), or returned something else than was agreed (``wrong_output``).
+            BackendError: The query has another number of rows than the layer's wrapper chain leaves; or the query, the
+                sinks or ``out`` have other shapes than the layer (``wrong_input``); or the backend raised something
+                (``failed``), or returned something else than was agreed (``wrong_output``).
         """
         if query.shape[0] != read.num_rows:
             raise BackendError(
                 f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
                 f"{read.num_rows} in this step; a model that skips rows takes them from kept_rows"
+            )
+        if query.shape[1:] != self._query_shape:
+            raise self._wrong_input("queries", (query,), [(read.num_rows, *self._query_shape)])
+        if sinks is not None and sinks.shape != self._query_shape[:1]:
+            raise self._wrong_input("sinks", (sinks,), [self._query_shape[:1]])
+        if out is not None and not (out.dtype == query.dtype and out.is_contiguous()):
+            raise BackendError(
+                f"layer {self.spec.name!r} was given memory for its output of {out.dtype} with the strides "
+                f"{out.stride()}; it has to be contiguous and of the query's dtype, {query.dtype}",
+                code="wrong_input",
             )
         order, wanted = read.permutation, out
         if order is not None:
@@ -140,6 +157,17 @@ class ServedLayer:
         if order is not None:
             return torch.index_select(output, 0, order.inverse, out=out)
         return output if output is out else out.copy_(output)
+
+    def _wrong_input(
+        self, what: str, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]
+    ) -> BackendError:
+        found, agreed = (
+            " and ".join(str([*shape]) for shape in shapes) for shapes in ([each.shape for each in tensors], expected)
+        )
+        return BackendError(
+            f"layer {self.spec.name!r} was called with {what} of {found}, and it is specified with {agreed}",
+            code="wrong_input",
+        )
 
     def _failure(self, method: str, error: BaseException) -> BaseException:
         return step_failure(self._backend_name, [self.spec.name], method, error)
@@ -213,3 +241,10 @@ def _head_shape(layer: LayerSpec) -> tuple[int, int | None]:
     assert layer.spec is not None
     value = layer.spec.in_format(PLAIN).state_tensors().get("v")
     return layer.query.num_heads, None if value is None else value.shape[-1]
+
+
+def _stored_shapes(layer: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return heads and their sizes of keys and of values; None if the layer stores something else."""
+    assert layer.spec is not None
+    state = layer.spec.in_format(PLAIN).state_tensors()
+    return (state["k"].shape[1:], state["v"].shape[1:]) if state.keys() == {"k", "v"} else None

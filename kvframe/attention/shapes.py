@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import (
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
+    SEQ_STARTS,
+    Axis,
+    CommonAttentionMetadata,
+    Extension,
+)
 
 if TYPE_CHECKING:
     import torch
 
 _NUMBERS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "block_size", "num_generating")
+_READ_BY_KERNELS = {SEQ_STARTS: Axis.REQUEST, NUM_PROMPT_TOKENS: Axis.REQUEST, RANGE_ENDS: Axis.TOKEN}
+"""The extensions that kernels read, ``int32`` of one dimension, with what this stands for."""
 _SWITCHES = ("causal", "static_shapes", "exact_lens")
 
 
@@ -82,9 +91,12 @@ def _extension_misfit(
     what = f"the extension {name!r}"
     if not isinstance(extension, Extension):
         return f"{what} is {_in_words(extension)}, not an Extension"
+    axis = _READ_BY_KERNELS.get(name)
     values, values_cpu, expected = extension.values, extension.values_cpu, rows.get(extension.axis)
-    if problem := _tensor_misfit(what, values, torch.int32 if name == SEQ_STARTS else None, device):
+    if problem := _tensor_misfit(what, values, None if axis is None else torch.int32, device):
         return problem
+    if axis is not None and (extension.axis is not axis or values.ndim != 1):
+        return f"{what} has {values.ndim} dimensions, the first for each {extension.axis}, not one for each {axis}"
     if expected is not None and values.shape[:1] != (expected,):
         return f"{what} has the shape {list(values.shape)}, not [{expected}, …]"
     if values_cpu is None:

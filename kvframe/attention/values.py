@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import NUM_PROMPT_TOKENS, RANGE_ENDS, SEQ_STARTS, CommonAttentionMetadata
 
 if TYPE_CHECKING:
     import torch
+
+    from kvframe.contract.order import IntArray
 
 _COPIED = ("query_start_loc", "seq_lens", "generating_indices")
 
@@ -33,8 +35,16 @@ def find_contradiction(metadata: CommonAttentionMetadata, given: CommonAttention
         problem = _find_wrong_generating(metadata)
         if problem is not None:
             return problem
-    if given is None or metadata.extensions.get(SEQ_STARTS) is not given.extensions.get(SEQ_STARTS):
-        return _find_wrong_seq_starts(metadata)
+    if not metadata.extensions:
+        return None
+    for name, find in _EXTENSIONS.items():
+        extension = metadata.extensions.get(name)
+        if extension is None or extension.values_cpu is None:
+            continue
+        if given is None or extension is not given.extensions.get(name):
+            problem = find(metadata, extension.values_cpu.numpy())
+            if problem is not None:
+                return problem
     return None
 
 
@@ -173,18 +183,40 @@ def _find_wrong_generating(metadata: CommonAttentionMetadata) -> str | None:
     return None
 
 
-def _find_wrong_seq_starts(metadata: CommonAttentionMetadata) -> str | None:
-    extension = metadata.extensions.get(SEQ_STARTS)
-    if extension is None or extension.values_cpu is None:
-        return None
-    starts, seq_lens = extension.values_cpu.numpy(), metadata.seq_lens_cpu.numpy()
+def _find_wrong_seq_starts(metadata: CommonAttentionMetadata, starts: IntArray) -> str | None:
+    seq_lens = metadata.seq_lens_cpu.numpy()
     latest = seq_lens
     if metadata.causal:
         query_lens = metadata.query_start_loc_cpu.numpy()
         latest = seq_lens - query_lens[1:] + query_lens[:-1]
-    if starts.ndim != 1 or starts.min() < 0 or (starts > latest).any():
+    if starts.min() < 0 or (starts > latest).any():
         return f"the extension {SEQ_STARTS!r} does not lie between 0 and each request's first new token"
     return None
+
+
+def _find_wrong_prompts(metadata: CommonAttentionMetadata, lens: IntArray) -> str | None:
+    return f"the extension {NUM_PROMPT_TOKENS!r} names {lens.min()} tokens" if lens.min() < 0 else None
+
+
+def _find_wrong_range_ends(metadata: CommonAttentionMetadata, ends: IntArray) -> str | None:
+    import numpy as np  # loaded by now, and not by a plugin's manifest that imports this module
+
+    if not metadata.causal or not ends.any():
+        return None
+    starts, seq_lens = metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy()
+    ends = ends[: starts[-1]]
+    query_lens = starts[1:] - starts[:-1]
+    positions = np.arange(len(ends)) + (seq_lens - starts[1:]).repeat(query_lens)
+    if ((ends != 0) & ((ends <= positions) | (ends > seq_lens.repeat(query_lens)))).any():
+        return f"the extension {RANGE_ENDS!r} does not lie between each token and the end of its request"
+    return None
+
+
+_EXTENSIONS = {
+    SEQ_STARTS: _find_wrong_seq_starts,
+    NUM_PROMPT_TOKENS: _find_wrong_prompts,
+    RANGE_ENDS: _find_wrong_range_ends,
+}
 
 
 def _find_wrong_id(name: str, ids: torch.Tensor, limit: int | None) -> str | None:

@@ -2,7 +2,8 @@
 
 It is slow on purpose. Every other backend is measured against it, so it knows no mask, only
 ``KVCacheSpec.live_ranges``, for the length of the request's prompt if that matters, the mask function of a sparse type,
-and whether a batch or a spec is causal at all. It reads no token that no query attends to.
+whether a batch or a spec is causal at all, and what a window in both directions shows. It reads no token that no query
+attends to.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool
     For a sparse type, only the positions that its mask function shows are returned.
 
     Args:
-        spec: The layer's cache spec; one with a bidirectional mask sees every token of the request.
+        spec: The layer's cache spec; one with a bidirectional mask without a window sees every token of the request.
         position: The position of the query.
         seq_len: Tokens of its request after the step.
         causal: Whether the batch is causal; if not, a query sees every token of its request.
         seq_start: Tokens before this one are hidden, with any mask.
     """
-    if not causal or (spec.mask is not None and not spec.mask.causal):
+    mask = spec.mask
+    if not causal or (mask is not None and mask.sees_all):
         return list(range(seq_start, seq_len))
+    if mask is not None and mask.window is not None and mask.lookahead is not None:
+        return list(range(max(seq_start, position + 1 - mask.window), min(seq_len, position + 1 + mask.lookahead)))
     seen = [token for start, stop in spec.live_ranges(position) for token in range(start, stop)] + [position]
     if spec.is_sparse:
         assert spec.mask_function is not None
@@ -115,7 +119,10 @@ class TorchReferenceBackend(AttentionBackend):
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
         masks=frozenset(
-            {"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "ranges", "live_range", "sparse"}
+            {
+                *("causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt"),
+                *("ranges", "live_range", "sparse"),
+            }
         ),
         extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         soft_cap=True,
@@ -166,7 +173,7 @@ class TorchReferenceBackend(AttentionBackend):
             # A padded row has no prompt.
             specs = [layer.spec.for_prompt(length) if length else layer.spec for length in prompt_lens.tolist()]
         range_ends: list[int] | None = None
-        if RANGE_ENDS in metadata.extensions:
+        if RANGE_ENDS in metadata.extensions and (layer.spec.mask is None or layer.spec.mask.causal):
             values_cpu = metadata.extensions[RANGE_ENDS].values_cpu
             assert values_cpu is not None
             range_ends = values_cpu.tolist()

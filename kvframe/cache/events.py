@@ -77,6 +77,7 @@ class CacheCleared:
 
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+"""What happened to the blocks of the prefix cache."""
 
 
 class EventLog:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import overload
+from typing import ClassVar, overload
 
 from kvframe.contract.specs import TokenRange
 
 _ID_BITS = 19
-MOST_TOKEN_ID = (1 << _ID_BITS) - 1
-"""The highest token id with which a range may begin."""
-MOST_RANGE = (1 << (31 - _ID_BITS)) - 1
-"""The most tokens of a range."""
 
 
 def before_range(ranges: Sequence[TokenRange], stop: int) -> int:
@@ -39,7 +35,16 @@ class RangedTokens(Sequence[int]):
 
     The state of each token in a range depends on all tokens of the range, and on its length. So no prefix that ends
     within a range is found or published.
+
+    Attributes:
+        MOST_TOKEN_ID: The highest token id with which a range may begin.
+        MOST_RANGE: The most tokens of a range.
     """
+
+    MOST_TOKEN_ID: ClassVar[int] = (1 << _ID_BITS) - 1
+    MOST_RANGE: ClassVar[int] = (1 << (31 - _ID_BITS)) - 1
+    before_range = staticmethod(before_range)
+    whole_ranges = staticmethod(whole_ranges)
 
     def __init__(self, token_ids: array[int], ranges: Sequence[TokenRange]) -> None:
         """Mark tokens.

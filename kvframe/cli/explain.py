@@ -56,28 +56,18 @@ def explain(
 
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """
-    from kvframe.config.eviction_choice import make_policy
-    from kvframe.planning.groups import group_layers, make_layer_specs
-    from kvframe.planning.machine import with_device, with_dtype
-    from kvframe.planning.recognise import describe_model
-    from kvframe.selection.select import select_backends
-    from kvframe.selection.skipping import find_skipping
+    from kvframe.hosting.setup import Setup
 
-    stack = with_device(read_stack(stack_file, engine={"device": device, "dtype": dtype}))
+    stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
-    eviction = _in_words(make_policy(stack, registry))
-    path = find_model(model, weights=False)
-    stack = with_dtype(stack, path, registry)
-    description = describe_model(path, registry)
-    layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
-    grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    skipping = find_skipping(layers, stack, registry)
-    device_type = stack.engine.device.partition(":")[0]
-    choices = select_backends(layers, stack, registry, device_type, skipping.layers, skipping.heads)
-    note = grouping.note or skipping.note
+    setup = Setup.read(find_model(model, weights=False), stack, registry)
+    eviction = _in_words(setup.eviction_policy)
+    description, note = setup.description, setup.note
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
-    chosen = {choice.layer: choice for choice in choices}
-    explained = [_explain(layer, grouping, chosen.get(layer.name), backends) for layer in layers if layer.spec]
+    choices = {choice.layer: choice for choice in (*setup.choices, *setup.draft_choices)}
+    explained = [
+        _explain(layer, setup.grouping, choices.get(layer.name), backends) for layer in setup.all_layers if layer.spec
+    ]
     if html is not None:
         notes = [each for each in (note, f"cached pages are evicted by {eviction}") if each]
         write_page(html, "explain.html", _page(description.name, explained, registry, notes))

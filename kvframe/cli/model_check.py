@@ -14,6 +14,7 @@ from kvframe.loading.packages import provider_of, to_install
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
     from kvframe.contract.description import ModelDescription
+    from kvframe.hosting.setup import Setup
     from kvframe.loading.registry import Registry
 
 
@@ -40,12 +41,13 @@ def check_model(path: Path, stack: Stack, registry: Registry) -> ModelCheck:
         stack: What would be used.
         registry: What the loaded plugins register.
     """
+    from kvframe.hosting.setup import Setup
     from kvframe.planning.recognise import describe_model
 
     try:
         description = describe_model(path, registry)
         missing = _missing(description, registry)
-        return _lacking(missing) if missing else ModelCheck(facts=_facts(path, description, stack, registry))
+        return _lacking(missing) if missing else ModelCheck(facts=_facts(Setup.read(path, stack, registry)))
     except KVFrameError as error:
         return ModelCheck(problems=(str(error),))
 
@@ -82,24 +84,14 @@ def _install_all(packages: list[str]) -> str:
     return " ".join([command, *(to_install(each).removeprefix(f"{command} ") for each in packages)]) if packages else ""
 
 
-def _facts(path: Path, description: ModelDescription, stack: Stack, registry: Registry) -> dict[str, str]:
-    """Return what would serve the model; raise a ``KVFrameError`` if nothing can."""
-    from kvframe.planning.groups import make_layer_specs
-    from kvframe.planning.machine import with_device, with_dtype
-    from kvframe.selection.select import select_backends
-    from kvframe.selection.skipping import find_skipping
-
-    stack = with_dtype(with_device(stack), path, registry)
-    layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
-    skipping = find_skipping(layers, stack, registry)
-    device = stack.engine.device.partition(":")[0]
-    choices = select_backends(layers, stack, registry, device, skipping.layers, skipping.heads)
+def _facts(setup: Setup) -> dict[str, str]:
+    """Return what would serve a model; raise a ``KVFrameError`` if nothing can."""
     counts: dict[str, int] = {}
-    for layer in description.layers:
+    for layer in setup.description.layers:
         counts[layer.kind] = counts.get(layer.kind, 0) + 1
-    backends = sorted({choice.backend for choice in choices})
+    backends = sorted({choice.backend for choice in setup.choices})
     return {
         "layers": ", ".join(f"{count} {kind}" for kind, count in counts.items()),
-        "runs on": f"{stack.engine.device}, {stack.engine.dtype}",
+        "runs on": f"{setup.stack.engine.device}, {setup.stack.engine.dtype}",
         "backends": ", ".join(backends) or "none, as no layer attends",
     }

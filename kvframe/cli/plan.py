@@ -27,11 +27,8 @@ from kvframe.config.hub import find_model
 from kvframe.contract.formats import PLAIN
 
 if TYPE_CHECKING:
-    from kvframe.config.stack import Stack
-    from kvframe.contract.description import ModelDescription
-    from kvframe.contract.specs import KVCacheSpec, LayerSpec
-    from kvframe.loading.registry import Registry
-    from kvframe.planning.groups import Grouping
+    from kvframe.contract.specs import KVCacheSpec
+    from kvframe.hosting.setup import Setup
     from kvframe.planning.plan import KVCachePlan
 
 _SHORTEST_LISTED_LEN = 1024
@@ -75,12 +72,7 @@ def plan(
     MODEL_OR_CONFIG is a Hugging Face model's folder or its config.json (no weights are read), the id of a repository
     (Qwen/Qwen3-0.6B), or a layer file: TOML or JSON that lists the layers, for which nothing heavy is loaded.
     """
-    from kvframe.planning.groups import group_layers, make_layer_specs
-    from kvframe.planning.layer_file import is_layer_file
-    from kvframe.planning.machine import with_device, with_dtype
-    from kvframe.planning.recognise import describe_model
-    from kvframe.planning.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
-    from kvframe.selection.skipping import find_skipping
+    from kvframe.hosting.setup import Setup
 
     stack = read_stack(
         stack_file,
@@ -88,44 +80,19 @@ def plan(
         engine={"dtype": dtype, "max_model_len": max_model_len},
     )
     registry = load_checked_plugins(stack).registry
-    path = find_model(model, weights=False)
-    # A layer file needs no torch, which knows the devices.
-    stack = with_dtype(stack if is_layer_file(path) else with_device(stack), path, registry, runs_here=False)
-    description = describe_model(path, registry)
-    layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
-    grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    max_len = choose_max_model_len(description, stack)
-    copied = _layers_on_copies(layers, stack, registry) if stack.cache.memory == "auto" else []
-    planned = plan_for_stack(grouping, stack, max_len, description.max_input_lens, copied)
-    host_bytes = num_host_slabs(planned, stack) * planned.slab_bytes
+    setup = Setup.read(find_model(model, weights=False), stack, registry, runs_here=False)
+    planned = setup.plan
     if max(num_tokens, default=0) > planned.max_model_len:
         raise click.UsageError(f"--num-tokens: a request has at most {planned.max_model_len} tokens")
     lengths = sorted(set(num_tokens)) or _listed_lens(planned.max_model_len)
-    computed = _computed_otherwise(layers, grouping, planned.max_model_len)
-    note = grouping.note or find_skipping(layers, stack, registry).note
     if html is not None and planned.groups:
         concurrency = _concurrency(planned, lengths)
-        write_page(html, "plan.html", page_of_plan(description, layers, grouping, planned, concurrency))
+        page = page_of_plan(setup.description, setup.all_layers, setup.grouping, planned, concurrency)
+        write_page(html, "plan.html", page)
     if as_json:
-        print_json(_to_dict(description, grouping, planned, host_bytes, lengths, computed, note))
+        print_json(_to_dict(setup, lengths))
     else:
-        _print(
-            description, len(layers) - len(description.layers), grouping, planned, host_bytes, lengths, computed, note
-        )
-
-
-def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> list[LayerSpec]:
-    """Return the layers whose pages would be copied in a run; the copies take memory."""
-    if all(layer.spec is None or layer.spec.kv_format == PLAIN for layer in layers):
-        return []  # no backend has to be imported
-    from kvframe.selection.choice import layers_on_copies
-    from kvframe.selection.select import select_backends
-    from kvframe.selection.skipping import find_skipping
-
-    skipping = find_skipping(layers, stack, registry)
-    device = stack.engine.device.partition(":")[0]
-    choices = select_backends(layers, stack, registry, device, skipping.layers, skipping.heads)
-    return layers_on_copies(layers, choices)
+        _print(setup, lengths)
 
 
 def _listed_lens(max_model_len: int) -> list[int]:
@@ -134,29 +101,27 @@ def _listed_lens(max_model_len: int) -> list[int]:
     return [*(length for length in lengths if length < max_model_len), max_model_len]
 
 
-def _computed_otherwise(layers: Sequence[LayerSpec], grouping: Grouping, max_model_len: int) -> list[dict[str, Any]]:
+def _computed_otherwise(setup: Setup) -> list[dict[str, Any]]:
     """Return the layers that see fewer tokens than their group stores; layers with equal specs are one entry."""
     alike: dict[tuple[int, KVCacheSpec], list[str]] = {}
-    for layer in layers:
+    for layer in setup.all_layers:
         if layer.spec is not None and layer.spec.keeps_past:
-            group = grouping.group_of(layer.name)
+            group = setup.grouping.group_of(layer.name)
             if layer.spec.group_key != group.spec.group_key:
                 alike.setdefault((group.index, layer.spec), []).append(layer.name)
     return [
-        {"group": index, "kind": spec.kind, "needs": describe_live_range(spec, max_model_len), "layers": names}
+        {"group": index, "kind": spec.kind, "needs": describe_live_range(spec, setup.max_model_len), "layers": names}
         for (index, spec), names in alike.items()
     ]
 
 
-def _to_dict(
-    description: ModelDescription,
-    grouping: Grouping,
-    planned: KVCachePlan,
-    host_bytes: int,
-    lengths: Sequence[int],
-    computed: list[dict[str, Any]],
-    note: str | None,
-) -> dict[str, Any]:
+def _host_bytes(setup: Setup) -> int:
+    """Return the bytes of CPU memory for preempted requests."""
+    return setup.num_host_slabs(setup.plan) * setup.plan.slab_bytes
+
+
+def _to_dict(setup: Setup, lengths: Sequence[int]) -> dict[str, Any]:
+    planned, grouping = setup.plan, setup.grouping
     plain = planned.to_dict()
     for group, stored, entry in zip(planned.groups, grouping.groups, plain["groups"], strict=True):
         entry["formats"] = {name: spec.kv_format.name for name, spec in zip(stored.layers, stored.stored, strict=True)}
@@ -168,12 +133,12 @@ def _to_dict(
             ],
         }
     return {
-        "model": description.name,
+        "model": setup.description.name,
         **plain,
-        "host_bytes": host_bytes,
-        "note": note,
+        "host_bytes": _host_bytes(setup),
+        "note": setup.note,
         "follows": dict(grouping.follows),
-        "computed_otherwise": computed,
+        "computed_otherwise": _computed_otherwise(setup),
         "concurrency": _concurrency(planned, lengths),
     }
 
@@ -185,21 +150,14 @@ def _concurrency(planned: KVCachePlan, lengths: Sequence[int]) -> list[dict[str,
     ]
 
 
-def _print(
-    description: ModelDescription,
-    num_draft_layers: int,
-    grouping: Grouping,
-    planned: KVCachePlan,
-    host_bytes: int,
-    lengths: Sequence[int],
-    computed: list[dict[str, Any]],
-    note: str | None,
-) -> None:
+def _print(setup: Setup, lengths: Sequence[int]) -> None:
+    description, grouping, planned = setup.description, setup.grouping, setup.plan
+    computed, num_draft_layers, host_bytes = _computed_otherwise(setup), len(setup.draft_layers), _host_bytes(setup)
     num_following = len(grouping.follows)
     sharing = f", {num_following} of them read another layer's cache" if num_following else ""
     if not planned.groups:
         click.echo(f"{description.name}: {len(description.layers)} layers, no cache is needed")
-        print_note(note or "")
+        print_note(setup.note or "")
         return
     of_draft = f"; {num_draft_layers} more for draft tokens" if num_draft_layers else ""
     print_table(
@@ -264,8 +222,8 @@ def _print(
         ("tokens each", "requests", "all but one generating"),
         [(f"{n:,}", f"{planned.max_concurrency(n):,}", f"{planned.max_generating(n):,}") for n in lengths],
     )
-    if note is not None:
-        print_note(note)
+    if setup.note is not None:
+        print_note(setup.note)
 
 
 def _found_again(planned: KVCachePlan) -> str:

@@ -6,8 +6,8 @@ import re
 import secrets
 from pathlib import Path
 
-from kvframe.config.files import read_bytes
 from kvframe.contract.errors import FileError, StackError, shown
+from kvframe.contract.files import read_bytes
 
 SECRET_BYTES = 32
 _MAX_KEY_FILE = 4096

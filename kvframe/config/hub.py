@@ -9,8 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from kvframe.config.files import exists
 from kvframe.contract.errors import FileError, ModelError, shorten
+from kvframe.contract.files import exists
 from kvframe.contract.foreign import safe_text
 
 _REPOSITORY = re.compile(

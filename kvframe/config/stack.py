@@ -14,7 +14,7 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from kvframe.config.files import read_toml
+from kvframe.config.cache_key import read_secret
 from kvframe.config.options import AUTO, CacheOptions, EngineOptions, ResolvedRule, Rule, Use
 from kvframe.config.wrapper_order import check_order
 from kvframe.contract.errors import (
@@ -28,6 +28,7 @@ from kvframe.contract.errors import (
     shown,
 )
 from kvframe.contract.eviction import LRU
+from kvframe.contract.files import read_toml
 from kvframe.contract.formats import PLAIN
 from kvframe.loading.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
 from kvframe.loading.claims import canonical
@@ -76,6 +77,34 @@ class Stack:
             StackError: A value is wrong; the error names the option of the command line, such as ``--memory``.
         """
         return attrs.evolve(self, cache=_over(self.cache, cache), engine=_over(self.engine, engine))
+
+    def with_device(self) -> Stack:
+        """Return a stack that names a device: its own; otherwise the first GPU, or the CPU if there is none."""
+        if self.engine.device != AUTO.name:
+            return self
+        return attrs.evolve(self, engine=attrs.evolve(self.engine, device="cuda" if has_gpu() else "cpu"))
+
+    def check_device(self) -> None:
+        """Refuse a device that cannot be used, before a model is loaded.
+
+        Raises:
+            StackError: The stack names such a device.
+        """
+        import torch
+
+        try:
+            torch.empty(0, device=self.engine.device)
+        except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
+            reason = str(error).strip().splitlines()[0]
+            raise StackError(f"{self.source}: engine.device {self.engine.device!r} cannot be used: {reason}") from error
+
+    def read_secret(self) -> bytes:
+        """Return the secret of ``[cache] key``, 32 bytes, or a random one if the stack has no key.
+
+        Raises:
+            StackError: The key is neither 64 hexadecimal digits nor a file that holds them.
+        """
+        return read_secret(self.cache.key, self.source)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Stack:
@@ -217,6 +246,13 @@ class Stack:
             problems += _unknown([("engine.drafts", registry.proposers, self.engine.drafts.name)])
         if problems:
             raise _stack_error(self.source, problems)
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _nearest_layers(rule: Rule, kinds: Mapping[str, str]) -> str:

@@ -70,6 +70,7 @@ from .order import split_batch as split_batch
 from .proposer import DraftRequest as DraftRequest
 from .proposer import Proposer as Proposer
 from .ranges import RangeRuns as RangeRuns
+from .ranges import lookahead_ends as lookahead_ends
 from .relative_bias import bias_by_distance as bias_by_distance
 from .relative_bias import bias_columns as bias_columns
 from .slots import Slots as Slots

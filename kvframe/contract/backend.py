@@ -12,6 +12,7 @@ import torch
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError
+from kvframe.contract.growth import Growing
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder
 from kvframe.contract.relative_bias import bias_by_distance
@@ -51,7 +52,7 @@ class PageCopier(Protocol):
         """
 
 
-class AttentionMetadataBuilder(ABC):
+class AttentionMetadataBuilder(Growing, ABC):
     """Turns a step's batch metadata, after the wrappers, into what a backend's kernels read.
 
     The framework checks the lengths and block ids that a builder is given. It trusts those that the builder makes.
@@ -141,7 +142,7 @@ class _PassThroughBuilder(AttentionMetadataBuilder):
         return metadata
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(Growing, ABC):
     """Computes attention for the layers of one attention group. One class is enough for a simple backend.
 
     An instance is made at set-up for each attention group and lives as long as the engine.

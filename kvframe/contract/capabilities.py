@@ -9,9 +9,11 @@ import attrs
 
 from kvframe.contract import declared_words
 from kvframe.contract.capture import GraphCapture
-from kvframe.contract.formats import PLAIN
+from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import SEQ_STARTS
-from kvframe.contract.specs import TOKENS, LayerSpec
+from kvframe.contract.specs import TOKENS, LayerSpec, QuerySpec
+
+_KEYS_AND_VALUES = frozenset({"k", "v"})
 
 
 @attrs.frozen
@@ -34,15 +36,18 @@ class Capabilities:
     Attributes:
         devices: Device types by torch's name (``"cpu"``, ``"cuda"``), without index.
         dtypes: Cache and query dtypes by torch's name.
-        masks: Mask features: ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``; ``mask_function``
-            for every mask that ``KVCacheSpec.mask_function`` describes; ``live_range`` for every mask at all, derived
-            from ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also if a query sees
-            fewer tokens than are live; ``prompt`` if what a query sees may depend on the length of the request's
-            prompt. It then reads the extension ``NUM_PROMPT_TOKENS``, and takes ``KVCacheSpec.for_prompt`` of it with
-            the mask ``live_range``, otherwise masks with ``keeps_prompt``; ``ranges`` if it reads the extension
-            ``RANGE_ENDS``, which no layer needs: prompts that state such ranges are refused without it.
+        masks: Mask features: ``causal``, ``bidirectional``, ``bidirectional_window`` (``AttentionMask.lookahead``,
+            which no other word includes), ``window``, ``sink_tokens``, ``chunk``; ``mask_function`` for every mask that
+            ``KVCacheSpec.mask_function`` describes; ``live_range`` for every mask at all, derived from
+            ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also if a query sees fewer tokens
+            than are live; ``prompt`` if what a query sees may depend on the length of the request's prompt. It then
+            reads the extension ``NUM_PROMPT_TOKENS``, and takes ``KVCacheSpec.for_prompt`` of it with the mask
+            ``live_range``, otherwise masks with ``keeps_prompt``; ``ranges`` if it reads the extension ``RANGE_ENDS``,
+            which no layer needs: prompts that state such ranges are refused without it.
         extensions: Extensions of the batch metadata that it supports (``{"seq_starts"}``).
-        state: Names of the state tensors that it reads in the plain format (``{"k", "v"}``).
+        state: Names of the state tensors that it reads in the plain format. ``{"k", "v"}`` are keys and values, of one
+            dtype: ``[block_size, num_kv_heads, head_size]`` and ``[block_size, num_kv_heads, head_size_v]``. A type
+            whose state has these names and other shapes is refused, so its backends need not look at them.
         formats: Formats of stored keys and values that it reads and writes itself.
         takes_copies: Whether it may be given copies of a step's pages, with a block table of their own, instead of the
             pool. So it serves keys and values of any format: the format converts them into the copies.
@@ -140,6 +145,10 @@ class Capabilities:
         state = spec.state_tensors()
         if set(state) != self.state:
             refuse("state", f"reads the state tensors {listed(self.state)}, not {listed(frozenset(state))}")
+        elif state.keys() == _KEYS_AND_VALUES:
+            misfit = _find_misfit(spec.block_size, query, state["k"], state["v"])
+            if misfit is not None:
+                refuse("state_shape", misfit)
         for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
             refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
         has_function = spec.mask_function is not None
@@ -153,6 +162,10 @@ class Capabilities:
                 refuse("mask_sparse", f"has no mask sparse, and would see every live token ({listed(self.masks)})")
             if spec.depends_on_prompt and "live_range" not in self.masks:
                 refuse("mask_live_range", f"knows masks by positions, and not by prompts ({listed(self.masks)})")
+        elif spec.mask is not None and spec.mask.lookahead is not None:
+            # Live ranges do not show later tokens, and backends that take functions may call none that is not causal.
+            if "bidirectional_window" not in self.masks:
+                refuse("mask_bidirectional_window", f"has no mask bidirectional_window ({listed(self.masks)})")
         elif not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
             if spec.mask is not None:
                 for feature in sorted(spec.mask.features - self.masks - {"prompt"}):
@@ -193,3 +206,20 @@ class Capabilities:
             if getattr(spec, name, None) not in {None, *sizes}:
                 refuse(name, f"takes {name} {listed(sizes)}, not {getattr(spec, name)}")
         return found
+
+
+def _find_misfit(block_size: int, query: QuerySpec, key: StateTensor, value: StateTensor) -> str | None:
+    """Return why state tensors are not the keys and values of a layer, as a refusal's reason; None if they are."""
+    if len(key.shape) != 3 or key.shape[0] != block_size or value.shape[:-1] != key.shape[:-1]:
+        return (
+            f"reads keys and values of the shapes [{block_size}, num_kv_heads, head_size] and [{block_size}, "
+            f"num_kv_heads, head_size_v], not {[*key.shape]} and {[*value.shape]}"
+        )
+    if query.num_heads % key.shape[1] or query.head_size != key.shape[2]:
+        return (
+            f"takes query heads that share the KV heads evenly and are as long as keys, not {query.num_heads} of "
+            f"{query.head_size} for {key.shape[1]} of {key.shape[2]}"
+        )
+    if key.dtype != value.dtype:
+        return f"reads keys and values of one dtype, not {key.dtype} and {value.dtype}"
+    return None

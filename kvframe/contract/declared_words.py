@@ -22,7 +22,7 @@ from kvframe.contract.metadata import (
 )
 
 MASK_FEATURES = (
-    *("causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "ranges"),
+    *("causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt", "ranges"),
     *("mask_function", "live_range", "sparse"),
 )
 """Every word for a mask: the features of ``AttentionMask``, what a request may add to any mask (``ranges``), and the

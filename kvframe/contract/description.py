@@ -59,6 +59,8 @@ class ModelDescription:
         eos_token_ids: Ids that end a request.
         max_input_lens: For each sequence that requests have beside their own tokens (``"encoder"``), the most tokens
             of it.
+        bidirectional_prompts: Whether the tokens of a prompt see each other in both directions, and generated tokens
+            see earlier ones only (PaliGemma, arXiv 2407.07726). Each whole prompt is then a range of such tokens.
         generates: Whether it gives logits for a next token; False for a model that is used for its hidden states.
         num_prediction_heads: How many prediction heads it has (multi-token prediction): each guesses one more of the
             tokens that follow the next one (``LoadedModel.load_prediction_heads``).
@@ -75,6 +77,7 @@ class ModelDescription:
     vocab_size: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     max_input_lens: Mapping[str, int] = attrs.field(factory=dict)
+    bidirectional_prompts: bool = False
     generates: bool = True
     num_prediction_heads: int = 0
     sampling: Mapping[str, Any] = attrs.field(factory=dict)

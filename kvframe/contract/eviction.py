@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
+from kvframe.contract.growth import Growing
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -45,7 +47,7 @@ class ReleasedPages:
 
 
 @attrs.frozen(kw_only=True)
-class EvictionPolicy(ABC):
+class EvictionPolicy(Growing, ABC):
     """In which order cached pages are evicted: the base of every policy.
 
     A policy is a frozen value; its fields are the options that a stack gives. Its answers depend on its arguments only,

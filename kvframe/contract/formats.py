@@ -15,6 +15,7 @@ import attrs
 
 from kvframe.contract.errors import KVFrameError, PluginError, SpecError, UnknownNameError
 from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.growth import Growing
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ class StateTensor:
 
 
 @attrs.frozen(kw_only=True)
-class KVFormat(ABC):
+class KVFormat(Growing, ABC):
     """How a page stores keys and values: the base of every format.
 
     A format is a frozen value; its fields are parameters, such as scales. What it stores is read back in the dtype that

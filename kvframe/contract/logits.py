@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
+from kvframe.contract.growth import Growing
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,7 +50,7 @@ class ProcessedRequest:
     state: Any
 
 
-class LogitsProcessor(ABC):
+class LogitsProcessor(Growing, ABC):
     """Changes the logits of the requests that name it in ``SamplingParams.processors``.
 
     One engine makes it, when the first request names it, and calls it in one thread at a time.

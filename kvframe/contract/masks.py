@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvframe.contract.errors import SpecError
+from kvframe.contract.errors import SpecError, shown
 
 MaskFunction = Callable[[Any, Any], Any]
 """``sees(query, key)`` for the positions of a query and a key: whether the query sees the key.
@@ -26,13 +26,14 @@ class AttentionMask:
     """Which tokens a query attends to, in the terms that kernels understand.
 
     Attributes:
-        causal: Whether a query sees only its own and earlier positions, or every token of its request.
-        window: How many tokens a query sees, its own included; None for all. Only for a causal mask.
+        causal: Whether a query sees only its own and earlier positions, or later ones too.
+        window: How many tokens up to its own a query sees, its own included; None for all.
         num_sink_tokens: Tokens at the start that every later query sees, with any window.
         chunk: Tokens per chunk; a query sees its own chunk only: at ``n`` it sees ``[n - n % chunk, n]``. None for no
             chunks. Only for a causal mask without a window.
         keeps_prompt: Whether every query sees all earlier tokens of the request's prompt, those outside of the window
             too. Only for a mask with a window. Then the mask of a request is ``for_prompt`` of its prompt's length.
+        lookahead: How many later tokens a query of a bidirectional mask with a window sees; None in other masks.
     """
 
     causal: bool = True
@@ -40,10 +41,27 @@ class AttentionMask:
     num_sink_tokens: int = 0
     chunk: int | None = None
     keeps_prompt: bool = False
+    lookahead: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        if not self.causal and self.window is not None:
-            raise SpecError(f"a bidirectional mask has no window (here {self.window}): give the spec no mask instead")
+        """Refuse numbers that no kernel can take, and parts that do not go together."""
+        for name, number, least in (
+            ("window", self.window, 1),
+            ("num_sink_tokens", self.num_sink_tokens, 0),
+            ("chunk", self.chunk, 1),
+            ("lookahead", self.lookahead, 0),
+        ):
+            if number is None and name != "num_sink_tokens":
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise SpecError(f"AttentionMask.{name} must be a whole number of at least {least}, not {shown(number)}")
+        if (self.lookahead is not None) != (not self.causal and self.window is not None):
+            raise SpecError(
+                "a bidirectional mask has a window and a lookahead or neither, and a causal mask has no lookahead "
+                f"(here the window is {self.window}, and the lookahead {self.lookahead})"
+            )
+        if self.lookahead is not None and (self.num_sink_tokens or self.keeps_prompt):
+            raise SpecError("a window in both directions has no sink tokens and keeps no prompt")
         if self.chunk is not None and (not self.causal or self.window is not None or self.num_sink_tokens):
             raise SpecError(
                 "a mask of chunks is causal and has no window and no sink tokens: give the spec no mask instead"
@@ -52,11 +70,19 @@ class AttentionMask:
             raise SpecError("a mask without a window hides no token of a prompt: leave keeps_prompt out")
 
     @property
+    def sees_all(self) -> bool:
+        """Whether a query sees every token of its request."""
+        return not self.causal and self.window is None
+
+    @property
     def features(self) -> frozenset[str]:
         """The mask features that a backend needs.
 
-        They are some of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``, ``prompt``.
+        They are some of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``, ``prompt``; or
+        ``bidirectional_window`` alone.
         """
+        if self.lookahead is not None:
+            return frozenset({"bidirectional_window"})
         names = ["causal" if self.causal else "bidirectional"]
         if self.window is not None:
             names.append("window")
@@ -78,9 +104,11 @@ class AttentionMask:
         """Return whether queries see keys: this mask as a ``MaskFunction``; with ``keeps_prompt``, within the prompt.
 
         Args:
-            query: Positions of queries; a bidirectional mask does not depend on them.
+            query: Positions of queries; a bidirectional mask without a window does not depend on them.
             key: Positions of keys, at least 0.
         """
+        if self.window is not None and self.lookahead is not None:
+            return (key > query - self.window) & (key <= query + self.lookahead)
         if not self.causal:
             return (query == query) & (key == key)
         seen = key <= query

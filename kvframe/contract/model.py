@@ -12,6 +12,7 @@ import attrs
 from kvframe.contract.decoding import decode_by_windows
 from kvframe.contract.description import ModelDescription, Pooling
 from kvframe.contract.errors import ModelError, RequestError
+from kvframe.contract.growth import Growing
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,7 @@ class AttachedLayers(Protocol):
         """Return an attention layer."""
 
 
-class LoadedModel(ABC):
+class LoadedModel(Growing, ABC):
     """A model with its weights, ready to be attached to an engine's attention layers."""
 
     description: ModelDescription
@@ -184,7 +185,7 @@ class LoadedModel(ABC):
     def detach(self) -> None:
         """Restore the model to its state before ``attach``. Safe to call twice."""
 
-    def weights_changed(self) -> None:  # noqa: B027
+    def weights_changed(self) -> None:
         """Make again what was made of the weights, such as tensors that were bound to layers.
 
         Called between steps, after the weights of a model in memory were changed. The default does nothing.
@@ -232,7 +233,7 @@ class LoadedModel(ABC):
         """
         return False
 
-    def give_hidden_states(self) -> None:  # noqa: B027
+    def give_hidden_states(self) -> None:
         """Prepare for ``forward_with_hidden_states``, until ``detach``. The default does nothing.
 
         Called at set-up, after ``attach`` and before ``compile``, if ``can_give_hidden_states`` returned True.
@@ -270,7 +271,7 @@ class LoadedModel(ABC):
         """
         raise ModelError(f"{self.description.name} has no prediction heads")
 
-    def give_all_hidden_states(self) -> None:  # noqa: B027
+    def give_all_hidden_states(self) -> None:
         """Prepare for ``forward_with_all_hidden_states``, until ``detach``. The default does nothing.
 
         Called at set-up, after ``attach`` and before ``compile``, if the model's prediction heads are used.
@@ -446,7 +447,7 @@ class ModelInMemory:
     dtype: str
 
 
-class ModelAdapter(ABC):
+class ModelAdapter(Growing, ABC):
     """Knows one way in which models lie on disk. Registered by a plugin; an instance is made at set-up."""
 
     @abstractmethod

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
+from kvframe.contract.growth import Growing
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,7 +52,7 @@ class DraftRequest:
 
 
 @attrs.define(kw_only=True, eq=False)
-class Proposer(ABC):
+class Proposer(Growing, ABC):
     """Guesses the tokens that follow a request's last one: the base of every proposer.
 
     A proposer is an attrs class. Its fields are the options that a stack gives; other fields may hold what it knows of

@@ -1,4 +1,4 @@
-"""Ranges of prompts that see each other both ways, for libraries with one mask per call: a step as runs of queries."""
+"""Where queries stop seeing later tokens: ranges of prompts that see each other both ways, windows with a lookahead."""
 
 from __future__ import annotations
 
@@ -6,9 +6,31 @@ from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvframe.contract.metadata import RANGE_ENDS, CommonAttentionMetadata
+
+
+def lookahead_ends(step: CommonAttentionMetadata, lookahead: int) -> npt.NDArray[np.int32]:
+    """Return, for each new token of a step, the token after the last one that a window in both directions shows it.
+
+    With these values in the place of ``RANGE_ENDS``, a causal window shows the same tokens as a window in both
+    directions. So a backend that honours ranges serves such windows too.
+
+    Args:
+        step: The step, with exact lengths.
+        lookahead: ``AttentionMask.lookahead``.
+
+    Returns:
+        ``[num_tokens]``, host; 0 for padding.
+    """
+    bounds, seq_lens = step.query_start_loc_cpu.numpy(), step.seq_lens_cpu.numpy()
+    ends = np.zeros(len(step.slot_mapping), dtype=np.int32)
+    num_queries = np.diff(bounds)
+    stops, shifts = seq_lens.repeat(num_queries), (seq_lens - bounds[1:]).repeat(num_queries)
+    ends[: len(stops)] = np.minimum(np.arange(1, len(stops) + 1) + shifts + lookahead, stops)
+    return ends
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -22,6 +22,7 @@ from kvframe.contract.formats import PLAIN, KVFormat, known_dtype, state_of
 from kvframe.contract.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
 from kvframe.contract.formats import StateTensor as StateTensor
 from kvframe.contract.formats import align_up as align_up
+from kvframe.contract.growth import Growing
 from kvframe.contract.masks import AttentionMask as AttentionMask
 from kvframe.contract.masks import MaskFunction as MaskFunction
 
@@ -71,7 +72,7 @@ def num_covered(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 @attrs.frozen(kw_only=True)
-class KVCacheSpec(ABC):
+class KVCacheSpec(Growing, ABC):
     """What one layer keeps of the past, and for how long: the base of every cache spec.
 
     A spec is a frozen value. Two laws hold for its live ranges, and ``kvframe.testing`` checks them:
@@ -195,7 +196,7 @@ class KVCacheSpec(ABC):
         bias = query.relative_bias
         return {} if bias is None else {RELATIVE_BIAS: (bias.num_buckets, query.num_heads)}
 
-    def check_query(self, query: QuerySpec) -> None:  # noqa: B027
+    def check_query(self, query: QuerySpec) -> None:
         """Refuse queries that cannot attend to what the type stores, such as heads of another size.
 
         Called when a layer is specified. So a backend that serves a type need not check shapes that no layer has. The
@@ -456,7 +457,7 @@ class QuerySpec:
         num_heads: Query heads, a multiple of the KV heads.
         head_size: Elements of a query vector.
         scale: Factor on the query-key products, before soft cap and softmax.
-        soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
+        soft_cap: ``c`` in ``c * tanh(score / c)``, more than 0; None for none.
         has_sinks: Whether each head adds a learned logit to the softmax's denominator (``sinks: [num_heads]``).
         relative_bias: What is added to the scores, after scale and soft cap, by distance; None for nothing.
         alibi_slopes: ALiBi (arXiv 2108.12409): ``alibi_slopes[h] * distance`` is subtracted from the scores of head
@@ -484,6 +485,10 @@ class QuerySpec:
         for name, value in (("scale", self.scale), ("soft_cap", self.soft_cap)):
             if not _is_finite(value) and not (name == "soft_cap" and value is None):
                 raise SpecError(f"QuerySpec.{name} must be a finite number, not {shown(value)}")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise SpecError(
+                f"QuerySpec.soft_cap must be more than 0, not {shown(self.soft_cap)}; None stands for no cap"
+            )
         if not isinstance(self.has_sinks, bool):
             raise SpecError(f"QuerySpec.has_sinks must be true or false, not {shown(self.has_sinks)}")
         if not isinstance(self.relative_bias, RelativeBias | None):

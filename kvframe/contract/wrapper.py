@@ -14,6 +14,7 @@ import attrs
 
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import WrapperError
+from kvframe.contract.growth import Growing
 from kvframe.contract.metadata import NO_EXTENSIONS, Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.specs import LayerSpec
 
@@ -93,7 +94,7 @@ def field_uses(
 
 
 @attrs.frozen(kw_only=True)
-class MetadataWrapper(ABC):
+class MetadataWrapper(Growing, ABC):
     """One transformation of a step's batch metadata.
 
     A wrapper is a frozen value, its parameters, and a pure function. It knows no backend, and no backend knows it. It

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvframe.contract.errors import PluginError, SpecError
 from kvframe.contract.foreign import call, safe_repr
-from kvframe.contract.specs import AttentionMask, KVCacheSpec, StateTensor, TokenRange
+from kvframe.contract.specs import TOKENS, AttentionMask, KVCacheSpec, StateTensor, TokenRange
 
 _MOST_KNOWN = 1 << 14
 """The number of positions whose answers are kept."""
@@ -84,8 +84,14 @@ def ask_mask(spec: KVCacheSpec) -> AttentionMask | None:
         or any(size is not None and (type(size) is not int or size < 1) for size in (mask.window, mask.chunk))
         or type(mask.num_sink_tokens) is not int
         or mask.num_sink_tokens < 0
+        or (mask.lookahead is not None and (type(mask.lookahead) is not int or mask.lookahead < 0))
     ):
-        expected = "None or an AttentionMask with a window and chunk of at least 1 and sink tokens of at least 0"
+        expected = (
+            "None or an AttentionMask with a window and chunk of at least 1, sink tokens and lookahead of at least 0"
+        )
+        raise wrong_answer(spec, "mask", mask, expected)
+    if mask.lookahead is not None and spec.sequence != TOKENS:
+        expected = f"no lookahead, because a query has no place among the tokens of the {spec.sequence} sequence"
         raise wrong_answer(spec, "mask", mask, expected)
     if mask.keeps_prompt and not spec.depends_on_prompt:
         raise wrong_answer(spec, "mask", mask, "keeps_prompt = False, because the spec has no for_prompt")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvframe.config.format_choice import default_format, follow_owners, make_format, store_in
-from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.errors import (
     ContestedNameError,
     KVFrameError,
@@ -22,7 +21,6 @@ from kvframe.contract.foreign import call
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks, spec_for_prompt
-from kvframe.planning.draft_model import PREFIX, describe_draft_model, max_drafts_of, with_draft_layers
 from kvframe.planning.retyping import retyped
 from kvframe.planning.rollback import RollbackSpec
 
@@ -108,11 +106,9 @@ class Grouping:
 
 
 def make_layer_specs(
-    description: ModelDescription, registry: Registry, stack: Stack, dtype: str
+    description: ModelDescription, registry: Registry, stack: Stack, dtype: str, num_drafts: int = 0
 ) -> tuple[LayerSpec, ...]:
     """Return the layer specs of a model's described layers, made by the registered spec types and the stack's rules.
-
-    If the stack's proposer has a draft model, or uses the model's prediction heads, their layers follow the model's.
 
     Args:
         description: The model.
@@ -121,13 +117,13 @@ def make_layer_specs(
         dtype: The model's dtype, and the cache's unless the stack says otherwise. A spec's field ``dtype`` is set to
             the cache's, its field ``model_dtype`` to the model's. A field ``format`` may be given by name; a layer
             that shares a cache has the format of the cache's owner.
+        num_drafts: The most draft tokens of a request in a step.
 
     Raises:
-        StackError: The stack's format cannot be used, a rule matches no layer or gives a spec an unknown option, or the
-            draft model cannot continue the model's requests.
+        StackError: The stack's format cannot be used, a rule matches no layer or gives a spec an unknown option, or a
+            layer cannot go back by ``num_drafts`` tokens.
         SpecError: No plugin provides a layer's kind, or the options do not fit it.
     """
-    description = with_draft_layers(description, describe_draft_model(description, stack, registry))
     stack.check_layers(description.name, {layer.name: layer.kind for layer in description.layers})
     description = retyped(description, registry, stack)
     cache_dtype = dtype if stack.cache.dtype == "auto" else stack.cache.dtype
@@ -138,20 +134,8 @@ def make_layer_specs(
         for layer in description.layers
         if "format" in {**layer.options, **stack.rule_for(layer.name, layer.kind).spec}
     }
-    num_drafts = max_drafts_of(make_proposer(stack, registry), description)
     made = [_layer_spec(layer, registry, stack, dtypes, kv_format) for layer in description.layers]
-    _check_draft_layers(made, stack)
     return follow_owners([_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in made], chosen)
-
-
-def _check_draft_layers(layers: Sequence[LayerSpec], stack: Stack) -> None:
-    """Raise ``StackError`` for a layer of a draft model that cannot be computed a part at a time."""
-    for layer in layers:
-        if layer.name.startswith(PREFIX) and _step_local(layer):
-            raise StackError(
-                f"{stack.source}: engine.drafts: the draft model's layer {layer.name!r} keeps nothing of the tokens "
-                "before, so it can continue no request; name a decoder"
-            )
 
 
 def _with_drafts(layer: LayerSpec, num_drafts: int, stack: Stack) -> LayerSpec:
@@ -271,7 +255,7 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
     return Grouping(
         groups=tuple(groups),
         follows=follows,
-        step_local=tuple(filter(None, map(_step_local, layers))),
+        step_local=tuple(layer.name for layer in layers if is_step_local(layer)),
         depends_on_prompt=any(layer.spec is not None and layer.spec.depends_on_prompt for layer in layers),
     )
 
@@ -315,11 +299,18 @@ def _hashable_key(spec: KVCacheSpec) -> tuple[object, ...]:
     return key
 
 
-def _step_local(layer: LayerSpec) -> str | None:
-    """Return the layer's name if it attends to a request's own tokens and keeps none; otherwise None."""
-    if layer.query is None or layer.spec is None or layer.spec.keeps_past or layer.spec.sequence != TOKENS:
-        return None
-    return layer.name
+def is_step_local(layer: LayerSpec) -> bool:
+    """Return whether a layer attends to a request's own tokens and keeps none of them.
+
+    Args:
+        layer: The layer.
+    """
+    return (
+        layer.query is not None
+        and layer.spec is not None
+        and not layer.spec.keeps_past
+        and layer.spec.sequence == TOKENS
+    )
 
 
 def _find_owners(layers: Sequence[LayerSpec]) -> dict[str, str]:

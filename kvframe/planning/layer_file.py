@@ -43,10 +43,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvframe.config.files import read_json, read_toml
 from kvframe.config.options import MODEL_DTYPES
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import FileError, ModelError, UnknownNameError, shown
+from kvframe.contract.files import read_json, read_toml
 from kvframe.contract.specs import ENCODER
 from kvframe.loading.checks import MAX_WHOLE
 

@@ -1,4 +1,4 @@
-"""Chooses the device and the dtype of a model if the stack leaves them to the machine and to the checkpoint."""
+"""Chooses the dtype of a model if the stack leaves it to the machine and to the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvframe")
 
 AUTO = "auto"
-"""The device and the dtype of a stack that names none."""
+"""The dtype of a stack that names none."""
 
 DEFAULT_DTYPE = "float32"
 """The dtype of a model whose checkpoint names none."""
@@ -28,24 +28,6 @@ _CPU_FEATURES = {
     "float16": ("amx_fp16", "avx512_fp16", "arm_fp16_arith", "fp16_arith"),
 }
 """For each dtype of 16 bits, the features with which a CPU multiplies it; without one, it converts to float32."""
-
-
-def with_device(stack: Stack) -> Stack:
-    """Return a stack that names a device: its own; otherwise the first GPU, or the CPU if there is none.
-
-    Args:
-        stack: What to use.
-    """
-    if stack.engine.device != AUTO:
-        return stack
-    return attrs.evolve(stack, engine=attrs.evolve(stack.engine, device="cuda" if has_gpu() else "cpu"))
-
-
-def has_gpu() -> bool:
-    """Return whether torch sees a GPU."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def with_dtype(stack: Stack, path: Path, registry: Registry, *, runs_here: bool = True) -> Stack:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvframe.config.files import exists
 from kvframe.config.options import MODEL_DTYPES
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, shown
+from kvframe.contract.files import exists
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.loading.packages import to_install
 from kvframe.loading.plugins import load_plugins

@@ -23,7 +23,7 @@ from kvframe.planning.answers import ask_mask
 from kvframe.selection.chains import bind_chain, chain_capture, divides_keys
 from kvframe.selection.choice import Candidate, Choice
 from kvframe.selection.identity import Identity
-from kvframe.selection.skipping import why_not_skipped
+from kvframe.selection.skipping import NO_SKIPPING, Skipping
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
@@ -37,8 +37,7 @@ def select_backends(
     stack: Stack,
     registry: Registry,
     device: str,
-    skipped: Collection[str] = (),
-    heads: Sequence[LayerSpec] = (),
+    skipping: Skipping = NO_SKIPPING,
 ) -> tuple[Choice, ...]:
     """Choose a wrapper chain and a backend for each layer.
 
@@ -55,8 +54,7 @@ def select_backends(
         stack: Its rules.
         registry: Where names are looked up.
         device: The device type that the model runs on (``"cpu"``).
-        skipped: The layers that compute only a step's generating tokens (``find_skipping``).
-        heads: The layers of the model's prediction heads, for what an error says.
+        skipping: Which layers compute only a step's generating tokens.
 
     Returns:
         The choices for the layers that attend, in their order.
@@ -76,7 +74,7 @@ def select_backends(
         if layer.query is None and layer.spec is not None:
             _check_not_chosen(layer, layer.spec.kind, stack)
     attending = [layer for layer in layers if layer.query is not None]
-    choices = tuple(_choose(layer, layers, stack, registry, device, skipped, heads) for layer in attending)
+    choices = tuple(_choose(layer, layers, stack, registry, device, skipping) for layer in attending)
     for layer, choice in zip(attending, choices, strict=True):
         if choice.backend.startswith(f"{BUILTIN_OWNER}:") and _may_choose(stack, layer):
             _log.warning(
@@ -136,8 +134,7 @@ def _choose(
     stack: Stack,
     registry: Registry,
     device: str,
-    skipped: Collection[str],
-    heads: Sequence[LayerSpec],
+    skipping: Skipping,
 ) -> Choice:
     assert layer.spec is not None
     ask_mask(layer.spec)  # a wrong one would look like a fault of every backend
@@ -145,14 +142,14 @@ def _choose(
     uses = tuple(map(Use, layer.spec.default_wrappers)) if rule.wrappers is None else rule.wrappers
     made = [_make_wrapper(use, registry) for use in uses]
     drops_tokens = any(DROPS_TOKENS in wrapper.effects for wrapper, _ in made)
-    if layer.name in skipped and not drops_tokens:
+    if layer.name in skipping.layers and not drops_tokens:
         assert stack.engine.prefill_skipping is not None
         made.insert(0, _make_wrapper(stack.engine.prefill_skipping, registry))
     try:
-        if drops_tokens and layer.name not in skipped:
+        if drops_tokens and layer.name not in skipping.layers:
             raise WrapperError(
                 f"its wrapper chain drops tokens, and the layer computes all of them: "
-                f"{why_not_skipped(layers, layer.name, heads)}",
+                f"{skipping.why_not(layers, layer.name)}",
                 code="not_skipped",
             )
         check_order([type(wrapper) for wrapper, _ in made])

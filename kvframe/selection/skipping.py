@@ -8,62 +8,75 @@ token is used only for that token's own output, and the outputs of a prompt's in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.specs import LayerSpec
-from kvframe.planning.draft_model import split_layers
-
-if TYPE_CHECKING:
-    from kvframe.config.stack import Stack
-    from kvframe.loading.registry import Registry
 
 
 @attrs.frozen
 class Skipping:
-    """What a stack's prefill skipping does with a model.
+    """What prefill skipping does with a model.
 
     Attributes:
         layers: The layers that compute only the tokens that generate, in the order they run.
         note: One sentence that says why no layer does although the stack asks for it and the model alone has some;
             None if there is nothing to say.
         heads: The layers of the prediction heads that draft for the model; none if something else drafts.
+        are_drafting: Whether the layers that are asked about draft for another model; these are never skipped.
     """
 
     layers: tuple[str, ...] = ()
     note: str | None = None
     heads: tuple[LayerSpec, ...] = ()
+    are_drafting: bool = False
+
+    def why_not(self, layers: Sequence[LayerSpec], name: str) -> str:
+        """Return in one sentence why a layer computes every token of a prompt.
+
+        Args:
+            layers: The model's layers, in the order they run.
+            name: The layer.
+        """
+        if self.are_drafting:
+            return f"{name!r} drafts tokens, and prefill skipping is for the layers of the served model only"
+        index = next(index for index, layer in enumerate(layers) if layer.name == name)
+        if _needs_every_token(layers[index]):
+            return f"{name!r} keeps a cache of its own, which must hold every token"
+        later = [layer.name for layer in (*layers[index:], *self.heads) if _needs_every_token(layer)]
+        if later:
+            return f"{later[0]!r} runs after {name!r} and keeps a cache of its own, for which it needs every token"
+        return f"prefill skipping is off; {name!r} could be skipped: name the wrapper in prefill_skipping of [engine]"
 
 
-def find_skipping(layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> Skipping:
-    """Return what a stack's prefill skipping does with a model.
+NO_SKIPPING = Skipping()
+"""Every layer computes every token."""
 
-    The layers of a draft model change nothing. Prediction heads continue the output of the model's last layer, and keep
-    a cache of their own. So they are layers that run after it: the model then computes every token to its end.
+DRAFTING = Skipping(are_drafting=True)
+"""What prefill skipping does with layers that draft: nothing."""
+
+
+def find_skipping(layers: Sequence[LayerSpec], heads: Sequence[LayerSpec] = (), *, is_on: bool) -> Skipping:
+    """Return what prefill skipping does with a model.
+
+    Prediction heads continue the output of the model's last layer, and keep a cache of their own. So they are layers
+    that run after it: the model then computes every token to its end.
 
     Args:
-        layers: The layer specs of the model, and of what drafts for it.
-        stack: Its ``[engine] prefill_skipping`` and ``drafts``.
-        registry: Where the proposer is looked up.
-
-    Raises:
-        StackError: The proposer cannot be made.
+        layers: The model's layers, in the order they run.
+        heads: The layers of its prediction heads, if these draft for it.
+        is_on: Whether the stack asks for prefill skipping.
     """
-    own, drafted = split_layers(layers)
-    proposer = make_proposer(stack, registry)
-    heads = drafted if proposer is not None and proposer.uses_prediction_heads else ()
-    if stack.engine.prefill_skipping is None:
-        return Skipping(heads=heads)
-    found, kept = find_skippable_layers(own), find_skippable_layers([*own, *heads])
+    if not is_on:
+        return Skipping(heads=tuple(heads))
+    alone, with_heads = find_skippable_layers(layers), find_skippable_layers([*layers, *heads])
     note = None
-    if kept != found:
+    if with_heads != alone:
         note = (
             "prefill skipping leaves nothing out: the prediction heads keep a cache of their own, for which "
-            f"{found[0]!r} and later layers compute every token of a prompt"
+            f"{alone[0]!r} and later layers compute every token of a prompt"
         )
-    return Skipping(kept, note, heads)
+    return Skipping(with_heads, note, tuple(heads))
 
 
 def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
@@ -79,26 +92,6 @@ def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
         if layer.shares_with is not None:
             found.append(layer.name)
     return tuple(reversed(found))
-
-
-def why_not_skipped(layers: Sequence[LayerSpec], name: str, heads: Sequence[LayerSpec] = ()) -> str:
-    """Return in one sentence why a layer computes every token of a prompt.
-
-    Args:
-        layers: The model's layers, in the order they run, and those of what drafts for it.
-        name: The layer.
-        heads: The layers of the model's prediction heads, which run after them.
-    """
-    own, drafted = split_layers(layers)
-    if name in {layer.name for layer in drafted}:
-        return f"{name!r} drafts tokens, and prefill skipping is for the layers of the served model only"
-    place = next(index for index, layer in enumerate(own) if layer.name == name)
-    if _needs_every_token(own[place]):
-        return f"{name!r} keeps a cache of its own, which must hold every token"
-    later = [layer.name for layer in (*own[place:], *heads) if _needs_every_token(layer)]
-    if later:
-        return f"{later[0]!r} runs after {name!r} and keeps a cache of its own, for which it needs every token"
-    return f"prefill skipping is off; {name!r} could be skipped: name the wrapper in prefill_skipping of [engine]"
 
 
 def _needs_every_token(layer: LayerSpec) -> bool:

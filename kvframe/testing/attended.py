@@ -62,7 +62,8 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
         metadata: A step's metadata on the host.
         spec: The layer's cache spec.
     """
-    causal = metadata.causal and (spec.mask is None or spec.mask.causal)
+    is_local = metadata.causal and (spec.mask is None or not spec.mask.sees_all)
+    num_later = 0 if spec.mask is None else spec.mask.lookahead or 0
     starts, tables = metadata.query_start_loc_cpu.tolist(), metadata.block_table.tolist()
     hidden = [0] * metadata.num_reqs
     if SEQ_STARTS in metadata.extensions:
@@ -76,12 +77,14 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
         spec, blocks = specs[request], tables[request]
         num_new = starts[request + 1] - starts[request]
         for position in range(seq_len - num_new, seq_len):
-            ranges = (*spec.live_ranges(position), (position, position + 1)) if causal else ((0, seq_len),)
+            ranges: tuple[tuple[int, int], ...] = ((0, seq_len),)
+            if is_local:
+                ranges = (*spec.live_ranges(position), (position, min(seq_len, position + 1 + num_later)))
             tokens = [token for start, stop in ranges for token in range(max(start, hidden[request]), stop)]
-            if causal and spec.is_sparse:
+            if is_local and spec.is_sparse:
                 assert spec.mask_function is not None
                 tokens = [token for token in tokens if spec.mask_function(position, token)]
-            if ends is not None and causal:
+            if ends is not None and is_local:
                 tokens += range(position + 1, ends[len(found)])
             found.append({_slot(blocks, token, metadata.block_size) for token in tokens})
     return found

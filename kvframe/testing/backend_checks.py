@@ -38,6 +38,7 @@ _FEATURES: Mapping[str, Mapping[str, Any]] = {
     "chunks": {"chunk": 6},
     "kept prompts": {"window": 5, "keeps_prompt": True},
     "bidirectional": {"causal": False},
+    "windows in both directions": {"causal": False, "window": 5, "lookahead": 3},
     "mask functions": {"stride": 6, "has_function": True},
     "live ranges alone": {"stride": 6},
     "sparse types": {"window": 4, "dilation": 3},
@@ -174,7 +175,7 @@ def _of_mask(spec: KVCacheSpec) -> Iterator[str]:
     elif mask is None:
         yield "live ranges alone" if spec.mask_function is None else "mask functions"
     elif not mask.causal:
-        yield "bidirectional"
+        yield "bidirectional" if mask.sees_all else "windows in both directions"
     elif mask.chunk is not None:
         yield "chunks"
     else:

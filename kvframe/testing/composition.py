@@ -17,11 +17,11 @@ import attrs
 
 from kvframe.attention.group import honours_ranges
 from kvframe.attention.wrapping import MISTAKES
-from kvframe.config.files import as_text, check_place, read_bytes, write_text
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import FileError, PluginError, WrapperError
+from kvframe.contract.files import as_text, check_place, read_bytes, write_text
 from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
@@ -61,6 +61,7 @@ LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
     f"chunks that end within a block{RANGES}": lambda block_size: {"chunk": block_size + 3},
     "bidirectional": lambda block_size: {"causal": False},
     f"bidirectional{CROSS}": lambda block_size: {"causal": False},
+    "window in both directions": lambda block_size: {"causal": False, "window": 5, "lookahead": 3},
     "soft cap and learned sinks": lambda block_size: {"soft_cap": SOFT_CAP, "has_sinks": True},
     "chunks of whole blocks, soft cap and learned sinks": lambda block_size: {
         "chunk": 2 * block_size,

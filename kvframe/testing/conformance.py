@@ -227,12 +227,12 @@ def dense_arguments(case: Case, inputs: Sequence[Inputs], learned: Learned) -> I
     """
     spec = case.attended_spec
     mask = spec.mask
-    causal = case.causal and (mask is None or mask.causal)
+    sees_all = not case.causal or (mask is not None and mask.sees_all)
     learned = learned.to(torch.float64)
     sizes = {name: tensor.abs() for name, tensor in learned.parameters.items()}
     for request, tensors in zip(case.requests, inputs, strict=True):
         visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
-        if causal:
+        if not sees_all:
             visible = visible_tokens(spec.for_prompt(request.num_prompt), request.num_computed, request.seq_len)
             for start, stop in request.ranges:
                 for position in range(start, stop):

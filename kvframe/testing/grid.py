@@ -106,7 +106,7 @@ def make_cases(
                 batches |= RANGES
             cases = [*_cases(name, layer, batches)]
             found += cases
-            if _has_bidirectional_mask(layer) and not _uses_distances(layer):
+            if _sees_all(layer) and not _uses_distances(layer):
                 found += _cases(name, layer, cross)
             if name.startswith("full-block") and capabilities.not_causal is None:
                 causal = [case for case in cases if not any(request.ranges for request in case.requests)]
@@ -234,6 +234,10 @@ def make_masks(block_size: int) -> dict[str, Mapping[str, Any]]:
         "window=1-sink_tokens=2": {"window": 1, "num_sink_tokens": 2},
         f"window=6-sink_tokens={block_size + 1}": {"window": 6, "num_sink_tokens": block_size + 1},
         **{f"window={window}-prompt": {"window": window, "keeps_prompt": True} for window in (1, 5, block_size + 2)},
+        **{
+            f"window={window}-lookahead={lookahead}": {"causal": False, "window": window, "lookahead": lookahead}
+            for window, lookahead in ((5, 3), (1, 2), (3, 0), (block_size + 1, block_size))
+        },
         **{f"chunk={chunk}": {"chunk": chunk} for chunk in chunks},
         "stride=6": {"stride": 6},
         "function-stride=6": {"stride": 6, "has_function": True},
@@ -250,6 +254,11 @@ def usual_head_size(capabilities: Capabilities, form: StateForm) -> int:
 def _has_bidirectional_mask(layer: LayerSpec) -> bool:
     mask = None if layer.spec is None else layer.spec.mask
     return mask is not None and not mask.causal
+
+
+def _sees_all(layer: LayerSpec) -> bool:
+    mask = None if layer.spec is None else layer.spec.mask
+    return mask is not None and mask.sees_all
 
 
 def _uses_distances(layer: LayerSpec) -> bool:
@@ -344,7 +353,7 @@ def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, 
             continue
         assert layer.spec is not None
         batches = backend_batches(layer.spec.block_size)
-        if _has_bidirectional_mask(layer):
+        if _sees_all(layer):
             batches |= cross_batches(layer.spec.block_size)
         if name not in main:
             batches = {batch: requests for batch, requests in batches.items() if batch in FORMAT_BATCHES}

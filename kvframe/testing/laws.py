@@ -133,7 +133,7 @@ def _check_mask_function(asked: _Asked) -> None:
     _require_equal(spec, "mask_function(1, 0)", bool(found[1, 0]), one)
     for n, ranges in enumerate(live):
         seen = set(found[n].nonzero()[0].tolist())
-        kept = _tokens(ranges) | {n} if is_causal else set(range(len(live)))
+        kept = _tokens(ranges) | {n} if is_causal else _seen_both_ways(spec, n, len(live))
         what = f"at {n} mask_function shows {sorted(seen)}, live and its own are {sorted(kept)}"
         if spec.is_sparse:
             _require(seen <= kept, spec, what)
@@ -141,6 +141,14 @@ def _check_mask_function(asked: _Asked) -> None:
             continue
         hint = "; a type whose queries see fewer tokens than are live declares is_sparse" if seen < kept else ""
         _require(seen == kept, spec, what + hint)
+
+
+def _seen_both_ways(spec: KVCacheSpec, n: int, num_tokens: int) -> set[int]:
+    """Return the tokens that a bidirectional mask shows to the query at a position of a request."""
+    window, lookahead = (None, None) if spec.mask is None else (spec.mask.window, spec.mask.lookahead)
+    if window is None or lookahead is None:
+        return set(range(num_tokens))
+    return {token for token in range(num_tokens) if n - window < token <= n + lookahead}
 
 
 def _ask(spec: KVCacheSpec, n: int) -> tuple[TokenRange, ...]:

@@ -14,10 +14,12 @@ from kvframe.contract.specs import KVCacheSpec, QuerySpec, RelativeBias
 
 
 def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.Tensor:
-    """Return the tokens that each new query attends to: the live ones that a sparse type shows, and its own.
+    """Return the tokens that each new query attends to: live ones, as far as a sparse type shows them, and its own.
+
+    In a window in both directions, later ones too.
 
     Args:
-        spec: The layer's cache spec, with a causal mask or none.
+        spec: The layer's cache spec; its mask does not show all tokens.
         num_computed: The first query's position.
         seq_len: Tokens of the request after the step.
 
@@ -28,6 +30,8 @@ def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.
     for row, position in enumerate(range(num_computed, seq_len)):
         for start, stop in (*spec.live_ranges(position), (position, position + 1)):
             visible[row, start:stop] = True
+        if spec.mask is not None and spec.mask.lookahead is not None:
+            visible[row, position + 1 : position + 1 + spec.mask.lookahead] = True
     if spec.is_sparse:
         assert spec.mask_function is not None
         visible &= spec.mask_function(torch.arange(num_computed, seq_len)[:, None], torch.arange(seq_len)[None])

@@ -216,6 +216,7 @@ def _make_features(capabilities: Capabilities) -> dict[str, Mapping[str, Any]]:
         "window=20-sink_tokens=4": {"window": 20, "num_sink_tokens": 4, **scoring},
         "window=20": {"window": 20, **scoring},
         "bidirectional": {"causal": False, **scoring},
+        "window=9-lookahead=7": {"causal": False, "window": 9, "lookahead": 7, **scoring},
         "chunk=24": {"chunk": 24},
         "function-stride=6": {"stride": 6, "has_function": True},
         "window=6-dilation=4": {"window": 6, "dilation": 4},

@@ -142,7 +142,8 @@ def _visible(spec: KVCacheSpec) -> Hashable:
     mask = spec.mask
     if mask is None:
         return spec.mask_function is not None, spec.is_sparse
-    return mask.causal, mask.window is None, mask.num_sink_tokens == 0, mask.chunk is None, mask.keeps_prompt
+    sizes = mask.window, mask.lookahead, mask.chunk, mask.num_sink_tokens or None
+    return mask.causal, mask.keeps_prompt, *(size is None for size in sizes)
 
 
 def _kind(requests: Sequence[Request]) -> Hashable:

@@ -51,6 +51,7 @@ class AnyMask:
         dilation: A query sees every ``dilation``-th token of a window of as many times ``window`` tokens (Longformer,
             arXiv 2004.05150), whose other tokens are live too; 1 for a window without gaps.
         keeps_prompt: As in ``AttentionMask``.
+        lookahead: As in ``AttentionMask``.
     """
 
     window: int | None = None
@@ -61,6 +62,7 @@ class AnyMask:
     has_function: bool = False
     dilation: int = 1
     keeps_prompt: bool = False
+    lookahead: int | None = None
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         """Return the chunk's tokens, the pattern's, or the sinks and the window; all of a prompt that is kept."""
@@ -88,6 +90,7 @@ class AnyMask:
             num_sink_tokens=self.num_sink_tokens,
             chunk=self.chunk,
             keeps_prompt=self.keeps_prompt,
+            lookahead=self.lookahead,
         )
 
     @property

@@ -132,6 +132,8 @@ def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: A
             host = torch.minimum(host, metadata.seq_lens_cpu - metadata.query_start_loc_cpu.diff()).clamp_(min=0)
         if name == NUM_PROMPT_TOKENS:
             host += 1
+        if name == RANGE_ENDS:
+            host = _make_range_ends(metadata)
         return Extension(host.clone(), along, host)
 
     taken = [name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT]
@@ -140,6 +142,16 @@ def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: A
 
 _Kept = tuple[str, CommonAttentionMetadata, dict[str, Any]]
 """A batch's name, what a wrapper made of it, and a copy of the values of that."""
+
+
+def _make_range_ends(metadata: CommonAttentionMetadata) -> torch.Tensor:
+    """Return ends of ranges, ``[num_tokens], int32, host``: the second half of each request's new tokens is in one."""
+    ends = torch.zeros(metadata.slot_mapping.shape[0], dtype=torch.int32)
+    starts = metadata.query_start_loc_cpu.tolist()
+    for start, stop, seq_len in zip(starts, starts[1:], metadata.seq_lens_cpu.tolist(), strict=False):
+        ends[(start + stop) // 2 : stop] = seq_len
+    return ends
+
 
 # --- the checks -------------------------------------------------------------------------------------------------------
 

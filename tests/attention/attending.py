@@ -25,7 +25,7 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, share_caches
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
-from kvframe.selection.skipping import find_skippable_layers
+from kvframe.selection.skipping import Skipping, find_skippable_layers
 from kvframe.testing.reference import dense_attention, visible_tokens
 
 CPU = torch.device("cpu")
@@ -117,7 +117,9 @@ class Bench:
         storage.poison()
         self.manager = KVCacheManager(plan, max_num_seqs=8, prefix_caching=False)
         skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
-        choices = select_backends(layers, stack, load_plugins(stack.plugins, plugins).registry, "cpu", skipped)
+        choices = select_backends(
+            layers, stack, load_plugins(stack.plugins, plugins).registry, "cpu", Skipping(tuple(skipped))
+        )
         scratch = LocalCaches(layers, CPU, max_tokens=64, max_reqs=8)
         scratch.is_poisoned = True
         audited = stack.cache.audit

@@ -20,7 +20,7 @@ from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, share_caches
 from kvframe.selection.identity import Identity
-from kvframe.selection.skipping import find_skippable_layers, why_not_skipped
+from kvframe.selection.skipping import DRAFTING, NO_SKIPPING, Skipping, find_skippable_layers
 from tests.attention.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
 
 
@@ -60,23 +60,21 @@ def test_every_layer_of_the_example_computes_its_own_mask(stack: Stack, hybrid: 
 def test_layers_before_one_that_writes_are_not_skipped() -> None:
     layers = eight_layers()
     assert ("L6", "L7") == find_skippable_layers(layers)
-    assert "'L4' runs after 'L2' and keeps a cache of its own, for which it needs every token" == why_not_skipped(
-        layers, "L2"
-    )
-    assert "'L4' runs after 'L3'" in why_not_skipped(layers, "L3")
-    assert "'L5' keeps a cache of its own, which must hold every token" == why_not_skipped(layers, "L5")
+    why_not = NO_SKIPPING.why_not
+    assert "'L4' runs after 'L2' and keeps a cache of its own, for which it needs every token" == why_not(layers, "L2")
+    assert "'L4' runs after 'L3'" in why_not(layers, "L3")
+    assert "'L5' keeps a cache of its own, which must hold every token" == why_not(layers, "L5")
 
 
 def test_why_a_layer_computes_every_token_is_told_of_what_runs_after_it() -> None:
     layers, drafting = eight_layers(), layer("draft:L0", full())
     off = "prefill skipping is off; 'L7' could be skipped: name the wrapper in prefill_skipping of [engine]"
-    assert off == why_not_skipped(layers, "L7")
     # A draft model runs beside the layers, and prediction heads after them.
-    assert off == why_not_skipped([*layers, drafting], "L7")
+    assert off == NO_SKIPPING.why_not(layers, "L7")
     after = "'draft:L0' runs after 'L7' and keeps a cache of its own, for which it needs every token"
-    assert after == why_not_skipped([*layers, drafting], "L7", [drafting]) == why_not_skipped(layers, "L7", [drafting])
+    assert after == Skipping(heads=(drafting,)).why_not(layers, "L7")
     never = "'draft:L0' drafts tokens, and prefill skipping is for the layers of the served model only"
-    assert never == why_not_skipped([*layers, drafting], "draft:L0")
+    assert never == DRAFTING.why_not([drafting], "draft:L0")
 
 
 def test_a_recurrent_layer_at_the_end_leaves_nothing_to_skip() -> None:

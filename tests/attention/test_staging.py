@@ -14,6 +14,7 @@ import pytest
 import torch
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_cross_attention import CrossAttentionSpec
+from kvframe_engine.running.model_runner import ModelRunner
 from kvframe_kv_formats import Fp8TokenHead
 from kvframe_torch.backend import TorchBackend
 from kvframe_triton.backend import TritonBackend
@@ -35,12 +36,11 @@ from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import LayerSpec
-from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, share_caches
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
-from kvframe.selection.skipping import find_skippable_layers
+from kvframe.selection.skipping import Skipping, find_skippable_layers
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.staging import META, CopyCounter, check_staging
 from tests.attention.attending import full, layer, local, plugin
@@ -183,7 +183,9 @@ def copies_of_a_step(
             "copies_itself": CopiesItself,
         },
     )
-    choices = select_backends(layers, stack, load_plugins(stack.plugins, [ordered]).registry, "cpu", skipped)
+    choices = select_backends(
+        layers, stack, load_plugins(stack.plugins, [ordered]).registry, "cpu", Skipping(tuple(skipped))
+    )
     scratch = LocalCaches(layers, META, max_tokens=64, max_reqs=8)
     attention = AttentionLayers(layers, choices, grouping, views, META, skipped, scratch)
     assert 5 == len(grouping.groups)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 
+from kvframe.attention.batch_metadata import split_mapping
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.request_order import is_ordered, permute
@@ -65,6 +66,49 @@ class ReadsBounds(TorchReferenceBackend):
             needs_exact_lens = False
 
         return Builder()
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.zeros(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "sinks", "says"),
+    [
+        ((3, 3, 4), (3, 1, 4), (3, 1, 4), None, r"queries of \[3, 3, 4\], and it is specified with \[3, 2, 4\]"),
+        ((3, 2, 5), (3, 1, 4), (3, 1, 4), None, r"queries of \[3, 2, 5\]"),
+        ((3, 2, 4), (4, 1, 4), (4, 1, 4), None, r"keys and values of \[4, 1, 4\] and \[4, 1, 4\]"),
+        ((3, 2, 4), (3, 2, 4), (3, 1, 4), None, r"keys and values of \[3, 2, 4\] and \[3, 1, 4\]"),
+        ((3, 2, 4), (3, 1, 4), (3, 1, 2), None, r"specified with \[3, 1, 4\] and \[3, 1, 4\]"),
+        ((3, 2, 4), (3, 1, 4), (3, 1, 4), (1,), r"sinks of \[1\], and it is specified with \[2\]"),
+    ],
+)
+def test_a_layer_that_is_called_with_other_shapes_than_its_own_is_refused_before_a_kernel_reads_them(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], sinks: tuple[int, ...] | None, says: str
+) -> None:
+    bench = Bench([layer("full", full())])
+    bench.attention.begin_step(bench.metadata(SINGLE_TOKENS))
+    learned = None if sinks is None else torch.zeros(sinks)
+    with pytest.raises(BackendError, match=f"^layer 'full' was called with .*{says}") as refused:
+        bench.attention["full"](*tensors(query, key, value), learned)
+    assert "wrong_input" == refused.value.code
+
+
+def test_memory_for_an_output_that_no_kernel_can_write_to_is_refused() -> None:
+    bench = Bench([layer("full", full())])
+    bench.attention.begin_step(bench.metadata(SINGLE_TOKENS))
+    query, key, value = tensors((3, 2, 4), (3, 1, 4), (3, 1, 4))
+    full_layer = bench.attention["full"]
+    full_layer(query, key, value)
+    kv_cache, read = full_layer._kv_cache, full_layer.step.read
+    for out in (torch.zeros(3, 2, 4, dtype=torch.float64), torch.zeros(3, 4, 2).mT):
+        with pytest.raises(BackendError, match="has to be contiguous and of the query's dtype"):
+            full_layer.attend(query, kv_cache, read, None, out)
+
+
+def test_a_token_with_a_negative_slot_is_given_the_null_page_and_no_page_from_the_end() -> None:
+    slots = split_mapping(torch.tensor([9, -1, -7]), 4)
+    assert ([2, 0, 0], [1, 0, 0]) == (slots.blocks.tolist(), slots.offsets.tolist())
 
 
 def test_upper_bounds_of_lengths_reach_no_builder_that_needs_exact_ones() -> None:

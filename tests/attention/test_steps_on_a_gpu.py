@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.requests.request import SamplingParams
 
-from kvframe import Engine, load_plugins
+from kvframe import Engine, Setup, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.engine.requests.request import SamplingParams
-from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.recognise import find_adapter
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
@@ -31,8 +30,7 @@ def on_gpu(folder: Path, family: str, **options: Any) -> Engine:
     registry = load_plugins(plugins=[plugin("mine", backends={"capturable": CapturableReference})]).registry
     loaded = find_adapter(folder, registry).load(folder, device="cuda", dtype="float32")
     stack = make_stack(device="cuda", **options)
-    layers = make_layer_specs(loaded.description, registry, stack, "float32")
-    return Engine(loaded, layers, registry=registry, stack=stack)
+    return Engine(loaded, Setup.of(loaded.description, stack, registry, dtype="float32"))
 
 
 def test_what_cannot_be_captured_runs_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

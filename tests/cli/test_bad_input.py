@@ -15,8 +15,8 @@ import pytest
 
 from kvframe import Engine
 from kvframe.cli import guard, render
-from kvframe.config.files import check_place, parse_json, parse_toml, read_bytes, read_json, read_toml, write_text
 from kvframe.contract.errors import FileError, ModelError, UnknownNameError, listed, shorten, shown
+from kvframe.contract.files import check_place, parse_json, parse_toml, read_bytes, read_json, read_toml, write_text
 from tests.cli.test_commands import error_of, run
 
 ROOT = Path(__file__).parents[2]
@@ -378,7 +378,7 @@ runpy.run_module("kvframe", run_name="__main__")
 
 @pytest.mark.parametrize(
     "module",
-    ["kvframe.cli", "click.core", "kvframe.config.stack", "numpy", "torch", "torch.nn", "kvframe.engine.engine"],
+    ["kvframe.cli", "click.core", "kvframe.config.stack", "numpy", "torch", "torch.nn", "kvframe_engine.engine"],
 )
 def test_an_interrupt_while_modules_load_is_no_error(module: str) -> None:
     command = [sys.executable, "-c", _INTERRUPT_AT, module, "generate", "examples", "--prompt", "a"]

@@ -10,14 +10,13 @@ import pytest
 from click.testing import CliRunner
 from kvframe_scan_resistant.policy import ScanResistant
 
-from kvframe import Engine, SamplingParams
+from kvframe import Engine, SamplingParams, Setup
 from kvframe.cli import main
 from kvframe.config.eviction_choice import make_policy
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import StackError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import make_layer_specs
 from tests.engine.scripted_model import ScriptedModel
 
 LAYERS = """
@@ -105,9 +104,8 @@ def serve_many(eviction: str) -> tuple[Engine, list[str | None]]:
     """Return an engine whose requests exceeded its cache, and its log."""
     stack = Stack.from_mapping({"cache": {"block_size": 4, "memory": 8 * 1024, "eviction": eviction}})
     registry, model = load_plugins().registry, ScriptedModel("x" * 30 + "a script")
-    engine = Engine(
-        model, make_layer_specs(model.description, registry, stack, "float32"), registry=registry, stack=stack
-    )
+    stack = stack.with_options(engine={"dtype": "float32"})
+    engine = Engine(model, Setup.of(model.description, stack, registry))
     prompts = [[1, index, *range(100, 128)] for index in range(30)]
     return engine, [output.text for output in engine.generate(prompts, SamplingParams(max_new_tokens=6))]
 

@@ -12,7 +12,9 @@ import torch
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.declared_words import MASK_FEATURES, USUAL_DEVICES
 from kvframe.contract.errors import BackendError
+from kvframe.contract.formats import StateTensor
 from kvframe.contract.masks import AttentionMask
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
 
 RIGHT: Mapping[str, Any] = {"devices": {"cpu"}, "dtypes": {"float32"}, "masks": {"causal"}}
 
@@ -91,8 +93,51 @@ def test_every_feature_of_a_mask_and_every_usual_device_is_known() -> None:
         AttentionMask(window=2, keeps_prompt=True),
         AttentionMask(chunk=2),
         AttentionMask(causal=False),
+        AttentionMask(causal=False, window=2, lookahead=1),
     ]
     assert {*MASK_FEATURES} - {"ranges", "mask_function", "live_range", "sparse"} == set().union(
         *(mask.features for mask in masks)
     )
     assert {*USUAL_DEVICES} == Capabilities(**{**RIGHT, "devices": USUAL_DEVICES}).devices
+
+
+@attrs.frozen(kw_only=True)
+class Stored(KVCacheSpec):
+    """A type that does not check queries, with any state."""
+
+    kind = "stored"
+    key: tuple[int, ...] = (16, 2, 8)
+    value: tuple[int, ...] = (16, 2, 8)
+    value_dtype: str = "float32"
+
+    def live_ranges(self, n: int) -> tuple[tuple[int, int], ...]:
+        return ((0, n),) if n else ()
+
+    def state_tensors(self) -> Mapping[str, StateTensor]:
+        return {"k": StateTensor(self.key, "float32"), "v": StateTensor(self.value, self.value_dtype)}
+
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({}, None),
+        ({"value": (16, 2, 5)}, None),
+        ({"key": (16, 3, 8), "value": (16, 3, 8)}, "not 4 of 8 for 3 of 8"),
+        ({"key": (16, 8, 8), "value": (16, 8, 8)}, "not 4 of 8 for 8 of 8"),
+        ({"key": (16, 2, 4)}, "not 4 of 8 for 2 of 4"),
+        ({"value": (16, 1, 8)}, r"not [16, 2, 8] and [16, 1, 8]"),
+        ({"key": (4, 2, 8), "value": (4, 2, 8)}, r"not [4, 2, 8] and [4, 2, 8]"),
+        ({"key": (16, 8), "value": (16, 8)}, r"the shapes [16, num_kv_heads, head_size] and [16, num_kv_heads"),
+        ({"value_dtype": "float16"}, "reads keys and values of one dtype, not float32 and float16"),
+    ],
+)
+def test_state_that_is_called_keys_and_values_has_their_shapes(spec: dict[str, Any], reason: str | None) -> None:
+    able = Capabilities(devices={"cpu"}, dtypes={"float32", "float16"}, masks={"causal"}, separate_value_size=True)
+    query = QuerySpec(num_heads=4, head_size=8, scale=1.0)
+    refusals = able.refusals(LayerSpec(name="layer", spec=Stored(block_size=16, **spec), query=query), "cpu")
+    assert ([] if reason is None else ["state_shape"]) == [refusal.code for refusal in refusals]
+    assert all(reason in refusal.reason for refusal in refusals if reason is not None)

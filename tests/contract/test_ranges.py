@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from kvframe.contract import RANGE_ENDS, Axis, CommonAttentionMetadata, Extension, RangeRuns
+from kvframe.contract import RANGE_ENDS, Axis, CommonAttentionMetadata, Extension, RangeRuns, lookahead_ends
 from kvframe.testing.case import Request
 from kvframe.testing.framework import pad_metadata
 from kvframe.testing.metadata import make_metadata
@@ -57,3 +57,11 @@ def test_with_static_shapes_there_are_as_many_runs_as_tokens_and_the_last_ones_a
     causal, both_ways = runs.parts()
     assert [4, 0, 10, 0, 0, 0] == causal.seq_lens.tolist()
     assert [0, 6, 0, 0, 0, 0] == both_ways.seq_lens.tolist()
+
+
+def test_the_ends_of_a_lookahead_are_those_of_each_query_and_at_most_its_request() -> None:
+    step = make_metadata(REQUESTS, 4)
+    assert [10, 6, 7, 8, 9, 9, 9, 3, 3, 3] == lookahead_ends(step, 2).tolist()
+    assert [10, 4, 5, 6, 7, 8, 9, 1, 2, 3] == lookahead_ends(step, 0).tolist()
+    padded = pad_metadata(step, num_reqs=6, num_tokens=12, num_generating=12, max_query_len=6)
+    assert [10, 6, 7, 8, 9, 9, 9, 3, 3, 3, 0, 0] == lookahead_ends(padded, 2).tolist()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.errors import PluginError, SpecError, UnknownNameError
 from kvframe.contract.specs import (
+    ENCODER,
     AttentionMask,
     KVCacheSpec,
     LayerSpec,
@@ -23,6 +24,7 @@ from kvframe.contract.specs import (
     StateTensor,
     TokenRange,
 )
+from kvframe.planning.answers import ask_mask
 from kvframe.planning.spec_check import check_spec_at_set_up
 from kvframe.testing.laws import ConformanceError, check_spec
 from kvframe.testing.state import GridSpec
@@ -93,10 +95,58 @@ def test_an_unknown_dtype_names_the_nearest() -> None:
         FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="floot16")
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", 10**30 * 1.0])
+def test_the_numbers_of_a_mask_are_whole_and_count_tokens(value: Any) -> None:
+    for name, least in (("window", 1), ("chunk", 1), ("num_sink_tokens", 0)):
+        if type(value) is int and value >= least:
+            continue
+        options = {"window": 4, name: value} if name == "num_sink_tokens" else {name: value}
+        with pytest.raises(SpecError, match=f"^AttentionMask.{name} must be a whole number of at least {least}, not "):
+            AttentionMask(**options)
+
+
+@pytest.mark.parametrize("soft_cap", [0, 0.0, -2.0])
+def test_a_soft_cap_is_more_than_zero(soft_cap: float) -> None:
+    with pytest.raises(SpecError, match=f"^QuerySpec.soft_cap must be more than 0, not {soft_cap}"):
+        QuerySpec(num_heads=1, head_size=8, scale=1.0, soft_cap=soft_cap)
+
+
 def test_mask_features_say_what_a_backend_needs() -> None:
     assert frozenset({"causal"}) == AttentionMask().features
     assert frozenset({"bidirectional"}) == AttentionMask(causal=False).features
+    both_ways = AttentionMask(causal=False, window=3, lookahead=1)
+    assert frozenset({"bidirectional_window"}) == both_ways.features
+    assert [True, False, False] == [mask.sees_all for mask in (AttentionMask(causal=False), both_ways, AttentionMask())]
     assert frozenset({"causal", "window", "sink_tokens"}) == AttentionMask(window=3, num_sink_tokens=1).features
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False, "window": 3},
+        {"causal": False, "lookahead": 3},
+        {"window": 3, "lookahead": 3},
+        {"causal": False, "window": 3, "lookahead": 3, "num_sink_tokens": 1},
+        {"causal": False, "window": 3, "lookahead": 3, "keeps_prompt": True},
+        {"causal": False, "chunk": 3},
+    ],
+)
+def test_a_mask_whose_terms_exclude_each_other_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecError):
+        AttentionMask(**options)
+
+
+class WindowOverAnEncoder(GridSpec):
+    """A window in both directions over the tokens of another sequence."""
+
+    kind = "window_over_an_encoder"
+    sequence = ENCODER
+
+
+def test_a_window_in_both_directions_is_over_the_tokens_of_the_request() -> None:
+    spec = WindowOverAnEncoder(block_size=4, num_kv_heads=1, head_size=8, causal=False, window=3, lookahead=3)
+    with pytest.raises(SpecError, match="no lookahead, because a query has no place among the tokens of the encoder"):
+        ask_mask(spec)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +157,8 @@ def test_mask_features_say_what_a_backend_needs() -> None:
         (AttentionMask(window=2, num_sink_tokens=1), [0, 5, 6]),
         (AttentionMask(chunk=4), [4, 5, 6]),
         (AttentionMask(causal=False), [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (AttentionMask(causal=False, window=3, lookahead=1), [4, 5, 6, 7]),
+        (AttentionMask(causal=False, window=1, lookahead=9), [6, 7, 8]),
     ],
 )
 def test_a_mask_is_a_function_of_positions_too(mask: AttentionMask, seen: list[int]) -> None:

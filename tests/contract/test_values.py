@@ -10,12 +10,22 @@ import pytest
 import torch
 
 from kvframe.attention.padding import pad_metadata
+from kvframe.attention.shapes import find_misfit
 from kvframe.attention.values import find_contradiction, find_foreign_id, find_wrong_tensor
-from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import (
+    NUM_PROMPT_TOKENS,
+    RANGE_ENDS,
+    SEQ_STARTS,
+    Axis,
+    CommonAttentionMetadata,
+    Extension,
+)
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
 
 NUM_BLOCK_IDS = 7
+
+EXTENSIONS = {SEQ_STARTS: Axis.REQUEST, NUM_PROMPT_TOKENS: Axis.REQUEST, RANGE_ENDS: Axis.TOKEN}
 
 
 def step() -> CommonAttentionMetadata:
@@ -29,12 +39,12 @@ def padded() -> CommonAttentionMetadata:
 
 
 def changed(metadata: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:
-    """Return metadata with other numbers; a list stands for a tensor and its host copy, and starts for an extension."""
+    """Return metadata with other numbers; a list stands for a tensor and its host copy, or for an extension."""
     found: dict[str, Any] = {}
     for name, value in changes.items():
-        if name == SEQ_STARTS:
-            starts = torch.tensor(value, dtype=torch.int32)
-            found["extensions"] = {SEQ_STARTS: Extension(starts, Axis.REQUEST, starts)}
+        if name in EXTENSIONS:
+            values = torch.tensor(value, dtype=torch.int32)
+            found["extensions"] = {name: Extension(values, EXTENSIONS[name], values)}
         elif isinstance(value, list):
             dtype = getattr(metadata, name).dtype
             found |= {name: torch.tensor(value, dtype=dtype), f"{name}_cpu": torch.tensor(value, dtype=dtype)}
@@ -51,6 +61,9 @@ RIGHT: dict[str, Mapping[str, Any]] = {
     "no generating token": {"num_generating": 0},
     "starts at the first new tokens": {SEQ_STARTS: [9, 0]},
     "starts at the ends, if the mask is not causal": {SEQ_STARTS: [11, 3], "causal": False},
+    "ranges that end with their requests": {RANGE_ENDS: [11, 11, 2, 2, 0]},
+    "ranges of a step that is not causal, which no kernel reads": {RANGE_ENDS: [99, 0, 0, 0, 0], "causal": False},
+    "prompts of no tokens": {NUM_PROMPT_TOKENS: [0, 99]},
     "fewer keys than queries, if the mask is not causal": {"seq_lens": [11, 2], "causal": False},
 }
 
@@ -85,6 +98,13 @@ WRONG: dict[str, tuple[Mapping[str, Any], str]] = {
     "a generating token twice": ({"generating_indices": [4, 4]}, "generating_indices does not rise"),
     "a start below 0": ({SEQ_STARTS: [-1, 0]}, "the extension 'seq_starts' does not lie between 0 and"),
     "a start after the first new token": ({SEQ_STARTS: [10, 0]}, "the extension 'seq_starts' does not lie between"),
+    "a range that ends after its request": (
+        {RANGE_ENDS: [0, 12, 0, 0, 0]},
+        "the extension 'range_ends' does not lie between each token and the end of its request",
+    ),
+    "a range that ends before its token": ({RANGE_ENDS: [0, 0, 0, 0, 2]}, "the extension 'range_ends' does not"),
+    "a range that ends below 0": ({RANGE_ENDS: [-1, 0, 0, 0, 0]}, "the extension 'range_ends' does not lie"),
+    "a prompt of fewer than no tokens": ({NUM_PROMPT_TOKENS: [4, -1]}, "'num_prompt_tokens' names -1 tokens"),
     "a start after the end": ({SEQ_STARTS: [12, 3], "causal": False}, "the extension 'seq_starts' does not lie betwe"),
 }
 
@@ -183,3 +203,21 @@ def test_blocks_and_slots_of_other_steps_are_foreign() -> None:
     assert "slot_mapping names 100, which is none of those" in str(
         find_foreign_id(attrs.evolve(given, slot_mapping=torch.full_like(given.slot_mapping, 100)), given)
     )
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_extensions_that_kernels_read_are_int32_and_of_one_dimension(name: str) -> None:
+    given = step()
+    count = {Axis.REQUEST: 2, Axis.TOKEN: 5}
+    other = Axis.TOKEN if EXTENSIONS[name] is Axis.REQUEST else Axis.REQUEST
+
+    def problem(axis: Axis, *shape: int, dtype: torch.dtype = torch.int32) -> str | None:
+        values = torch.ones(shape, dtype=dtype)
+        return find_misfit(attrs.evolve(given, extensions={name: Extension(values, axis, values)}))
+
+    own = EXTENSIONS[name]
+    assert problem(own, count[own]) is None
+    assert f"the extension {name!r} has the dtype torch.int64, not" in str(problem(own, count[own], dtype=torch.int64))
+    assert f"the extension {name!r} has 2 dimensions, the first for each {own}" in str(problem(own, count[own], 1))
+    for axis, length in ((other, count[other]), (Axis.STEP, 1)):
+        assert f"the first for each {axis}, not one for each {own}" in str(problem(axis, length))

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from kvframe import Engine, load_plugins
+from kvframe import Engine, Setup, load_plugins
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.model import LoadedModel
-from kvframe.planning.groups import make_layer_specs
 
 END = 0
 MAX_MODEL_LEN = 64
@@ -73,5 +72,4 @@ class ScriptedModel(LoadedModel):
         cache |= {} if key is None else {"key": key}
         stack = Stack.from_mapping({"cache": cache, "engine": engine_options})
         registry = load_plugins().registry
-        layers = make_layer_specs(self.description, registry, stack, "float32")
-        return Engine(self, layers, registry=registry, stack=stack)
+        return Engine(self, Setup.of(self.description, stack, registry, dtype="float32"))

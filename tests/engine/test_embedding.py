@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.embedding import EmbeddingOutput
 
-from kvframe import Embedder, Engine, Prompt, load_plugins
+from kvframe import Embedder, Engine, Prompt, Setup, load_plugins
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription, Pooling
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.contract.model import LoadedModel
-from kvframe.engine.embedding import EmbeddingOutput
-from kvframe.planning.groups import make_layer_specs
 
 KV = {"num_kv_heads": 1, "head_size": 4}
 QUERY = {"num_heads": 1, "head_size": 4, "scale": 1.0}
@@ -79,9 +78,12 @@ class Echo(LoadedModel):
         cache |= {key: options.pop(key) for key in ("preemption", "swap_memory", "prefix_caching") if key in options}
         stack = Stack.from_mapping({"cache": cache, "engine": options})
         registry = load_plugins().registry
-        made = make_layer_specs(self.description, registry, stack, "float32")
         return Embedder(
-            self, made, registry=registry, stack=stack, pooling=pooling, normalize=normalize, poison_freed=True
+            self,
+            Setup.of(self.description, stack, registry, dtype="float32"),
+            pooling=pooling,
+            normalize=normalize,
+            poison_freed=True,
         )
 
 
@@ -374,9 +376,8 @@ def test_an_id_that_is_taken_is_refused() -> None:
 def test_a_model_that_does_not_generate_is_refused_by_the_engine() -> None:
     model = Echo()
     registry, stack = load_plugins().registry, Stack()
-    made = make_layer_specs(model.description, registry, stack, "float32")
     with pytest.raises(ModelError, match=r"echo does not generate text.*`kvframe embed`"):
-        Engine(model, made, registry=registry, stack=stack)
+        Engine(model, Setup.of(model.description, stack, registry, dtype="float32"))
     assert not model.is_attached
 
 

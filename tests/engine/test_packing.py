@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.running.model_runner import are_last_tokens
+from kvframe_engine.scheduling.step import PackedStep, ScheduledStep
 from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
 
-from kvframe import Engine, Stack, load_plugins
+from kvframe import Engine, Setup, Stack, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract import hookimpl
 from kvframe.contract.order import BatchOrder
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.running.model_runner import are_last_tokens
-from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
-from kvframe.planning.groups import make_layer_specs
 from tests.engine.scripted_model import ScriptedModel
 
 
@@ -150,9 +149,8 @@ def test_a_batch_is_packed_as_a_backend_asks_and_its_tokens_find_their_requests(
             "engine": {"max_num_batched_tokens": 9},
         }
     )
-    layers = make_layer_specs(model.description, registry, stack, "float32")
     params = [SamplingParams(max_new_tokens=2, prompt_logprobs=wanted) for wanted in (False, False, True, False)]
-    with Engine(model, layers, registry=registry, stack=stack) as engine:
+    with Engine(model, Setup.of(model.description, stack, registry, dtype="float32")) as engine:
         model.packed.clear()
         outputs = engine.generate(["the", "t", "the", "the qu"], params)
     assert [" q", "he", " q", "ic"] == [output.text for output in outputs]

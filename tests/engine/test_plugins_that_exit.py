@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvframe import Engine, SamplingParams, Stack, load_plugins
+from kvframe import Engine, SamplingParams, Setup, Stack, load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract import DraftRequest, ModelError, Proposer
@@ -19,7 +19,6 @@ from kvframe.contract.eviction import LRU, EvictionPolicy, ReleasedPages
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import TokenRange
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.planning.groups import make_layer_specs
 from tests.attention.attending import plugin
 from tests.engine.scripted_model import ScriptedModel
 
@@ -151,9 +150,8 @@ def make_engine() -> Engine:
     parts = {"specs": Spec, "backends": Backend, "wrappers": Wrapper, "proposers": Drafts, "eviction_policies": Policy}
     plugins = [plugin("exits", **{kind: {"exits": part} for kind, part in parts.items()})]
     registry = load_plugins(plugins=plugins).registry
-    layers = make_layer_specs(model.description, registry, stack, "float32")
 
-    engine = Engine(model, layers, registry=registry, stack=stack)
+    engine = Engine(model, Setup.of(model.description, stack, registry, dtype="float32"))
     engine.on_cache_events = lambda events: FAULT.reach("listener")
     return engine
 

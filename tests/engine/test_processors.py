@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from kvframe import Engine, SamplingParams, load_plugins
+from kvframe import Engine, SamplingParams, Setup, load_plugins
 from kvframe.config.stack import Stack
 from kvframe.contract import LogitsProcessor, ProcessedRequest, Register, RequestError, Vocabulary, hookimpl
-from kvframe.planning.groups import make_layer_specs
 from tests.engine.scripted_model import ScriptedModel
 
 SCRIPT = "the quick brown fox jumps"
@@ -87,8 +86,7 @@ def engine() -> Iterator[Engine]:
     stack = Stack.from_mapping(
         {"cache": {"block_size": 4, "memory": 32 * 1024}, "engine": {"device": "cpu", "self_check": False}}
     )
-    layers = make_layer_specs(model.description, registry, stack, "float32")
-    with Engine(model, layers, registry=registry, stack=stack) as made:
+    with Engine(model, Setup.of(model.description, stack, registry, dtype="float32")) as made:
         yield made
 
 

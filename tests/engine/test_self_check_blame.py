@@ -12,9 +12,10 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from kvframe_engine.diagnosis import _to_check
 from kvframe_mla.backend import MLABackend
 
-from kvframe import Engine, Stack
+from kvframe import Engine, Setup, Stack
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cli import main
 from kvframe.contract.backend import KVCache
@@ -22,9 +23,7 @@ from kvframe.contract.errors import BackendError, ModelError, WrapperError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.engine.diagnosis import _to_check
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import make_layer_specs
 from tests.attention.attending import plugin
 from tests.models.serving import TinyModel
 
@@ -122,8 +121,10 @@ def _one_thread() -> Iterator[None]:
 
 def engine_of(model: TinyModel, *rules: dict[str, Any], **tables: Any) -> Engine:
     stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "rules": list(rules), **tables})
-    layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
-    return Engine(model.loaded, layers, registry=model.registry, stack=stack)
+    return Engine(
+        model.loaded,
+        Setup.of(model.loaded.description, stack, model.registry, dtype="float32"),
+    )
 
 
 def first_windowed(model: TinyModel) -> str:
@@ -172,8 +173,8 @@ def test_the_command_that_the_error_gives_runs_the_kit(
 
 def test_what_is_packaged_is_checked_by_its_name() -> None:
     registry = load_plugins().registry
-    assert "`kvframe check torch --kind backend`" == _to_check(registry.backends, "kvframe-torch:torch")
-    assert "`kvframe check chunked_local --kind wrapper`" == _to_check(registry.wrappers, "chunked_local")
+    assert "`kvframe check torch --kind backend`" == _to_check(registry, "backend", "kvframe-torch:torch")
+    assert "`kvframe check chunked_local --kind wrapper`" == _to_check(registry, "wrapper", "chunked_local")
 
 
 def test_a_wrong_backend_of_some_layers_is_found_among_right_ones(model: TinyModel) -> None:

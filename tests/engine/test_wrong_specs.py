@@ -15,7 +15,7 @@ import attrs
 import pytest
 import torch
 
-from kvframe import Engine, HostedLayers, RequestOutput, Stack, load_plugins
+from kvframe import Engine, HostedLayers, RequestOutput, Setup, Stack, load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import SpecError
@@ -180,7 +180,14 @@ WRONG: dict[str, list[Any]] = {
         {"k": StateTensor((0,), "float32")},
         SpecFailure(),
     ],
-    "mask": [7, AttentionMask(window=20), AttentionMask(window=0), AttentionMask(num_sink_tokens=-1), SpecFailure()],
+    "mask": [
+        7,
+        AttentionMask(window=20),
+        AttentionMask(window=0),
+        AttentionMask(num_sink_tokens=-1),
+        AttentionMask(causal=False, window=4, lookahead=-1),
+        SpecFailure(),
+    ],
     "mask_function": [lambda query, key: key <= query, AttentionMask(window=5).sees, lambda query: True, SpecFailure()],
 }
 
@@ -316,7 +323,11 @@ def engine_of(model: TinyModel, spec: Callable[[KVCacheSpec], KVCacheSpec], **op
     stack = make_stack(**{"block_size": 4, "audit": True, "max_model_len": MAX_LEN, "max_num_seqs": 4, **options})
     layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
     changed = [attrs.evolve(each, spec=None if each.spec is None else spec(each.spec)) for each in layers]
-    return Engine(model.loaded, changed, registry=model.registry, stack=stack, poison_freed=True)
+    return Engine(
+        model.loaded,
+        Setup(description=model.loaded.description, layers=changed, stack=stack, registry=model.registry),
+        poison_freed=True,
+    )
 
 
 def window_of(lie: str | None = None, where: int = 0) -> Callable[[Any], KVCacheSpec]:

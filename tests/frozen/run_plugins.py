@@ -2,12 +2,13 @@
 
 ``python -m tests.frozen.run_plugins`` uses this kvframe; with ``--newer``, one that stands for the next minor version:
 with another hook, another argument of the hooks that register names, another field and another extension of the batch
-metadata. It deprecates a hook and an argument that the plugins use.
+metadata, and what ``newer`` adds to backends and specs. It deprecates a hook and an argument that the plugins use.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 import tempfile
@@ -27,6 +28,9 @@ def become_newer() -> None:
     """Make this process's kvframe one of the next minor version. Called before anything else of it is imported."""
     import attrs
 
+    from tests.frozen.newer import change_source
+
+    change_source()
     from kvframe.contract import deprecations, hookspecs, metadata
 
     major, minor = hookspecs.API_VERSION.split(".")
@@ -191,6 +195,7 @@ def main() -> None:
         "model": model,
         "deprecated": sorted(str(each.message) for each in caught),
         "extensions": sorted(EXTENSIONS),
+        "later": sorted(importlib.import_module("kvframe.attention.layer").SEEN) if newer else [],
         "last_hook": _HOOKS[-1],
         "last_field": [*type(make_metadata([Request(3, 1)], 4)).__annotations__][-1],
     }

@@ -73,6 +73,8 @@ def test_a_newer_minor_runs_the_plugins_of_an_older_one() -> None:
     found = run_in_a_newer_kvframe(VERSIONS[0])
     assert f"{major}.{int(minor) + 1}" == found["api"]
     assert ("kvframe_register_later_parts", "later_field") == (found["last_hook"], found["last_field"])
+    # The later argument reaches no method that does not take it; the later method and field have their defaults.
+    assert [["not implemented", 7]] == found["later"]
     # A wrapper that does not know the extension is applied to the step without it.
     assert [True, False] in found["extensions"]
     assert [

@@ -21,9 +21,8 @@ from unittest.mock import MagicMock, patch
 import attrs
 import torch
 
-from kvframe import Embedder, Engine, KVFrameError, SamplingParams, load_plugins
+from kvframe import Embedder, Engine, KVFrameError, SamplingParams, Setup, load_plugins
 from kvframe.contract.formats import PLAIN
-from kvframe.planning.groups import make_layer_specs
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
 from tests.models import encoder_decoder
@@ -313,8 +312,11 @@ class Models:
 
     def _embed(self, cell: Cell, model: TinyModel, options: Mapping[str, Any]) -> tuple[list[Any], str]:
         stack = make_stack(**options)
-        layers = make_layer_specs(model.loaded.description, model.registry, stack, model.dtype)
-        with Embedder(model.loaded, layers, registry=model.registry, stack=stack, poison_freed=True) as embedder:
+        with Embedder(
+            model.loaded,
+            Setup.of(model.loaded.description, stack, model.registry, dtype=model.dtype),
+            poison_freed=True,
+        ) as embedder:
             with self._compiled_if(cell, embedder.model) as not_compiled:
                 found = [each.embedding for each in embedder.embed(PROMPTS)]
             return found, "drafts or graphs are ignored" if cell.drafts or cell.graphs else not_compiled()

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from kvframe import Engine, load_plugins
+from kvframe import Engine, Setup, load_plugins
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.model import LoadedModel, ModelInput
-from kvframe.planning.groups import make_layer_specs
 from tests.models.serving import make_stack
 
 VOCAB, HIDDEN, HEADS, HEAD_SIZE, WINDOW, NUM_BLOCKS = 64, 32, 2, 16, 6, 2
@@ -136,5 +135,8 @@ class MixedDecoder(LoadedModel):
     def engine(self, **options: Any) -> Engine:
         """Return an engine; freed pages read as NaN."""
         registry, stack = load_plugins().registry, make_stack(**options)
-        layers = make_layer_specs(self.description, registry, stack, "float32")
-        return Engine(self, layers, registry=registry, stack=stack, poison_freed=True)
+        return Engine(
+            self,
+            Setup.of(self.description, stack, registry, dtype="float32"),
+            poison_freed=True,
+        )

@@ -9,15 +9,14 @@ from typing import Any
 
 import attrs
 import torch
+from kvframe_engine.requests.request import SamplingParams
+from kvframe_engine.running.model_runner import SkipPolicy
 from kvframe_transformers.testing import save_tiny
 
-from kvframe import Engine, Registry, Stack, load_plugins
+from kvframe import Engine, Registry, Setup, Stack, load_plugins
 from kvframe.config.options import CacheOptions
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import LoadedModel
-from kvframe.engine.requests.request import SamplingParams
-from kvframe.engine.running.model_runner import SkipPolicy
-from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter
 
@@ -75,12 +74,9 @@ class TinyModel:
         """Return an engine; each of ``options`` is put into the stack's table that has its key."""
         stack = make_stack(**options)
         stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype=self.dtype, device=self.device))
-        layers = make_layer_specs(self.loaded.description, self.registry, stack, self.dtype)
         return Engine(
             self.loaded,
-            layers,
-            registry=self.registry,
-            stack=stack,
+            Setup.of(self.loaded.description, stack, self.registry),
             poison_freed=poison_freed,
             skip_policy=skip_policy,
         )
@@ -88,7 +84,7 @@ class TinyModel:
     def tight_memory(self, num_tokens: int, input_lens: Mapping[str, int] | None = None, **options: Any) -> int:
         """Return the bytes for one request of ``num_tokens`` tokens and inputs of that length, and hardly more."""
         stack = make_stack(**options)
-        grouping = group_layers(make_layer_specs(self.loaded.description, self.registry, stack, self.dtype))
+        grouping = Setup.of(self.loaded.description, stack, self.registry, dtype=self.dtype).grouping
 
         def is_enough(num_pages: int) -> bool:
             try:

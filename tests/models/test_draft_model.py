@@ -18,16 +18,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from kvframe_draft_model.proposer import DraftModelProposer
+from kvframe_engine.assembly import _load_draft
+from kvframe_engine.ranks.follower import Follower
+from kvframe_engine.ranks.leader import Leader
 from kvframe_transformers.testing import save_tiny
 
-from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Stack, load_plugins
+from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Setup, Stack, load_plugins
 from kvframe.cli import main
 from kvframe.contract import DraftRequest, PrefixFileError, Register, StackError, hookimpl
-from kvframe.engine.assembly import load_draft_model
-from kvframe.engine.ranks.follower import Follower
-from kvframe.engine.ranks.leader import Leader
-from kvframe.planning.draft_model import split_layers
-from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.recognise import FoundAdapter
 from tests.covering import cover_values, few
 from tests.models import encoder_decoder
@@ -476,10 +474,9 @@ def test_of_several_ranks_the_first_one_loads_the_draft_model_whole(
     monkeypatch.setattr(FoundAdapter, "load", noting)
     stack = make_stack(drafts=by(model.path))
     stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, device="cpu", dtype="bfloat16"))
-    layers = make_layer_specs(model.loaded.description, model.registry, stack, stack.engine.dtype)
-    _, drafted = split_layers(layers)
+    setup = Setup.of(model.loaded.description, stack, model.registry)
     for ranks, is_loaded in ((None, True), (object.__new__(Leader), True), (object.__new__(Follower), False)):
-        draft = load_draft_model(model.loaded, drafted, stack, model.registry, ranks)
+        draft = _load_draft(model.loaded, setup, ranks)
         assert (draft is not None) == is_loaded
     assert [{"device": "cpu", "dtype": "bfloat16", "whole": True}] * 2 == loaded
 

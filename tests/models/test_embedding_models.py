@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_engine.assembly import assemble
+from kvframe_engine.self_check import run_packed
 from kvframe_transformers.testing import ENCODER_FAMILIES, FAMILIES
 
-from kvframe import Embedder
-from kvframe.engine.assembly import assemble
-from kvframe.engine.self_check import run_packed
-from kvframe.planning.groups import make_layer_specs
+from kvframe import Embedder, Setup
 from tests.covering import cover_pairs, cover_values, few
 from tests.models.serving import TinyModel, make_stack
 
@@ -31,10 +30,8 @@ TEXTS = (ids(1, 1), ids(9, 2), ids(17, 3), ids(64, 4), [*SHARED, *ids(3, 5)], [*
 
 def embedder(model: TinyModel, *, pooling: Any = None, **options: Any) -> Embedder:
     stack = make_stack(**options)
-    layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
-    return Embedder(
-        model.loaded, layers, registry=model.registry, stack=stack, pooling=pooling, normalize=False, poison_freed=True
-    )
+    setup = Setup.of(model.loaded.description, stack, model.registry, dtype="float32")
+    return Embedder(model.loaded, setup, pooling=pooling, normalize=False, poison_freed=True)
 
 
 def plain_states(model: TinyModel, text: Sequence[int]) -> torch.Tensor:
@@ -75,8 +72,8 @@ def test_mixed_lengths_in_one_batch_give_the_plain_hidden_states(
     model = models(family)
     expected = [plain_states(model, text) for text in TEXTS]
     stack = make_stack(backend=backend, max_num_batched_tokens=max_num_batched_tokens, device="cpu")
-    layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
-    assembly = assemble(model.loaded, layers, stack, model.registry)
+    setup = Setup.of(model.loaded.description, stack, model.registry, dtype="float32")
+    assembly = assemble(model.loaded, setup)
     assembly.layers.local.is_poisoned = True
     model.loaded.attach(assembly.layers)
     try:

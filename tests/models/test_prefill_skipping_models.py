@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_engine.requests.request import SamplingParams
 from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.testing import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvframe import Engine, load_plugins
+from kvframe import Engine, Setup, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract.errors import ModelError, StackError
-from kvframe.engine.requests.request import SamplingParams
-from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_pairs, few, keep
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, make_stack, served
@@ -255,13 +254,16 @@ def test_a_prompt_that_wants_log_probabilities_alone_computes_all_its_rows(model
 def test_a_policy_leaves_skipping_off(models: Any) -> None:
     model = models("gemma3n")
     stack = make_stack(prefill_skipping=SKIPPING, prefix_caching=False)
-    layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
 
     def in_long_steps(batch: StepBatch) -> bool:
         return int(batch.query_lens.sum()) > 20
 
     with (
-        Engine(model.loaded, layers, registry=model.registry, stack=stack, skip_policy=in_long_steps) as engine,
+        Engine(
+            model.loaded,
+            Setup.of(model.loaded.description, stack, model.registry, dtype="float32"),
+            skip_policy=in_long_steps,
+        ) as engine,
         counting(model) as rows,
     ):
         prompt_and_one(engine, PROMPTS[3])

@@ -14,8 +14,8 @@ from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, SamplingParams, Stack, group_layers, load_plugins, plan_cache
-from kvframe.attention.hosted import HostedLayers
 from kvframe.contract import BackendError, LayerSpec, QuerySpec
+from kvframe.hosting.hosted_layers import HostedLayers
 from tests.covering import few
 
 WINDOW = 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from kvframe import Engine, SamplingParams, Stack, load_plugins, make_layer_specs
+from kvframe import Engine, SamplingParams, Setup, Stack, load_plugins
 from kvframe.contract import AttentionSpec, BackendError, MaskFunction, TokenRange, positive_int
 from kvframe.planning.recognise import find_adapter
 from kvframe.testing.laws import check_spec
@@ -84,7 +84,10 @@ def make_engine(path: Path, backend: str) -> Engine:
         for layer in model.description.layers
     )
     description = attrs.evolve(model.description, layers=layers)
-    return Engine(model, make_layer_specs(description, registry, stack, "float32"), registry=registry, stack=stack)
+    return Engine(
+        model,
+        Setup.of(description, stack, registry, dtype="float32"),
+    )
 
 
 def generate_densely(model: Any, prompt: list[int], dilation: int) -> list[int]:

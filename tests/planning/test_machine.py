@@ -15,9 +15,10 @@ from kvframe_transformers.testing import save_tiny, tiny_model
 
 from kvframe import Engine, SamplingParams, Stack, load_plugins
 from kvframe.cli import main
+from kvframe.config import stack as stack_module
 from kvframe.contract.errors import ModelError, PluginError
 from kvframe.planning import machine
-from kvframe.planning.machine import cpu_multiplies, with_device, with_dtype
+from kvframe.planning.machine import cpu_multiplies, with_dtype
 from tests.planning.test_recognise import Noting, found
 
 NAMED = Stack.from_mapping({"engine": {"device": "cpu", "dtype": "float64"}})
@@ -38,9 +39,9 @@ def on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
 
 @pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
 def test_a_gpu_is_taken_if_there_is_one(monkeypatch: pytest.MonkeyPatch, has_gpu: bool, device: str) -> None:
-    monkeypatch.setattr(machine, "has_gpu", lambda: has_gpu)
-    assert device == with_device(Stack()).engine.device
-    assert NAMED is with_device(NAMED)
+    monkeypatch.setattr(stack_module, "has_gpu", lambda: has_gpu)
+    assert device == Stack().with_device().engine.device
+    assert NAMED is NAMED.with_device()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_an_engine_runs_a_checkpoint_in_the_chosen_dtype(
     monkeypatch: pytest.MonkeyPatch, folder: Path, features: tuple[str, ...], dtype: str
 ) -> None:
     on_a_cpu_with(monkeypatch, *features)
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(stack_module, "has_gpu", lambda: False)
     left = Stack.from_mapping({"cache": {"memory": "4MiB"}})
     named = attrs.evolve(left, engine=attrs.evolve(left.engine, device="cpu", dtype=dtype))
     params = SamplingParams(max_new_tokens=6)

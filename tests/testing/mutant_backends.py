@@ -239,6 +239,53 @@ class WithoutSinkTokens(PlainBackend):
         return super().ranges(layer, position) if window is None else [(max(0, position + 1 - window), position + 1)]
 
 
+class OtherWindowBothWays(PlainBackend):
+    earlier, later = 0, 0
+
+    def ranges(self, layer: LayerSpec, position: int) -> list[tuple[int, int]]:
+        mask = None if layer.spec is None else layer.spec.mask
+        if mask is None or mask.window is None or mask.lookahead is None:
+            return super().ranges(layer, position)
+        start = max(0, position + 1 - mask.window - self.earlier)
+        return [(start, max(start, position + 1 + mask.lookahead + self.later))]
+
+
+@shown_by("a window in both directions begins one token early", "window=5-lookahead=3-block=1-prefill")
+class BeginsEarlyBothWays(OtherWindowBothWays):
+    earlier = 1
+
+
+@shown_by("a window in both directions begins one token late", "window=5-lookahead=3-block=1-prefill")
+class BeginsLateBothWays(OtherWindowBothWays):
+    earlier = -1
+
+
+@shown_by("a window in both directions ends one token late", "window=5-lookahead=3-block=1-prefill")
+class EndsLateBothWays(OtherWindowBothWays):
+    later = 1
+
+
+@shown_by("a window in both directions ends one token early", "window=5-lookahead=3-block=1-prefill")
+class EndsEarlyBothWays(OtherWindowBothWays):
+    later = -1
+
+
+@shown_by("a window in both directions has no begin", "window=5-lookahead=3-block=1-prefill")
+class WithoutBeginBothWays(OtherWindowBothWays):
+    earlier = 1 << 20
+
+
+@shown_by("a window in both directions has no end", "window=5-lookahead=3-block=1-prefill")
+class WithoutEndBothWays(OtherWindowBothWays):
+    later = 1 << 20
+
+
+@shown_by("later tokens of a window in both directions are not seen", "window=5-lookahead=3-block=1-prefill")
+class CausalBothWays(PlainBackend):
+    def ranges(self, layer: LayerSpec, position: int) -> list[tuple[int, int]]:
+        return [(start, min(stop, position + 1)) for start, stop in super().ranges(layer, position)]
+
+
 @shown_by("a chunk begins one token late", "chunk=6-block=1-decode")
 class ChunkBeginsLate(PlainBackend):
     def ranges(self, layer: LayerSpec, position: int) -> list[tuple[int, int]]:

@@ -48,7 +48,12 @@ class PlainBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "live_range", "sparse"}),
+        masks=frozenset(
+            {
+                *("causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk"),
+                *("live_range", "sparse"),
+            }
+        ),
         extensions=frozenset({SEQ_STARTS}),
         formats=frozenset({PLAIN.name, "fp8_token_head"}),
         soft_cap=True,
@@ -132,7 +137,7 @@ class PlainBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Return which tokens each query sees, ``[num_queries, seq_len], bool``."""
         assert layer.spec is not None
-        if common.causal and (layer.spec.mask is None or layer.spec.mask.causal):
+        if common.causal and (layer.spec.mask is None or not layer.spec.mask.sees_all):
             found = torch.zeros(seq_len - first, seq_len, dtype=torch.bool)
             for row, position in enumerate(range(first, seq_len)):
                 for start, stop in self.ranges(layer, position):
@@ -148,7 +153,8 @@ class PlainBackend(AttentionBackend):
     def ranges(self, layer: LayerSpec, position: int) -> list[tuple[int, int]]:
         """Return the tokens that a query sees by the layer's mask."""
         assert layer.spec is not None
-        return [*layer.spec.live_ranges(position), (position, position + 1)]
+        num_later = 0 if layer.spec.mask is None else layer.spec.mask.lookahead or 0
+        return [*layer.spec.live_ranges(position), (position, position + 1 + num_later)]
 
     def shown(self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return the live tokens that queries of a sparse type see."""

@@ -11,10 +11,9 @@ import torch
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.capabilities import Capabilities
-from kvframe.contract.errors import BackendError, SpecError
+from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import (
     ENCODER,
-    AttentionMask,
     AttentionSpec,
     LayerSpec,
     QuerySpec,
@@ -87,6 +86,7 @@ def test_what_is_declared_is_not_refused() -> None:
         ("dtype", {"dtype": "float32"}),
         ("mask_bidirectional", {"causal": False}),
         ("mask_window", {"window": 8}),
+        ("mask_bidirectional_window", {"causal": False, "window": 8, "lookahead": 8}),
         ("mask_chunk", {"chunk": 8}),
         ("mask_live_range", {"stride": 8}),
         ("mask_function", {"stride": 8, "has_function": True}),
@@ -392,6 +392,11 @@ def test_dead_blocks_are_not_resident_in_a_case() -> None:
     assert [[True, False, False, True, True, True]] == [[block > 0 for block in row] for row in seen]
 
 
-def test_a_bidirectional_mask_with_a_window_is_refused() -> None:
-    with pytest.raises(SpecError, match="a bidirectional mask has no window"):
-        AttentionMask(causal=False, window=3)
+@pytest.mark.parametrize("masks", [{"causal", "bidirectional", "window", "live_range"}, {"mask_function", "sparse"}])
+def test_only_a_declared_window_in_both_directions_is_served(masks: set[str]) -> None:
+    spec = attrs.evolve(NARROW_SPEC, causal=False, window=8, lookahead=8)
+    layer = LayerSpec(name="layer", spec=spec, query=NARROW_QUERY)
+    narrow = attrs.evolve(NARROW, masks=frozenset(masks))
+    assert ["mask_bidirectional_window"] == [refusal.code for refusal in narrow.refusals(layer, "cuda")]
+    wide = attrs.evolve(NARROW, masks=frozenset({*masks, "bidirectional_window"}))
+    assert [] == wide.refusals(layer, "cuda")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from kvframe_attention_free import EncoderOnlySpec
 
 from kvframe import group_layers, load_plugins, plan_cache
-from kvframe.contract import LayerSpec, QuerySpec
+from kvframe.contract import LayerSpec, QuerySpec, SpecError
 from kvframe.testing.suites import SpecTests
 
 
@@ -23,6 +24,25 @@ def test_no_token_of_the_past_is_live() -> None:
 
 def test_a_token_sees_those_that_come_later() -> None:
     assert frozenset({"bidirectional"}) == encoder_only().mask.features
+
+
+def test_a_token_may_see_a_window_around_it() -> None:
+    mask = encoder_only(window=3, lookahead=1).mask
+    assert [4, 5, 6, 7] == [key for key in range(20) if mask.sees(6, key)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 3}, "has a window and a lookahead, or neither"),
+        ({"lookahead": 3}, "has a window and a lookahead, or neither"),
+        ({"window": 0, "lookahead": 3}, "window must be a whole number of at least 1, not 0"),
+        ({"window": 3, "lookahead": -1}, "lookahead must be a whole number of at least 0, not -1"),
+    ],
+)
+def test_a_window_has_two_sizes(options: dict[str, int], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        encoder_only(**options)
 
 
 def test_a_request_holds_no_block_however_long_it_is() -> None:

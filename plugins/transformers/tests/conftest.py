@@ -80,6 +80,8 @@ class DenseLayer:
                 scores = query_spec["soft_cap"] * torch.tanh(scores / query_spec["soft_cap"])
             positions, past = (rows[is_own] + total - start)[:, None], torch.arange(total)[None]
             seen = (past <= positions) | (self.description.kind == "encoder_only")
+            if "lookahead" in self.description.options:
+                seen &= past <= positions + self.description.options["lookahead"]
             if "window" in self.description.options:
                 seen &= past > positions - self.description.options["window"]
             if "chunk" in self.description.options:

@@ -70,10 +70,13 @@ def test_an_encoder_that_was_made_a_decoder_of_generates() -> None:
     assert generates(AutoConfig.for_model("bert", is_decoder=True))
 
 
-def test_a_window_in_both_directions_is_refused_by_its_layer(tmp_path: Path) -> None:
+def test_a_window_in_both_directions_is_that_of_its_layer(tmp_path: Path) -> None:
     AutoConfig.for_model("modernbert", num_hidden_layers=3).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"layer 'layers.1.attn' .* \(a window in both directions\)"):
-        TransformersAdapter().describe(tmp_path)
+    sizes = [
+        (layer.options.get("window"), layer.options.get("lookahead"))
+        for layer in TransformersAdapter().describe(tmp_path).layers
+    ]
+    assert [(None, None), (65, 64), (65, 64)] == sizes
 
 
 # --- positions --------------------------------------------------------------------------------------------------------

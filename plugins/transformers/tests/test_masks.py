@@ -42,13 +42,33 @@ def test_a_chunked_mask_over_tensors_without_data_is_known_by_the_config() -> No
 def test_a_bidirectional_mask_is_unknown() -> None:
     found = classify_mask(masking_utils.bidirectional_mask_function, 100)
     assert (None, "looks at tokens that come later (bidirectional attention)") == (found.kind, found.why)
-    assert found.sees_all
+    assert (True, {}) == (found.is_bidirectional, found.options)
 
 
-def test_a_window_in_both_directions_is_unknown_and_does_not_see_all() -> None:
+def test_a_window_in_both_directions_has_two_sizes() -> None:
     found = classify_mask(masking_utils.sliding_window_bidirectional_mask_function(4), 100)
-    assert (None, False) == (found.kind, found.sees_all)
+    assert (None, True, {"window": 5, "lookahead": 4}) == (found.kind, found.is_bidirectional, found.options)
     assert "but not at all of them (a window in both directions)" in found.why
+
+
+def test_a_window_in_both_directions_may_reach_further_to_one_side() -> None:
+    def uneven(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key > query - 3) & (key <= query + 20)
+
+    assert {"window": 3, "lookahead": 20} == classify_mask(uneven, 100).options
+
+
+def test_later_tokens_that_are_no_window_are_unknown() -> None:
+    def in_blocks(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key // 8 == query // 8
+
+    def every_second(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query - key) % 2 == 0
+
+    found = [classify_mask(function, 100) for function in (in_blocks, every_second)]
+    assert [False, False] == [each.is_bidirectional for each in found]
+    assert "but not at all of them, and not in a window" in found[0].why
+    assert "with gaps between them" in found[1].why
 
 
 def test_a_mask_with_gaps_is_unknown() -> None:

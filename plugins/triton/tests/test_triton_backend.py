@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -247,3 +248,23 @@ def test_queries_that_lie_apart_are_read_as_they_are() -> None:
     cache = {name: torch.ones(9, 16, 2, 8, device=served.device) for name in ("k", "v")}
     query = torch.ones(3, 8, 4, device=served.device).transpose(1, 2)
     assert torch.equal(torch.ones_like(query), served.forward(layer(), query, cache, built, None))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 2**31},
+        {"window": 2**40, "num_sink_tokens": 2**31},
+        {"window": 5, "num_sink_tokens": 2**31},
+        {"chunk": 2**31},
+        {"window": 2**31, "keeps_prompt": True},
+        {"scale": 0.0},
+        {"scale": 0.0, "window": 3},
+        {"scale": 0.0, "soft_cap": 2.0},
+        {"scale": -0.5, "soft_cap": 2.0, "has_sinks": True},
+    ],
+    ids=str,
+)
+def test_masks_longer_than_any_sequence_and_scales_of_any_sign_are_served(options: dict[str, Any]) -> None:
+    layer = make_layer(TritonBackend.capabilities, **options)
+    check_backend(TritonBackend, Case(name="edge", layer=layer, requests=(Request(20, 1), Request(3, 6))))

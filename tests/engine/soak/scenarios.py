@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import attrs
 import torch
 from kvframe_transformers.testing import save_tiny
 
-from kvframe import Engine, Prompt, Registry, Stack, load_plugins
+from kvframe import Engine, Prompt, Registry, Setup, Stack, load_plugins
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import LoadedModel
-from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.groups import Grouping
 from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter
 from tests.engine.injected_faults import Careless, careless_plugin
@@ -132,12 +132,14 @@ class Served:
         rules = [{"layers": "*", "wrappers": list(self.scenario.wrappers)}] if self.scenario.wrappers else []
         engine = {"max_model_len": self.scenario.longest, "self_check": False, **self.scenario.engine}
         tables: dict[str, Any] = {"cache": {"memory": "4MiB", **self.scenario.cache}, "engine": engine, "rules": rules}
-        layers = make_layer_specs(self.loaded.description, self.registry, Stack.from_mapping(tables), "float32")
-        tables["cache"] = {**self.scenario.cache, "memory": self._tight_memory(layers)}
-        return Engine(self.loaded, layers, registry=self.registry, stack=Stack.from_mapping(tables), poison_freed=True)
+        tables["cache"] = {**self.scenario.cache, "memory": self._tight_memory(self._set_up(tables).grouping)}
+        return Engine(self.loaded, self._set_up(tables), poison_freed=True)
 
-    def _tight_memory(self, layers: Sequence[Any]) -> int:
-        grouping, lens = group_layers(layers), self.loaded.description.max_input_lens
+    def _set_up(self, tables: dict[str, Any]) -> Setup:
+        return Setup.of(self.loaded.description, Stack.from_mapping(tables), self.registry, dtype="float32")
+
+    def _tight_memory(self, grouping: Grouping) -> int:
+        lens = self.loaded.description.max_input_lens
         for num_bytes in range(1024, 1 << 22, 1024):
             try:
                 plan = plan_cache(

@@ -12,6 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
@@ -150,8 +151,10 @@ def power_of_two(typing_context: Any, exponent: Any) -> Any:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _address(context: Any, builder: Any, kind: Any, place: Sequence[Any], target: Any) -> Any:
+def _address(context: Any, builder: Any, kind: Any, place: Sequence[Any], target: Any, count: Any = None) -> Any:
     """Return the address of a contiguous array's element, to read or write a ``target`` there.
+
+    If numba checks indices (``NUMBA_BOUNDSCHECK``), so does this.
 
     Args:
         context: The compilation's context.
@@ -159,10 +162,19 @@ def _address(context: Any, builder: Any, kind: Any, place: Sequence[Any], target
         kind: The array's type.
         place: The array, and the element's index.
         target: The type to read or write.
+        count: The elements that are accessed, a whole number; those of ``target`` unless given.
     """
     array, index = place
-    element = builder.gep(context.make_array(kind)(context, builder, array).data, [index])
-    return builder.bitcast(element, ir.PointerType(target))
+    memory = context.make_array(kind)(context, builder, array)
+    if context.enable_boundscheck:
+        most = ir.Constant(index.type, target.count if isinstance(target, ir.VectorType) else 1)
+        if count is not None:
+            most = builder.select(builder.icmp_signed("<", count, most), count, most)
+        with builder.if_then(builder.icmp_signed(">", most, ir.Constant(index.type, 0))):
+            last = builder.sub(builder.add(index, most), ir.Constant(index.type, 1))
+            for element in (index, last):
+                cgutils.do_boundscheck(context, builder, element, memory.nitems)
+    return builder.bitcast(builder.gep(memory.data, [index]), ir.PointerType(target))
 
 
 @intrinsic
@@ -207,7 +219,7 @@ def load_stored(typing_context: Any, array: Any, index: Any, count: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits = ir.VectorType(context.get_value_type(array.dtype), LANES)
         *place, count = arguments
-        address = _address(context, builder, array, place, bits)
+        address = _address(context, builder, array, place, bits, count)
         whole = builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
         with builder.if_else(whole, likely=True) as (then, otherwise):
             with then:
@@ -291,7 +303,9 @@ def fetch(typing_context: Any, array: Any, index: Any) -> Any:
     """Prefetch the memory of an array's element."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address = _address(context, builder, array, arguments, ir.IntType(8))
+        # A prefetch of memory that is not there does nothing.
+        nothing = ir.Constant(arguments[1].type, 0)
+        address = _address(context, builder, array, arguments, ir.IntType(8), nothing)
         # For reading, into all cache levels, as data.
         hints = [ir.Constant(_INT, each) for each in (0, 3, 1)]
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *hints])

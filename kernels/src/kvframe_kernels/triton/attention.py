@@ -36,6 +36,9 @@ FORMATS: Mapping[str, int] = {
 
 TENSOR_SCALED, NIBBLES = 1, 3
 
+LEAST_SCALE = 2.0**-100
+"""A scale that makes all scores equal in float32, as zero does."""
+
 PARTS_AT_ONCE = 32
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -53,10 +56,11 @@ class PagedAttention:
         block_size: Tokens per block.
         scale: Factor on the products of queries and keys.
         causal: Whether queries see only their own and earlier positions; a batch may override it, so that they see all.
-        window: The number of positions that a query sees, counted back from its own; 0 for all.
-        num_sink_tokens: Tokens at the start that are seen in spite of the window.
+        window: The number of positions that a query sees, counted back from its own, at most ``UNBOUNDED``; 0 for all.
+        num_sink_tokens: Tokens at the start that are seen in spite of the window; at most ``UNBOUNDED``.
         keeps_prompt: Whether the tokens of each request's prompt are sink tokens too; a batch says how many these are.
-        chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; 0 for none.
+        chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; at most
+            ``UNBOUNDED``, 0 for none.
         soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
         max_distance: The largest distance with its own bias; 0 if there is no learned bias by distance.
         has_slopes: Whether each head's scores lose a slope for each token between query and key.
@@ -159,6 +163,8 @@ class PagedAttention:
         if score_scale < 0:
             # The kernel needs a positive scale: it takes a row's largest product as that of its largest score.
             query, score_scale = -query, -score_scale
+        # The score of a hidden token is the product of minus infinity and the scale.
+        score_scale = max(score_scale, LEAST_SCALE)
         soft_cap = 0.0
         if self.soft_cap is not None:
             score_scale, soft_cap = 2 * score_scale / self.soft_cap, self.soft_cap * LOG2_E

@@ -14,15 +14,19 @@ from types import ModuleType
 SOURCES = Path(__file__).parent / "src"
 
 
+def source() -> str:
+    """Return the C code as one file."""
+    return "\n".join((SOURCES / name).read_text(encoding="utf-8") for name in ("tiles.h", "parts.h", "plan.c"))
+
+
 @cache
 def load() -> ModuleType | None:
     """Return the compiled module; None if it cannot be built, which is reported once in one line on stderr."""
-    source = "\n".join((SOURCES / name).read_text(encoding="utf-8") for name in ("tiles.h", "parts.h", "plan.c"))
     try:
         # A version of Triton may have it elsewhere, or Triton may be missing.
         from triton.runtime.build import compile_module_from_src
 
-        module: ModuleType = compile_module_from_src(source, "kvframe_kernels_plan")
+        module: ModuleType = compile_module_from_src(source(), "kvframe_kernels_plan")
     except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
         print(f"kvframe-kernels: steps are planned by NumPy, which takes longer: {error}", file=sys.stderr, flush=True)
         return None

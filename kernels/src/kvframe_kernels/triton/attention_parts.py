@@ -38,6 +38,7 @@ EIGHTHS = np.arange(8, 17) / 8
 LONG = 1.25
 """If there are enough tiles for all programs, a tile is split when it sees this many times a program's fair share."""
 UNBOUNDED = 1 << 30
+"""More tokens than a sequence has: a window, a chunk or sink tokens of this number hide nothing. It fits 32 bits."""
 
 
 class Mask(NamedTuple):

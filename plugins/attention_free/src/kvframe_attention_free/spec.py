@@ -1,4 +1,4 @@
-"""Encoder-only attention: every token sees its whole request, and nothing outlives the step."""
+"""Encoder-only attention: tokens see later ones of their request too, and nothing outlives the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import attrs
 
-from kvframe.contract import AttentionMask, AttentionSpec, TokenRange
+from kvframe.contract import AttentionMask, AttentionSpec, SpecError, TokenRange
 
 
 @attrs.frozen(kw_only=True)
@@ -14,11 +14,26 @@ class EncoderOnlySpec(AttentionSpec):
     """Keys and values that are read only in the step that computes them: the live range is empty at every ``n``.
 
     A layer of this kind is in no cache group. A request is computed in one step, because each token also sees the
-    tokens after it (BERT, arXiv 1810.04805).
+    tokens after it (BERT, arXiv 1810.04805), or those of a window around it (ModernBERT, arXiv 2412.13663).
+
+    Attributes:
+        window: How many tokens up to its own a query sees, its own included; None for the whole request.
+        lookahead: How many later tokens a query sees if it has a window; None for the whole request.
     """
 
     kind: ClassVar[str] = "encoder_only"
     keeps_past: ClassVar[bool] = False
+
+    window: int | None = None
+    lookahead: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse sizes that are no numbers of tokens, and one size without the other."""
+        for name, size, least in (("window", self.window, 1), ("lookahead", self.lookahead, 0)):
+            if size is not None and (type(size) is not int or size < least):
+                raise SpecError(f"EncoderOnlySpec.{name} must be a whole number of at least {least}, not {size!r}")
+        if (self.window is None) != (self.lookahead is None):
+            raise SpecError("an encoder_only layer has a window and a lookahead, or neither")
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         """Return no range: no past token is needed."""
@@ -26,5 +41,5 @@ class EncoderOnlySpec(AttentionSpec):
 
     @property
     def mask(self) -> AttentionMask:
-        """A mask under which a query sees every token of the request."""
-        return AttentionMask(causal=False)
+        """A mask under which a query sees every token of the request, or a window in both directions."""
+        return AttentionMask(causal=False, window=self.window, lookahead=self.lookahead)

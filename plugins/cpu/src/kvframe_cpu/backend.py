@@ -23,6 +23,7 @@ from kvframe.contract import (
     KVCache,
     LayerSpec,
     Slots,
+    lookahead_ends,
 )
 
 
@@ -34,25 +35,29 @@ class CpuMetadataBuilder(AttentionMetadataBuilder):
 
     def __init__(self, mask: AttentionMask) -> None:
         """Keep the layers' mask."""
-        self._causal = mask.causal
+        self._sees_all = mask.sees_all
         self._keeps_prompt = mask.keeps_prompt
+        self._lookahead = mask.lookahead
 
     @property
     def reuse_key(self) -> Hashable:
-        """Whether the layers' mask is causal and keeps prompts, which is all that the builder uses of them."""
-        return self._causal, self._keeps_prompt
+        """What the builder uses of the layers' mask."""
+        return self._sees_all, self._keeps_prompt, self._lookahead
 
     def build(self, metadata: CommonAttentionMetadata) -> Batch:
         """Return the step's requests."""
         found = {name: extension.values for name, extension in metadata.extensions.items()}
+        range_ends = found.get(RANGE_ENDS)
+        if self._lookahead is not None:
+            range_ends = torch.from_numpy(lookahead_ends(metadata, self._lookahead))
         return Batch(
             query_start_loc=metadata.query_start_loc,
             seq_lens=metadata.seq_lens,
             block_table=metadata.block_table,
             seq_starts=found.get(SEQ_STARTS),
-            causal=self._causal and metadata.causal,
+            causal=metadata.causal and not self._sees_all,
             prompt_lens=found[NUM_PROMPT_TOKENS] if self._keeps_prompt else None,
-            range_ends=found.get(RANGE_ENDS),
+            range_ends=range_ends,
         )
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
@@ -66,7 +71,9 @@ class CpuBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "ranges"}),
+        masks=frozenset(
+            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt", "ranges"}
+        ),
         extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         formats=frozenset({"plain", "fp8_tensor", "fp8_token_head", "int8_token_head", "int4_token_head"}),
         soft_cap=True,

@@ -53,7 +53,7 @@ class FlashAttn3MetadataBuilder(FlashMetadataBuilder):
     @property
     def reuse_key(self) -> Hashable:
         """The mask, as far as it hides tokens."""
-        return ("flash_attn_3", self._mask.causal, self._mask.window)
+        return ("flash_attn_3", self._mask.causal, self._mask.window, self._mask.lookahead)
 
     def call(self, metadata: CommonAttentionMetadata) -> FlashAttn3Metadata:
         """Return the step."""

@@ -24,7 +24,7 @@ DTYPES = frozenset({"float16", "bfloat16"})
 HEAD_SIZES = frozenset(range(8, 257, 8))
 
 
-MASKS = frozenset({"causal", "bidirectional", "window", "ranges"})
+MASKS = frozenset({"causal", "bidirectional", "bidirectional_window", "window", "ranges"})
 
 
 @attrs.frozen(eq=False)
@@ -163,8 +163,10 @@ def sees(layer: LayerSpec, metadata: CommonAttentionMetadata, *, in_ranges: bool
     assert layer.spec is not None
     mask = layer.spec.mask
     assert mask is not None
-    if not (metadata.causal and mask.causal):
+    if not metadata.causal or mask.sees_all:
         return False, (-1, -1)
+    if mask.window is not None and mask.lookahead is not None:
+        return False, (mask.window - 1, mask.lookahead)
     if mask.window is None:
         return not in_ranges, (-1, -1)
     return not in_ranges, (mask.window - 1, -1 if in_ranges else 0)

@@ -50,6 +50,7 @@ class FlexBackend(AttentionBackend):
             {
                 "causal",
                 "bidirectional",
+                "bidirectional_window",
                 "window",
                 "sink_tokens",
                 "chunk",

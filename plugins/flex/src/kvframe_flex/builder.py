@@ -145,7 +145,7 @@ class FlexMetadataBuilder(AttentionMetadataBuilder):
     def build(self, metadata: CommonAttentionMetadata) -> FlexMetadata:
         """Return the step's dense batches."""
         mask = self._visibility.mask
-        causal = metadata.causal and (mask is None or mask.causal)
+        causal = metadata.causal and (mask is None or not mask.sees_all)
         host = [*make_dense_batches(metadata, self._visibility, causal, self._num_heads_at_once)]
         nothing = np.empty(0, dtype=np.int64)
         rows = _whole(np.concatenate([nothing, *(dense.page_rows for dense in host)]))

@@ -63,6 +63,11 @@ class Visibility:
         """Whether queries also see all earlier tokens of the request's prompt."""
         return self.mask is not None and self.mask.keeps_prompt
 
+    @property
+    def lookahead(self) -> int | None:
+        """How many later tokens queries see in a window in both directions; None for other masks."""
+        return None if self.mask is None else self.mask.lookahead
+
     def seen_from(self, position: IntArray, key: IntArray) -> BoolArray:
         """Return which earlier tokens a query at ``position``, or a query after it, may see.
 
@@ -110,7 +115,9 @@ class Tiles:
     num_prompt: IntArray
 
     @classmethod
-    def of(cls, metadata: CommonAttentionMetadata, causal: bool, keeps_prompt: bool = False) -> Tiles:
+    def of(
+        cls, metadata: CommonAttentionMetadata, causal: bool, keeps_prompt: bool = False, lookahead: int | None = None
+    ) -> Tiles:
         """Return the tiles of a step: none for a request without a new token or without a visible one."""
         first_row = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         num_queries, seq_len = np.diff(first_row), metadata.seq_lens_cpu.numpy().astype(np.int64)
@@ -126,8 +133,8 @@ class Tiles:
         taken = np.minimum(num_queries[request] - skipped, MAX_TILE_QUERIES)
         position = (seq_len - num_queries)[request] + skipped
         rows = first_row[:-1][request] + skipped
-        stop = position + taken if causal else seq_len[request]
-        if causal and ends is not None:
+        stop = np.minimum(position + taken + (lookahead or 0), seq_len[request]) if causal else seq_len[request]
+        if causal and ends is not None and lookahead is None:
             # Ranges are disjoint, so no query of a tile sees a later token than its last one.
             stop = np.maximum(stop, ends[rows + taken - 1])
         return cls(
@@ -245,7 +252,7 @@ def make_dense_batches(
         causal: Whether they see only their own and earlier positions.
         num_heads_at_once: The number of heads whose scores are in memory at once; a factor in the bound on memory.
     """
-    tiles = Tiles.of(metadata, causal, visibility.keeps_prompt)
+    tiles = Tiles.of(metadata, causal, visibility.keeps_prompt, visibility.lookahead)
     if not len(tiles.request):
         return
     reads = Reads.of(tiles, visibility, causal, metadata.block_size)
@@ -292,7 +299,8 @@ def _lay_out(
     query = np.arange(num_queries)
     within = np.minimum(query, tiles.num_queries[:, None] - 1)
     query_rows = (tiles.first_row[:, None] + within).reshape(-1)
-    query_ends, range_ends = None, host_values(metadata, RANGE_ENDS) if causal else None
+    has_ends = causal and visibility.lookahead is None
+    query_ends, range_ends = None, host_values(metadata, RANGE_ENDS) if has_ends else None
     if range_ends is not None or (causal and visibility.keeps_prompt):
         range_ends = np.zeros_like(query_rows) if range_ends is None else range_ends[query_rows]
         query_ends = np.stack([tiles.num_prompt.repeat(num_queries), range_ends])

@@ -20,6 +20,7 @@ from kvframe.contract import (
     CommonAttentionMetadata,
     KVCache,
     LayerSpec,
+    lookahead_ends,
 )
 
 
@@ -35,24 +36,29 @@ class NumbaMetadataBuilder(AttentionMetadataBuilder):
         mask = layer.spec.mask
         assert mask is not None
         self._mask = Mask(
-            causal=mask.causal,
+            causal=not mask.sees_all,
             window=mask.window or 0,
             num_sink_tokens=mask.num_sink_tokens,
             chunk=mask.chunk or 0,
         )
         self._keeps_prompt = mask.keeps_prompt
+        self._lookahead = mask.lookahead
         self._num_heads = layer.query.num_heads
         self._num_kv_heads = layer.spec.state_tensors()["k"].shape[1]
 
     @property
     def reuse_key(self) -> Hashable:
         """The properties of the mask and of the layers' heads that the division depends on."""
-        return self._mask, self._keeps_prompt, self._num_heads, self._num_kv_heads
+        return self._mask, self._keeps_prompt, self._lookahead, self._num_heads, self._num_kv_heads
 
     def build(self, metadata: CommonAttentionMetadata) -> Batch:
         """Return the step's work items."""
         mask = attrs.evolve(self._mask, causal=self._mask.causal and metadata.causal)
         range_ends = _host_values(metadata, RANGE_ENDS)
+        ends = None if range_ends is None else metadata.extensions[RANGE_ENDS].values
+        if self._lookahead is not None:
+            range_ends = lookahead_ends(metadata, self._lookahead)
+            ends = torch.from_numpy(range_ends)
         work = plan(
             metadata.query_start_loc_cpu.numpy(),
             metadata.seq_lens_cpu.numpy(),
@@ -65,7 +71,6 @@ class NumbaMetadataBuilder(AttentionMetadataBuilder):
             _host_values(metadata, NUM_PROMPT_TOKENS) if self._keeps_prompt else None,
             range_ends,
         )
-        ends = None if range_ends is None else metadata.extensions[RANGE_ENDS].values
         return Batch(work=work, block_table=metadata.block_table, mask=mask, range_ends=ends)
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
@@ -89,7 +94,9 @@ class NumbaBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "ranges"}),
+        masks=frozenset(
+            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt", "ranges"}
+        ),
         extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,

@@ -29,7 +29,9 @@ class TorchBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "prompt", "ranges"}),
+        masks=frozenset(
+            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "prompt", "ranges"}
+        ),
         extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,

@@ -79,15 +79,17 @@ class Rules(NamedTuple):
 
     def reached(self, step: CommonAttentionMetadata) -> Self:
         """Return the rules of a step. A window that no request has reached hides nothing."""
-        if not (step.causal and self.mask.causal):
+        mask = self.mask
+        if not step.causal or mask.sees_all:
             return self._replace(mask=_BIDIRECTIONAL)
-        is_reached = self.mask.window is not None and step.max_seq_len > self.mask.window
-        return self if is_reached else self._replace(mask=_CAUSAL)
+        sizes = mask.window, None if mask.lookahead is None else mask.lookahead + 1
+        is_reached = any(size is not None and step.max_seq_len > size for size in sizes)
+        return self if is_reached else self._replace(mask=_CAUSAL if mask.causal else _BIDIRECTIONAL)
 
     @property
     def alike(self) -> Hashable:
         """The properties that groups must share so that their spans are found together."""
-        return self.mask.causal, self.has_sinks, self.max_queries, self.has_bias
+        return self.mask.causal, self.mask.sees_all, self.has_sinks, self.max_queries, self.has_bias
 
     @property
     def has_sinks(self) -> bool:
@@ -173,15 +175,17 @@ class Spans(NamedTuple):
         """
         runs: IntArray = np.stack((self.low, self.stop), axis=1).reshape(2 * len(self.low), -1)
         runs = runs.repeat(self.num_queries, axis=1)
-        if rules[0].mask.causal and step.max_query_len > 1:
+        if not rules[0].mask.sees_all and step.max_query_len > 1:
             shifts = (self.skipped * step.block_size).repeat(self.num_queries, axis=1)
-            stop, window = self.positions(rows) + 1, np.array([rule.mask.window or _NO_WINDOW for rule in rules])
-            runs[0] = np.maximum(runs[0], stop - shifts[0] - window.repeat(len(rows) // len(rules)))
-            runs[1] = stop - shifts[0]
+            sizes = [(rule.mask.window or _NO_WINDOW, rule.mask.lookahead or 0) for rule in rules]
+            window, lookahead = np.array(sizes).T.repeat(len(rows) // len(rules), axis=1)
+            stop = self.positions(rows) + 1
+            runs[0] = np.maximum(runs[0], stop - shifts[0] - window)
+            runs[1] = np.minimum(runs[1], stop - shifts[0] + lookahead)
             if len(shifts) > 1:
                 runs[3] = np.minimum(runs[3], stop - shifts[1])
                 runs[2] = np.minimum(runs[2], runs[3])
-            if RANGE_ENDS in step.extensions:
+            if RANGE_ENDS in step.extensions and rules[0].mask.causal:
                 runs[1] = np.maximum(runs[1], _values(step, RANGE_ENDS)[rows] - shifts[0])
         return runs
 

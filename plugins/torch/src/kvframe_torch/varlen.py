@@ -72,7 +72,7 @@ class TorchVarlenBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "ranges"}),
+        masks=frozenset({"causal", "bidirectional", "bidirectional_window", "window", "ranges"}),
         extensions=frozenset({RANGE_ENDS}),
         sinks=True,
         head_sizes=frozenset(range(8, 257, 8)),
@@ -135,6 +135,7 @@ class TorchVarlenBackend(AttentionBackend):
         mask = layer.spec.mask
         assert mask is not None
         left = -1 if mask.window is None else mask.window - 1
+        right = mask.lookahead or 0
         call = partial(_call, layer, query, kv_cache, with_lse=with_lse)
         if isinstance(metadata, RangedStep) and mask.causal:
             output, lse = call(metadata.causal, window=(left, 0))
@@ -146,8 +147,8 @@ class TorchVarlenBackend(AttentionBackend):
         else:
             step = metadata.step if isinstance(metadata, RangedStep) else metadata
             assert isinstance(step, CommonAttentionMetadata)
-            is_causal = step.causal and mask.causal and (step.max_query_len > 1 or mask.window is not None)
-            output, lse = call(step, window=(left, 0) if is_causal else (-1, -1))
+            is_local = step.causal and not mask.sees_all and (step.max_query_len > 1 or mask.window is not None)
+            output, lse = call(step, window=(left, right) if is_local else (-1, -1))
         if sinks is None or lse is None:
             return output.to(query.dtype), lse
         # A sink is one more logit in the denominator, so it scales every weight by the same factor.

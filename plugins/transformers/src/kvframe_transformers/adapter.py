@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from kvframe_transformers.checkpoint import (
     read_config,
     read_config_file,
 )
-from kvframe_transformers.discovery import discover_layers
+from kvframe_transformers.discovery import discover_layers, sees_whole_prompts
+from kvframe_transformers.encoder_alone import EncoderAlone
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions, text_attribute
 from kvframe_transformers.generation import read_generation_config, sampling_of, warn_of_others
@@ -47,6 +49,8 @@ from kvframe_transformers.text_part import class_without, idle_parts, remove_par
 
 UNLIMITED = 1 << 20
 """The most tokens of a request if a model has no positions: its states have any length, but tables need a limit."""
+
+_log = logging.getLogger("kvframe")
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -101,7 +105,7 @@ class TransformersAdapter(ModelAdapter):
             build = partial(build_without_weights, config, description.name)
             loaded = EncoderDecoderModel(model, tokenizer, description, build, path)
         else:
-            loaded = TransformersModel(model, tokenizer, description, path, _first_position(model, description))
+            loaded = _one_sequence_model(model, tokenizer, description, path)
         loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
         return loaded
 
@@ -124,8 +128,7 @@ class TransformersAdapter(ModelAdapter):
         if config.is_encoder_decoder:
             loaded = EncoderDecoderModel(model, tokenizer, description, partial(build_like, model, config))
         else:
-            first_position = _first_position(model, description)
-            loaded = TransformersModel(model, tokenizer, description, first_position=first_position)
+            loaded = _one_sequence_model(model, tokenizer, description)
         loaded.packs_weights = SETTINGS[PACK_WEIGHTS]
         return ModelInMemory(model=loaded, device=device, dtype=dtype)
 
@@ -183,6 +186,15 @@ def _name_of(folder: Path) -> str:
     return folder.parent.parent.name.rpartition("--")[2] if is_snapshot else folder.name
 
 
+def _one_sequence_model(
+    model: PreTrainedModel, tokenizer: Any, description: ModelDescription, folder: Path | None = None
+) -> TransformersModel:
+    """Return what runs a model without an encoder beside its decoder."""
+    if not description.generates and not description.layers:
+        return EncoderAlone(model, tokenizer, description, folder)
+    return TransformersModel(model, tokenizer, description, folder, _first_position(model, description))
+
+
 def _first_position(model: PreTrainedModel, description: ModelDescription) -> int:
     """Return the model's number for the position of a prompt's first token."""
     return find_first_position(model) if num_unused_positions(model) or not description.generates else 0
@@ -191,6 +203,23 @@ def _first_position(model: PreTrainedModel, description: ModelDescription) -> in
 def _is_bounded(layer: LayerDescription) -> bool:
     """Return whether a layer needs a bounded number of tokens, however long a request is."""
     return not layer.query or bool({"window", "chunk"} & layer.options.keys())
+
+
+def _layers_of(model: PreTrainedModel, name: str, length: int, generating: bool) -> tuple[LayerDescription, ...]:
+    """Return a model's layers; none for an encoder that keeps nothing and attends as no layer describes."""
+    try:
+        return discover_layers(model, name, length, generates=generating)
+    except ModelError as error:
+        if generating:
+            raise
+        why = str(error).partition("; only a plugin")[0]
+        _warn_once(f"{why}; so its own code computes the texts of a step one after the other, on no backend")
+        return ()
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
 
 
 def _describe(
@@ -209,14 +238,19 @@ def _describe(
     with quiet():
         if length is not None and not config.is_encoder_decoder:
             length -= num_unused_positions(model)
-        layers = discover_layers(model, name, length or DEFAULT_POSITIONS, generates=generating)
+        layers = _layers_of(model, name, length or DEFAULT_POSITIONS, generating)
         num_heads, head_layers = describe_heads(model, name) if generating else (0, ())
+    if config.is_encoder_decoder and not any(layer.kind == "cross_attention" for layer in layers):
+        raise ModelError(
+            f"the decoder of {name} ({type(model).__name__}) has no cross-attention that reads the last hidden states "
+            "of its encoder; only a model adapter of its own can serve it"
+        )
     if length is None and all(_is_bounded(layer) for layer in layers):
         length = UNLIMITED
     if length is None and any(SLOPES in layer.query for layer in layers):
         length = DEFAULT_POSITIONS
-    encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None
-    if length is None or (config.is_encoder_decoder and encoder_len is None):
+    encoder_len = max_encoder_len(model) if config.is_encoder_decoder else None
+    if length is None:
         raise ModelError(f"the config of {name} does not say how many positions the model has")
     return ModelDescription(
         name=name,
@@ -226,6 +260,7 @@ def _describe(
         eos_token_ids=eos,
         sampling=sampling if generating else {},
         max_input_lens={} if encoder_len is None else {ENCODER: encoder_len},
+        bidirectional_prompts=generating and sees_whole_prompts(model, layers),
         generates=generating,
         num_prediction_heads=num_heads,
         prediction_layers=head_layers,

@@ -109,12 +109,18 @@ def num_unused_positions(model: PreTrainedModel) -> int:
         if has_table_of_waves(module):
             return int(module.padding_idx) + 1
     length = getattr(model.config, "max_position_embeddings", None)
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    for table in tables:
-        is_of_positions = table.num_embeddings == length and table is not model.get_input_embeddings()
+    for table in filter(_is_table, model.modules()):
+        is_of_positions = table.weight.shape[0] == length and table is not model.get_input_embeddings()
         if is_of_positions and table.padding_idx is not None:
-            return table.padding_idx + 1
+            return int(table.padding_idx) + 1
     return 0
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Return whether a module looks up rows by ids: an ``nn.Embedding``, or a class like it (I-BERT's)."""
+    weight = getattr(module, "weight", None)
+    is_alike = hasattr(module, "padding_idx") and isinstance(weight, torch.Tensor) and weight.dim() == 2
+    return isinstance(module, nn.Embedding) or is_alike
 
 
 def find_first_position(model: PreTrainedModel) -> int:
@@ -133,10 +139,13 @@ def find_first_position(model: PreTrainedModel) -> int:
     with torch.inference_mode(), _lookups(model) as seen:
         model(input_ids=ids)
     counted = torch.arange(_PROBE_TOKENS)
-    firsts = [int(each[0]) for each in seen if torch.equal(each - each[0], counted)]
+    found = [(table, int(ids[0])) for table, ids in seen if torch.equal(ids - ids[0], counted)]
     unused = num_unused_positions(model)
-    first = firsts[0] if firsts else unused if any(map(has_table_of_waves, model.modules())) else 0
-    if first != unused:
+    first = found[0][1] if found else unused if any(map(has_table_of_waves, model.modules())) else 0
+    length = getattr(model.config, "max_position_embeddings", None)
+    # A table may have as many more rows as positions begin later (Nystromformer).
+    is_longer = bool(found) and unused == 0 and length is not None and found[0][0].weight.shape[0] >= first + length
+    if first != unused and not is_longer:
         raise ModelError(
             f"{type(model).__name__} counts positions from {first}, and its table has {unused} rows before the first "
             "position; only a model adapter of its own can serve it"
@@ -145,15 +154,15 @@ def find_first_position(model: PreTrainedModel) -> int:
 
 
 @contextmanager
-def _lookups(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collect the indices that every table looks up for one prompt, each ``[num_tokens], int64, host``."""
-    seen: list[torch.Tensor] = []
+def _lookups(model: nn.Module) -> Iterator[list[tuple[Any, torch.Tensor]]]:
+    """Collect the tables that are read for one prompt, each with its indices, ``[num_tokens], int64, host``."""
+    seen: list[tuple[Any, torch.Tensor]] = []
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].numel() == _PROBE_TOKENS:
-            seen.append(inputs[0].reshape(-1).cpu())
+            seen.append((module, inputs[0].reshape(-1).cpu()))
 
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = [module for module in model.modules() if _is_table(module)]
     handles = [table.register_forward_pre_hook(note) for table in tables]
     try:
         yield seen

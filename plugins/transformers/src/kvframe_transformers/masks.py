@@ -21,16 +21,18 @@ class MaskKind:
     """A mask in the terms of cache specs.
 
     Attributes:
-        kind: The registered name of the cache spec with this live range; None if there is none.
+        kind: The registered name of the cache spec with this live range; None if there is none, or if tokens see later
+            ones.
         options: The spec's options that the mask fixes (``{"window": 512}``).
         why: For an unknown mask, its description, as the end of a sentence.
-        sees_all: Whether every token sees every other one, as in a model that does not generate.
+        is_bidirectional: Whether tokens see later ones, as in a model that does not generate: all tokens, or those of
+            the window of ``options``.
     """
 
     kind: str | None
     options: Mapping[str, int] = attrs.field(factory=dict)
     why: str = ""
-    sees_all: bool = False
+    is_bidirectional: bool = False
 
 
 def classify_mask(
@@ -49,6 +51,7 @@ def classify_mask(
     around = local_size or 0
     total = min(max(length, 4 * around + 4), _MAX_POSITIONS)
     starts: dict[int, int] = {}
+    runs: dict[int, tuple[int, int]] = {}
     for query in _query_positions(total, around):
         seen = _visible(mask_function, query, total)
         if seen is None and local_size is not None and local_size == chunk_size:
@@ -56,14 +59,17 @@ def classify_mask(
         if seen is None:
             return MaskKind(None, why="has a mask that depends on the model's inputs")
         first, stop, count = seen
+        if count == stop - first and first <= query < stop:
+            runs[query] = first, stop
+        elif stop > query + 1:
+            return MaskKind(None, why=f"{_LATER}, with gaps between them")
         if stop > query + 1:
-            later = "looks at tokens that come later (bidirectional attention)"
-            if all(_visible(mask_function, each, total) == (0, total, total) for each in (0, query, total - 1)):
-                return MaskKind(None, why=later, sees_all=True)
-            return MaskKind(None, why=f"{later}, but not at all of them (a window in both directions)")
-        if stop != query + 1 or count != stop - first:
+            continue
+        if query not in runs or stop != query + 1:
             return MaskKind(None, why=f"has a mask with gaps: position {query} sees {count} tokens of [0, {query}]")
         starts[query] = first
+    if any(stop > query + 1 for query, (_, stop) in runs.items()):
+        return _bidirectional(runs, total)
     if not any(starts.values()):
         return MaskKind("full_attention")
     last = max(starts)
@@ -74,6 +80,21 @@ def classify_mask(
     if all(first == query - query % chunk for query, first in starts.items()):
         return MaskKind("chunked_local", {"chunk": chunk})
     return MaskKind(None, why="has a mask that is neither full, nor a window, nor chunks")
+
+
+def _bidirectional(runs: Mapping[int, tuple[int, int]], total: int) -> MaskKind:
+    """Return the kind of a mask with later tokens, from the first token that queries see and the one after the last."""
+    if all(run == (0, total) for run in runs.values()):
+        return MaskKind(None, why=_LATER, is_bidirectional=True)
+    window = max(query + 1 - first for query, (first, _) in runs.items())
+    lookahead = max(stop - 1 - query for query, (_, stop) in runs.items())
+    if all(run == (max(0, n + 1 - window), min(total, n + 1 + lookahead)) for n, run in runs.items()):
+        why = f"{_LATER}, but not at all of them (a window in both directions)"
+        return MaskKind(None, {"window": window, "lookahead": lookahead}, why, is_bidirectional=True)
+    return MaskKind(None, why=f"{_LATER}, but not at all of them, and not in a window")
+
+
+_LATER = "looks at tokens that come later (bidirectional attention)"
 
 
 def sees_all(mask_function: MaskFunction, num_keys: int) -> bool:

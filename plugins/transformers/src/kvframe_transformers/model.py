@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from kvframe.contract import (
     Pooling,
     PredictionHeads,
 )
+from kvframe_transformers.apart import LENGTHS, find_apart, unfolding_apart, unfolds
+from kvframe_transformers.calls import path_of
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody, for_any_size
 from kvframe_transformers.decoder_hooks import DecoderHooks
@@ -38,12 +40,20 @@ from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.names import if_untested
 from kvframe_transformers.packed import PackedLinears, packable
 from kvframe_transformers.relative_bias import PARAMETER, tables_of
-from kvframe_transformers.routing import Route, Routes, RunningStep, direct_forward, running, running_step
-from kvframe_transformers.self_check import RunPacked, compare_runs
+from kvframe_transformers.routing import (
+    Route,
+    Routes,
+    RunningStep,
+    direct_forward,
+    routes_by_module,
+    running,
+    running_step,
+)
+from kvframe_transformers.self_check import RunPacked, compare_runs, ordinary_ids, tolerance_of
 from kvframe_transformers.sentence_transformers import read_pooling
 from kvframe_transformers.shared_inputs import SharedInputs
 from kvframe_transformers.skipping import RowCutter, blocks_from
-from kvframe_transformers.states import OpaqueForward, own_forward
+from kvframe_transformers.states import Forward, OpaqueForward, own_forward
 from kvframe_transformers.step_mode import StepMode
 from kvframe_transformers.stored_weights import weights_for_all_ranks
 from kvframe_transformers.temperature import Temperatures
@@ -89,6 +99,7 @@ class TransformersModel(LoadedModel):
         parameters = inspect.signature(self._body.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = takes_positions(self._body)
+        self._takes_token_types = "token_type_ids" in parameters
         self._layers: AttachedLayers | None = None
         self._routes: Routes = {}
         self._mode: StepMode | None = None
@@ -154,10 +165,7 @@ class TransformersModel(LoadedModel):
         Raises:
             ModelError: The model is attached already, a layer was not called, or a layer cannot leave rows out.
         """
-        serving = _SERVING.get(self.model)
-        if serving is not None and serving() is not None:
-            raise ModelError(f"{self.description.name} serves another engine already; close that engine first")
-        _SERVING[self.model] = ref(self)
+        self.claim()
         try:
             modules = self._modules()
             temperatures = Temperatures(modules.values())
@@ -172,23 +180,35 @@ class TransformersModel(LoadedModel):
                 for name, state in layers.states.items()
                 if name in modules
             }
+            if {layer.kind for layer in self.description.layers} == {"encoder_only"}:
+                mode.apart = self._find_apart(modules.values())
+                unfolding = {module: forward for module, forward in mode.direct.items() if unfolds(module)}
+                mode.direct |= {module: unfolding_apart(forward) for module, forward in unfolding.items()}
             self._check_reached(modules)
             mode.forwards = self._drivers
             if layers.skipped:
                 self._cut_rows(modules, layers.skipped)
-            self._routes = {
-                modules[layer.name]: Route.of(
+            routes = {
+                layer.name: Route.of(
                     layer, layers[layer.name], temperatures.of.get(modules[layer.name]), layer.name in layers.skipped
                 )
                 for layer in self._attending
             }
+            self._routes = routes_by_module(routes, modules)
             self._layers = layers
             if not self._takes_positions:
-                self._hooks = DecoderHooks(self.model, modules.values())
+                self._hooks = DecoderHooks(self.model, dict.fromkeys(modules.values()))
             self.weights_changed()
         except BaseException:
             self.detach()
             raise
+
+    def claim(self) -> None:
+        """Note that the model serves an engine, until ``detach``; raise ``ModelError`` if it serves another one."""
+        serving = _SERVING.get(self.model)
+        if serving is not None and serving() is not None:
+            raise ModelError(f"{self.description.name} serves another engine already; close that engine first")
+        _SERVING[self.model] = ref(self)
 
     def weights_changed(self) -> None:
         """Give the attached layers the tensors that were made of the weights, and pack the weights again.
@@ -214,16 +234,21 @@ class TransformersModel(LoadedModel):
         Raises:
             ModelError: torch cannot compile it.
         """
-        if self._mode is not None and self._mode.direct:
-            raise ModelError(
-                f"{self.description.name} computes attention itself, outside of transformers' attention interface, "
-                "so it cannot be compiled; leave compile out"
-            )
+        if self._mode is not None and (self._mode.direct or self._mode.apart):
+            does = "computes attention itself, outside of transformers' attention interface"
+            if not self._mode.direct:
+                does = f"has parts that mix tokens outside of attention ({type(next(iter(self._mode.apart))).__name__})"
+            raise ModelError(f"{self.description.name} {does}, so it cannot be compiled; leave compile out")
         if self._mode is not None:
             self._mode.opaque = {
                 module: OpaqueForward(driver.form, driver) for module, driver in self._drivers.items() if driver.form
             }
         modules = self._modules()
+        if again := next((layer.name for layer in self._attending if path_of(layer.name) != layer.name), None):
+            raise ModelError(
+                f"layer {path_of(again)!r} of {self.description.name} attends several times in a forward, so the model "
+                "cannot be compiled; leave compile out"
+            )
         sizes = {modules[layer.name]: value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend, self._cutter)
         self._probe_compiled([self.compiled])
@@ -444,15 +469,34 @@ class TransformersModel(LoadedModel):
     def _run_plain(self, prompt: list[int]) -> torch.Tensor:
         """Return the logits ``[len(prompt), vocab_size]``, or hidden states, of the model's own attention."""
         assert self._mode is not None
+        ids, inputs = torch.tensor(prompt, device=self.model.device), {}
+        if self.description.bidirectional_prompts and self._takes_token_types:
+            inputs["token_type_ids"] = torch.zeros_like(ids)[None]  # the type of a prompt's tokens
         with torch.inference_mode(), self._mode.off():
-            return self._run(torch.tensor(prompt, device=self.model.device), None)
+            return self._run(ids, None, **inputs)
+
+    def _find_apart(self, attending: Collection[nn.Module]) -> dict[nn.Module, Forward]:
+        """Return the forwards in a step of modules that mix the tokens of a batch."""
+        ids = ordinary_ids(self.model.config.to_dict(), self.description.vocab_size or 1)
+        generator = torch.Generator().manual_seed(0)
+
+        def run(length: int) -> None:
+            drawn = ids[torch.randint(len(ids), (length,), generator=generator)].to(self.model.device)
+            self._run(drawn, torch.arange(length, device=self.model.device))
+
+        assert self._mode is not None
+        if self.description.max_model_len < max(LENGTHS):
+            return {}
+        with torch.inference_mode(), self._mode.off():
+            return find_apart(self._body, attending, run, tolerance_of(self.model.dtype))
 
     def _latents_of(self, modules: Mapping[str, nn.Module]) -> Latents:
         return Latents({layer.name: layer for layer in self.description.layers}, modules, self.description.name)
 
     def _modules(self) -> dict[str, nn.Module]:
-        wanted = {layer.name for layer in self.description.layers}
-        return {path: module for path, module in self.model.named_modules() if path in wanted}
+        modules = dict(self.model.named_modules())
+        paths = {layer.name: path_of(layer.name) for layer in self.description.layers}
+        return {name: modules[path] for name, path in paths.items() if path in modules}
 
     @property
     def _attending(self) -> list[LayerDescription]:
@@ -517,7 +561,9 @@ class TransformersModel(LoadedModel):
     ) -> tuple[dict[str, int], torch.Tensor]:
         """Run tokens through layers that only record how many queries they get; return these numbers and the logits."""
         num_rows: dict[str, int] = {}
-        routes = {modules[layer.name]: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}
+        routes = routes_by_module(
+            {layer.name: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}, modules
+        )
         noting = {module: partial(driver.note, num_rows) for module, driver in self._drivers.items()}
         assert self._mode is not None
         inputs = {}

@@ -13,7 +13,7 @@ from kvframe.contract import ModelDescription, ModelError, ModelInput
 from kvframe_transformers.names import if_untested
 
 _PROMPT_LENS = (5, 9)
-_MAX_LOCAL = 64
+_MAX_LOCAL = 80
 """The longer prompt exceeds windows and chunks up to this size."""
 
 
@@ -97,18 +97,22 @@ def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def check_prompts(description: ModelDescription, config: Any) -> list[list[int]]:
     """Return two prompts of random ordinary tokens; the longer one exceeds every small window and chunk."""
-    local = [value for layer in description.layers for key in ("window", "chunk") if (value := layer.options.get(key))]
+    keys = ("window", "lookahead", "chunk")
+    local = [value for layer in description.layers for key in keys if (value := layer.options.get(key))]
     crossing = max((size + 5 for size in local if size <= _MAX_LOCAL), default=0)
+    longest = description.max_model_len
+    if description.bidirectional_prompts:
+        crossing, longest = 0, min([longest, *local])  # no longer prompt is served
     # Encoders with a bias by distance: every bucket, in both directions.
     biases = [bias for layer in description.layers if (bias := layer.query.get("relative_bias"))]
     crossing = max([crossing, *(bias["max_distance"] + 5 for bias in biases if bias["bidirectional"])])
-    lengths = [min(length, description.max_model_len) for length in (_PROMPT_LENS[0], max(_PROMPT_LENS[1], crossing))]
-    ids = _ordinary_ids(config.to_dict(), description.vocab_size or 1)
+    lengths = [min(length, longest) for length in (_PROMPT_LENS[0], max(_PROMPT_LENS[1], crossing))]
+    ids = ordinary_ids(config.to_dict(), description.vocab_size or 1)
     generator = torch.Generator().manual_seed(0)
     return [ids[torch.randint(len(ids), (length,), generator=generator)].tolist() for length in lengths]
 
 
-def _ordinary_ids(config: dict[str, Any], vocab_size: int) -> torch.Tensor:
+def ordinary_ids(config: dict[str, Any], vocab_size: int) -> torch.Tensor:
     """Return the ids without a special meaning in the config (an image token, for example, would need an image)."""
     special: set[int] = set()
     for key, value in config.items():

@@ -33,6 +33,7 @@ class StepMode:
         forwards: The forwards of mixers in a step.
         packed: The packed copies of linear layers; None if no layer is packed.
         direct: The forwards in a step of modules that compute attention themselves.
+        apart: The forwards in a step of modules that mix the tokens of a batch.
         opaque: What a compiled model calls instead of the forwards of its mixers, by module.
     """
 
@@ -56,6 +57,7 @@ class StepMode:
         self.latents = latents
         self.forwards: Mapping[nn.Module, Forward] = {}
         self.packed: PackedLinears | None = None
+        self.apart: Mapping[nn.Module, Forward] = {}
         self.opaque: Mapping[nn.Module, OpaqueForward] = {}
         # Attributes are read and written where they are kept: the classes of modules and configs look at every name.
         self._modules = [vars(module) for module in model.modules()]
@@ -96,7 +98,7 @@ class StepMode:
 
     def _in_operators(self, forwards: Mapping[nn.Module, Forward]) -> Mapping[nn.Module, Forward]:
         """Return the forwards; those that a compiled model calls through operators are replaced by these operators."""
-        replaced = {**self.direct, **forwards}
+        replaced = {**self.direct, **self.apart, **forwards}
         for module, opaque in self.opaque.items():
             opaque.target, replaced[module] = forwards[module], opaque.forward
         return replaced

@@ -203,6 +203,13 @@ _ENCODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "camembert": {"pad_token_id": 1, "max_position_embeddings": 130},
     "eurobert": {"max_position_embeddings": 128, "mask_token_id": 3},
     "nomic_bert": {"pad_token_id": 0, "num_key_value_heads": 4, "max_position_embeddings": 128},
+    "modernbert": {
+        "pad_token_id": 0,
+        "max_position_embeddings": 128,
+        "local_attention": 8,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
 }
 
 _ENCODER_DECODER: Mapping[str, Any] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from kvframe_kernels.triton.attention import FORMATS, LOG2_E, PagedAttention
+from kvframe_kernels.triton.attention_parts import UNBOUNDED
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
@@ -35,7 +36,9 @@ class TritonBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "prompt", "ranges"}),
+        masks=frozenset(
+            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt", "ranges"}
+        ),
         extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
         formats=frozenset(FORMATS),
         takes_copies=True,
@@ -75,11 +78,11 @@ class TritonBackend(AttentionBackend):
             head_size_v=state["v"].shape[2],
             block_size=spec.block_size,
             scale=query.scale,
-            causal=mask.causal,
-            window=mask.window or 0,
-            num_sink_tokens=mask.num_sink_tokens,
+            causal=not mask.sees_all,
+            window=min(mask.window or 0, UNBOUNDED),
+            num_sink_tokens=min(mask.num_sink_tokens, UNBOUNDED),
             keeps_prompt=mask.keeps_prompt,
-            chunk=mask.chunk or 0,
+            chunk=min(mask.chunk or 0, UNBOUNDED),
             soft_cap=query.soft_cap,
             max_distance=0 if query.relative_bias is None else query.relative_bias.max_distance,
             has_slopes=query.alibi_slopes is not None,
@@ -88,6 +91,7 @@ class TritonBackend(AttentionBackend):
             v_scale=getattr(kv_format, "v_scale", 1.0),
             num_cores=num_cores(device),
         )
+        self._lookahead = mask.lookahead
         self._slopes: torch.Tensor | None = None
         if query.alibi_slopes is not None:
             self._slopes = torch.tensor(query.alibi_slopes, dtype=torch.float32, device=device) * LOG2_E
@@ -100,7 +104,7 @@ class TritonBackend(AttentionBackend):
 
     def make_builder(self) -> TritonMetadataBuilder:
         """Return the builder of the step's work items."""
-        return TritonMetadataBuilder(self._attention, self._dtype)
+        return TritonMetadataBuilder(self._attention, self._dtype, self._lookahead)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store keys and values in the layers' format, in one launch."""

@@ -18,6 +18,7 @@ from kvframe.contract import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     GraphCapture,
+    lookahead_ends,
 )
 
 
@@ -75,21 +76,23 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
     on_host = frozenset()
     table_fields = frozenset({"block_table"})
 
-    def __init__(self, attention: PagedAttention, dtype: torch.dtype) -> None:
+    def __init__(self, attention: PagedAttention, dtype: torch.dtype, lookahead: int | None = None) -> None:
         """Keep the properties of the group's layers.
 
         Args:
             attention: Their attention.
             dtype: The dtype that it is computed in.
+            lookahead: How many later tokens a query sees in a window in both directions; None for other masks.
         """
         self._planner = attention.planner(dtype)
         self._mask = attention.mask
         self._causal = attention.causal
+        self._lookahead = lookahead
 
     @property
     def reuse_key(self) -> Hashable:
         """The properties of the layers that the division of a step depends on."""
-        return self._planner, self._mask, self._causal
+        return self._planner, self._mask, self._causal, self._lookahead
 
     def build(self, metadata: CommonAttentionMetadata) -> TritonMetadata:
         """Return the step's work items."""
@@ -101,15 +104,18 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
         """Return the work items of all groups; groups whose layers differ only in their masks are planned together."""
         alike: dict[Hashable, list[int]] = {}
         for index, (builder, metadata) in enumerate(builds):
-            alike.setdefault((builder._planner, batch_key(metadata, builder._causal)), []).append(index)
+            key = builder._planner, batch_key(metadata, builder._causal), builder._lookahead
+            alike.setdefault(key, []).append(index)
         found: dict[int, TritonMetadata] = {}
         for indices in alike.values():
             builder, metadata = builds[indices[0]]
-            batch = batch_of(metadata, builder._causal)
+            batch = batch_of(metadata, builder._causal, builder._lookahead)
             works = builder._planner.plan(batch, [builds[index][0]._mask for index in indices])
             for index, work in zip(indices, works, strict=True):
                 step = builds[index][1]
                 found[index] = TritonMetadata.of(batch, work, step.block_table, step)
+                if builder._lookahead is not None and batch.range_ends is not None:
+                    found[index] = attrs.evolve(found[index], range_ends=torch.from_numpy(batch.range_ends))
         return [found[index] for index in range(len(builds))]
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
@@ -117,8 +123,17 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
         return {"block_table": with_whole_rows(metadata.block_table)}
 
 
-def batch_of(metadata: CommonAttentionMetadata, causal: bool) -> Batch:
-    """Return a step as the planner takes it; ``causal`` is whether the layers' mask is causal."""
+def batch_of(metadata: CommonAttentionMetadata, causal: bool, lookahead: int | None = None) -> Batch:
+    """Return a step as the planner takes it.
+
+    Args:
+        metadata: The step.
+        causal: Whether the layers' mask hides tokens.
+        lookahead: How many later tokens a query sees in a window in both directions; None for other masks.
+    """
+    range_ends = _host_values(metadata, RANGE_ENDS) if metadata.causal and causal else None
+    if lookahead is not None and metadata.causal:
+        range_ends = lookahead_ends(metadata, lookahead)
     return Batch(
         query_start_loc=metadata.query_start_loc_cpu.numpy(),
         seq_lens=metadata.seq_lens_cpu.numpy(),
@@ -128,7 +143,7 @@ def batch_of(metadata: CommonAttentionMetadata, causal: bool) -> Batch:
         max_query_len=metadata.max_query_len,
         static=metadata.static_shapes,
         prompt_lens=_host_values(metadata, NUM_PROMPT_TOKENS),
-        range_ends=_host_values(metadata, RANGE_ENDS) if metadata.causal and causal else None,
+        range_ends=range_ends,
     )
 
 

@@ -1,0 +1,91 @@
+"""How the contract grows: what a later version adds to its base classes reaches only the plugins that know it.
+
+A minor adds an argument with a default to a method, and hosts pass it. A plugin that was written before does not take
+it. So each base class of the contract is ``Growing``: if a subclass overrides a method without such an argument, the
+argument is left out when the method is called. This is found out once, when the class is defined. A method that takes
+all arguments is left as it is, so that calling it costs nothing more.
+
+A minor may also add a method or a field. Its name begins with ``RESERVED``, so no plugin has something else of that
+name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from kvframe.contract.errors import PluginError
+
+RESERVED = "kvframe_"
+"""How the names of methods and fields begin that later versions add to the base classes of the contract."""
+
+_CONTRACT = __name__.rpartition(".")[0] + "."
+_OPTIONAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Growing:
+    """A base class of the contract, whose methods may get more arguments with a default in later versions."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Leave arguments out that the class's methods do not take; refuse names that the contract keeps for itself.
+
+        Raises:
+            PluginError: The class defines a name that begins with ``RESERVED`` and is none of the contract's.
+        """
+        super().__init_subclass__(**arguments)
+        if cls.__module__.startswith(_CONTRACT):
+            return
+        bases = [base for base in cls.__mro__[1:] if base.__module__.startswith(_CONTRACT)]
+        for name, own in [*vars(cls).items(), *((name, None) for name in inspect.get_annotations(cls))]:
+            promised = next((vars(base)[name] for base in bases if name in vars(base)), None)
+            if name.startswith(RESERVED) and promised is None and not _declares(bases, name):
+                raise PluginError(
+                    f"{cls.__name__} defines {name!r}; names that begin with {RESERVED!r} are kept for later versions "
+                    "of the contract: begin it otherwise"
+                )
+            if promised is not None and own is not None and (not name.startswith("__") or name == "__call__"):
+                fitted = _fitted(own, promised)
+                if fitted is not own:
+                    setattr(cls, name, fitted)
+
+
+def _declares(bases: list[type], name: str) -> bool:
+    return any(name in inspect.get_annotations(base) for base in bases)
+
+
+def _fitted(own: Any, promised: Any) -> Any:
+    """Return a method of a plugin's class, which leaves out the arguments that it does not take."""
+    if isinstance(own, classmethod | staticmethod):
+        function = _fitted(own.__func__, getattr(promised, "__func__", promised))
+        return own if function is own.__func__ else type(own)(function)
+    function = getattr(promised, "__func__", promised)
+    if not inspect.isfunction(own) or not inspect.isfunction(function):
+        return own
+    return _without_unknown(own, function)
+
+
+def _without_unknown(own: Callable[..., Any], promised: Callable[..., Any]) -> Callable[..., Any]:
+    taken = inspect.signature(own).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken):
+        return own
+    names = {each.name for each in taken}
+    unknown = frozenset(
+        each.name
+        for each in inspect.signature(promised).parameters.values()
+        if each.kind in _OPTIONAL and each.default is not inspect.Parameter.empty and each.name not in names
+    )
+    if not unknown:
+        return own
+    takes_any = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken)
+    most = None if takes_any else sum(each.kind in _POSITIONAL for each in taken)
+
+    @functools.wraps(own)
+    def method(*arguments: Any, **named: Any) -> Any:
+        return own(*arguments[:most], **{name: value for name, value in named.items() if name not in unknown})
+
+    return method

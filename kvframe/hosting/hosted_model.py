@@ -1,0 +1,140 @@
+"""The attention layers of a model that another serving engine runs: their specs, and the layers of each cache group."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+
+from kvframe.config.proposer_choice import make_proposer
+from kvframe.config.stack import Stack
+from kvframe.contract.description import LayerDescription, ModelDescription
+from kvframe.contract.errors import BackendError
+from kvframe.contract.specs import LayerSpec
+from kvframe.hosting.hosted_layers import HostedLayers
+from kvframe.hosting.setup import Setup
+from kvframe.loading.registry import Registry
+from kvframe.selection.skipping import find_skippable_layers
+
+
+class HostedModel:
+    """The attention layers of a model, or of one rank, set up by a stack for the memory of another engine.
+
+    Attributes:
+        layers: By name, in the model's order.
+        skipped: The layers for which the host computes only the tokens that generate.
+    """
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        stack: Stack,
+        registry: Registry,
+        dtype: torch.dtype,
+        *,
+        stored: Mapping[str, Mapping[str, torch.dtype]],
+        kinds: Mapping[str, str],
+        skips: bool = False,
+        is_part: bool = False,
+    ) -> None:
+        """Make the layer specs.
+
+        Args:
+            description: The layers, as the host knows them. A layer's options may be more than its kind has.
+            stack: The rules.
+            registry: Where kinds, backends and wrappers are looked up.
+            dtype: The model's dtype.
+            stored: For each layer, the state tensors that the host's pages hold, with their dtypes, such as
+                ``{"k": torch.float16, "v": torch.float16}``.
+            kinds: By pattern of layer names, the kind that a layer gets instead; the first that matches counts.
+            skips: Whether the host leaves out tokens that do not generate in the layers that can.
+            is_part: Whether other ranks have layers that are not described here, so that a rule may match none.
+
+        Raises:
+            BackendError: A layer's spec stores something else than the host's pages hold. Or the host leaves out
+                tokens, and the stack names no wrapper for that, or the other way round. Or the stack's proposer has a
+                draft model or uses prediction heads (``another_model``), which the host would have to run.
+            StackError: A rule matches no layer, or gives a spec an unknown option.
+            SpecError: A layer's kind is not registered, or its options do not fit.
+        """
+        proposer = make_proposer(stack, registry)
+        if proposer is not None and (proposer.uses_prediction_heads or proposer.draft_model() is not None):
+            what = "prediction heads" if proposer.uses_prediction_heads else "draft model"
+            raise BackendError(
+                f"{stack.source}: engine.drafts names {proposer.name!r}, whose {what} the host would have to run; "
+                "leave the key out, and use what the host has for drafts",
+                code="another_model",
+            )
+        if is_part:
+            stack = attrs.evolve(stack, rules=tuple(attrs.evolve(rule, optional=True) for rule in stack.rules))
+        described = tuple(_as_kind(layer, kinds, registry) for layer in description.layers)
+        made = Setup.of(attrs.evolve(description, layers=described), stack, registry, dtype=_name(dtype)).layers
+        for layer in made:
+            _check_stored(layer, stored[layer.name])
+        skippable, wrapper = find_skippable_layers(made), stack.engine.prefill_skipping
+        if skippable and skips != (wrapper is not None):
+            found = "does, and no wrapper is named" if skips else "does not, and a wrapper is named"
+            raise BackendError(
+                f"layers such as {skippable[0]!r} can leave out the tokens that do not generate; the host {found} in "
+                "engine.prefill_skipping of the stack: set both or neither"
+            )
+        self._stack, self._registry = stack, registry
+        self.layers: Mapping[str, LayerSpec] = {layer.name: layer for layer in made}
+        self.skipped = frozenset(skippable if skips else ())
+
+    def serve(self, names: Sequence[str], block_size: int, device: torch.device) -> HostedLayers:
+        """Choose wrappers and backends for layers that share one cache group of the host.
+
+        Args:
+            names: The layers, in the order they run. A layer whose cache one of them reads may be served elsewhere.
+            block_size: Tokens in a block of the host's group.
+            device: Where the host computes.
+
+        Raises:
+            BackendError: As for ``HostedLayers``.
+            WrapperError: As for ``HostedLayers``.
+        """
+        layers = [self._in_blocks(name, block_size) for name in names]
+        elsewhere = {layer.shares_with for layer in layers if layer.shares_with is not None} - {*names}
+        return HostedLayers(
+            layers,
+            self._stack,
+            self._registry,
+            device,
+            skipped=self.skipped & {*names},
+            owners=[self._in_blocks(name, block_size) for name in sorted(elsewhere)],
+        )
+
+    def _in_blocks(self, name: str, block_size: int) -> LayerSpec:
+        layer = self.layers[name]
+        assert layer.spec is not None  # checked at set-up
+        return attrs.evolve(layer, spec=attrs.evolve(layer.spec, block_size=block_size))
+
+
+def _as_kind(layer: LayerDescription, kinds: Mapping[str, str], registry: Registry) -> LayerDescription:
+    """Return a layer with the kind that it gets, and the options that its kind has."""
+    kind = next((kinds[pattern] for pattern in kinds if fnmatch.fnmatchcase(layer.name, pattern)), layer.kind)
+    if kind not in registry.specs:  # make_layer_specs says what there is
+        return attrs.evolve(layer, kind=kind)
+    fields = attrs.fields_dict(registry.specs.load(kind))
+    options = {name: value for name, value in layer.options.items() if name in fields}
+    return attrs.evolve(layer, kind=kind, options=options)
+
+
+def _check_stored(layer: LayerSpec, stored: Mapping[str, torch.dtype]) -> None:
+    """Raise if the host's pages do not hold what a layer stores."""
+    tensors = {} if layer.spec is None else layer.spec.state_tensors()
+    wanted = {name: tensor.dtype for name, tensor in tensors.items()}
+    there = {name: _name(dtype) for name, dtype in stored.items()}
+    if wanted != there or layer.spec is None or layer.spec.kv_format.name != "plain":
+        asked, held = (", ".join(f"{name} ({each[name]})" for name in sorted(each)) for each in (wanted, there))
+        raise BackendError(
+            f"layer {layer.name!r} stores {asked or 'nothing'}, and its pages in the host hold {held}, as they are; "
+            "choose a cache spec, cache.dtype and cache.format that store these"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

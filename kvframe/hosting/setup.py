@@ -1,0 +1,301 @@
+"""Set-up: what a stack does with a model, as one value that planning, explaining and serving read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from glob import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvframe.config.eviction_choice import make_policy
+from kvframe.config.options import Rule, Use
+from kvframe.config.proposer_choice import make_proposer
+from kvframe.contract.formats import PLAIN
+from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts
+from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
+from kvframe.planning.layer_file import is_layer_file
+from kvframe.planning.machine import with_dtype
+from kvframe.planning.recognise import describe_model
+from kvframe.planning.retyping import retyped_layers
+from kvframe.planning.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
+from kvframe.selection.skipping import DRAFTING, Skipping, find_skipping
+
+if TYPE_CHECKING:
+    from kvframe.config.stack import Stack
+    from kvframe.contract.backend import KVCache
+    from kvframe.contract.description import ModelDescription
+    from kvframe.contract.eviction import EvictionPolicy
+    from kvframe.contract.proposer import Proposer
+    from kvframe.contract.specs import LayerSpec
+    from kvframe.loading.registry import Registry
+    from kvframe.planning.plan import KVCachePlan
+    from kvframe.selection.choice import Choice
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class Setup:
+    """What a stack does with a model: its layers, their groups, the choices for each layer, and the cache plan.
+
+    Each part is worked out when it is first read, so that a plan of plain layers imports no backend, and choices need
+    no memory size.
+
+    Attributes:
+        description: The model, whose layers may have other types than its adapter described.
+        layers: The specs of its layers, in the order they run.
+        stack: The stack, with a device and a dtype.
+        registry: Where names are looked up.
+        draft_layers: The layers that draft for the model, by their names in the plan; none without a draft model.
+        drafts: What the stack's proposer adds to the model.
+        num_local_ranks: The number of ranks of this machine, among which the CPU's free memory is divided.
+    """
+
+    description: ModelDescription
+    layers: tuple[LayerSpec, ...]
+    stack: Stack
+    registry: Registry
+    draft_layers: tuple[LayerSpec, ...] = ()
+    drafts: Drafts = attrs.field(factory=Drafts)
+    num_local_ranks: int = 1
+
+    @classmethod
+    def of(cls, description: ModelDescription, stack: Stack, registry: Registry, *, dtype: str | None = None) -> Setup:
+        """Make the specs of a model's layers, and of those that draft for it.
+
+        Args:
+            description: The model.
+            stack: What to use, with a device and a dtype.
+            registry: Where names are looked up.
+            dtype: The model's dtype by name, in place of the stack's; None if the stack names it.
+
+        Raises:
+            StackError: A rule or the format does not fit the model, or what drafts cannot continue its requests.
+            SpecError: No plugin provides a layer's kind, or the options do not fit it.
+            ModelError: There is no such draft model.
+        """
+        if dtype is not None:
+            stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype=dtype))
+        drafts = find_drafts(description, stack, registry)
+        specs = make_layer_specs(drafts.beside(description), registry, stack, stack.engine.dtype, drafts.max_tokens)
+        own, drafting = specs[: len(description.layers)], specs[len(description.layers) :]
+        check_draft_layers(drafting, stack)
+        return cls(
+            description=description,
+            layers=own,
+            stack=stack,
+            registry=registry,
+            draft_layers=drafting,
+            drafts=drafts,
+        )
+
+    @classmethod
+    def read(cls, path: Path, stack: Stack, registry: Registry, *, runs_here: bool = True) -> Setup:
+        """Describe the model at a path without its weights, and set it up.
+
+        Args:
+            path: A model's folder, its config file, or a layer file.
+            stack: What to use; a device and a dtype that it leaves open are chosen.
+            registry: Where names are looked up.
+            runs_here: Whether the model would run on this machine; if not, it is planned for another one. A layer file
+                is then planned without torch, which alone knows this machine's devices.
+
+        Raises:
+            ModelError: The path is not a model, or is a model that no adapter can describe.
+            KVFrameError: What else ``of`` raises.
+        """
+        if runs_here or not is_layer_file(path):
+            stack = stack.with_device()
+        stack = with_dtype(stack, path, registry, runs_here=runs_here)
+        return cls.of(describe_model(path, registry), stack, registry)
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """The model's layers, and then those that draft for it."""
+        return (*self.layers, *self.draft_layers)
+
+    @cached_property
+    def grouping(self) -> Grouping:
+        """The cache groups of all layers."""
+        return group_layers(self.all_layers, hybrid=self.stack.cache.hybrid)
+
+    @cached_property
+    def skipping(self) -> Skipping:
+        """Which layers compute only the tokens that generate."""
+        heads = self.draft_layers if self.drafts.are_heads else ()
+        return find_skipping(self.layers, heads, is_on=self.stack.engine.prefill_skipping is not None)
+
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        """For each layer of the model that attends, its wrapper chain and backend, and why not the others.
+
+        Raises:
+            KVFrameError: What ``select_backends`` raises.
+        """
+        return self._choose(self.layers, self.skipping)
+
+    @cached_property
+    def draft_choices(self) -> tuple[Choice, ...]:
+        """The same for the layers that draft; by their names in the plan."""
+        return self._choose(self.draft_layers, DRAFTING)
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device, such as ``"cuda"``."""
+        return self.stack.engine.device.partition(":")[0]
+
+    @property
+    def note(self) -> str | None:
+        """One sentence on what the model and its stack rule out together; None if there is nothing to say."""
+        return self.grouping.note or self.skipping.note
+
+    @cached_property
+    def max_model_len(self) -> int:
+        """The most tokens of a request.
+
+        Raises:
+            StackError: The stack asks for longer requests than the model takes.
+        """
+        return choose_max_model_len(self.description, self.stack)
+
+    @cached_property
+    def layers_on_copies(self) -> list[LayerSpec]:
+        """The layers whose backends get copies of their pages, because they do not read their format."""
+        if all(layer.spec is None or layer.spec.kv_format == PLAIN for layer in self.all_layers):
+            return []  # every backend reads plain pages, so none has to be imported
+        on_copies = {choice.layer for choice in (*self.choices, *self.draft_choices) if choice.on_copies}
+        return [layer for layer in self.all_layers if layer.name in on_copies]
+
+    @cached_property
+    def plan(self) -> KVCachePlan:
+        """The cache plan of the stack's memory and limits.
+
+        Raises:
+            PlanError: The memory is too small, or it is ``"auto"`` and the free memory is unknown.
+        """
+        copied = self.layers_on_copies if self.stack.cache.memory == "auto" else []
+        return plan_for_stack(
+            self.grouping,
+            self.stack,
+            self.max_model_len,
+            self.description.max_input_lens,
+            copied,
+            self.num_local_ranks,
+        )
+
+    def num_host_slabs(self, plan: KVCachePlan) -> int:
+        """Return the number of slabs for preempted requests in CPU memory; 0 if requests are not swapped.
+
+        Args:
+            plan: The plan of the pool: ``plan``, or what several ranks agreed on.
+
+        Raises:
+            PlanError: The memory does not hold one slab for each group.
+        """
+        return num_host_slabs(plan, self.stack)
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy:
+        """A new instance of the policy that chooses the cached pages that are evicted first.
+
+        Raises:
+            StackError: The stack's policy is unknown, cannot be imported, or does not take its options.
+        """
+        return make_policy(self.stack, self.registry)
+
+    def make_proposer(self) -> Proposer | None:
+        """Return a new instance of the stack's proposer of draft tokens; None if the stack names none.
+
+        Raises:
+            StackError: The proposer is unknown, cannot be imported, or does not take its options.
+        """
+        return make_proposer(self.stack, self.registry)
+
+    def retyped_layers(self, description: ModelDescription) -> tuple[str, ...]:
+        """Return the names of the layers that attend by another mask than the model's own forward.
+
+        Args:
+            description: The model, as its adapter describes it.
+        """
+        return retyped_layers(description, self.layers, self.registry)
+
+    def choose_on(self, backend: str, layer: LayerSpec, *, keep_wrappers: bool = True) -> Choice:
+        """Return what would be chosen for a layer if the stack named its backend.
+
+        Args:
+            backend: The backend's registered name.
+            layer: A layer of the model, which attends.
+            keep_wrappers: Whether the layer keeps its wrapper chain. A wrapper of prefill skipping always stays,
+                because the layers after it get no other tokens.
+
+        Raises:
+            BackendError: The backend cannot serve the layer.
+            KVFrameError: What else ``choices`` raises.
+        """
+        rule = Rule(layers=escape(layer.name), backend=Use(backend), wrappers=None if keep_wrappers else ())
+        stack = attrs.evolve(self.stack, rules=(*self.stack.rules, rule))
+        (choice,) = attrs.evolve(self, stack=stack)._choose((layer,), self.skipping)
+        return choice
+
+    def of_draft(self, description: ModelDescription) -> Setup:
+        """Return the set-up of the layers that draft, by the names that the draft model knows, in the same plan.
+
+        Prefill skipping is for the layers of the served model only.
+
+        Args:
+            description: The draft model.
+        """
+        stack = attrs.evolve(self.stack, engine=attrs.evolve(self.stack.engine, prefill_skipping=None))
+        layers = tuple(
+            attrs.evolve(
+                layer,
+                name=_draft_name(layer.name),
+                shares_with=None if layer.shares_with is None else _draft_name(layer.shares_with),
+            )
+            for layer in self.draft_layers
+        )
+        setup = attrs.evolve(
+            self, description=description, layers=layers, draft_layers=(), drafts=Drafts(), stack=stack
+        )
+        # Both models share one plan, so these parts are not worked out again.
+        grouping = self.grouping
+        setup.__dict__.update(
+            plan=self.plan,
+            max_model_len=self.max_model_len,
+            grouping=attrs.evolve(
+                grouping,
+                groups=tuple(
+                    attrs.evolve(group, layers=tuple(map(_draft_name, group.layers))) for group in grouping.groups
+                ),
+                follows={_draft_name(name): _draft_name(owner) for name, owner in grouping.follows.items()},
+                step_local=tuple(map(_draft_name, grouping.step_local)),
+            ),
+            choices=tuple(
+                attrs.evolve(
+                    choice,
+                    layer=_draft_name(choice.layer),
+                    wrapped=attrs.evolve(choice.wrapped, name=_draft_name(choice.wrapped.name)),
+                )
+                for choice in self.draft_choices
+            ),
+        )
+        return setup
+
+    def draft_views(self, views: Mapping[str, KVCache]) -> dict[str, KVCache]:
+        """Return the state tensors of a pool by the names that ``of_draft`` gives the layers.
+
+        Args:
+            views: Each layer's state tensors, by its name in the plan.
+        """
+        return {_draft_name(name): view for name, view in views.items()}
+
+    def _choose(self, layers: tuple[LayerSpec, ...], skipping: Skipping) -> tuple[Choice, ...]:
+        from kvframe.selection.select import select_backends
+
+        return select_backends(layers, self.stack, self.registry, self.device_type, skipping)
+
+
+def _draft_name(name: str) -> str:
+    """Return the name by which the draft model knows a layer; layers of the served model get one that it has not."""
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else f"served:{name}"

@@ -1,0 +1,175 @@
+"""The progress of one request: its tokens, how many are computed, and why it ended."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, TypeVar
+
+import attrs
+
+from kvframe import FoundPrefix, InputSequence, RangedTokens
+from kvframe.contract.model import ModelInput
+from kvframe.contract.specs import TokenRange
+
+FinishReason = Literal["stop", "length", "computed", "aborted", "refused", "error"]
+"""Why a request ended: a stop token or string; a limit; its prompt is computed, and nothing is generated; its owner
+aborted it; it was not admitted; its step failed, or the model's output for it is not numbers."""
+
+
+NO_INPUTS: Mapping[str, ModelInput] = MappingProxyType({})
+NO_SEQUENCES: Mapping[str, InputSequence] = MappingProxyType({})
+
+
+def input_sequences(inputs: Mapping[str, ModelInput]) -> Mapping[str, InputSequence]:
+    """Return a request's inputs in the form that the cache takes."""
+    if not inputs:
+        return NO_SEQUENCES
+    return {name: InputSequence(each.num_tokens, each.key) for name, each in inputs.items()}
+
+
+@attrs.define(eq=False, kw_only=True)
+class RequestProgress:
+    """A request in an engine. It owns the request's tokens and progress; subclasses add what is done with the tokens.
+
+    Invariant: ``num_computed < len(token_ids)`` until the request ends, so that there is always a token to compute.
+
+    Attributes:
+        request_id: Unique among the requests in the engine.
+        asked_id: The id that its owner uses: the same for all samples of a request.
+        sample: The index of the sample, from 0.
+        token_ids: Prompt and generated tokens, as four bytes each; the cache reads them where they are.
+        num_prompt_tokens: How many of them are the prompt.
+        cache_salt: The request shares cached prefixes and inputs with requests of the same salt only.
+        owner: Whose request it is: owners share the engine equally.
+        inputs: Its inputs beside the tokens, by sequence, kept so that they can be computed again.
+        input_sequences: The same in the form that the cache takes.
+        new_inputs: The inputs whose state the running step computes.
+        wants_prompt_rows: Whether the model's output for tokens before the last known one is wanted too.
+        num_computed: Tokens whose state is in the cache (as far as layers still need it).
+        row: Its row in the block tables while it runs; -1 otherwise.
+        is_swapped: Whether its state is swapped out to host memory.
+        runs_alone: Whether it starts from nothing and has the pool for itself until it ends. It is set when there were
+            too few blocks although no other request ran, so that the request surely ends.
+        is_on_cache: Whether it started on cached state.
+        trusts_cache: Whether it may start on cached state; False after its output on cached state was not numbers.
+        was_started: Whether it was ever admitted.
+        cached: What was found of its prompt, or taken from another sample, when it was first admitted; None before.
+        pause_at: Computed tokens at which a step ends, so that other requests can fork from there; 0 for none.
+        boundaries: Computed tokens at which steps end too, ascending, so that each type of state keeps one there.
+        ranges: Ranges of its prompt whose tokens see each other in both directions; each is computed in one step.
+        cache_tokens: Its tokens as the cache compares them.
+        forks_from: The request with the same tokens from which it forks at ``pause_at``, to save computing them; None
+            for none, and after the first try.
+        finish_reason: Why it ended; None until then.
+        error: One sentence if the reason is ``error``.
+    """
+
+    request_id: str
+    asked_id: str = attrs.field(default=attrs.Factory(lambda self: self.request_id, takes_self=True))
+    sample: int = 0
+    token_ids: array[int]
+    num_prompt_tokens: int
+    cache_salt: str = ""
+    owner: str = ""
+    inputs: Mapping[str, ModelInput] = NO_INPUTS
+    input_sequences: Mapping[str, InputSequence] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: input_sequences(self.inputs), takes_self=True)
+    )
+    new_inputs: frozenset[str] = frozenset()
+    wants_prompt_rows: bool = attrs.field(init=False, default=False)
+    num_computed: int = 0
+    row: int = -1
+    is_swapped: bool = False
+    runs_alone: bool = False
+    is_on_cache: bool = False
+    trusts_cache: bool = True
+    was_started: bool = False
+    cached: FoundPrefix | None = None
+    pause_at: int = 0
+    boundaries: tuple[int, ...] = ()
+    ranges: tuple[TokenRange, ...] = ()
+    cache_tokens: Sequence[int] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: self._marked, takes_self=True)
+    )
+    forks_from: RequestProgress | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def _marked(self) -> Sequence[int]:
+        return RangedTokens(self.token_ids, self.ranges) if self.ranges else self.token_ids
+
+    @property
+    def num_final_tokens(self) -> int:
+        """The most tokens that it may have at its end."""
+        return len(self.token_ids)
+
+    @property
+    def next_stop(self) -> int:
+        """The number of computed tokens at which its next step has to end."""
+        return self.stop_after(self.num_computed)
+
+    @property
+    def last_pause(self) -> int:
+        """The last number of computed tokens, before all known ones, at which a step has to end; 0 for none."""
+        return max(self.pause_at, self.boundaries[-1]) if self.boundaries else self.pause_at
+
+    def stop_after(self, num_computed: int) -> int:
+        """Return the number of computed tokens at which a step has to end that begins after ``num_computed``."""
+        stop = len(self.token_ids)
+        if self.boundaries:
+            place = bisect_right(self.boundaries, num_computed)
+            stop = self.boundaries[place] if place < len(self.boundaries) else stop
+        return min(stop, self.pause_at) if num_computed < self.pause_at else stop
+
+    def end_of_step(self, num_computed: int, budget: int) -> int:
+        """Return up to which token a step computes it that begins after ``num_computed`` and has ``budget`` tokens.
+
+        This is ``num_computed`` if the step cannot compute its next range as a whole.
+        """
+        end = min(self.stop_after(num_computed), num_computed + budget)
+        return RangedTokens.before_range(self.ranges, end) if self.ranges else end
+
+    @property
+    def num_new_input_tokens(self) -> int:
+        """Tokens of inputs that the running step computes."""
+        return sum(self.inputs[name].num_tokens for name in self.new_inputs)
+
+    @property
+    def uses_prefix(self) -> bool:
+        """Whether it may start on a cached prefix. The tokens of the prefix get no logits."""
+        return self.trusts_cache and not self.runs_alone and not self.wants_prompt_rows
+
+    @property
+    def first_prompt_row(self) -> int:
+        """The first token for which it wants the model's output, if it ``wants_prompt_rows``."""
+        return len(self.token_ids) - 1
+
+    @property
+    def no_outcome(self) -> str:
+        """The error for an output of the model that is not numbers."""
+        what = f"the model's output after token {self.num_computed} is not numbers"
+        return f"{what}; try another dtype, and check the weights"
+
+    def fork(self, other: RequestProgress) -> None:
+        """Take over the progress of another request, from which this one forks."""
+        self.num_computed = other.num_computed
+
+    def forget_partial(self) -> None:
+        """Forget the computed parts of results that are not complete, because the model changed."""
+
+    @abstractmethod
+    def take(self, outcome: int) -> None:
+        """Take the outcome for its last known token; set ``finish_reason`` if the request is complete.
+
+        Args:
+            outcome: The next token; for a request that generates nothing, any number that is not negative.
+        """
+
+
+RequestT = TypeVar("RequestT", bound=RequestProgress)
+"""The kind of request that an engine serves."""

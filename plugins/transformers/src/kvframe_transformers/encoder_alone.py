@@ -1,0 +1,59 @@
+"""Encoders whose attention no layer describes: the model's own code computes each text of a step alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvframe.contract import AttachedLayers, ModelError
+from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.self_check import RunPacked
+
+
+class EncoderAlone(TransformersModel):
+    """Runs an encoder by its own forward, one text of a step after the other.
+
+    An encoder keeps nothing between steps, so nothing of it needs a cache or a backend (DeBERTa, arXiv 2006.03654;
+    Longformer, arXiv 2004.05150; FNet, arXiv 2105.03824).
+    """
+
+    def attach(self, layers: AttachedLayers) -> None:
+        """Begin to serve; there are no layers."""
+        self.claim()
+        self._layers = layers
+
+    def weights_changed(self) -> None:
+        """Do nothing: no tensors are made of the weights."""
+
+    def compile(self, backend: Any = "inductor") -> None:
+        """Raise ``ModelError``: it is called with texts of any length."""
+        raise ModelError(f"{self.description.name} computes each text alone, so it is not compiled; leave compile out")
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        """Run the texts of one step; arguments and result as for ``TransformersModel``."""
+        if self._layers is None:
+            raise ModelError(f"{self.description.name} is not attached to an engine; make an engine for it")
+        starts = (positions == 0).nonzero().flatten().tolist()
+        is_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                rows = [
+                    self._body(input_ids=input_ids[start:stop][None]).last_hidden_state[0]
+                    for start, stop in zip(starts, [*starts[1:], len(input_ids)], strict=True)
+                ]
+                return torch.cat(rows)[logits_indices]
+        finally:
+            self.model.train(is_training)
+
+    def self_check(self, run_packed: RunPacked) -> None:
+        """Check that each text has a row for each token.
+
+        Raises:
+            ModelError: It has not.
+        """
+        lengths = (5, 9)
+        found = [len(rows) for rows in run_packed([[1] * length for length in lengths])]
+        if [*lengths] != found:
+            raise ModelError(f"{self.description.name} gives {found} hidden states of texts of {[*lengths]} tokens")

@@ -1,0 +1,66 @@
+"""Kernels read and write no memory but that of their step, on drawn layers and steps; the check finds one that does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import attrs
+import pytest
+
+from benchmarks.attention import fuzz
+from kvframe.contract import AttentionBackend
+from kvframe.loading.plugins import load_plugins
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.formats import installed_formats
+from tests.attention import checked_kernels
+from tests.attention.drawn_cases import SMALL, WrongHost, draw_case, usual_case
+
+SANITIZED = checked_kernels.sanitizer_environment()
+
+
+@pytest.mark.skipif(SANITIZED is None, reason="the compiler lacks the address sanitizer")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "C++ for native",
+        *(pytest.param(name, marks=pytest.mark.whole) for name in fuzz.KERNELS if name != "C++ for native"),
+    ],
+)
+def test_drawn_cases(name: str, tmp_path: Path) -> None:
+    found = fuzz.run(fuzz.KERNELS[name], 0, 25, tmp_path)
+    assert ({}, "reported", 25) == (found["failures"], found["planted"], found["cases"])
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the interpreter runs the kernels that are checked")
+@pytest.mark.parametrize("name", ["triton", "triton_mla"])
+def test_drawn_cases_in_the_interpreter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend_class: type[AttentionBackend] = load_plugins().registry.backends.load(name)
+    able = backend_class.capabilities
+    able = attrs.evolve(able, devices={"cpu"}, dtypes=able.dtypes - {"bfloat16"})
+    monkeypatch.setattr(backend_class, "capabilities", able)
+    for seed in range(8):
+        case, host = draw_case(seed, backend_class, formats=installed_formats(), sizes=SMALL)
+        with checked_kernels.triton_addresses_checked():
+            check_backend(backend_class, case, host=host)
+    with pytest.raises(MemoryError, match="outside of its tensors"), checked_kernels.triton_addresses_checked():
+        check_backend(backend_class, usual_case(backend_class), host=WrongHost())
+
+
+def test_a_report_names_the_kernel() -> None:
+    text = (
+        "a line\n==7==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x1\n    #0 0x2 in kvframe::load(float)"
+    )
+    expected = "==7==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x1 #0 0x2 in kvframe::load(float)"
+    assert expected == fuzz.report_in(text)
+    assert "b\nc\nd" == fuzz.report_in("a\nb\nc\nd")
+
+
+def test_a_process_that_ends_within_a_case_has_found_something_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = 'import sys; print(\'{"seed": 3, "traits": ["mask causal"]}\', flush=True); sys.exit("kvframe:: broke")'
+    monkeypatch.setattr(fuzz, "COMMAND", (sys.executable, "-c", worker))
+    failures: dict[int, str] = {}
+    assert {"last": 3, "planted": ""} == fuzz.call(["cpu", "0", "4"], os.environ, Counter(), failures)
+    assert {3: "kvframe:: broke"} == failures
