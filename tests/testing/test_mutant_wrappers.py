@@ -258,7 +258,7 @@ MISTAKES: dict[str, tuple[MetadataWrapper, LayerSpec, str]] = {
     "an extension is not sliced": (
         after(ChunkedLocal, lambda metadata, wrapped: {"extensions": {**wrapped.extensions, **metadata.extensions}}),
         CHUNKS,
-        "has not one row|fit together",
+        "has not one row|fit together|does not lie between",
     ),
     "the host is told something else": (
         after(Passes, of_rows(lambda lens: lens.clamp(max=3), "seq_lens_cpu"), fields=RESETS_ALL),
