@@ -264,8 +264,13 @@ def test_attention_past_the_interface_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_layer_that_runs_twice_is_refused(tmp_path: Path) -> None:
-    assert "attends more than once in a forward" in refusal(write_config(tmp_path, "diffllama"))
+def test_each_call_of_a_module_is_a_layer(tmp_path: Path) -> None:
+    """DiffLlama attends twice with the same keys, and with other values."""
+    layers = TransformersAdapter().describe(write_config(tmp_path, "diffllama", num_hidden_layers=2)).layers
+    assert [f"model.layers.{layer}.self_attn{call}" for layer in (0, 1) for call in ("", "#2")] == [
+        layer.name for layer in layers
+    ]
+    assert {None} == {layer.shares_with for layer in layers}
 
 
 def test_a_model_that_makes_no_text_is_refused(tmp_path: Path) -> None:

@@ -53,6 +53,27 @@ def test_a_sum_with_products_is_a_scale_and_what_is_added() -> None:
     assert of.added[1] is BIAS
 
 
+def test_a_sum_with_zeros_adds_nothing() -> None:
+    calls: list[DirectAttention] = []
+
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        scores = torch.baddbmm(torch.zeros(2, 5, 5), query, key.mT, beta=1.0, alpha=0.5)
+        return torch.bmm(softmax(scores, dim=-1), value)
+
+    replacing(forward, lambda of, value: (calls.append(of), value)[1])(QUERY[0], KEY[0], VALUE[0])  # type: ignore[func-returns-value]
+    assert [(0.5, ())] == [(of.scale, of.added) for of in calls]
+
+
+def test_a_scale_after_a_sum_is_a_factor_on_what_was_added_too() -> None:
+    calls: list[DirectAttention] = []
+
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(((torch.matmul(query, key.mT) + BIAS) / 2).softmax(-1), value)
+
+    replacing(forward, lambda of, value: (calls.append(of), value)[1])(QUERY, KEY, VALUE)  # type: ignore[func-returns-value]
+    assert [(0.5, True)] == [(of.scale, of.scales_added) for of in calls]
+
+
 @pytest.mark.parametrize("forward", [by_operators, by_functions])
 def test_the_call_has_what_the_module_computed(forward: Callable[..., torch.Tensor]) -> None:
     calls: list[tuple[DirectAttention, torch.Tensor]] = []
@@ -74,7 +95,7 @@ def test_the_call_has_what_the_module_computed(forward: Callable[..., torch.Tens
     ("what", "compute"),
     [
         ("topk", lambda scores: scores.topk(2).values),
-        ("mul", lambda scores: (scores + BIAS) * 2),
+        ("mul", lambda scores: scores.softmax(-1) * 2),
         ("add", lambda scores: scores.softmax(-1) + BIAS),
         ("matmul", lambda scores: scores @ VALUE),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -152,6 +153,17 @@ def test_a_mixer_with_a_state_that_its_cache_does_not_show_is_refused() -> None:
         driver.check()
 
 
+def test_models_on_a_cpu_give_no_advice_to_install_kernels_of_gpus(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, dense_layers: Any
+) -> None:
+    attached(tmp_path, "bamba", dense_layers)
+    log = logging.getLogger("transformers.integrations.hub_kernels")
+    with caplog.at_level(logging.WARNING, log.name):
+        log.warning("`update` is falling back to its reference PyTorch implementation because `x` is not installed.")
+        log.warning("another one")
+    assert ["another one"] == [record.message for record in caplog.records]
+
+
 def test_a_mixer_that_asks_its_cache_for_more_is_refused() -> None:
     class Asking(torch.nn.Module):
         """Asks for what transformers' cache does not have yet."""
@@ -166,9 +178,8 @@ def test_a_mixer_that_asks_its_cache_for_more_is_refused() -> None:
 
     module = Asking()
     driver = MixerDriver("layer", module, module.forward, State())
-    driver.note({}, torch.zeros(1, 2, 8))
     with pytest.raises(ModelError, match=r"asks its cache for what kvframe's does not have .*'get_later_state'"):
-        driver.check()
+        driver.note({}, torch.zeros(1, 2, 8))
 
 
 def test_a_mixer_reads_its_states_as_transformers_5_20_does() -> None:

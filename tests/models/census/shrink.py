@@ -76,17 +76,20 @@ _GEMMA_3N = {
     "activation_sparsity_pattern": [0.0] * 6,
 }
 
+_CROSS_ATTENDING = {"is_decoder": True, "add_cross_attention": True}
+
 SPECIAL: dict[str, Mapping[str, Any]] = {
     **dict.fromkeys(
-        ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
+        ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
         _TEXT_MROPE,
     ),
-    "blt": {},
+    "blt": {"encoder_hash_byte_group_vocab": 100},
+    "pix2struct": {"vision_config": {"patch_embed_hidden_size": 588}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0}},
     "dots1": _GROUPED_EXPERTS,
     "deepseek_v2": _GROUPED_EXPERTS,
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 24},
-    "mistral4": {"head_dim": 24, "qk_head_dim": 24},
+    "mistral4": {"head_dim": 16, "qk_head_dim": 24},
     "blenderbot": {"encoder_layers": 4},
     "cohere_compass": {"text_config": {"rope_parameters": _BY_LAYER}},
     "cohere_compass_text": {"rope_parameters": _BY_LAYER},
@@ -94,9 +97,30 @@ SPECIAL: dict[str, Mapping[str, Any]] = {
     "hunyuan_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}},
     "step3p7": {"text_config": {"sliding_window": 8}},
     "luke": {"entity_vocab_size": 128, "entity_emb_size": 64},
-    "granite4_vision": {"deepstack_layer_map": [[0, 0]]},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0]],
+        "downsample_rate": "1/2",
+        "text_config": {"model_type": "granite", "attention_multiplier": 0.3},
+    },
     "chameleon": {"vocabulary_map": {"<image>": 5}},
-    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "emu3": {"vocabulary_map": {"<image>": 5}, "vq_config": {"base_channels": 32}},
+    # The towers of the library timm have attributes of their own.
+    "fast_vlm": {"vision_config": {"model_type": "timm_wrapper", "hidden_size": 64}},
+    "perception_lm": {"vision_config": {"model_type": "timm_wrapper", "model_args": {"embed_dim": 64}}},
+    "vision-encoder-decoder": {"decoder": _CROSS_ATTENDING},
+    "encoder-decoder": {"decoder": _CROSS_ATTENDING},
+    "speech-encoder-decoder": {"decoder": _CROSS_ATTENDING},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 64}},
+    "vibevoice_asr": {
+        f"{kind}_tokenizer_encoder_config": {"model_type": "vibevoice_acoustic_tokenizer_encoder", "num_filters": 1}
+        for kind in ("acoustic", "semantic")
+    },
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 2]}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen2_5_omni_thinker": {**_TEXT_MROPE, "vision_start_token_id": 6},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 6},
     "dots3_note_text": {"num_key_value_heads": 4},
     "dots3_note": {"text_config": {"num_key_value_heads": 4}},
     "glm5_next": {"text_config": {"num_key_value_heads": 4}},
@@ -109,6 +133,7 @@ SPECIAL: dict[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {

@@ -240,12 +240,17 @@ def _describe(
             length -= num_unused_positions(model)
         layers = _layers_of(model, name, length or DEFAULT_POSITIONS, generating)
         num_heads, head_layers = describe_heads(model, name) if generating else (0, ())
+    if config.is_encoder_decoder and not any(layer.kind == "cross_attention" for layer in layers):
+        raise ModelError(
+            f"the decoder of {name} ({type(model).__name__}) has no cross-attention that reads the last hidden states "
+            "of its encoder; only a model adapter of its own can serve it"
+        )
     if length is None and all(_is_bounded(layer) for layer in layers):
         length = UNLIMITED
     if length is None and any(SLOPES in layer.query for layer in layers):
         length = DEFAULT_POSITIONS
-    encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None
-    if length is None or (config.is_encoder_decoder and encoder_len is None):
+    encoder_len = max_encoder_len(model) if config.is_encoder_decoder else None
+    if length is None:
         raise ModelError(f"the config of {name} does not say how many positions the model has")
     return ModelDescription(
         name=name,

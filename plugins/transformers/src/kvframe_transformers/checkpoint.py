@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ _logging: Any = logging
 
 _DEFAULT_POSITIONS = 512
 """The limit for a model without a last position, if its config names none: the length that T5 was trained on."""
+
+DEFAULT_ENCODER_LEN = 4096
+"""The limit for an encoder without a last position: those of pictures of up to 64 by 64 patches, or 80 s of speech."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -133,14 +136,20 @@ def _check_parts(content: Any, name: str) -> None:
 def auto_model(config: Any) -> Any:
     """Return the class that creates models for a config: one of transformers' auto classes, or ``BodyLoader``."""
     if config.is_encoder_decoder:
-        return next((each for each in _ENCODER_DECODERS if type(config) in each._model_mapping), _ENCODER_DECODERS[0])
+        return next(iter(_knowing(config, _ENCODER_DECODERS)), _ENCODER_DECODERS[0])
     if not generates(config):
         return BodyLoader(config)
-    if type(config) in _CausalLM._model_mapping:
-        return _CausalLM
-    if type(config) in _MultimodalLM._model_mapping:
-        return _MultimodalLM
-    return _NamedClass.of(config) or _CausalLM
+    return next(iter(_knowing(config, (_CausalLM, _MultimodalLM))), None) or _NamedClass.of(config) or _CausalLM
+
+
+def _knowing(config: Any, autos: Sequence[Any]) -> list[Any]:
+    """Return the auto classes that know a config, those first whose class the config names.
+
+    The classes of one config have other parts, or other names of weights.
+    """
+    known = [auto for auto in autos if type(config) in auto._model_mapping]
+    named = {auto: auto._model_mapping[type(config)].__name__ in (config.architectures or ()) for auto in known}
+    return sorted(known, key=lambda auto: not named[auto])
 
 
 @attrs.frozen
@@ -258,7 +267,7 @@ def _has_vocabulary(path: Path, tokenizer: Any) -> bool:
 def max_model_len(config: Any) -> int | None:
     """Return the most tokens of a request that the model was made for; None if its config does not say."""
     text = config.get_text_config(decoder=True)
-    length = _positions(text, "max_target_positions", "max_decoder_position_embeddings")
+    length = _positions(text, "max_target_positions", "max_decoder_position_embeddings", "max_text_positions")
     if length is None:
         return None
     # With long-rope factors transformers rotates *every* position of a batch by its longest request's factors, so a
@@ -266,16 +275,21 @@ def max_model_len(config: Any) -> int | None:
     return min([length, *_long_rope_limits(getattr(text, "rope_parameters", None) or {})])
 
 
-def max_encoder_len(config: Any) -> int | None:
-    """Return the most tokens that an encoder makes of its input; None if the config does not say."""
+def max_encoder_len(model: Any) -> int:
+    """Return the most tokens that an encoder makes of its input, by the configs of its model; a default if none says.
+
+    Args:
+        model: The encoder-decoder model.
+    """
+    config = model.config
     # A model of two nested configs, such as T5Gemma, has one for the encoder.
     nested = (getattr(config, name, None) for name in ("encoder", "encoder_config"))
     own = next((each for each in nested if each is not None), config)
     lengths = (
-        _positions(each, "max_source_positions", "max_encoder_position_embeddings")
-        for each in (own, config.get_text_config(encoder=True))
+        _positions(each, "max_source_positions", "max_encoder_position_embeddings", "max_speech_positions")
+        for each in (own, config.get_text_config(encoder=True), getattr(model.get_encoder(), "config", config))
     )
-    return next((length for length in lengths if length is not None), None)
+    return next((length for length in lengths if length is not None), DEFAULT_ENCODER_LEN)
 
 
 def _positions(config: Any, *names: str) -> int | None:

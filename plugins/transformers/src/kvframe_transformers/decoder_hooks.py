@@ -109,7 +109,9 @@ def _look_up(positions: OpaqueFunction, module: Any, output: torch.Tensor) -> to
 
 
 def _may_compute_bias(module: nn.Module) -> bool:
-    """Return whether a module computes a bias by distance if it is own_positions none."""
+    """Return whether a module computes a bias by distance if it gets none, as those of T5 do."""
+    if not hasattr(module, "has_relative_attention_bias"):
+        return False
     parameter = inspect.signature(module.forward).parameters.get(_BIAS)
     return parameter is not None and parameter.default is not parameter.empty
 

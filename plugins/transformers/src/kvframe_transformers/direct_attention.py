@@ -28,6 +28,7 @@ class DirectAttention:
         key: ``[batch, num_kv_heads, num_tokens, head_size]``.
         scale: The factor on their products.
         added: The tensors that are added to the products, and those that hide some of them.
+        scales_added: Whether ``scale`` is also a factor on some of ``added``; a scaled mask is still a mask.
         is_normalized: Whether the softmax was taken.
     """
 
@@ -35,6 +36,7 @@ class DirectAttention:
     key: torch.Tensor
     scale: float = 1.0
     added: tuple[torch.Tensor, ...] = ()
+    scales_added: bool = False
     is_normalized: bool = False
 
 
@@ -64,13 +66,17 @@ class _Products(TorchFunctionMode):
     def __init__(self, attend: Attending) -> None:
         super().__init__()
         self._attend = attend
+        self._zeros: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = _name(func)
-        if name == "baddbmm" and {"batch1", "batch2"} <= {*(kwargs or {})}:
+        if name == "baddbmm" and _is_plain(args[0]) and args[0].dim() == 3:
             return self._sum_with_products(*args, **(kwargs or {}))
+        if name == "zeros":
+            self._zeros.append(func(*args, **(kwargs or {})))
+            return self._zeros[-1]
         if name in _PRODUCTS and len(args) == 2 and not any(isinstance(each, _Scores) for each in args):
             query, key = args
             if query.dim() == key.dim() == _PRODUCTS[name] and query.shape[-1] == key.shape[-2]:
@@ -80,10 +86,11 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _sum_with_products(
-        self, added: torch.Tensor, *, batch1: torch.Tensor, batch2: torch.Tensor, beta: float = 1, alpha: float = 1
+        self, added: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
     ) -> _Scores:
         query, key = batch1.unsqueeze(0), batch2.mT.unsqueeze(0)
-        of = DirectAttention(query, key, scale=alpha, added=(added if beta == 1 else beta * added,))
+        is_zero = any(added is zeros for zeros in self._zeros)
+        of = DirectAttention(query, key, scale=alpha, added=() if is_zero else (added if beta == 1 else beta * added,))
         return _Scores.standing_for(of, self._attend, (*batch1.shape[:-1], batch2.shape[-1]))
 
 
@@ -127,8 +134,9 @@ class _Scores(torch.Tensor):
         if name == "softmax" and not of.is_normalized:
             return cls.standing_for(attrs.evolve(of, is_normalized=True), scores._attend, scores._shape)
         changed = None
-        if name in ("mul", "truediv", "div") and isinstance(others[0], int | float) and not of.added:
-            changed = attrs.evolve(of, scale=of.scale * (others[0] if name == "mul" else 1 / others[0]))
+        if name in ("mul", "truediv", "div") and isinstance(others[0], int | float) and not of.is_normalized:
+            scale = of.scale * (others[0] if name == "mul" else 1 / others[0])
+            changed = attrs.evolve(of, scale=scale, scales_added=of.scales_added or bool(of.added))
         elif not of.is_normalized and _is_plain(others[0]) and name in ("add", "masked_fill", "where"):
             changed = attrs.evolve(of, added=(*of.added, others[0]))
         if changed is not None and func.__name__.endswith("_") and not func.__name__.endswith("__"):

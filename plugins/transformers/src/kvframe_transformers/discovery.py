@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvframe.contract import LayerDescription, ModelError
 from kvframe_transformers.alibi import PARAMETER as SLOPES
 from kvframe_transformers.alibi import slopes_of
+from kvframe_transformers.calls import name_of_call, path_of
 from kvframe_transformers.encoders import counts_positions, has_table_of_waves
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
@@ -30,6 +31,7 @@ from kvframe_transformers.recording import (
 )
 from kvframe_transformers.relative_bias import BiasReader, bias_of
 from kvframe_transformers.states import CACHE_NAMES
+from kvframe_transformers.uniform import AnyIndex
 
 _KEEPS_STATE = re.compile(rf"\b({'|'.join(CACHE_NAMES)}|layer_past)(\.layers\[[^]]+\])?\.(?P<update>update\w*)\(")
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position_bias", "alibi"})
@@ -69,7 +71,7 @@ def discover_layers(
 
 
 def _takes_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequence[nn.Module]) -> bool:
-    if takes_positions(model) or "decoder_position_ids" in inspect.signature(model.forward).parameters:
+    if takes_positions(model) or takes_decoder_positions(model):
         return True
     if any(takes_position_ids(module) or has_table_of_waves(module) or counts_positions(module) for module in ran):
         return True
@@ -86,7 +88,7 @@ def sees_whole_prompts(model: nn.Module, layers: Sequence[LayerDescription]) -> 
         ModelError: Some layers attend so, and others do not.
     """
     modules = dict(model.named_modules())
-    whole = {layer.name: _sees_whole_prompts(modules[layer.name]) for layer in layers if layer.query}
+    whole = {layer.name: _sees_whole_prompts(modules[path_of(layer.name)]) for layer in layers if layer.query}
     if any(whole.values()) and not all(whole.values()):
         one, other = (next(name for name, is_whole in whole.items() if is_whole is each) for each in (True, False))
         raise ModelError(
@@ -110,6 +112,17 @@ def takes_positions(model: Any) -> bool:
         return False
     decoder: Any = model.get_decoder()
     return decoder is not model and "position_ids" in inspect.signature(decoder.forward).parameters
+
+
+def takes_decoder_positions(model: Any) -> bool:
+    """Return whether an encoder-decoder takes positions for its decoder, or passes such arguments on to it."""
+    parameters = inspect.signature(model.forward).parameters
+    if "decoder_position_ids" in parameters:
+        return True
+    # A model of two models passes the arguments of the decoder on, without the prefix of their names.
+    if not hasattr(model.config, "decoder") or not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return False
+    return "position_ids" in inspect.signature(model.get_decoder().forward).parameters
 
 
 def takes_position_ids(module: nn.Module) -> bool:
@@ -157,23 +170,27 @@ class _Reader:
                 )
             if kept is not None:
                 raise self._refusal(module, "keeps a cache of its own, outside of transformers' attention interface")
-        producers: dict[int, str] = {}
+        producers: dict[tuple[int, int], str] = {}
+        num_calls: dict[str, int] = {}
         found: dict[str, LayerDescription] = {}
         for call in calls:
             path = self._names[call.module]
-            if path in found and isinstance(call, RecordedCall):
+            number = num_calls[path] = num_calls.get(path, 0) + 1
+            if isinstance(call, RecordedState):
+                if number > 1:
+                    raise self._refusal(call.module, "keeps a state more than once in a forward")
+                found[path] = self._describe_state(call, path)
+                continue
+            if number > 1:
                 again = self._describe(call, path, None)
                 if again == found[path] and again.kind == "encoder_only":
                     continue  # nothing outlives a call, so each call may be one of the same layer
-            if path in found:
-                what = "keeps a state" if isinstance(call, RecordedState) else "attends"
-                raise self._refusal(call.module, f"{what} more than once in a forward")
-            if isinstance(call, RecordedState):
-                found[path] = self._describe_state(call, path)
-                continue
-            # A layer whose key is the same tensor object as an earlier layer's key reads that layer's cache.
-            producer = producers.setdefault(id(call.key), path)
-            found[path] = self._describe(call, path, None if producer == path else producer)
+                if LATENT_KIND in (again.kind, found[path].kind):
+                    raise self._refusal(call.module, "attends to latents more than once in a forward")
+            name = name_of_call(path, number)
+            # A layer that attends to the tensor objects of an earlier layer reads that layer's cache.
+            producer = producers.setdefault((id(call.key), id(call.value)), name)
+            found[name] = self._describe(call, name, None if producer == name else producer)
         return tuple(found.values())
 
     def _describe(self, call: RecordedCall, path: str, shares_with: str | None) -> LayerDescription:
@@ -256,14 +273,15 @@ class _Reader:
         return MaskKind("encoder_only", kind.options) if kind.is_bidirectional and not self._generates else kind
 
     def _kind_of(self, call: RecordedCall) -> MaskKind:
-        if call.mask is None:
+        if call.mask is None or self._recording.uniform.is_zero(call.mask):
             return MaskKind(None, why="attends without a mask (bidirectional attention)", is_bidirectional=True)
         for mask in self._recording.masks:
             if call.mask is mask.marker or getattr(call.mask, "_base", None) is mask.marker:
                 if id(mask) not in self._kinds:
-                    self._kinds[id(mask)] = classify_mask(
-                        mask.function, self._max_model_len, mask.local_size, mask.chunk_size
-                    )
+                    with AnyIndex(self._recording.uniform):
+                        self._kinds[id(mask)] = classify_mask(
+                            mask.function, self._max_model_len, mask.local_size, mask.chunk_size
+                        )
                 return self._kinds[id(mask)]
         if hides_keys_from_all(call.mask, call.key.shape[2]):
             return MaskKind(None, why="attends without a mask (bidirectional attention)", is_bidirectional=True)

@@ -18,14 +18,23 @@ from kvframe.contract import (
     ModelInput,
     RequestError,
 )
+from kvframe_transformers.discovery import takes_decoder_positions
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input
 from kvframe_transformers.recording import EncoderOutput, width_of_encoder
 from kvframe_transformers.self_check import RunPacked, compare_runs
+from kvframe_transformers.without_values import WithoutValues
 
 _DECODER_POSITIONS = "decoder_position_ids"
 _CHECK_LENS = range(3, 24)
 """Encoder tokens of the self-check's prompts: fewer and more than a block, and than the decoder's own tokens."""
+
+
+def input_name_of(model: Any) -> str:
+    """Return the name of the argument for the encoder's input: the encoder's own one if it takes not the model's."""
+    name, encoder = model.main_input_name, model.get_encoder()
+    own = getattr(encoder, "main_input_name", name)
+    return str(name if name in inspect.signature(encoder.forward).parameters else own)
 
 
 class EncoderDecoderModel(TransformersModel):
@@ -58,7 +67,8 @@ class EncoderDecoderModel(TransformersModel):
         self._encoder: Any = self.model.get_encoder()
         self._build_without_weights = build_without_weights
         self._num_tokens: dict[torch.Size, int] = {}
-        self._takes_decoder_positions = _DECODER_POSITIONS in inspect.signature(model.forward).parameters
+        self._takes_decoder_positions = takes_decoder_positions(model)
+        self._input_name = input_name_of(model)
         self._no_states = torch.zeros(1, 2, width_of_encoder(model), device=model.device, dtype=model.dtype)
         """Modules cannot take no row, and a compiler makes another program for one row. The output is not used."""
         self._states = self._no_states
@@ -85,7 +95,7 @@ class EncoderDecoderModel(TransformersModel):
         """
         if sequence != ENCODER:
             return super().prepare_input(sequence, value)
-        name, takes = self.description.name, self.model.main_input_name
+        name, takes = self.description.name, self._input_name
         reads_ids = takes == "input_ids"
         if value is None:
             what = "text or token ids" if reads_ids else f"features ({takes})"
@@ -150,7 +160,7 @@ class EncoderDecoderModel(TransformersModel):
             for indices in alike.values():
                 batch = torch.stack([inputs[index].data for index in indices]).to(self.model.device)
                 batch = batch.to(self.model.dtype) if batch.is_floating_point() else batch
-                output = self._encoder(**{self.model.main_input_name: batch}).last_hidden_state
+                output = self._encoder(**{self._input_name: batch}).last_hidden_state
                 for index, one in zip(indices, output, strict=True):
                     states[index] = one
         return states
@@ -160,8 +170,8 @@ class EncoderDecoderModel(TransformersModel):
         if shape not in self._num_tokens:
             encoder = self._build_without_weights().get_encoder()
             features = torch.empty(1, *shape, device="meta", dtype=encoder.dtype)
-            with torch.inference_mode():
-                output = encoder(**{self.model.main_input_name: features})
+            with torch.no_grad(), WithoutValues():
+                output = encoder(**{self._input_name: features})
             self._num_tokens[shape] = output.last_hidden_state.shape[1]
         return self._num_tokens[shape]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,16 +12,33 @@ from torch import nn
 
 from kvframe.contract import AttachedState, ModelError, StateRound, StateRun
 from kvframe_transformers.names import if_untested
+from kvframe_transformers.own_states import forward_with_states
 from kvframe_transformers.paged_steps import PagedStep, kernels_run_on
 from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference, tolerance_of
-from kvframe_transformers.states import CallForm, Forward, Inputs, MixerCall, Numbers, Output, StateView, with_rows
+from kvframe_transformers.states import (
+    CallForm,
+    Forward,
+    Inputs,
+    MixerCall,
+    Numbers,
+    Output,
+    StateView,
+    is_mixer,
+    with_rows,
+)
 
 _log = logging.getLogger(__name__)
+_kernels_log = logging.getLogger("transformers.integrations.hub_kernels")
 
 _CHECK_TOKENS = 6
 
 Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _is_of_use_on_cpu(record: logging.LogRecord) -> bool:
+    """Return whether a message is another one than transformers' advice to install kernels, which run on GPUs only."""
+    return "is falling back to its reference PyTorch implementation" not in record.getMessage()
 
 
 class MixerDriver:
@@ -49,12 +67,15 @@ class MixerDriver:
         """
         self._name = name
         self._module = module
-        call = MixerCall.of(module)
+        own = None if is_mixer(module) else forward_with_states(module)
+        call = MixerCall.of(module) if own is None else MixerCall.with_own_states(module)
         if call is None:
             raise self._refusal("takes no cache for the state that it keeps")
         self._call = call
-        self._forward = forward
+        self._forward = own or forward
         self._layer = layer
+        if all(pages.device.type == "cpu" for pages in layer.pages.values()):
+            _kernels_log.addFilter(_is_of_use_on_cpu)
         self._continue: Callable[[Inputs, StateView], Output] = self._run
         self._paged_step: PagedStep | None = None
         self._numbers: Numbers = ((), ())
@@ -64,7 +85,8 @@ class MixerDriver:
     def note(self, num_rows: dict[str, int], *args: Any, **kwargs: Any) -> Output:
         """Run the mixer without a state; record its arguments, and the number of rows that it returns."""
         self._noted = self._call.inputs_of(args, kwargs)
-        output: Output = with_rows(self._forward(*args, **kwargs), self._noted[self._call.tokens])
+        with self._serving_cache():
+            output = self._run(self._noted, StateView())
         self.form = CallForm.of(args, kwargs, self._noted[self._call.tokens], output)
         num_rows[self._name] = next(_tensors(output)).shape[1]
         return output
@@ -80,11 +102,19 @@ class MixerDriver:
         generator = torch.Generator().manual_seed(0)
 
         def random(noted: torch.Tensor) -> torch.Tensor:
+            if not noted.is_floating_point():  # positions
+                return torch.arange(_CHECK_TOKENS, dtype=noted.dtype, device=noted.device).unsqueeze(0)
             return torch.randn(1, _CHECK_TOKENS, *noted.shape[2:], generator=generator).to(noted)
 
-        try:
+        with self._serving_cache():
             self._check(_each(self._noted, random))
-        except AttributeError as error:  # a newer transformers may ask a cache for more
+
+    @contextmanager
+    def _serving_cache(self) -> Iterator[None]:
+        """Raise ``ModelError`` if the mixer asks its cache for what a newer transformers added to caches."""
+        try:
+            yield
+        except AttributeError as error:
             raise self._refusal(f"asks its cache for what kvframe's does not have ({error})") from error
 
     def _check(self, inputs: Inputs) -> None:
@@ -219,7 +249,7 @@ class MixerDriver:
         return {**inputs, self._call.cache: view}
 
     def _run(self, inputs: Inputs, view: StateView) -> Output:
-        output: Output = with_rows(self._forward(**self._arguments(inputs, view)), inputs[self._call.tokens])
+        output: Output = with_rows(self._forward(**self._arguments(inputs, view)), inputs[self._call.tokens], view)
         return output
 
     def _token_by_token(self, inputs: Inputs, view: StateView) -> Output:

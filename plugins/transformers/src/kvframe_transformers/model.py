@@ -27,6 +27,7 @@ from kvframe.contract import (
     PredictionHeads,
 )
 from kvframe_transformers.apart import LENGTHS, find_apart, unfolding_apart, unfolds
+from kvframe_transformers.calls import path_of
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody, for_any_size
 from kvframe_transformers.decoder_hooks import DecoderHooks
@@ -39,7 +40,15 @@ from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.names import if_untested
 from kvframe_transformers.packed import PackedLinears, packable
 from kvframe_transformers.relative_bias import PARAMETER, tables_of
-from kvframe_transformers.routing import Route, Routes, RunningStep, direct_forward, running, running_step
+from kvframe_transformers.routing import (
+    Route,
+    Routes,
+    RunningStep,
+    direct_forward,
+    routes_by_module,
+    running,
+    running_step,
+)
 from kvframe_transformers.self_check import RunPacked, compare_runs, ordinary_ids, tolerance_of
 from kvframe_transformers.sentence_transformers import read_pooling
 from kvframe_transformers.shared_inputs import SharedInputs
@@ -179,15 +188,16 @@ class TransformersModel(LoadedModel):
             mode.forwards = self._drivers
             if layers.skipped:
                 self._cut_rows(modules, layers.skipped)
-            self._routes = {
-                modules[layer.name]: Route.of(
+            routes = {
+                layer.name: Route.of(
                     layer, layers[layer.name], temperatures.of.get(modules[layer.name]), layer.name in layers.skipped
                 )
                 for layer in self._attending
             }
+            self._routes = routes_by_module(routes, modules)
             self._layers = layers
             if not self._takes_positions:
-                self._hooks = DecoderHooks(self.model, modules.values())
+                self._hooks = DecoderHooks(self.model, dict.fromkeys(modules.values()))
             self.weights_changed()
         except BaseException:
             self.detach()
@@ -234,6 +244,11 @@ class TransformersModel(LoadedModel):
                 module: OpaqueForward(driver.form, driver) for module, driver in self._drivers.items() if driver.form
             }
         modules = self._modules()
+        if again := next((layer.name for layer in self._attending if path_of(layer.name) != layer.name), None):
+            raise ModelError(
+                f"layer {path_of(again)!r} of {self.description.name} attends several times in a forward, so the model "
+                "cannot be compiled; leave compile out"
+            )
         sizes = {modules[layer.name]: value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend, self._cutter)
         self._probe_compiled([self.compiled])
@@ -479,8 +494,9 @@ class TransformersModel(LoadedModel):
         return Latents({layer.name: layer for layer in self.description.layers}, modules, self.description.name)
 
     def _modules(self) -> dict[str, nn.Module]:
-        wanted = {layer.name for layer in self.description.layers}
-        return {path: module for path, module in self.model.named_modules() if path in wanted}
+        modules = dict(self.model.named_modules())
+        paths = {layer.name: path_of(layer.name) for layer in self.description.layers}
+        return {name: modules[path] for name, path in paths.items() if path in modules}
 
     @property
     def _attending(self) -> list[LayerDescription]:
@@ -545,7 +561,9 @@ class TransformersModel(LoadedModel):
     ) -> tuple[dict[str, int], torch.Tensor]:
         """Run tokens through layers that only record how many queries they get; return these numbers and the logits."""
         num_rows: dict[str, int] = {}
-        routes = {modules[layer.name]: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}
+        routes = routes_by_module(
+            {layer.name: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}, modules
+        )
         noting = {module: partial(driver.note, num_rows) for module, driver in self._drivers.items()}
         assert self._mode is not None
         inputs = {}

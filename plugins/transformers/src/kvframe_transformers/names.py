@@ -72,7 +72,6 @@ NAMES = (
     "transformers.cache_utils:Cache.update_recurrent_state",
     "transformers.cache_utils:MtpCache",
     "transformers.distributed.configuration_utils:DistributedConfig",
-    "transformers.masking_utils:blockwise_overlay",
     "transformers.masking_utils:create_recurrent_attention_mask",
     "transformers.modeling_layers:MtpModel._project_to_logits",
     "transformers.modeling_layers:MtpModel.forward_layer",

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from kvframe.contract import LayerDescription, ModelDescription, ModelError
+from kvframe_transformers.calls import path_of
 from kvframe_transformers.latents import KIND as LATENT_KIND
 
 _DIVIDES_OUTPUT = ("colwise", "packed_colwise")
@@ -116,7 +117,7 @@ def _divided_modules(model: Any) -> tuple[str, ...]:
 
 
 def _is_divided(layer: LayerDescription, divided: Collection[str]) -> bool:
-    return any(path.startswith(f"{layer.name}.") for path in divided)
+    return any(path.startswith(f"{path_of(layer.name)}.") for path in divided)
 
 
 def _share_of(layer: LayerDescription, name: str, size: int) -> LayerDescription:

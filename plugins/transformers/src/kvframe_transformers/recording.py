@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,9 +11,7 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import blockwise_overlay
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.contract import ModelError
@@ -25,6 +22,7 @@ from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
 from kvframe_transformers.latents import Expansion, noting_expansions
 from kvframe_transformers.masks import MaskFunction
 from kvframe_transformers.names import if_untested
+from kvframe_transformers.own_states import keeping_own_states
 from kvframe_transformers.states import (
     CACHE_NAMES,
     Forward,
@@ -37,6 +35,8 @@ from kvframe_transformers.states import (
     replaced_forwards,
     with_rows,
 )
+from kvframe_transformers.uniform import UniformTensors
+from kvframe_transformers.without_values import WithoutValues
 
 DISCOVERY = "kvframe_discovery"
 """The attention implementation, and the mask implementation, under which a forward is only recorded."""
@@ -91,12 +91,21 @@ class RecordedMask:
 
 @attrs.frozen(eq=False)
 class Recording:
-    """The result of the probe forward: attention, mixers and masks in order, latents, and every module that ran."""
+    """The result of the probe forward.
+
+    Attributes:
+        calls: The calls of attention and of mixers, in order.
+        masks: The masks.
+        ran: Every module that ran.
+        expansions: The latents of attention modules.
+        uniform: The tensors whose numbers are known.
+    """
 
     calls: list[RecordedCall | RecordedState] = attrs.field(factory=list)
     masks: list[RecordedMask] = attrs.field(factory=list)
     ran: list[nn.Module] = attrs.field(factory=list)
     expansions: dict[nn.Module, Expansion] = attrs.field(factory=dict)
+    uniform: UniformTensors = attrs.field(factory=UniformTensors)
 
 
 _RECORDING: ContextVar[Recording] = ContextVar("kvframe_transformers_recording")
@@ -194,9 +203,13 @@ def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: 
         if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
             part.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
     mixers = [module for module in model.modules() if is_mixer(module)]
-    if mixers:
+    own = {} if mixers else keeping_own_states(model)
+    if mixers or own:
         model.to(PROBE_DTYPE)  # shows which states have the model's dtype, and which have another one
-    recorders = {module: _recorder(module, own_forward(module)) for module in mixers}
+    recorders = {module: _recorder(module, own_forward(module), MixerCall.of(module)) for module in mixers}
+    recorders |= {
+        module: _recorder(module, forward, MixerCall.with_own_states(module)) for module, forward in own.items()
+    }
     if direct:
         recorders |= {module: _direct_recorder(module) for module in model.modules() if attends_directly(module)}
     recording = Recording()
@@ -204,9 +217,8 @@ def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: 
     try:
         with (
             torch.no_grad(),
-            _WithoutValues(),  # type: ignore[no-untyped-call]
+            WithoutValues(_note_result),
             _noting(model, recording),
-            _without_blocks(),
             replaced_forwards(recorders),
             noting_expansions(model, recording.expansions),
         ):
@@ -223,54 +235,13 @@ def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: 
     return recording
 
 
-class _WithoutValues(TorchDispatchMode):
-    """Lets control flow ask for values of tensors without data: nothing is chosen, numbers are zero.
-
-    Experts find the tokens that chose them by ``nonzero``. The self-check compares what was read with the real model.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Answer a call that needs values; run every other one."""
-        if func in _CHOOSING and args[0].is_meta and any(_is_choice(index) for index in args[1]):
-            # Of the rows that a tensor of booleans chooses, there are none.
-            shape = (0, *args[0].shape[sum(1 if index is None else index.dim() for index in args[1]) :])
-            return args[0] if func is not torch.ops.aten.index.Tensor else args[0].new_empty(shape)
-        if func in _NEEDS_VALUES and args[0].is_meta:
-            if func is torch.ops.aten.nonzero.default:
-                return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
-            return False if args[0].dtype is torch.bool else 0
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            # A mask in another dtype is the same mask.
-            masks = _RECORDING.get().masks
-            masks += [attrs.evolve(mask, marker=result) for mask in masks if mask.marker is args[0]]
-        return result
-
-
-_CHOOSING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
-
-
-def _is_choice(index: torch.Tensor | None) -> bool:
-    return index is not None and index.dtype is torch.bool
-
-
-@contextmanager
-def _without_blocks() -> Iterator[None]:
-    """Leave out what masks show within blocks of other inputs, such as images: a text has no such block.
-
-    The tensor that numbers the blocks has no data here, so such a mask could not be examined.
-    """
-    functions = vars(sys.modules[blockwise_overlay.__module__])
-    functions[blockwise_overlay.__name__] = lambda _: lambda batch, head, query, key: (query != query) & (key != key)
-    try:
-        yield
-    finally:
-        functions[blockwise_overlay.__name__] = blockwise_overlay
-
-
-_NEEDS_VALUES = (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default)
+def _note_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    recording = _RECORDING.get()
+    recording.uniform.note(func, args, kwargs, result)
+    if func is torch.ops.aten._to_copy.default:
+        # A mask in another dtype is the same mask.
+        masks = recording.masks
+        masks += [attrs.evolve(mask, marker=result) for mask in masks if mask.marker is args[0]]
 
 
 def _direct_recorder(module: nn.Module) -> Forward:
@@ -281,6 +252,8 @@ def _direct_recorder(module: nn.Module) -> Forward:
         alibi: torch.Tensor | None = None
         masks: list[torch.Tensor] = []
         for each in of.added:
+            if _RECORDING.get().uniform.is_zero(each):
+                continue
             if alibi is None and is_alibi(each, of.query.shape[1], of.key.shape[2]):
                 alibi = each
                 continue
@@ -290,6 +263,8 @@ def _direct_recorder(module: nn.Module) -> Forward:
                 bias = each
             else:
                 masks.append(each)
+        if of.scales_added and (bias is not None or alibi is not None):
+            raise ModelError("a module scales its attention scores after it adds a bias, which kvframe does not know")
         # Of several masks, one may hide more than another.
         mask: Any = None if not masks else masks[0] if len(masks) == 1 else _UNKNOWN
         inputs = {"scaling": of.scale, "position_bias": bias, "alibi": alibi}
@@ -312,9 +287,8 @@ def _without_values(rope_type: Any) -> Any:
     return "default" if rope_type in ("dynamic", "longrope") else rope_type
 
 
-def _recorder(module: nn.Module, forward: Forward) -> Forward:
+def _recorder(module: nn.Module, forward: Forward, call: MixerCall | None) -> Forward:
     """Return a forward that records the states that ``forward`` leaves."""
-    call = MixerCall.of(module)
     if call is None:
         raise ModelError(
             f"{type(module).__name__} keeps a state in transformers' cache, and has no argument for it of the name "
@@ -323,7 +297,7 @@ def _recorder(module: nn.Module, forward: Forward) -> Forward:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         view, inputs = StateView(), call.inputs_of(args, kwargs)
-        output = with_rows(forward(**{**inputs, call.cache: view}), inputs[call.tokens])
+        output = with_rows(forward(**{**inputs, call.cache: view}), inputs[call.tokens], view)
         _RECORDING.get().calls.append(RecordedState(module, view.named(), inputs, output))
         return output
 

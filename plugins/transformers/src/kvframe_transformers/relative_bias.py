@@ -69,7 +69,7 @@ class BiasReader:
             return {
                 "num_buckets": int(maker.relative_attention_num_buckets),
                 "max_distance": int(maker.relative_attention_max_distance),
-                "bidirectional": not maker.is_decoder,
+                "bidirectional": not getattr(maker, "is_decoder", True),
             }
         if getattr(maker, "has_relative_attention_bias", True):
             raise LookupError("adds a bias to its scores that is not made from a table of distances")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -70,8 +70,21 @@ class Route:
         )
 
 
-Routes = Mapping[nn.Module, Route]
-"""The routes of one loaded model, by attention module."""
+Routes = Mapping[nn.Module, Sequence[Route]]
+"""The routes of one loaded model, by attention module: one for each of its calls in a forward."""
+
+
+def routes_by_module(routes: Mapping[str, Route], modules: Mapping[str, nn.Module]) -> Routes:
+    """Return the routes of each module in the order of its calls.
+
+    Args:
+        routes: By layer, in the order they run.
+        modules: The modules, by layer.
+    """
+    by_module: dict[nn.Module, list[Route]] = {}
+    for layer, route in routes.items():
+        by_module.setdefault(modules[layer], []).append(route)
+    return by_module
 
 
 @attrs.frozen(eq=False)
@@ -82,11 +95,13 @@ class RunningStep:
         routes: The targets of its attention calls.
         positions: ``[num_tokens], int64, device``: of the packed tokens.
         kept_rows: ``[num_kept], int64, device``: the packed tokens that the skipped layers compute; None for all.
+        num_calls: The calls so far of each module that attends several times.
     """
 
     routes: Routes
     positions: torch.Tensor
     kept_rows: torch.Tensor | None = None
+    num_calls: dict[nn.Module, int] = attrs.field(factory=dict)
 
 
 _STEP: ContextVar[RunningStep | None] = ContextVar("kvframe_transformers_step", default=None)
@@ -137,13 +152,13 @@ def _run_attention(
         opaque: OpaqueAttention = getattr(module, OPAQUE)
         packed = opaque(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
         return packed.unsqueeze(0), None
-    route = _route_of(module)[1]
+    step, route = _route_of(module)
     if scale_of(scaling, query.shape[-1]) != route.scale or softcap != route.soft_cap:
         raise ModelError(
             f"layer {route.name!r} asks for scale {scaling} and soft cap {softcap}, but was planned with "
             f"{route.scale} and {route.soft_cap}; its checkpoint and its config do not belong together"
         )
-    out = attend_now(module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
+    out = _attend(step, route, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
     return out.unsqueeze(0), None
 
 
@@ -173,7 +188,17 @@ def attend_now(
         value: Likewise.
         sinks: The module's sinks.
     """
-    step, route = _route_of(module)
+    return _attend(*_route_of(module), query, key, value, sinks)
+
+
+def _attend(
+    step: RunningStep,
+    route: Route,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     if route.temperature is not None:
         cut = route.skipped and step.kept_rows is not None
         query = route.temperature.scale(query, step.positions[step.kept_rows] if cut else step.positions)
@@ -182,13 +207,18 @@ def attend_now(
 
 def _route_of(module: nn.Module) -> tuple[RunningStep, Route]:
     step = _STEP.get()
-    route = None if step is None else step.routes.get(module)
-    if step is None or route is None:
+    routes = None if step is None else step.routes.get(module)
+    if step is None or routes is None:
         raise ModelError(
             f"{type(module).__name__} attends in a step, and is no layer that the model's adapter described: serving "
             "it takes a model adapter of its own"
         )
-    return step, route
+    if len(routes) == 1:
+        return step, routes[0]
+    number = step.num_calls[module] = step.num_calls.get(module, 0) + 1
+    if number > len(routes):
+        raise ModelError(f"layer {routes[0].name!r} attends {number} times in a step; {len(routes)} were planned")
+    return step, routes[number - 1]
 
 
 def _no_mask(*, batch_size: int, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:

@@ -20,6 +20,8 @@ _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_li
 _PADDING_CALL = "create_recurrent_attention_mask"
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 """The parameters by which modules take transformers' cache: the first since 5.24, the others before it."""
+HELD, PASSED = "kvframe_states", "state"
+"""The parameters by which mixers that keep their states elsewhere take a view: ours, and that of their own states."""
 _HARMLESS = frozenset({"attention_mask", "conv_mask", "position_ids", "cache_position"})
 """Arguments of a mixer that have no effect, because there is no padding."""
 
@@ -146,11 +148,13 @@ class MixerCall:
         signature: The signature of its forward.
         tokens: The parameter that takes the tokens, ``[batch, num_tokens, hidden_size]``.
         cache: The parameter that takes the cache.
+        harmless: The arguments that have no effect.
     """
 
     signature: inspect.Signature
     tokens: str
     cache: str
+    harmless: frozenset[str] = _HARMLESS
 
     @classmethod
     def of(cls, module: nn.Module) -> MixerCall | None:
@@ -160,29 +164,46 @@ class MixerCall:
         cache = next((name for name in CACHE_NAMES if name in signature.parameters), None)
         return None if cache is None else cls(signature, next(iter(signature.parameters)), cache)
 
+    @classmethod
+    def with_own_states(cls, module: nn.Module) -> MixerCall:
+        """Return the signature of a module that keeps its states outside of transformers' cache."""
+        signature = inspect.signature(type(module).forward)
+        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        cache = PASSED if PASSED in signature.parameters else HELD
+        # Such a module may begin its states anew at the first position.
+        return cls(signature, next(iter(signature.parameters)), cache, _HARMLESS - {"position_ids"})
+
     def inputs_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
         """Return the arguments of a call by name, without the cache and tensors that have no effect."""
         bound = self.signature.bind_partial(*args, **kwargs).arguments
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 bound.update(bound.pop(name, {}))
-        inputs = {name: value for name, value in bound.items() if name != self.cache and name not in _HARMLESS}
-        for name in _HARMLESS & self.signature.parameters.keys():
+        inputs = {name: value for name, value in bound.items() if name != self.cache and name not in self.harmless}
+        for name in self.harmless & self.signature.parameters.keys():
             if self.signature.parameters[name].default is inspect.Parameter.empty:
                 inputs[name] = None
         return inputs
 
 
-def with_rows(output: Any, tokens: torch.Tensor) -> Any:
-    """Return a mixer's result; tensors of a tuple that have no row per token, such as a state, become empty rows.
+def with_rows(output: Any, tokens: torch.Tensor, view: StateView) -> Any:
+    """Return a mixer's result; what has no row per token in a tuple, such as a state or None, becomes empty rows.
 
     A state is also in the cache. The self-check finds a model that reads it from the result.
+
+    Args:
+        output: The result.
+        tokens: The tokens of the call.
+        view: The states after the call.
     """
     if not isinstance(output, tuple):
         return output
+    # As many heads as tokens would make a state look like rows.
+    states = {id(state) for state in (*view.conv.values(), *view.recurrent.values())}
     return tuple(
         tokens.new_empty(*tokens.shape[:2], 0)
-        if isinstance(each, torch.Tensor) and each.shape[:2] != tokens.shape[:2]
+        if each is None
+        or (isinstance(each, torch.Tensor) and (each.shape[:2] != tokens.shape[:2] or id(each) in states))
         else each
         for each in output
     )

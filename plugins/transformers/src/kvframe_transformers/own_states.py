@@ -1,0 +1,106 @@
+"""Mixers that keep their states outside of transformers' cache: in attributes, or in an argument and the result.
+
+Their forwards are given the form of other mixers': they take the states as a ``StateView``, and leave them there.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvframe_transformers.states import HELD, PASSED, Forward, StateView, own_forward
+
+
+def held_states(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the states that a module's forward keeps in attributes of itself and of its parts; none if it keeps none.
+
+    Such an attribute has a name with ``state``, is None at first, and is set by the forward.
+    """
+    own = list(_set_by_forward(module))
+    return own and [*own, *(held for part in module.modules() if part is not module for held in _set_by_forward(part))]
+
+
+def passes_states(module: nn.Module) -> bool:
+    """Return whether a module of transformers takes its states as an argument, and returns those after it."""
+    if not type(module).__module__.startswith("transformers.models.") or isinstance(module, PreTrainedModel):
+        return False
+    parameter = inspect.signature(type(module).forward).parameters.get(PASSED)
+    return parameter is not None and parameter.default is None
+
+
+def keeping_own_states(model: nn.Module) -> dict[nn.Module, Forward]:
+    """Return the outermost modules of a model that keep states in one of these ways, and their changed forwards."""
+    forwards: dict[nn.Module, Forward] = {}
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inner or isinstance(module, nn.ModuleList):
+            continue
+        if forward := forward_with_states(module):
+            forwards[module] = forward
+            inner.update(module.modules())
+    return forwards
+
+
+def forward_with_states(module: nn.Module) -> Forward | None:
+    """Return the forward of a module with its states in a ``StateView``; None if it keeps no states of its own."""
+    if held := held_states(module):
+        return _with_held_states(own_forward(module), held)
+    return _with_passed_states(own_forward(module)) if passes_states(module) else None
+
+
+def _with_held_states(forward: Forward, held: list[tuple[nn.Module, str]]) -> Forward:
+    uses_cache = "use_cache" in inspect.signature(forward).parameters
+
+    def run(**inputs: Any) -> Any:
+        view: StateView = inputs.pop(HELD)
+        places = list(_places(held))
+        owners = [getattr(module, name) for module, name in held]
+        try:
+            for module, name, states, number in places:
+                setattr(module, name, getattr(view, states).get(number))
+            output = forward(**{**inputs, "use_cache": True} if uses_cache else inputs)
+            for module, name, states, number in places:
+                getattr(view, states)[number] = getattr(module, name)
+        finally:
+            for (module, name), own in zip(held, owners, strict=True):
+                setattr(module, name, own)
+        return output
+
+    return run
+
+
+def _with_passed_states(forward: Forward) -> Forward:
+    def run(**inputs: Any) -> Any:
+        view: StateView = inputs.pop(PASSED)
+        before = tuple(view.recurrent[number] for number in sorted(view.recurrent)) or None
+        output, states, *others = forward(**inputs, **{PASSED: before})
+        if isinstance(states, tuple | list) and all(isinstance(each, torch.Tensor) for each in states):
+            view.recurrent = dict(enumerate(states))
+        return (output, None, *others)
+
+    return run
+
+
+def _places(held: list[tuple[nn.Module, str]]) -> Iterator[tuple[nn.Module, str, str, int]]:
+    """Yield each held state with the view's attribute for its kind, and its number there."""
+    counts = {"conv": 0, "recurrent": 0}
+    for module, name in held:
+        kind = "conv" if "conv" in name else "recurrent"
+        yield module, name, kind, counts[kind]
+        counts[kind] += 1
+
+
+def _set_by_forward(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    if not type(module).__module__.startswith("transformers.models."):
+        return
+    code = inspect.unwrap(type(module).forward).__code__
+    stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    for name, value in vars(module).items():
+        if "state" in name and value is None and name in stored:
+            yield module, name
