@@ -195,7 +195,11 @@ def test_options_that_no_stack_can_give_are_wrong(plugin: Any) -> None:
     code, part = found(path, "--only", "options")
     assert (1, "wrong") == (code, part["verdict"])
     assert "its options cannot be made with conformance_options: 'size' must be given" in part["failure"]["sentence"]
-    path.write_text(source.replace("    def forward", "    options_class = dict\n\n    def forward", 1))
+
+
+def test_options_of_no_attrs_class_are_refused_at_once(plugin: Any) -> None:
+    path = plugin(BACKEND, SINKS="True", RESULT="output")
+    path.write_text(path.read_text().replace("    def forward", "    options_class = dict\n\n    def forward", 1))
     code, part = found(path, "--only", "options")
     assert (2, "not checked") == (code, part["verdict"])
     assert "declares options_class = <class 'dict'>, which is not an attrs class" in part["reason"]
