@@ -72,6 +72,23 @@ def test_it_is_registered() -> None:
     assert kvframe.load_plugins().registry.logits_processors.load("guided") is Guided
 
 
+def rows(state: Any, answer: list[int], *drafts: int) -> list[list[int]]:
+    """Return the tokens that may follow an answer, and those that may follow each draft."""
+    logits = torch.zeros(1 + len(drafts), 260)
+    GUIDED.process(logits, [ProcessedRequest([1, 2, *answer], 2, drafts, state)])
+    return [row.nonzero().flatten().tolist() for row in torch.isfinite(logits)]
+
+
+def test_after_an_end_token_only_end_tokens_follow_as_drafts_too() -> None:
+    digits = sorted(ids("0123456789"))
+    state = GUIDED.start(PHONE)
+    assert [digits, [END], [END], [END], []] == rows(state, ids("42-"), *ids("1"), END, END, 7)
+    # The drafts were rejected: the answer goes on from where it was.
+    assert [[END], [END], []] == rows(state, ids("42-3"), END, 7)
+    for num_ends in (1, 2, 3):
+        assert [[END], [END]] == rows(state, [*ids("42-3"), *[END] * num_ends], END)
+
+
 def test_only_tokens_that_follow_are_left() -> None:
     state = GUIDED.start(PHONE)
     digits = set("0123456789")
@@ -146,6 +163,18 @@ def answers(folder: Path, params: SamplingParams, **engine: Any) -> list[str]:
         outputs = made.generate(["person: ", "the next one: "], params)
         assert [None] * len(outputs) == [output.error for output in outputs]
         return [output.text for output in outputs if output.finish_reason == "stop"]
+
+
+@pytest.mark.parametrize("drafts", [{}, {"drafts": {"name": "ngram", "max_drafts": 4}}], ids=["plain", "drafts"])
+def test_an_answer_that_ignores_its_end_has_nothing_but_ends_after_it(folder: Path, drafts: dict[str, Any]) -> None:
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"device": "cpu", **drafts}})
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=0.0, processors={"guided": PHONE})
+    with Engine.from_pretrained(folder, stack=stack) as engine:
+        (output,) = engine.generate(["person: "], params)
+        assert bool(drafts) == (engine.stats().draft_tokens > 0)
+    assert (None, "length") == (output.error, output.finish_reason)
+    assert re.fullmatch("[0-9]{2}-[0-9]", TOKENIZER.decode(output.token_ids[:4]))
+    assert [END] * 12 == list(output.token_ids[4:])
 
 
 @pytest.mark.parametrize("drafts", [{}, {"drafts": {"name": "ngram", "max_drafts": 4}}], ids=["plain", "drafts"])

@@ -259,6 +259,14 @@ def test_tokens_and_text_of_a_text_and_a_chat(serve: Serve, checkpoint: Path) ->
         assert (400, True) == (status, said in answer["error"]["message"]), answer
 
 
+def test_tokens_that_the_model_does_not_have_are_refused_and_not_left_out(serve: Serve) -> None:
+    running = serve()
+    for wrong in (10**6, 2**31, -1, 2**40):
+        status, answer = post(running, "/detokenize", json.dumps({"tokens": [1, wrong]}).encode())
+        assert (400, True) == (status, f"{wrong} is not a token id" in answer["error"]["message"]), answer
+    assert (200, {"prompt": ""}) == post(running, "/detokenize", b'{"tokens": []}')
+
+
 def test_prompts_in_lists_are_answered_in_their_order(serve: Serve, checkpoint: Path) -> None:
     client = serve().client()
     prompts = ["ab", "cde", "f"]

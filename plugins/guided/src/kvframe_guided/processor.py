@@ -32,10 +32,17 @@ _TYPES: Mapping[str, tuple[type, str]] = {
 
 @attrs.define(eq=False)
 class _Progress:
-    """How far an answer is: ``matcher`` has read its first ``num_read`` tokens."""
+    """How far an answer is.
+
+    Attributes:
+        matcher: It has read the answer up to its end token.
+        num_read: Tokens of the answer that were looked at.
+        has_ended: Whether the answer has an end token. The request may continue, if it ignores end tokens.
+    """
 
     matcher: LLMatcher
     num_read: int = 0
+    has_ended: bool = False
 
 
 class Guided(LogitsProcessor):
@@ -51,6 +58,7 @@ class Guided(LogitsProcessor):
         self._tokenizer = LLTokenizer(
             vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=sorted(vocabulary.eos_token_ids) or None
         )
+        self._ends = sorted(vocabulary.eos_token_ids)
 
     def start(self, options: Mapping[str, Any]) -> _Progress:
         """Compile the grammar of a request.
@@ -87,31 +95,45 @@ class Guided(LogitsProcessor):
         row = 0
         for request in requests:
             progress: _Progress = request.state
-            answer = request.token_ids[request.num_prompt_tokens + progress.num_read :]
-            progress.matcher.consume_tokens(list(answer))
+            answer = list(request.token_ids[request.num_prompt_tokens + progress.num_read :])
             progress.num_read += len(answer)
-            self._fill(allowed[row : row + 1 + len(request.drafts)], progress.matcher, request.drafts)
+            if not progress.has_ended:
+                ends = [index for index, token in enumerate(answer) if token in self._ends]
+                progress.has_ended = bool(ends)
+                progress.matcher.consume_tokens(answer[: ends[0]] if ends else answer)
+            self._fill(allowed[row : row + 1 + len(request.drafts)], progress, request.drafts)
             row += 1 + len(request.drafts)
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
-    def _fill(self, allowed: np.ndarray[Any, np.dtype[np.bool_]], matcher: LLMatcher, drafts: Sequence[int]) -> None:
+    def _fill(self, allowed: np.ndarray[Any, np.dtype[np.bool_]], progress: _Progress, drafts: Sequence[int]) -> None:
         """Mark the tokens that may follow the answer, and those that may follow each draft that follows.
+
+        After an end token only end tokens follow.
 
         Args:
             allowed: ``[1 + num_drafts, vocab_size]``, all False.
-            matcher: It has read the answer.
+            progress: The answer.
             drafts: The drafts after the answer.
         """
-        num_followed = 0
+        matcher, has_ended, num_followed = progress.matcher, progress.has_ended, 0
         for row, draft in enumerate([*drafts, None]):
-            if matcher.is_error():  # the answer has a token that does not follow: no token may come
+            if has_ended:
+                allowed[row, self._ends] = True
+            elif matcher.is_error():  # the answer has a token that does not follow: no token may come
                 return
-            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            mask = np.unpackbits(bits, bitorder="little")[: allowed.shape[1]]
-            allowed[row, : len(mask)] = mask
-            if draft is None or not mask[draft] or not matcher.try_consume_tokens([draft]):
-                break  # a draft that does not follow is rejected, so that later rows are not read
-            num_followed += 1
+            else:
+                bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+                mask = np.unpackbits(bits, bitorder="little")[: allowed.shape[1]]
+                allowed[row, : len(mask)] = mask
+            # A draft that does not follow is rejected, so that later rows are not read.
+            if draft is None or not allowed[row, draft]:
+                break
+            if draft in self._ends:
+                has_ended = True
+            elif not matcher.try_consume_tokens([draft]):
+                break
+            else:
+                num_followed += 1
         if num_followed:
             matcher.rollback(num_followed)
 

@@ -311,6 +311,7 @@ def _served_model(path: Path, name: str, engine: Engine | Embedder, limits: Limi
         max_samples=limits.max_requests,
         max_logprobs=limits.max_logprobs,
         answers=limits.answers,
+        vocab_size=engine.model.description.vocab_size or 0,
     )
 
 

@@ -95,6 +95,7 @@ class ServedModel:
         max_samples: The most samples of a request.
         max_logprobs: The most log-probabilities of an answer.
         answers: The name of the format of answers that the stack names; None for the one that matches.
+        vocab_size: The model's token ids are below this; 0 if it is not known.
     """
 
     path: str
@@ -107,3 +108,4 @@ class ServedModel:
     max_samples: int
     max_logprobs: int
     answers: str | None = None
+    vocab_size: int = 0

@@ -182,6 +182,10 @@ class Reader:
         fields = read_fields(DetokenizeBody, body)
         self._check_model(fields)
         tokens = self._checked_ids(fields.tokens)
+        # A model may have more tokens than its tokenizer has texts for.
+        limit = max(len(self._tokenizer), self._served.vocab_size)
+        if tokens and max(tokens) >= limit:
+            raise RequestError(f"{max(tokens)} is not a token id; the model has [0, {limit})", code="bad_token")
         return {"prompt": self._tokenizer.decode(tokens, skip_special_tokens=bool(fields.skip_special_tokens))}
 
     # --- parts of bodies ----------------------------------------------------------------------------------------------
