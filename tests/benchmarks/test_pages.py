@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention import cpu, formats, metadata
+from benchmarks.attention import cpu, formats, fuzz, metadata
 from benchmarks.cache import core, definition, eviction, growth
 from benchmarks.engine import beside_vllm, drafts, generate, profile_step, server, skipping, soak
 from benchmarks.harness import pages, record
@@ -26,6 +26,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "drafts": drafts.write_report,
     "evaluation": evaluation.write_report,
     "hostile": hostile.write_report,
+    "kernels_fuzz": fuzz.write_report,
     "eviction": eviction.write_report,
     "formats": formats.write_report,
     "generate": generate.write_report,
