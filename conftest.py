@@ -1,6 +1,6 @@
 """Where there is no CUDA device, Triton's kernels run under its interpreter: said before any test imports one.
 
-What was measured on this machine decides no test, and no test fails because the machine is busy.
+No test fails because the machine is busy.
 """
 
 from __future__ import annotations
@@ -8,17 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 
-from kvframe.contract.specs import KVCacheSpec
-from kvframe.planning import machine, plan
-from kvframe.planning.spec_check import check_spec_at_set_up
-from tests.installed import remember_installed
+from kvframe.config import stack
 from tests.interpreter import make_faster
 
 HAS_GPU = torch.cuda.is_available()
@@ -41,7 +37,6 @@ os.environ |= {
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
     "TORCHINDUCTOR_VEC_ISA_OK": "1",
 }
-os.environ["KVFRAME_TIMES"] = str(Path(__file__).parent / ".cache" / "no_times.json")
 os.environ.pop("COLUMNS", None)  # what commands print is 80 columns wide
 
 
@@ -65,8 +60,6 @@ LONG = {
 }
 """Files with tests that take at least five seconds each."""
 
-remember_installed()
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None:
         config.option.timeout = MOST_SECONDS
     # A stack that names no device would run on a GPU, and most tests give it a model on the CPU.
-    machine.has_gpu = lambda: False
+    stack.has_gpu = lambda: False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -106,23 +99,3 @@ def pytest_runtest_setup() -> None:
     """Make Triton's interpreter faster once something has imported it."""
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
         make_faster(interpreter)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _specs_of_the_project_are_checked_once() -> Iterator[None]:
-    # The check at set-up asks a spec for hundreds of answers. That takes half of the time of making a tiny engine, and
-    # an eighth of that of the kit. Specs that tests define are checked each time, because some give wrong answers on
-    # purpose.
-    checked: set[tuple[KVCacheSpec, int, int]] = set()
-
-    def check_once(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
-        asked = spec, max_tokens, max_new_tokens
-        is_of_a_test = not type(spec).__module__.startswith(("kvframe", "tests.cache.plans"))
-        if is_of_a_test or asked not in checked:
-            check_spec_at_set_up(*asked)
-        if not is_of_a_test:
-            checked.add(asked)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "check_spec_at_set_up", check_once)
-        yield

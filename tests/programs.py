@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _FORK = multiprocessing.get_context("fork")
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["kvframe.engine.engine", "kvframe_transformers.adapter", "kvframe_transformers.testing"])
+_FORKS.set_forkserver_preload(["kvframe_engine.engine", "kvframe_transformers.adapter", "kvframe_transformers.testing"])
 
 IMPORTED = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
 """Options of pytest as a program: some of its plugins are imported already."""

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+from kvframe_engine.requests.request import SamplingParams
+from kvframe_engine.running import model_runner
 
 from benchmarks.engine.workloads import Workload
 from benchmarks.harness import models, options
@@ -16,8 +18,6 @@ from benchmarks.harness.pages import heading, page, spread, table
 from benchmarks.harness.record import benchmark, in_columns, measure_each
 from kvframe import Engine
 from kvframe.attention.layer import AttentionLayer
-from kvframe.engine.requests.request import SamplingParams
-from kvframe.engine.running import model_runner
 
 PARTS = ("scheduling", "cache", "metadata", "attention", "rest of the model", "sampling", "requests")
 HOST_PARTS = ("scheduling", "cache", "metadata", "sampling", "requests")

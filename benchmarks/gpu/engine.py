@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvframe_engine.requests.request import SamplingParams
 
 from benchmarks.engine.workloads import Workload
 from benchmarks.gpu.measure import in_a_sentence
 from benchmarks.harness.process import timed
 from kvframe import Engine
-from kvframe.engine.requests.request import SamplingParams
 
 NUM_STEPS, WARM_STEPS = 24, 3
 """The number of timed steps, and of steps before them. As many steps as are timed are profiled afterwards."""

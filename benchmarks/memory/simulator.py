@@ -9,14 +9,14 @@ from typing import Any
 
 import attrs
 import numpy as np
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_engine.scheduling.step import ScheduledStep
 
 from benchmarks.memory.traces import Conversation
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TOKENS, KVCacheSpec
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.scheduling.scheduler import Scheduler
-from kvframe.engine.scheduling.step import ScheduledStep
 from kvframe.planning.plan import KVCachePlan
 
 FULL = 0.95

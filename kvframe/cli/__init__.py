@@ -22,13 +22,8 @@ from kvframe.contract.foreign import call, safe_repr
 from kvframe.loading.packages import provider_of, to_install
 
 _COMMANDS: Mapping[str, str] = {
-    "generate": "kvframe.cli.generate:generate",
-    "chat": "kvframe.cli.chat:chat",
-    "embed": "kvframe.cli.embed:embed",
     "plan": "kvframe.cli.plan:plan",
     "explain": "kvframe.cli.explain:explain",
-    "trace": "kvframe.cli.trace:trace",
-    "top": "kvframe.cli.top:top",
     "plugins": "kvframe.cli.plugins:plugins",
     "check": "kvframe.cli.check:check",
     "new-plugin": "kvframe.cli.new_plugin:new_plugin",

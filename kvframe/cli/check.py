@@ -19,7 +19,7 @@ from kvframe.loading.claims import KINDS
 
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim
-    from kvframe.loading.plugins import PluginHost
+    from kvframe.loading.plugins import PluginHost, PluginRecord
     from kvframe.testing.checks import Checks, Report
 
 WRONG_EXIT_CODE = 1
@@ -116,9 +116,9 @@ def _find(asked: _Asked) -> tuple[PluginHost, Sequence[Any], Sequence[Claim]]:
         records = [each for each in host.records if asked.name in (each.name, each.id, each.distribution)]
         for record in records:
             if record.status != "loaded":
-                raise PluginError(f"plugin {record.id} cannot be checked: {record.status}: {record.reason}")
+                raise PluginError(f"plugin {record.id} was set aside, so it cannot be checked: {_why(record)}")
         if not records:
-            modules = [_import(asked.name, {*(entry.name for entry in claims), *(each.name for each in host.records)})]
+            modules = [_import(asked.name, host, claims)]
             host = load_plugins(plugins=modules)
             claims = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
         owners = {each.id for each in records} or {f"{module.__name__}:{module.__name__}" for module in modules}
@@ -132,7 +132,11 @@ def _find(asked: _Asked) -> tuple[PluginHost, Sequence[Any], Sequence[Claim]]:
     return host, modules, chosen
 
 
-def _import(name: str, known: set[str]) -> Any:
+def _why(record: PluginRecord) -> str:
+    return f"{record.status}: {record.reason}"
+
+
+def _import(name: str, host: PluginHost, claims: Sequence[Claim]) -> Any:
     """Import a module by its name or file; raise ``UnknownNameError`` if there is none."""
     import importlib
     import importlib.util
@@ -151,7 +155,10 @@ def _import(name: str, known: set[str]) -> Any:
     except (ImportError, ValueError):
         is_there = False
     if not is_there:
-        raise UnknownNameError("plugin, registered name or module", name, known)
+        known = {*(entry.name for entry in claims), *(record.name for record in host.records)}
+        set_aside = [f"{record.id} ({_why(record)})" for record in host.records if record.status != "loaded"]
+        hint = f"plugins set aside: {'; '.join(set_aside)}" if set_aside else ""
+        raise UnknownNameError("plugin, registered name or module", name, known, hint)
     return call(f"importing {module}", importlib.import_module, module)
 
 
@@ -178,7 +185,7 @@ def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence
         return {**found, "verdict": "not checked", "reason": str(error)}
     with progress(f"{KINDS[entry.kind].label} {entry.name}", len(checks.checks)) as show:
         report = run_checks(checks, show)
-    return {**found, **_to_dict(asked, entry, report), "deprecations": warnings_of(entry.plugin)}
+    return {**found, **_to_dict(asked, entry, part, report), "deprecations": warnings_of(entry.plugin)}
 
 
 def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
@@ -224,7 +231,9 @@ def _parse(options: str | None) -> Mapping[str, Any] | None:
     return found
 
 
-def _to_dict(asked: _Asked, entry: Claim, report: Report) -> dict[str, Any]:
+def _to_dict(asked: _Asked, entry: Claim, part: Any, report: Report) -> dict[str, Any]:
+    from kvframe.testing.checks import source_of
+
     failure = next(iter(report.failures.items()), None)
     return {
         "verdict": "wrong" if report.failures else "works",
@@ -235,6 +244,7 @@ def _to_dict(asked: _Asked, entry: Claim, report: Report) -> dict[str, Any]:
         and {
             "check": failure[0],
             "sentence": failure[1],
+            "source": source_of(part, report.errors[failure[0]]),
             "command": asked.command(entry.kind, failure[0]),
         },
     }
@@ -262,6 +272,8 @@ def _print(part: Mapping[str, Any]) -> None:
         _say(f"Deprecated: {sentence}\n")
     if part["failure"]:
         _say(f"The first failure: {part['failure']['sentence']}")
+        if part["failure"]["source"]:
+            click.echo(f"See: {part['failure']['source']}")
         click.echo(f"Run it again: {part['failure']['command']}\n")
 
 

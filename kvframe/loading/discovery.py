@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, distributions, version
+from importlib.metadata import (
+    Distribution,
+    EntryPoint,
+    MetadataPathFinder,
+    PackageNotFoundError,
+    distribution,
+    distributions,
+    version,
+)
 from types import ModuleType
 from typing import Any
 
@@ -73,7 +83,7 @@ def find_plugins(passed: Sequence[Any] = ()) -> list[FoundPlugin]:
     Args:
         passed: Modules given by the caller. A module that is also installed is returned once, as the installed plugin.
     """
-    installed = [_builtin(), *sorted(_installed(), key=lambda found_plugin: found_plugin.id)]
+    installed = [_builtin(), *sorted(_installed.plugins(), key=lambda found_plugin: found_plugin.id)]
     modules = {found_plugin.module for found_plugin in installed}
     given = [_as_found_plugin(plugin) for plugin in {id(plugin): plugin for plugin in passed}.values()]
     return [*installed, *(found_plugin for found_plugin in given if found_plugin.module not in modules)]
@@ -101,7 +111,41 @@ def _as_found_plugin(plugin: Any) -> FoundPlugin:
     return FoundPlugin(name, name, version, hookspecs.API_VERSION, plugin, module=name)
 
 
-def _installed() -> Iterable[FoundPlugin]:
+class _Installed:
+    """Remembers the installed plugins, because reading all distributions takes most of the time of loading plugins.
+
+    They are read again if a finder, the path or a folder on it changed.
+    """
+
+    def __init__(self) -> None:
+        self._finders: list[object] = []
+        self._folders: list[tuple[str, int | None]] = []
+        self._plugins: list[FoundPlugin] = []
+
+    def plugins(self) -> list[FoundPlugin]:
+        """Return the installed plugins."""
+        finders = [*sys.meta_path, *(vars(type(finder)).get("find_distributions") for finder in sys.meta_path)]
+        finders.append(vars(MetadataPathFinder)["find_distributions"])
+        folders = [(path, _when_changed(path)) for path in map(os.path.abspath, sys.path)]
+        # Finders are compared by identity: their own comparisons may be wrong.
+        if list(map(id, finders)) != list(map(id, self._finders)) or folders != self._folders:
+            self._plugins = list(_read_installed())
+            self._finders, self._folders = finders, folders
+        return self._plugins
+
+
+_installed = _Installed()
+
+
+def _when_changed(path: str) -> int | None:
+    """Return when entries of a folder were last added or removed; None if there is no such folder."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _read_installed() -> Iterable[FoundPlugin]:
     names: dict[str, Distribution] = {}
     unreadable: list[str] = []
     for dist in _distributions(unreadable):

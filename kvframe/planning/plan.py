@@ -357,8 +357,28 @@ def plan_cache(
             is not given.
         SpecError: A spec's answers break the laws of cache specs.
     """
+    _check_specs(grouping.groups, max_model_len, max_num_batched_tokens, max_input_lens or {})
+    return lay_out_cache(
+        grouping,
+        memory_bytes=memory_bytes,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_input_lens=max_input_lens,
+        pages_per_slab=pages_per_slab,
+    )
+
+
+def lay_out_cache(
+    grouping: Grouping,
+    *,
+    memory_bytes: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    max_input_lens: Mapping[str, int] | None = None,
+    pages_per_slab: Sequence[int] | None = None,
+) -> KVCachePlan:
+    """Plan the pool as ``plan_cache`` does, of specs whose answers were checked before."""
     input_lens = {} if max_input_lens is None else dict(max_input_lens)
-    _check_specs(grouping.groups, max_model_len, max_num_batched_tokens, input_lens)
     page_bytes = [group.page_bytes for group in grouping.groups]
     peaks = [_peak_blocks(group, max_model_len, max_num_batched_tokens, input_lens) for group in grouping.groups]
     if pages_per_slab is None:

@@ -44,8 +44,15 @@ many of each."""
 _SEED = 37
 
 
+_MOST_REMEMBERED = 4096
+_right: dict[tuple[KVCacheSpec, int, int], None] = {}
+"""What was checked in this process and found right. A spec is a value: equal ones give equal answers."""
+
+
 def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
     """Check a spec's answers at the first positions, around its own sizes and block ends, and at random positions.
+
+    A spec that was found right is not checked again for the same lengths.
 
     Args:
         spec: The spec of a group.
@@ -55,6 +62,20 @@ def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int
     Raises:
         SpecError: An answer breaks a law. The message names the kind, the position, the answer and the right one.
     """
+    asked = spec, max_tokens, max_new_tokens
+    try:
+        if asked in _right:
+            return
+    except TypeError:  # a field of it cannot be hashed, so it is checked each time
+        _check(spec, max_tokens, max_new_tokens)
+        return
+    _check(spec, max_tokens, max_new_tokens)
+    if len(_right) >= _MOST_REMEMBERED:
+        _right.clear()
+    _right[asked] = None
+
+
+def _check(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
     _check_state_tensors(spec)
     mask = ask_mask(spec)
     function = ask(spec, "mask_function", lambda: spec.mask_function)

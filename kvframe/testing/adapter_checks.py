@@ -13,8 +13,7 @@ from kvframe.config.stack import Stack
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.model import ModelAdapter
-from kvframe.engine.engine import Engine
-from kvframe.engine.requests.params import SamplingParams
+from kvframe.engine import Engine, SamplingParams
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.testing.checks import Check, Checks

@@ -8,7 +8,9 @@ from typing import Any
 
 import attrs
 
+from kvframe.config.options import make_with_options
 from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.errors import KVFrameError
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
@@ -22,6 +24,7 @@ from kvframe.testing.hosts import OtherHost, in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.runs import TRAITS, Run, make_runs, sample_runs
 from kvframe.testing.sample import TOGETHER, sample
+from kvframe.testing.served import is_served
 from kvframe.testing.serving import check_run
 from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm, form_of
 
@@ -94,14 +97,32 @@ def backend_checks(
     if not cases or not runs:
         raise ConformanceError(f"backend {name or backend_class.__name__!r}: no case or no run is left to check")
     few, place = sample(cases, together), runs_on or device
-    checks = [_case_check(backend_class, case, place) for case in (cases if whole else few)]
-    checks += [_case_check(backend_class, case, place, LARGE) for case in (cases if whole else sample(few, ()))]
-    checks += [_host_check(backend_class, case, place, host, writes_out) for case, host in in_other_hosts(cases)]
+    checks = []
+    if backend_class.options_class is not None:
+        run = partial(_check_options, name or backend_class.__name__, backend_class)
+        checks.append(Check(name="options", features=("options",), run=run))
+    checks += [_case_check(backend_class, case, place) for case in (cases if whole else few)]
+    # Neither the value of dead memory nor the host depends on the sizes of a step, so small steps are enough.
+    small, few = (tuple(case for case in some if not is_served(case.name)) for some in (tuple(cases), few))
+    checks += [_case_check(backend_class, case, place, LARGE) for case in (small if whole else sample(few, ()))]
+    checks += [_host_check(backend_class, case, place, host, writes_out) for case, host in in_other_hosts(small)]
     checks += [_run_check(backend_class, run, place) for run in (runs if whole else sample_runs(runs, run_traits))]
     refused = dict(_refused(backend_class, device, form, formats))
     return Checks(
         part=f"backend {name or backend_class.__name__!r}", checks=tuple(checks), refused=refused, order=_ORDER
     )
+
+
+def _check_options(name: str, backend_class: type[AttentionBackend]) -> None:
+    """Raise if a stack could not give the backend its options."""
+    options: Any = backend_class.options_class
+    part = f"backend {name!r}"
+    if not (isinstance(options, type) and attrs.has(options)):
+        raise ConformanceError(f"{part}: options_class must be a frozen class of attrs, or None, not {options!r}")
+    try:
+        make_with_options(options, backend_class.conformance_options)
+    except (KVFrameError, ValueError) as error:
+        raise ConformanceError(f"{part}: its options cannot be made with conformance_options: {error}") from error
 
 
 def _case_check(backend_class: type[AttentionBackend], case: Case, device: str, poison: float | None = None) -> Check:
@@ -134,9 +155,10 @@ def _host_check(
 
 
 def _run_check(backend_class: type[AttentionBackend], run: Run, device: str) -> Check:
+    features = [each for layer in run.layers for each in _features_of(backend_class, run.case(layer, 0))]
     return Check(
         name=f"run-{run.name}",
-        features=(*_features_of(backend_class, run.case(run.layer, 0)), "two layers, two steps"),
+        features=(*dict.fromkeys(features), "several layers, several steps"),
         run=partial(check_run, backend_class, run, device),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle, islice
 
 from kvframe.testing.case import Request
 
@@ -40,6 +41,13 @@ def wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
             Request(5, 3, 3),
         ),
         "without_tokens": (Request(5, 2), Request(block_size + 3, 0, 0), Request(0, 4), Request(7, 0, 0)),
+        "one_prompt": (Request(0, block_size + 3),),
+        "one_decode": (Request(2 * block_size + 1, 1),),
+        "many": (
+            Request(0, 280),
+            Request(600, 5),
+            *(Request(length, 1) for length in islice(cycle((9, 33, block_size)), 20)),
+        ),
     }
 
 

@@ -60,6 +60,7 @@ class Case:
         num_padding: Padded requests, tokens and generating rows after the batch, which then has ``static_shapes``.
         wrappers: The layer's wrapper chain, as a stack gives it.
         form: The form of the stored state.
+        shift: What is added to all scores of a query, by one element of it and of each key.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     num_padding: int = 0
     wrappers: WrapperChain = ()
     form: StateForm = KEYS_AND_VALUES
+    shift: float = 0.0
 
     @property
     def is_cross(self) -> bool:

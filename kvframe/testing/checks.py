@@ -6,8 +6,12 @@ both run them, and nothing else.
 
 from __future__ import annotations
 
+import inspect
+import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Literal
 
 import attrs
@@ -15,6 +19,8 @@ import attrs
 from kvframe.contract.errors import KVFrameError, UnknownNameError
 from kvframe.contract.foreign import safe_reason
 from kvframe.testing.laws import ConformanceError
+
+_KIT = Path(__file__).parent
 
 Verdict = Literal["works", "refused", "wrong"]
 
@@ -104,12 +110,14 @@ class Report:
         part: The part, for people.
         rows: The verdicts.
         failures: The sentence of each failed check, by the check's name, in order.
+        errors: The exception of each, likewise.
         num_checks: How many checks were run.
     """
 
     part: str
     rows: tuple[Row, ...]
     failures: Mapping[str, str]
+    errors: Mapping[str, Exception]
     num_checks: int
 
 
@@ -121,6 +129,7 @@ def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done:
         on_progress: Called after each with the number of checks that were run.
     """
     failures: dict[str, str] = {}
+    errors: dict[str, Exception] = {}
     refusals: dict[str, str] = {}
     for done, check in enumerate(checks.checks, start=1):
         try:
@@ -128,12 +137,38 @@ def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done:
             if code:
                 refusals[check.name] = code
         except KVFrameError as error:
-            failures[check.name] = str(error)
+            failures[check.name], errors[check.name] = str(error), error
         except Exception as error:
+            errors[check.name] = error
             failures[check.name] = f"{checks.part} on {check.name}: {type(error).__name__}: {safe_reason(error)}"
         on_progress(done)
     rows = _judge(checks, failures, refusals)
-    return Report(part=checks.part, rows=rows, failures=failures, num_checks=len(checks.checks))
+    return Report(part=checks.part, rows=rows, failures=failures, errors=errors, num_checks=len(checks.checks))
+
+
+def source_of(part: type, error: Exception) -> str:
+    """Return the file and line of a part where an error was raised, or else where its class begins; empty if unknown.
+
+    Args:
+        part: The part's class.
+        error: The exception of a check.
+    """
+    package = part.__module__.partition(".")[0]
+    folder = Path(getattr(sys.modules.get(package), "__file__", None) or "").parent
+    is_package = hasattr(sys.modules.get(package), "__path__")
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    for raised in reversed(chain):
+        for frame in reversed(traceback.extract_tb(raised.__traceback__)):
+            file = Path(frame.filename)
+            is_own = folder in file.parents if is_package else file.stem == package
+            if is_own and _KIT not in file.parents:
+                return f"{file}:{frame.lineno}"
+    try:
+        return f"{inspect.getsourcefile(part)}:{inspect.getsourcelines(part)[1]}"
+    except (OSError, TypeError):
+        return ""
 
 
 def _judge(checks: Checks, failures: Collection[str], refusals: Mapping[str, str]) -> tuple[Row, ...]:

@@ -6,7 +6,7 @@ The reference is computed from the original layer, without pages, wrappers or vi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import RELATIVE_BIAS
 from kvframe.testing.case import Case
+from kvframe.testing.effects import without_side_effects
 from kvframe.testing.error_bound import attention_error_bound, lse_error_bound
 from kvframe.testing.hosts import KVFRAME, Host
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
@@ -24,8 +25,11 @@ from kvframe.testing.reference import alibi_bias, dense_attention, dense_lse, re
 from kvframe.testing.step import WITHOUT_SINKS, run_step
 
 _SCORES_AT_A_TIME = 1 << 19
+_JOINED_SCORES = 1 << 16
+"""The most scores of small requests whose reference is computed together, in little more than the time of one."""
 
 
+@without_side_effects
 def check_backend(
     backend_class: type[AttentionBackend],
     case: Case,
@@ -41,6 +45,8 @@ def check_backend(
 
     Its metadata is built as the framework builds it, from requests in the order that the builder asks for. If the
     builder declares which fields depend on block tables, it is also built for other tables and then refreshed.
+
+    It must leave the process as it was (``without_side_effects``).
 
     Args:
         backend_class: The backend.
@@ -152,7 +158,7 @@ def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned, *, wi
     """
     output, lse = [], []
     dtype = case.query_dtype
-    for whole, magnitudes in dense_arguments(case, inputs, learned):
+    for whole, magnitudes in _join_small(dense_arguments(case, inputs, learned)):
         for arguments in _split_queries(whole):
             allowed = attention_error_bound(**arguments, dtype=dtype, magnitudes=magnitudes)
             output.append((dense_attention(**arguments), allowed))
@@ -161,6 +167,40 @@ def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned, *, wi
                 allowed = lse_error_bound(**arguments, dtype=dtype, magnitude=magnitudes[0])
                 lse.append((dense_lse(**arguments), allowed))
     return Reference(_joined(output), _joined(lse) if with_lse else None)
+
+
+Arguments = tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor]]
+"""What ``dense_arguments`` yields."""
+
+
+def _join_small(requests: Iterable[Arguments]) -> Iterator[Arguments]:
+    """Yield the same with small neighbours as one request, whose queries see the keys of their own part only."""
+    small: list[Arguments] = []
+    num_queries = num_keys = 0
+    for arguments in requests:
+        more_queries, more_keys = arguments[0]["visible"].shape
+        num_scores = (num_queries + more_queries) * (num_keys + more_keys) * arguments[0]["query"].shape[1]
+        if small and num_scores > _JOINED_SCORES:
+            yield _join(small)
+            small, num_queries, num_keys = [], 0, 0
+        small.append(arguments)
+        num_queries, num_keys = num_queries + more_queries, num_keys + more_keys
+    if small:
+        yield _join(small)
+
+
+def _join(requests: Sequence[Arguments]) -> Arguments:
+    if len(requests) == 1:
+        return requests[0]
+    (first, _), whole = requests[0], [arguments for arguments, _ in requests]
+    joined = {name: torch.cat([each[name] for each in whole]) for name in ("query", "key", "value")}
+    visible = torch.block_diag(*(each["visible"] for each in whole)).bool()
+    bias = None
+    if first["bias"] is not None:
+        of_heads = zip(*(each["bias"] for each in whole), strict=True)
+        bias = torch.stack([torch.block_diag(*parts) for parts in of_heads])
+    key_sizes, value_sizes = (torch.cat(parts) for parts in zip(*(sizes for _, sizes in requests), strict=True))
+    return {**first, **joined, "visible": visible, "bias": bias}, (key_sizes, value_sizes)
 
 
 def _joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,9 +217,7 @@ def _split_queries(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**arguments, "query": query[rows], "visible": arguments["visible"][rows], "bias": part}
 
 
-def dense_arguments(
-    case: Case, inputs: Sequence[Inputs], learned: Learned
-) -> Iterator[tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor]]]:
+def dense_arguments(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Iterator[Arguments]:
     """Yield for each request the arguments of ``dense_attention``, in float64, and the magnitudes for the error bound.
 
     Args:

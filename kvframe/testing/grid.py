@@ -2,7 +2,7 @@
 
 Each feature is combined with every kind of batch, at the block sizes and lengths where paged kernels fail: one token
 before, at and after a block's end. Wrapper chains are combined with the main masks, on a layer that keeps a cache and
-on one that shares it. A case that the backend or the chain refuses is left out.
+on one that shares it. A case that the backend or the chain refuses is left out. Larger batches are those of ``served``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvframe.testing.batches import (
 from kvframe.testing.case import Case, Request
 from kvframe.testing.formats import applicable, installed_formats
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.served import BATCHES, PREFIX, served_layers
 from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm
 
 SCALE = 0.4
@@ -110,6 +111,7 @@ def make_cases(
             if name.startswith("full-block") and capabilities.not_causal is None:
                 causal = [case for case in cases if not any(request.ranges for request in case.requests)]
                 found += _not_causal([*causal, *_cases(name, layer, cross)])
+    found += _served_cases(capabilities, device, form)
     for kv_format in stored:
         found += _format_cases(kv_format, capabilities, device, form)
     for chain in chains:
@@ -288,6 +290,15 @@ def _cases(name: str, layer: LayerSpec, batches: Mapping[str, tuple[Request, ...
 
 def _not_causal(cases: Sequence[Case]) -> list[Case]:
     return [attrs.evolve(case, name=f"{case.name}-not_causal", causal=False) for case in cases]
+
+
+def _served_cases(capabilities: Capabilities, device: str, form: StateForm) -> Iterator[Case]:
+    """Yield every layer that serving makes with every batch."""
+    for name, options, shift in served_layers(capabilities, form):
+        layer = make_layer(capabilities, form, **options)
+        if not capabilities.refusals(layer, device):
+            for batch, requests in BATCHES.items():
+                yield Case(name=f"{PREFIX}{name}-{batch}", layer=layer, requests=requests, shift=shift)
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

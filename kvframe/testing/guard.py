@@ -86,28 +86,28 @@ class ScalarGuard(TorchDispatchMode):
 
 def guard(metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """Return the metadata with its device tensors guarded and read-only; host tensors are unchanged."""
-    return _with_device_tensors(metadata, ReadOnlyTensor)
+    return with_device_tensors(metadata, lambda tensor: tensor.as_subclass(ReadOnlyTensor))
 
 
 def unguard(metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """Return the metadata with plain tensors."""
-    return _with_device_tensors(metadata, torch.Tensor)
+    return with_device_tensors(metadata, lambda tensor: tensor.as_subclass(torch.Tensor))
 
 
-def _with_device_tensors(metadata: CommonAttentionMetadata, kind: type[torch.Tensor]) -> CommonAttentionMetadata:
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.as_subclass(kind)
-
-    changes: dict[str, Any] = {
-        field.name: changed(value)
-        for field in attrs.fields(CommonAttentionMetadata)
-        if isinstance(value := getattr(metadata, field.name), torch.Tensor) and not field.name.endswith("_cpu")
-    }
-    changes["extensions"] = {
-        name: attrs.evolve(extension, values=changed(extension.values))
-        for name, extension in metadata.extensions.items()
-    }
+def with_device_tensors(
+    metadata: CommonAttentionMetadata, change: Callable[[torch.Tensor], torch.Tensor]
+) -> CommonAttentionMetadata:
+    """Return the metadata with ``change`` of each device tensor; host tensors are unchanged."""
+    with torch._C.DisableTorchFunctionSubclass():
+        changes: dict[str, Any] = {
+            field.name: change(value)
+            for field in attrs.fields(CommonAttentionMetadata)
+            if isinstance(value := getattr(metadata, field.name), torch.Tensor) and not field.name.endswith("_cpu")
+        }
+        changes["extensions"] = {
+            name: attrs.evolve(extension, values=change(extension.values))
+            for name, extension in metadata.extensions.items()
+        }
     return attrs.evolve(metadata, **changes)
 
 

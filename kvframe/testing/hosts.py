@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
@@ -36,7 +37,7 @@ class Memory:
     """The memory of a case's layer.
 
     Attributes:
-        pool: ``[num_bytes], uint8, device``: all of it.
+        pool: ``[num_bytes], uint8, device``: all of it; ``[num_pages, page_bytes]`` if there are gaps between pages.
         views: By layer, its state tensors by name, views of the pool.
     """
 
@@ -218,7 +219,7 @@ def in_other_hosts(cases: Sequence[Case]) -> Iterator[tuple[Case, OtherHost]]:
 
 State = Mapping[str, StateTensor]
 Layout = Callable[[State, int, torch.device], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Returns a pool, ``[num_bytes], uint8, device``, and the state tensors in it, for so many pages."""
+"""Returns the pool, as ``Memory`` has it, and the state tensors in it, for so many pages."""
 
 
 def _apart(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -251,12 +252,39 @@ def _by_page(state: State, num_pages: int, device: torch.device) -> tuple[torch.
     """Lay out all state tensors of a page together, as in ``[num_blocks, 2, …]``."""
     page_bytes = sum(_padded_bytes(each) for each in state.values())
     pages = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
+    return pages.view(-1), _views_of(pages, state)
+
+
+def _far_apart(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Lay them out likewise, with such gaps that the last third of the pages lies after the first 2³¹ elements.
+
+    Elements are then numbered by more than 32 bits, as in the memory of a large GPU. On a processor, memory that is
+    never touched is never taken. A device without as much memory has the pages side by side.
+    """
+    page_bytes = sum(_padded_bytes(each) for each in state.values())
+    widest = max(getattr(torch, each.dtype).itemsize for each in state.values())
+    stride = max(page_bytes, -(-(widest << 31) // (2 * num_pages // 3 * 64)) * 64)
+    num_bytes = stride * (num_pages - 1) + page_bytes
+    if device.type == "cpu":
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        memory = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+    else:
+        try:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return _by_page(state, num_pages, device)
+    pages = memory.as_strided((num_pages, page_bytes), (stride, 1))
+    return pages, _views_of(pages, state)
+
+
+def _views_of(pages: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
+    """Return the state tensors of pages, ``[num_pages, page_bytes], uint8, device``."""
     views, offset = {}, 0
     for name, each in state.items():
         part = pages[:, offset : offset + each.num_bytes].view(getattr(torch, each.dtype))
         views[name] = part.unflatten(1, each.shape)
         offset += _padded_bytes(each)
-    return pages.view(-1), views
+    return views
 
 
 def _interleaved(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -294,6 +322,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "apart": _apart,
     "head_major": _head_major,
     "by_page": _by_page,
+    "far_apart": _far_apart,
     "interleaved": _interleaved,
     "head_major_interleaved": _head_major_interleaved,
 }

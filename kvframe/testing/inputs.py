@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import attrs
@@ -60,6 +61,11 @@ class Learned:
             parameters[RELATIVE_BIAS] = draw(query.relative_bias.num_buckets, query.num_heads)
         return cls(sinks=sinks, parameters=parameters)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [*([] if self.sinks is None else [self.sinks]), *self.parameters.values()]
+
     def without_sinks(self) -> Learned:
         """Return the tensors that a part of the keys is attended to with if another part has the sinks."""
         return Learned(sinks=None, parameters=self.parameters)
@@ -83,6 +89,9 @@ def draw_inputs(case: Case, generator: torch.Generator) -> list[Inputs]:
     for request in case.requests:
         wanted = draw(request.num_new, query.num_heads, query.head_size).to(case.query_dtype)
         key, value = case.form.draw(case.spec, request.seq_len, lambda *shape: draw(*shape).to(case.stored_dtype))
+        if case.shift:
+            size = (abs(case.shift) / query.scale) ** 0.5
+            wanted[..., 0], key[..., 0] = math.copysign(size, case.shift), size
         key, value = read_key, read_value = key.to(case.query_dtype), value.to(case.query_dtype)
         if case.spec.kv_format != PLAIN:
             # After one round trip, values are far from the border to the next code. A kernel that rounds a division

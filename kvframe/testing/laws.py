@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -10,7 +10,14 @@ import numpy as np
 
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.specs import AttentionMask, KVCacheSpec, TokenRange
+from kvframe.contract.specs import (
+    RELATIVE_BIAS,
+    AttentionMask,
+    KVCacheSpec,
+    QuerySpec,
+    RelativeBias,
+    TokenRange,
+)
 from kvframe.planning.answers import are_ranges
 
 
@@ -254,6 +261,91 @@ def _check_prompts(asked: _Asked) -> None:
                 check_law(law, made, max_tokens, num_refused=asked.num_refused)
 
 
+def _check_layout(asked: _Asked) -> None:
+    """Check that no field of the layout changes which tokens are live, and that each changes what a block stores."""
+    spec, fields = asked.spec, {field.name: field for field in attrs.fields(type(asked.spec)) if field.init}
+    unknown = sorted(spec.layout_fields - fields.keys())
+    _require(not unknown, spec, f"layout_fields names {unknown}, which are no fields")
+    _require(attrs.evolve(spec) == spec, spec, "it is not equal to a spec with the same fields: layers find no group")
+    for name in sorted(spec.layout_fields):
+        others = list(_others(spec, name))
+        for other in others:
+            what = f"layout_fields has {name}, and with {name} = {getattr(other, name)} instead"
+            for n, ranges in enumerate(asked.live):
+                found = _ask(other, n)
+                hint = "so layers that differ in it cannot share a block table"
+                _require(found == ranges, spec, f"{what} live_ranges({n}) is {found}, not {ranges}: {hint}")
+            _require(other.mask == spec.mask, spec, f"{what} the mask is {other.mask}")
+        # Sizes of what a type makes of its state may be there too.
+        if others and (name == "dtype" or {*spec.in_format(PLAIN).state_tensors()} == {"k", "v"}):
+            changed = any(dict(other.state_tensors()) != dict(spec.state_tensors()) for other in others)
+            _require(changed, spec, f"layout_fields has {name}, which changes nothing of state_tensors()")
+
+
+def _others(spec: KVCacheSpec, name: str) -> Iterator[KVCacheSpec]:
+    """Yield the spec with other values of a field, as far as it takes them."""
+    value = getattr(spec, name)
+    if isinstance(value, bool):
+        values: tuple[Any, ...] = (not value,)
+    elif isinstance(value, int):
+        values = (2 * value, value + 1, 4 * value)
+    else:
+        values = tuple(each for each in ("float32", "bfloat16", "float16") if isinstance(value, str) and each != value)
+    for other in values:
+        try:
+            made = attrs.evolve(spec, **{name: other})
+            made.state_tensors()
+        except (KVFrameError, ValueError):
+            continue
+        yield made
+
+
+def _check_state(asked: _Asked) -> None:
+    """Check the state tensors: they have a place for each token of a block, or for each state of it."""
+    spec = asked.spec
+    length = spec.states_per_block if spec.is_per_block else spec.block_size
+    for name, tensor in spec.state_tensors().items():
+        what = f"the state {name!r} of a block has the shape {tensor.shape}, and {length} must be its first dimension"
+        _require(tensor.shape[:1] == (length,), spec, what)
+
+
+def _check_queries(asked: _Asked) -> None:
+    """Check what a layer's queries must be: which are refused, and the shapes of learned tensors."""
+    spec, state = asked.spec, asked.spec.in_format(PLAIN).state_tensors()
+    if {*state} != {"k", "v"} or len(state["k"].shape) != 3:
+        return
+    _, num_kv_heads, head_size = state["k"].shape
+    right = QuerySpec(num_heads=2 * num_kv_heads, head_size=head_size, scale=1.0)
+    wrong = {"head_size": attrs.evolve(right, head_size=head_size + 1)}
+    if num_kv_heads > 1:
+        wrong["num_heads"] = attrs.evolve(right, num_heads=2 * num_kv_heads + 1)
+    for name, query in wrong.items():
+        try:
+            spec.check_query(query)
+        except KVFrameError:
+            continue
+        sizes = f"{num_kv_heads} KV heads of {head_size} elements"
+        raise ConformanceError(f"{spec}: check_query accepts {name} = {getattr(query, name)} for {sizes}")
+    spec.check_query(right)
+    bias = RelativeBias(num_buckets=8, max_distance=20)
+    for query in (right, attrs.evolve(right, relative_bias=bias)):
+        shapes = spec.parameters(query)
+        for name, shape in shapes.items():
+            is_shape = isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
+            _require(is_shape, spec, f"the parameter {name!r} has the shape {shape}, not a tuple of whole numbers")
+        expected = None if query.relative_bias is None else (bias.num_buckets, query.num_heads)
+        found = shapes.get(RELATIVE_BIAS)
+        _require(found == expected, spec, f"the parameter {RELATIVE_BIAS!r} has the shape {found}, not {expected}")
+
+
+def _check_drafts(asked: _Asked) -> None:
+    """Check that the same tokens are live for requests that compute draft tokens."""
+    with_drafts = asked.spec.with_drafts(2)
+    for n, ranges in enumerate(asked.live):
+        found = _ask(with_drafts, n)
+        _require(found == ranges, asked.spec, f"with_drafts(2) has live {found} at {n}, and the type {ranges}")
+
+
 LAWS: Mapping[str, Callable[[_Asked], None]] = {
     "past": _check_past,
     "forgetting": _check_forgetting,
@@ -264,6 +356,10 @@ LAWS: Mapping[str, Callable[[_Asked], None]] = {
     "stored blocks": _check_stored,
     "retaining all": _check_retained,
     "prompts": _check_prompts,
+    "layout": _check_layout,
+    "state": _check_state,
+    "queries": _check_queries,
+    "drafts": _check_drafts,
 }
 """The laws by name, in the order in which ``check_spec`` checks them."""
 

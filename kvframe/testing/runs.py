@@ -1,7 +1,8 @@
-"""Runs at the sizes of real models: two layers on one instance of a backend, and two steps of many requests.
+"""Runs: several layers and several steps, as an engine makes them.
 
-The grid's cases are small, and have one layer and one step. A bug that needs a large head, many heads, many requests, a
-second layer or a second step appears in these runs only.
+The grid's cases have one layer and one step. A bug that needs a large head, many heads, a second layer or a second step
+appears in these runs only. Most runs have the sizes of real models, two layers on one instance of a backend, and two
+steps of many requests. The ``SERVED`` runs have small layers of several kinds, so several instances, and more steps.
 """
 
 from __future__ import annotations
@@ -37,33 +38,61 @@ _LEAVING = (3, 9, 14)
 Step = Mapping[str, Request]
 """A step's work for each request, by the request's name, in the order of the batch."""
 
+SERVED: Mapping[str, tuple[Step, ...]] = {
+    "alone_and_together": (
+        {"a": Request(0, 37)},
+        {"a": Request(37, 30)},
+        {"b": Request(40, 20), "a": Request(67, 1), "c": Request(20, 1), "d": Request(0, 33)},
+        {"d": Request(33, 1), "c": Request(21, 1), "b": Request(60, 1), "a": Request(68, 1)},
+        {"c": Request(22, 1)},
+        # Two steps of equal lengths, and of other requests.
+        {name: Request(length, 1) for name, length in zip("efghij", (9, 24, 33, 48, 16, 40), strict=True)},
+        {name: Request(length, 1) for name, length in zip("klmnop", (9, 24, 33, 48, 16, 40), strict=True)},
+        {"m": Request(34, 1)},
+    ),
+    "shared_pages": (
+        {"a": Request(48, 9), "b": Request(48, 1), "c": Request(60, 1)},
+        {"c": Request(61, 1), "d": Request(48, 5), "a": Request(57, 1), "b": Request(49, 1)},
+        {"a": Request(58, 1), "d": Request(53, 1)},
+    ),
+}
+"""Steps by name. In each step, a request that was there before goes on, and one that is missing has left."""
+
+NUM_SHARED = 48
+"""The first tokens that all requests of the run ``shared_pages`` have in common."""
+
+_SERVED_LAYERS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "windows": ({}, {"window": 40}, {"scale": SCALE / 2, "num_heads": 12}, {}, {"window": 40}, {}, {}),
+    "chunks": ({"block_size": 32}, {"chunk": 48}, {"scale": SCALE / 2}, {"chunk": 48}),
+}
+"""Options of layers, with the block size of the first, by the name of their feature. An instance of a backend has up to
+four layers, a cache group has two instances, and there are two cache groups."""
+
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """Two steps of two equal layers that one instance of a backend serves.
+    """Some steps of some layers, whose output is compared after each layer.
 
     Attributes:
         name: The tested properties (``"head_size=128-num_kv_heads=4-full-decodes"``).
-        layer: The layers, without their names.
-        feature: The name of their mask and of the changes to scores.
+        layers: The layers, each with a name of its own, and all of one dtype and format.
+        feature: The name of their masks and of the changes to scores.
         kind: The name of the steps.
-        steps: The steps. A request that is in both continues after its tokens of the first step.
+        steps: The steps. A request that was in the step before continues after its tokens of that step.
         num_padding: Padded requests, tokens and generating rows after each batch.
+        num_shared: The first tokens that all requests have in common. Their pages are shared, and the pages of each
+            request lie in a row; if there are none, no two pages of a request do.
         form: The form of the stored state.
     """
 
     name: str
-    layer: LayerSpec
+    layers: tuple[LayerSpec, ...]
     feature: str
     kind: str
     steps: tuple[Step, ...]
     num_padding: int = 0
+    num_shared: int = 0
     form: StateForm = KEYS_AND_VALUES
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """Both layers, with their names."""
-        return tuple(attrs.evolve(self.layer, name=f"layers.{index}") for index in range(NUM_LAYERS))
 
     def case(self, layer: LayerSpec, step: int) -> Case:
         """Return one layer's case in one step."""
@@ -100,7 +129,7 @@ def make_runs(
     found = [
         Run(
             name="-".join(filter(None, (size, feature, stored, kind))),
-            layer=layer,
+            layers=_named([layer] * NUM_LAYERS),
             feature=feature,
             kind=kind,
             steps=steps[kind.removesuffix("-padded")],
@@ -113,7 +142,29 @@ def make_runs(
     ]
     if not found:
         raise ConformanceError(f"a backend with these capabilities serves no layer of the runs: {capabilities}")
-    return tuple(found)
+    return (*_served_runs(capabilities, device, form), *found)
+
+
+def _named(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    return tuple(attrs.evolve(layer, name=f"layers.{index}") for index, layer in enumerate(layers))
+
+
+def _served_runs(capabilities: Capabilities, device: str, form: StateForm) -> Iterator[Run]:
+    """Yield the ``SERVED`` steps with small layers of several kinds, as far as the backend serves them."""
+    for feature, kinds in _SERVED_LAYERS.items():
+        size = align_up(kinds[0].get("block_size", 16), capabilities.block_size_multiple)
+        made = [make_layer(capabilities, form, **{"num_heads": 6, **options, "block_size": size}) for options in kinds]
+        layers = [layer for layer in made if not capabilities.refusals(layer, device)]
+        for kind, steps in SERVED.items() if layers else ():
+            yield Run(
+                name=f"served-{feature}-{kind}",
+                layers=_named(layers),
+                feature=f"served {feature} {kind}",
+                kind=kind,
+                steps=steps,
+                num_shared=NUM_SHARED if kind == "shared_pages" else 0,
+                form=form,
+            )
 
 
 def sample_runs(runs: Sequence[Run], names: Collection[str] = TRAITS) -> tuple[Run, ...]:
@@ -129,7 +180,7 @@ def sample_runs(runs: Sequence[Run], names: Collection[str] = TRAITS) -> tuple[R
 
 def run_traits(run: Run) -> dict[str, Hashable]:
     """Return the properties of a run, by name."""
-    case = run.case(run.layer, 0)
+    case = run.case(run.layers[0], 0)
     return {
         "kind": run.kind,
         "feature": run.feature,
@@ -143,7 +194,7 @@ def run_traits(run: Run) -> dict[str, Hashable]:
 def _cost(run: Run) -> float:
     """Return the cost of a run: about equal for all, and a little more for a longer one."""
     num_programs = sum(num_iterations(tuple(step.values())) for step in run.steps)
-    return 1.0 + 1e-6 * getattr(run.layer.spec, "num_kv_heads", 1) * num_programs
+    return 1.0 + 1e-6 * getattr(run.layers[0].spec, "num_kv_heads", 1) * num_programs
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

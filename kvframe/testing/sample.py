@@ -11,7 +11,7 @@ from heapq import heapify, heapreplace
 from itertools import pairwise
 
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.specs import KVCacheSpec
+from kvframe.contract.specs import KVCacheSpec, num_covered
 from kvframe.testing.case import Case, Request
 from kvframe.testing.laws import ConformanceError
 
@@ -32,6 +32,8 @@ TOGETHER = (
     ("has_sinks", "dtype"),
     ("has_sinks", "soft_cap"),
     ("bias", "num_heads"),
+    ("size", "has_sinks"),
+    ("most_seen", "alibi"),
 )
 """Traits whose pairs all occur in a sample, unless others are given."""
 
@@ -123,10 +125,14 @@ def traits(case: Case) -> dict[str, Hashable]:
         "num_heads": query.num_heads,
         "state": tuple(sorted((name, tensor.shape[1:]) for name, tensor in state.items())),
         "batch": _kind(case.requests),
+        "size": _size(case.requests),
+        "group": _group(case),
+        "shift": case.shift and (case.shift, query.soft_cap, case.stored_dtype),
         "is_long": max(request.seq_len for request in case.requests) > LONG,
         "is_padded": case.num_padding > 0,
         "causal": case.causal,
         "most_queries": _most_queries(case),
+        "most_seen": _steps(max(_num_live(case.spec, request) for request in case.requests), 512, 1024),
         "wrappers": tuple(wrapper.name for wrapper in case.wrappers),
     }
 
@@ -149,6 +155,30 @@ def _kind(requests: Sequence[Request]) -> Hashable:
         any(request.ranges for request in requests),
         min(request.seq_len for request in requests) == 0,
     )
+
+
+def _size(requests: Sequence[Request]) -> Hashable:
+    """Return the class of a batch by its numbers: kernels divide their work by these, and serve one request apart."""
+    longest = max(request.seq_len for request in requests)
+    num_tokens = sum(request.num_new for request in requests)
+    few = _part(requests[0]) if len(requests) == 1 else len(requests) == 2 and requests[0].num_keys is None
+    return few, _steps(len(requests), 18, 36, 128), _steps(num_tokens, 256, 512), _steps(longest, 512, 1024)
+
+
+def _steps(number: int, *ends: int) -> int:
+    """Return how many of the ends a number exceeds."""
+    return sum(number > end for end in ends)
+
+
+def _num_live(spec: KVCacheSpec, request: Request) -> int:
+    """Return how many tokens are live for the last query of a request."""
+    ranges = spec.for_prompt(request.num_prompt).live_ranges(request.num_cached)
+    return num_covered(ranges)
+
+
+def _group(case: Case) -> int:
+    """Return how many query heads read the same keys."""
+    return case.query.num_heads // int(getattr(case.spec, "num_kv_heads", 1))
 
 
 def _most_queries(case: Case) -> Hashable:

@@ -1,13 +1,14 @@
-"""Runs two layers for two steps on one instance of a backend, and compares them with the reference.
+"""Runs several layers for several steps, and compares each layer's output with the reference.
 
-Between the steps, requests leave and join, the batch is reordered, and the inputs of the first step are overwritten:
-the tensors of its metadata hold those of the second step, or zeros.
+Between steps, requests leave and join, the batch is reordered, and the inputs of the first step are overwritten: the
+tensors of its metadata hold those of the second step, or zeros.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import attrs
@@ -24,26 +25,28 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers
-from kvframe.planning.plan import plan_cache
+from kvframe.planning.plan import lay_out_cache
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import find_error, find_lse_error, make_reference
+from kvframe.testing.effects import without_side_effects
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.output import attend_with_lse, check_output
-from kvframe.testing.pages import changed_beside, fill, slots_of, write, written_tokens
+from kvframe.testing.pages import beside, fill, slots_of, write, written_tokens
 from kvframe.testing.runs import Run
 from kvframe.testing.staging import choose
 from kvframe.testing.step import WITH_LSE, WriteGuard, tensors_of
-from kvframe.testing.step_metadata import make_step_metadata
+from kvframe.testing.step_metadata import make_metadata_of_groups
 
 _BYSTANDER = "leaves"
 """A request that takes pages while the others get theirs, so that no request has consecutive pages."""
 
 
 POISONS = (float("nan"), 1e4)
-"""The value of all memory without live state, per step. If a backend hides NaN, the large value shows the error."""
+"""The values of all memory without live state, in turns. If a backend hides NaN, the large value shows the error."""
 
 
+@without_side_effects
 def check_run(
     backend_class: type[AttentionBackend], run: Run, device: str = "cpu", poisons: Sequence[float] = POISONS
 ) -> None:
@@ -55,14 +58,14 @@ def check_run(
         backend_class: The backend.
         run: A run that its capabilities cover (``make_runs``).
         device: The device of the backend.
-        poisons: The value of all memory without live state, in each step.
+        poisons: The values of all memory without live state, in turns.
 
     Raises:
         ConformanceError: The output is wrong, with the layer, the step, the request, the position and the error; or
             other memory was written.
     """
     served = _Served(backend_class, run, torch.device(device))
-    for step, poison in zip(range(len(run.steps)), poisons, strict=True):
+    for step, poison in zip(range(len(run.steps)), cycle(poisons)):
         served.check_step(step, poison)
 
 
@@ -91,6 +94,10 @@ class _Content:
         )
         generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
         drawn = dict(zip(lengths, draw_inputs(case, generator), strict=True))
+        first = next(iter(drawn.values()))
+        for inputs in drawn.values():
+            for name in ("key", "value", "read_key", "read_value"):
+                getattr(inputs, name)[: run.num_shared] = getattr(first, name)[: run.num_shared]
         return cls(drawn, Learned.draw(case, generator))
 
     def of_step(self, step: Mapping[str, Request]) -> list[Inputs]:
@@ -121,15 +128,20 @@ class _Served:
         layers = run.layers
         grouping = group_layers(layers)
         longest = max(request.seq_len for step in run.steps for request in step.values())
-        size = run.case(layers[0], 0).spec.block_size
+        size = min(group.spec.block_size for group in grouping.groups)
         # The blocks of a step, and of the bystander.
         num_blocks = max(sum(-(-request.seq_len // size) for request in step.values()) for step in run.steps)
-        memory_bytes = grouping.groups[0].page_bytes * (num_blocks + -(-longest // size) + 1)
+        page_bytes = max(group.page_bytes for group in grouping.groups) * len(grouping.groups) ** 2
+        memory_bytes = page_bytes * (num_blocks + -(-longest // size) + 1)
         names = {name for step in run.steps for name in step}
-        plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=longest, max_num_batched_tokens=longest)
+        plan = lay_out_cache(grouping, memory_bytes=memory_bytes, max_model_len=longest, max_num_batched_tokens=longest)
         self._longest = longest
         self._storage = KVCacheStorage(plan, grouping, device)
-        self._manager = KVCacheManager(plan, max_num_seqs=len(names) + 1, prefix_caching=False)
+        self._manager = KVCacheManager(plan, max_num_seqs=len(names) + 1, prefix_caching=run.num_shared > 0)
+        self._token_ids = {
+            name: [0] * run.num_shared + [number] * (longest - run.num_shared)
+            for number, name in enumerate(sorted(names | {_BYSTANDER}), start=1)
+        }
         choices = [choose(layer, backend_class) for layer in layers]
         self._attention = AttentionLayers(layers, choices, grouping, self._storage.views, device)
         self._contents = {layer.name: _Content.draw(run, layer) for layer in layers}
@@ -137,7 +149,8 @@ class _Served:
             if parameters := content.learned.to(device).parameters:
                 self._attention[name].bind(parameters)
         self._running: set[str] = set()
-        self._metadata: CommonAttentionMetadata | None = None
+        self._group_of = {layer.name: grouping.group_of(layer.name).index for layer in layers}
+        self._metadata: tuple[CommonAttentionMetadata, ...] = ()
 
     def check_step(self, number: int, poison: float) -> None:
         """Compute a step, and compare each layer's output.
@@ -156,15 +169,18 @@ class _Served:
         first = run.case(run.layers[0], number)
         self._poison_the_dead(first, step, joined)
         rows = [self._manager.row(name) for name in step]
-        metadata = make_step_metadata(first, self._manager, rows, HOST)
-        if self._metadata is not None:
-            metadata = _after(self._metadata, metadata)
+        metadata = make_metadata_of_groups(first, self._manager, rows, HOST)
+        for before in self._metadata:
+            for tensor in tensors_of(before):
+                tensor.zero_()
+        metadata = tuple(map(_in_memory_of, self._metadata, metadata)) or metadata
         self._metadata = metadata
-        guard = WriteGuard(tensors_of(metadata))
+        guard = WriteGuard([tensor for each in metadata for tensor in tensors_of(each)])
         try:
-            self._attention.begin_step([metadata])
+            self._attention.begin_step(metadata)
             for layer in run.layers:
-                self._check_layer(run.case(layer, number), self._contents[layer.name], step, metadata)
+                common = metadata[self._group_of[layer.name]]
+                self._check_layer(run.case(layer, number), self._contents[layer.name], step, common)
         except KVFrameError as error:
             if isinstance(error, ConformanceError):
                 raise
@@ -172,7 +188,7 @@ class _Served:
         if not guard.holds():
             raise self._failure(first, "it wrote to the batch metadata")
         for name, request in step.items():
-            self._manager.commit(name, [0] * self._longest, request.seq_len)
+            self._manager.commit(name, self._token_ids[name], request.seq_len)
 
     def _packed(self, step: Mapping[str, Request]) -> dict[str, Request]:
         """Return a step's requests in the order in which an engine packs them."""
@@ -182,25 +198,40 @@ class _Served:
         return dict(items if order is None else [items[index] for index in order])
 
     def _give_pages(self, step: Mapping[str, Request]) -> set[str]:
-        """Free requests that left, and give pages in turns to the others; return the names of those that joined."""
+        """Free requests that left, and give pages to the others; return the names of those that joined."""
         manager, joined = self._manager, set(step) - self._running
         for name in sorted(self._running - set(step)):
             manager.free(name)
         started = [name for name in step if name in joined]
-        for name in (*started, _BYSTANDER):
-            manager.start(name, [0] * self._longest)
-        size = manager.tables[0].block_size
-        for length in range(size, self._longest + size, size):
-            for name in reversed(started):
-                self._extend(name, min(length, step[name].num_computed))
-            self._extend(_BYSTANDER, min(length, self._longest))
-        manager.free(_BYSTANDER)
+        if self._run.num_shared:
+            for name in started:
+                self._start(name, step[name].num_computed)
+        else:
+            self._start_in_turns({name: step[name].num_computed for name in started})
         for name, request in step.items():
-            if name in joined:
-                manager.commit(name, [0] * self._longest, request.num_computed)
             self._extend(name, request.seq_len)
         self._running = set(step)
         return joined
+
+    def _start(self, name: str, num_computed: int) -> None:
+        """Start a request after the tokens that others have in common with it."""
+        self._manager.start(name, self._token_ids[name])
+        self._extend(name, num_computed)
+        self._manager.commit(name, self._token_ids[name], num_computed)
+
+    def _start_in_turns(self, started: Mapping[str, int]) -> None:
+        """Start requests, which get pages in turns with one that leaves."""
+        manager = self._manager
+        for name in (*started, _BYSTANDER):
+            manager.start(name, self._token_ids[name])
+        size = min(group.block_size for group in manager.plan.groups)
+        for length in range(size, self._longest + size, size):
+            for name, num_computed in reversed([*started.items()]):
+                self._extend(name, min(length, num_computed))
+            self._extend(_BYSTANDER, min(length, self._longest))
+        manager.free(_BYSTANDER)
+        for name, num_computed in started.items():
+            manager.commit(name, self._token_ids[name], num_computed)
 
     def _extend(self, name: str, num_tokens: int) -> None:
         has_capacity = self._manager.extend(name, num_tokens)
@@ -208,33 +239,40 @@ class _Served:
 
     def _poison_the_dead(self, case: Case, step: Mapping[str, Request], joined: set[str]) -> None:
         """Keep only the live state of earlier steps in the pool, and add the cached tokens of requests that joined."""
-        live = {
-            name: torch.tensor(written_tokens(self._class, case, request), dtype=torch.int64)
-            for name, request in step.items()
-        }
-        table = self._manager.tables[0]
-        slots = {
-            name: Slots(slots_of(table, self._manager.row(name), tokens).to(self._device), table.block_size)
-            for name, tokens in live.items()
-        }
-        views = [tensor for layer in self._run.layers for tensor in self._storage.views[layer.name].values()]
-        stay = [slots[name].places for name in step if name not in joined]
-        kept = [[tensor[place].clone() for place in stay] for tensor in views]
-        fill(self._storage, case, self._poison)
-        for tensor, values in zip(views, kept, strict=True):
-            for place, value in zip(stay, values, strict=True):
-                tensor[place] = value
-        if not joined:
-            return
-        (group,) = self._attention.groups
-        names = sorted(joined)
-        of_joined = Slots(torch.cat([slots[name].flat for name in names]), table.block_size)
+        stay, names = [name for name in step if name not in joined], sorted(joined)
+        live: dict[int, dict[str, torch.Tensor]] = {}
+        slots: dict[int, dict[str, Slots]] = {}
         for layer in self._run.layers:
-            of_request = self._contents[layer.name].of_request
-            key = torch.cat([of_request[name].key[live[name]] for name in names])
-            value = torch.cat([of_request[name].value[live[name]] for name in names])
+            index = self._group_of[layer.name]
+            table = self._manager.tables[index]
+            live[index] = {
+                name: torch.tensor(
+                    written_tokens(self._class, attrs.evolve(case, layer=layer), request), dtype=torch.int64
+                )
+                for name, request in step.items()
+            }
+            slots[index] = {
+                name: Slots(slots_of(table, self._manager.row(name), tokens).to(self._device), table.block_size)
+                for name, tokens in live[index].items()
+            }
+        kept = [
+            (tensor, place, tensor[place].clone())
+            for layer in self._run.layers
+            for tensor in self._storage.views[layer.name].values()
+            for place in (slots[self._group_of[layer.name]][name].places for name in stay)
+        ]
+        fill(self._storage, case, self._poison)
+        for tensor, place, values in kept:
+            tensor[place] = values
+        for layer in self._run.layers if joined else ():
+            index, of_request = self._group_of[layer.name], self._contents[layer.name].of_request
+            key = torch.cat([of_request[name].key[live[index][name]] for name in names])
+            value = torch.cat([of_request[name].value[live[index][name]] for name in names])
+            flat = torch.cat([slots[index][name].flat for name in names])
+            of_joined = Slots(flat, self._manager.tables[index].block_size)
+            backend = self._attention[layer.name].step.group.backend
             try:
-                write(group.backend, attrs.evolve(case, layer=layer), key, value, self._storage, of_joined)
+                write(backend, attrs.evolve(case, layer=layer), key, value, self._storage, of_joined)
             except ConformanceError as error:
                 raise self._failure(case, str(error)) from error
 
@@ -251,7 +289,8 @@ class _Served:
         query, key, value = (packed(part) for part in (_query, _key, _value))
         sinks = learned.sinks
         guard = WriteGuard([query, key, value, *([] if sinks is None else [sinks])])
-        before = self._storage.pool.clone()
+        slots = Slots(metadata.slot_mapping.to(self._device), metadata.block_size)
+        before = beside(self._storage, case, slots)
         layer, with_lse = self._attention[case.layer.name], None
         values = layer(query, key, value, sinks)
         try:
@@ -261,8 +300,7 @@ class _Served:
                 with_lse = attend_with_lse(layer, kv_cache, query, sinks, case)
         except ConformanceError as error:
             raise self._failure(case, str(error)) from error
-        slots = Slots(metadata.slot_mapping.to(self._device), metadata.block_size)
-        if changed_beside(self._storage, case, before, slots):
+        if not torch.equal(before, beside(self._storage, case, slots)):
             raise self._failure(case, "it wrote to the cache beside the slots of the step")
         if not guard.holds():
             raise self._failure(case, "it wrote to the query, the keys, the values or the sinks")
@@ -294,14 +332,8 @@ def _value(inputs: Inputs) -> torch.Tensor:
     return inputs.value
 
 
-def _after(before: CommonAttentionMetadata, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """Return the old metadata after a step, with their tensors overwritten.
-
-    With static shapes, the step has the same memory as the step before, as in a graph. Without static shapes, the
-    memory of the step before is set to zeros.
-    """
-    for tensor in tensors_of(before):
-        tensor.zero_()
+def _in_memory_of(before: CommonAttentionMetadata, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Return metadata in the memory of the step before if they have static shapes, as in a graph."""
     changes: dict[str, Any] = {}
     for field in attrs.fields(CommonAttentionMetadata) if metadata.static_shapes else ():
         old, new = getattr(before, field.name), getattr(metadata, field.name)

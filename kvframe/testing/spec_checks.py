@@ -25,11 +25,14 @@ from kvframe.testing.grid import SCALE
 from kvframe.testing.laws import LAWS, ConformanceError, check_law
 from kvframe.testing.state import KEYS_AND_VALUES, StateForm, form_of
 
-BLOCK_SIZES = (1, 4, 5, 16)
+BLOCK_SIZES = (1, 4, 5, 32)
 MAX_TOKENS = 48
 """Positions up to this one are checked."""
 
-_SIZES = ((1, 2, 3), (5, 3, 2), (6, 16, 7))
+_LONGEST = 1 << 14
+"""The length of the longest request for which a spec is planned."""
+
+_SIZES = ((1, 2, 3), (5, 3, 2), (24, 16, 7))
 """Values of the whole numbers that a spec requires, if no options are given: smaller and larger than blocks."""
 
 _USUAL: Mapping[str, int] = {"num_kv_heads": 2, "head_size": 8, "latent_size": 16, "rope_size": 4, "head_size_v": 8}
@@ -114,7 +117,8 @@ def _options_of(
     others = [key for key in required if fields[key].type not in ("int", int)]
     if others:
         raise ConformanceError(
-            f"cache spec {spec_class.kind!r}: give its options {', '.join(others)}, which are no whole numbers"
+            f"cache spec {spec_class.kind!r} needs options that are no whole numbers, and are not guessed: "
+            f"{', '.join(others)}; give its options"
         )
     tried = [{**usual, **dict(zip(required, sizes * len(required), strict=False))} for sizes in _SIZES]
     made = [given for given in tried if _can_be_made(spec_class, given)]
@@ -140,13 +144,13 @@ def _make(part: str, spec_class: type[KVCacheSpec], options: Mapping[str, Any]) 
 
 
 def _check_plan(spec: KVCacheSpec, max_tokens: int) -> None:
-    """Plan one layer; planning checks a sample of answers at real lengths too."""
-    longest = 16 * max_tokens
+    """Plan one layer; planning checks a sample of answers up to real lengths too."""
+    longest = _LONGEST
     others = {} if spec.sequence == TOKENS else {spec.sequence: longest}
     try:
         plan_cache(
             group_layers([LayerSpec(name="layer", spec=spec)]),
-            memory_bytes=1 << 24,
+            memory_bytes=1 << 30,
             max_model_len=longest,
             max_num_batched_tokens=max_tokens,
             max_input_lens=others,
@@ -191,6 +195,8 @@ def _layer_of(spec: KVCacheSpec, form: StateForm) -> LayerSpec | None:
         if names != {"k", "v"}:
             return None
         key = spec.state_tensors()["k"].shape
+        if len(key) != 3:
+            return None
         return LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=2 * key[1], head_size=key[2], scale=SCALE))
     usual = _as_form(form)
     if usual is None or names != {*usual.state_tensors()}:

@@ -7,6 +7,7 @@ of such memory shows in the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -25,6 +26,7 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
+from kvframe.loading.declarations import find_misdeclared
 from kvframe.selection.chains import WrapperChain, bind_chain
 from kvframe.testing.case import Case
 from kvframe.testing.hosts import KVFRAME, Host
@@ -97,6 +99,7 @@ def run_step(
     rows = [manager.row(str(index)) for index in range(len(inputs))]
 
     learned = learned.to(device)
+    learned_guard = WriteGuard(learned.tensors)
     backend = _make_backend(backend_class, seen, device, learned.parameters)
     writer = backend
     backend = merged_over(backend, chain, [seen], device)
@@ -104,12 +107,18 @@ def run_step(
         writer = _make_backend(
             backend_class, attrs.evolve(seen, name=owner, shares_with=None), device, learned.parameters
         )
-    for row, request, tensors in zip(rows, case.requests, inputs, strict=True):
-        live = torch.tensor(written_tokens(backend_class, case, request), dtype=torch.int64)
-        slots = host.slots(slots_of(manager.tables[0], row, live).to(device), manager.tables[0].block_size)
-        write(writer, case, host.rows(tensors.key[live]), host.rows(tensors.value[live]), storage, slots)
+    live = [torch.tensor(written_tokens(backend_class, case, request), dtype=torch.int64) for request in case.requests]
+    table = manager.tables[0]
+    flat = torch.cat([slots_of(table, row, tokens) for row, tokens in zip(rows, live, strict=True)])
+    key, value = (
+        torch.cat([part(each)[tokens] for each, tokens in zip(inputs, live, strict=True)])
+        for part in (attrgetter("key"), attrgetter("value"))
+    )
+    write(writer, case, host.rows(key), host.rows(value), storage, host.slots(flat.to(device), table.block_size))
 
     builder = backend.make_builder()
+    if misdeclared := find_misdeclared(AttentionMetadataBuilder, builder):
+        raise ConformanceError(f"make_builder() returns what {misdeclared}")
     exact = builder.needs_exact_lens or bool(len(chain))
     metadata = host.metadata(make_step_metadata(case, manager, rows, device), exact=exact)
 
@@ -165,6 +174,7 @@ def run_step(
     if builder.table_fields is not None:
         values[REFRESHED] = attend(_build_and_refresh(builder, common), REFRESHED)
     guard.check("it wrote to the cache, the query or the batch metadata")
+    learned_guard.check("it wrote to the learned tensors")
     return Output(values=values, with_lse=with_lse, rows=kept[: wrapped.num_actual_tokens])
 
 
@@ -252,12 +262,16 @@ class WriteGuard:
         """Return whether they are unchanged."""
         # Compared as bytes, because NaN is not equal to itself.
         pairs = zip(self._tensors, self._copies, strict=True)
-        return all(torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)) for tensor, copy in pairs)
+        return all(torch.equal(_bytes(tensor), _bytes(copy)) for tensor, copy in pairs)
 
     def check(self, message: str) -> None:
         """Raise a ``ConformanceError`` with the message if one of them was written to."""
         if not self.holds():
             raise ConformanceError(message)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def tensors_of(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:

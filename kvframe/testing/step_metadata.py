@@ -19,7 +19,14 @@ from kvframe.testing.case import Case
 def make_step_metadata(
     case: Case, manager: KVCacheManager, rows: Sequence[int], device: torch.device
 ) -> CommonAttentionMetadata:
-    """Return a step's metadata for requests in given rows of the block table; padded if the case is."""
+    """Return the metadata of a case's step, for requests in given rows of the only block table; padded if it is."""
+    return make_metadata_of_groups(case, manager, rows, device)[0]
+
+
+def make_metadata_of_groups(
+    case: Case, manager: KVCacheManager, rows: Sequence[int], device: torch.device
+) -> tuple[CommonAttentionMetadata, ...]:
+    """Return a step's metadata for each cache group, for requests in given rows of the block tables."""
     ends = np.cumsum([request.num_new for request in case.requests])
     generating = [
         np.arange(end - request.num_generating, end) for request, end in zip(case.requests, ends, strict=True)
@@ -35,7 +42,14 @@ def make_step_metadata(
         range_ends=_range_ends(case),
         num_prompt_tokens=np.array([request.num_prompt for request in case.requests]),
     )
-    (metadata,) = build_metadata(batch, manager.tables, device, (0,) if case.spec.depends_on_prompt else ())
+    built = build_metadata(batch, manager.tables, device, (0,) if case.spec.depends_on_prompt else ())
+    return tuple(_as_asked(metadata, case, manager, rows) for metadata in built)
+
+
+def _as_asked(
+    metadata: CommonAttentionMetadata, case: Case, manager: KVCacheManager, rows: Sequence[int]
+) -> CommonAttentionMetadata:
+    """Return metadata with the case's causality, its other sequence if it has one, and its padding."""
     metadata = attrs.evolve(metadata, causal=case.causal and not case.is_cross)
     if case.is_cross:
         metadata = _over_other_keys(metadata, case, manager.tables[0].ids[rows])

@@ -33,7 +33,8 @@ from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.testing.attended import find_difference
 from kvframe.testing.batches import cross_wrapper_batches, wrapper_batches
 from kvframe.testing.case import Request
-from kvframe.testing.guard import ScalarGuard, guard, unguard
+from kvframe.testing.effects import without_side_effects
+from kvframe.testing.guard import ScalarGuard, guard, unguard, with_device_tensors
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import find_problem, make_metadata
 
@@ -46,6 +47,7 @@ _FIELDS = tuple(field.name for field in attrs.fields(CommonAttentionMetadata) if
 _LOOP_SIZES = (8, 256)
 
 
+@without_side_effects
 def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
     """Check a wrapper's declarations and its effect against the contract.
 
@@ -60,18 +62,20 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
     bound = wrapper.for_layer(layer)
     assert layer.spec is not None
     batches = wrapper_batches(layer.spec.block_size)
-    taken = 0
+    taken, results = 0, list[_Kept]()
     for name, requests in {**batches, **cross_wrapper_batches(layer.spec.block_size)}.items():
         for batch, metadata in _variants(name, make_metadata(requests, layer.spec.block_size)):
-            for axis in Axis:
-                taken += _check_batch(bound, layer, batch, _extend(bound, metadata, axis))
+            for axis in _open_axes(bound):
+                taken += _check_batch(bound, layer, batch, _extend(bound, metadata, axis), results)
         # No other host can say where prompts end.
         if layer.spec.depends_on_prompt:
             continue
         for batch, metadata in _of_another_host(name, make_metadata(requests, layer.spec.block_size)):
-            _check_batch(bound, layer, batch, metadata)
+            _check_batch(bound, layer, batch, metadata, results)
     if not taken:
         raise _failure(wrapper, "any batch", "it refuses all of them")
+    for batch, wrapped, before in results:
+        _require_equal(wrapper, batch, "a later call writes to its result", before, _values(wrapped))
     _check_loops(bound, batches["mixed"], layer.spec.block_size)
     for level, names in _uniform_families(batches).items():
         if bound.capture >= level:
@@ -111,6 +115,12 @@ def _of_another_host(name: str, metadata: CommonAttentionMetadata) -> Iterator[t
     yield f"{name}, with upper bounds of lengths", bounds
 
 
+def _open_axes(wrapper: MetadataWrapper) -> Sequence[Axis]:
+    """Return the axes along which extensions may lie whose names leave that open; one if the wrapper takes none."""
+    takes_others = any(use is not FieldUse.REJECT and name not in _AXES for name, use in wrapper.extensions.items())
+    return [*Axis] if takes_others else [Axis.REQUEST]
+
+
 def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: Axis) -> CommonAttentionMetadata:
     """Return the batch with every extension that the wrapper takes, along ``axis`` if its name leaves the axis open."""
     sizes = {Axis.REQUEST: metadata.num_reqs, Axis.TOKEN: metadata.slot_mapping.shape[0], Axis.STEP: 2}
@@ -128,6 +138,10 @@ def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: A
 
     taken = [name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT]
     return attrs.evolve(metadata, extensions={name: extension(name) for name in taken})
+
+
+_Kept = tuple[str, CommonAttentionMetadata, dict[str, Any]]
+"""A batch's name, what a wrapper made of it, and a copy of the values of that."""
 
 
 def _make_range_ends(metadata: CommonAttentionMetadata) -> torch.Tensor:
@@ -150,8 +164,14 @@ def _check_declaration(wrapper: MetadataWrapper) -> None:
         raise _failure(wrapper, "its class", f"it {problem}")
 
 
-def _check_batch(wrapper: MetadataWrapper, layer: LayerSpec, batch: str, metadata: CommonAttentionMetadata) -> bool:
-    """Check one batch; return whether the wrapper accepts it."""
+def _check_batch(
+    wrapper: MetadataWrapper,
+    layer: LayerSpec,
+    batch: str,
+    metadata: CommonAttentionMetadata,
+    results: list[_Kept],
+) -> bool:
+    """Check one batch, and add what is made of it to the results; return whether the wrapper accepts it."""
     before = _values(metadata, copy=True)
     try:
         first = apply_wrapper(wrapper, metadata)
@@ -172,7 +192,23 @@ def _check_batch(wrapper: MetadataWrapper, layer: LayerSpec, batch: str, metadat
     except ConformanceError as error:
         raise _failure(wrapper, batch, str(error)) from error
     _require_equal(wrapper, batch, "it gives two results for one input", _values(first), _values(guarded))
+    _check_devices(wrapper, batch, metadata)
+    results.append((batch, first, _values(first, copy=True)))
     return True
+
+
+def _check_devices(wrapper: MetadataWrapper, batch: str, metadata: CommonAttentionMetadata) -> None:
+    """Check that a wrapper makes the device's fields on the device, and those of the host on the host."""
+    # Nothing on the device "meta" has values, so that no step runs there; only where tensors lie is compared.
+    there = with_device_tensors(metadata, lambda tensor: torch.empty_like(tensor, device="meta"))
+    try:
+        made = wrapper(there)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise _failure(wrapper, batch, f"it mixes tensors of host and device: {error}") from error
+    for name, value in _values(made).items():
+        if isinstance(value, torch.Tensor) and value.is_meta == name.endswith("_cpu"):
+            place, other = ("device", "host") if value.is_meta else ("host", "device")
+            raise _failure(wrapper, batch, f"it makes {name} on the {place}, and it belongs to the {other}")
 
 
 def _check_extensions(

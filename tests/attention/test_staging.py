@@ -14,6 +14,7 @@ import pytest
 import torch
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_cross_attention import CrossAttentionSpec
+from kvframe_engine.running.model_runner import ModelRunner
 from kvframe_kv_formats import Fp8TokenHead
 from kvframe_torch.backend import TorchBackend
 from kvframe_triton.backend import TritonBackend
@@ -35,7 +36,6 @@ from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import LayerSpec
-from kvframe.engine.running.model_runner import ModelRunner
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, share_caches
 from kvframe.planning.plan import plan_cache

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe import Engine, Setup, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.recognise import find_adapter
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference

@@ -43,8 +43,9 @@ def test_the_page_shows_every_part(results: Path) -> None:
 
 
 def test_nothing_stays_of_the_clocks() -> None:
+    from kvframe_engine.running import model_runner
+
     from kvframe.attention.layer import AttentionLayer
-    from kvframe.engine.running import model_runner
     from tests.engine.scripted_model import ScriptedModel
 
     before = AttentionLayer.__call__, model_runner.sample

@@ -133,7 +133,7 @@ class StateSpec(KVCacheSpec):
         return max(self.num_drafts, self.num_rollback)
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
-        return {"state": StateTensor((1 + self.num_drafts, 6), "float32")}
+        return {"state": StateTensor((1, 6 * (1 + self.num_drafts)), "float32")}
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
         first, end, size = n // self.block_size, n + num_new_tokens, self.block_size

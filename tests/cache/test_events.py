@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvframe_engine.engine import Engine
+from kvframe_engine.requests.request import SamplingParams
 
 import kvframe
 from kvframe.cache import events as events_module
@@ -20,8 +22,6 @@ from kvframe.cache.keys import PrefixHash
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.stack import Stack
 from kvframe.contract.specs import ENCODER, KVCacheSpec
-from kvframe.engine.engine import Engine
-from kvframe.engine.requests.request import SamplingParams
 from tests.cache.definition import HostCopies
 from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache.plans import encoder, full, make_plan, ranged, state

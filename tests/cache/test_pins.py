@@ -10,14 +10,14 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.scheduling.scheduler import Scheduler
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.scheduling.scheduler import Scheduler
 from tests.cache.plans import by_prompt, encoder, full, make_plan, masked, state
 from tests.cache.test_manager import SPECS
 

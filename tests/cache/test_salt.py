@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from kvframe_engine.engine import Engine
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe.cli import main
 from kvframe.contract.errors import RequestError
-from kvframe.engine.engine import Engine
-from kvframe.engine.requests.request import SamplingParams
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_embedding import Echo
 from tests.engine.test_scheduler import CountingCache, encoder, request, run, scheduler

@@ -10,6 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.assembly import find_page_copier
+from kvframe_engine.requests.request import RequestOutput, SamplingParams
+from kvframe_engine.scheduling.stats import EngineStats
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import FAMILIES
@@ -24,9 +27,6 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, PageCopier
 from kvframe.contract.errors import PlanError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
-from kvframe.engine.assembly import find_page_copier
-from kvframe.engine.requests.request import RequestOutput, SamplingParams
-from kvframe.engine.scheduling.stats import EngineStats
 from tests.cache.plans import encoder, evict_all, full, make_plan, ranged
 from tests.cache.test_manager import SPECS
 from tests.covering import cover_values, few

@@ -378,7 +378,7 @@ runpy.run_module("kvframe", run_name="__main__")
 
 @pytest.mark.parametrize(
     "module",
-    ["kvframe.cli", "click.core", "kvframe.config.stack", "numpy", "torch", "torch.nn", "kvframe.engine.engine"],
+    ["kvframe.cli", "click.core", "kvframe.config.stack", "numpy", "torch", "torch.nn", "kvframe_engine.engine"],
 )
 def test_an_interrupt_while_modules_load_is_no_error(module: str) -> None:
     command = [sys.executable, "-c", _INTERRUPT_AT, module, "generate", "examples", "--prompt", "a"]

@@ -10,10 +10,13 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import attrs
 import pytest
 from click.testing import CliRunner, Result
 
 from kvframe.cli import main
+from kvframe.loading import plugins
+from kvframe.loading.plugins import PluginRecord, load_plugins
 from kvframe.testing.checks import Check, Checks, run_checks
 from kvframe.testing.laws import ConformanceError
 
@@ -170,6 +173,26 @@ def test_a_backend_that_returns_none_is_wrong_in_everything(plugin: Any) -> None
     check_reproduced(part)
 
 
+def test_an_exception_comes_with_its_file_and_line(plugin: Any) -> None:
+    path = plugin(BACKEND, SINKS="True", RESULT="output.no_such_name")
+    line = 1 + path.read_text().splitlines().index("        return output.no_such_name")
+    assert f"{path}:{line}" == found(path)[1]["failure"]["source"]
+
+
+def test_a_wrong_result_comes_with_the_line_of_the_class(plugin: Any) -> None:
+    path = plugin(BACKEND, SINKS="True", RESULT="None")
+    line = 1 + path.read_text().splitlines().index("class Sums(AttentionBackend):")
+    assert f"See: {path}:{line}" in run(path).stdout
+
+
+def test_options_that_no_stack_can_give_are_wrong(plugin: Any) -> None:
+    path = plugin(BACKEND, SINKS="True", RESULT="output")
+    path.write_text(path.read_text().replace("    def forward", "    options_class = dict\n\n    def forward", 1))
+    code, part = found(path, "--only", "options")
+    assert (1, "wrong") == (code, part["verdict"])
+    assert "options_class must be a frozen class of attrs, or None, not <class 'dict'>" in part["failure"]["sentence"]
+
+
 def test_a_backend_that_ignores_sinks_is_wrong_in_these_alone(plugin: Any) -> None:
     code, part = found(plugin(BACKEND, SINKS="False", RESULT="output"))
     assert (1, "wrong") == (code, part["verdict"])
@@ -213,7 +236,7 @@ def test_a_wrapper_that_changes_nothing_works(plugin: Any) -> None:
 def test_the_matrix_is_readable_in_80_columns_and_ends_with_the_command(plugin: Any) -> None:
     result = run(plugin(BACKEND, SINKS="False", RESULT="output"))
     lines = result.stdout.splitlines()
-    assert 80 >= max(len(line) for line in lines if not line.startswith("Run it again: "))
+    assert 80 >= max(len(line) for line in lines if not line.startswith(("Run it again: ", "See: ")))
     assert "checks passed" in lines[0]
     assert any(line.split()[:5] == ["learned", "sinks", "wrong", "0", "of"] for line in lines)
     (command,) = (line for line in lines if line.startswith("Run it again: kvframe check "))
@@ -246,6 +269,21 @@ def test_a_part_that_is_not_installed_is_not_passed() -> None:
     code, part = found("flashinfer")
     assert (2, "not checked") == (code, part["verdict"])
     assert "flashinfer" in part["reason"]
+
+
+def test_a_plugin_that_was_set_aside_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = load_plugins()
+    broken = PluginRecord(
+        name="mine", distribution="kvframe-mine", version="1", api_version="1.0", status="broken", reason="it fails"
+    )
+    monkeypatch.setattr(plugins, "load_plugins", lambda **_: attrs.evolve(host, records=(*host.records, broken)))
+    for name, end in (
+        ("kvframe-mine", "plugin kvframe-mine:mine was set aside, so it cannot be checked: broken: it fails"),
+        ("mine_too", "plugins set aside: kvframe-mine:mine (broken: it fails)"),
+    ):
+        result = run(name)
+        assert (2, "") == (result.exit_code, result.stdout)
+        assert end in result.stderr
 
 
 def test_a_backend_without_a_case_is_not_passed(plugin: Any) -> None:

@@ -15,16 +15,16 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from kvframe_engine.commands import generate as generating
+from kvframe_engine.engine import Engine
 from kvframe_sliding_window import PromptAndWindowSpec
 from kvframe_transformers.testing import save_tiny, tiny_config
 
 from kvframe.cache.stats import GroupLookups
-from kvframe.cli import generate as generating
 from kvframe.cli import main, render
 from kvframe.cli.live_range import describe_live_range
 from kvframe.config.stack import Stack
 from kvframe.contract.specs import AttentionSpec, TokenRange
-from kvframe.engine.engine import Engine
 from tests.loading.fake_distributions import FakeSite, registers
 from tests.programs import run_program
 

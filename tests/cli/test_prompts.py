@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from kvframe_engine.commands.prompts import read_prompt_token_ids, read_prompts
 
-from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
 from kvframe.contract.errors import RequestError
 
 

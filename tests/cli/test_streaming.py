@@ -15,13 +15,13 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from kvframe_engine.engine import Engine
+from kvframe_engine.running.model_runner import TokenRunner
 from kvframe_transformers.testing import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvframe.cli import main
-from kvframe.engine.engine import Engine
-from kvframe.engine.running.model_runner import TokenRunner
 from tests.programs import start_program
 
 
@@ -183,7 +183,7 @@ def test_a_second_ctrl_c_ends_several_prompts_at_once(folder: Path) -> None:
 
 def test_ctrl_c_on_a_terminal_stops_a_generation_that_is_shown(folder: Path) -> None:
     ours, theirs = pty.openpty()
-    slow = "import time, kvframe.engine.engine as e; a = e.Engine._advance; "
+    slow = "import time, kvframe_engine.engine as e; a = e.Engine._advance; "
     slow += "e.Engine._advance = lambda self: (time.sleep(0.05), a(self)); from kvframe.__main__ import run; run()"
     arguments = ["generate", str(folder / "ids"), "--prompt-token-ids", "-", "--max-new-tokens", "400", "--ignore-eos"]
     given, prompts = os.pipe()

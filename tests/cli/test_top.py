@@ -10,13 +10,13 @@ from pathlib import Path
 import attrs
 import pytest
 from click.testing import CliRunner, Result
+from kvframe_engine.commands import top as module
+from kvframe_engine.commands.snapshot import COUNTERS, GroupUse, Snapshot, UnreachableError, read_metrics
+from kvframe_engine.commands.top import lines_of
+from kvframe_engine.engine import Engine
 from kvframe_transformers.testing import save_tiny
 
 from kvframe.cli import main
-from kvframe.cli import top as module
-from kvframe.cli.snapshot import COUNTERS, GroupUse, Snapshot, UnreachableError, read_metrics
-from kvframe.cli.top import lines_of
-from kvframe.engine.engine import Engine
 from tests.cli.test_width import run_on_terminal
 
 WINDOW = GroupUse(

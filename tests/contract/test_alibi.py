@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_engine.dense_check import _DenseLayer
 
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import SpecError
 from kvframe.contract.specs import ENCODER, LayerSpec, QuerySpec, RelativeBias
-from kvframe.engine.dense_check import _DenseLayer
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
+from kvframe_engine.core import EngineCore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe.cache.events import CacheEvent
@@ -17,7 +18,6 @@ from kvframe.contract import hookimpl
 from kvframe.contract.errors import PlanError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.engine.core import EngineCore
 
 KINDS: Mapping[str, str] = {
     "backend": "a backend raises in one of the step's layers",

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.scheduling import drafting
+from kvframe_engine.scheduling.drafting import Drafting
+from kvframe_engine.scheduling.pace import MAX_PAUSE, Pace
+from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_engine.scheduling.step import PackedStep, ScheduledStep
 
 from kvframe.contract import DraftRequest, Proposer
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.scheduling import drafting
-from kvframe.engine.scheduling.drafting import Drafting
-from kvframe.engine.scheduling.pace import MAX_PAUSE, Pace
-from kvframe.engine.scheduling.scheduler import Scheduler
-from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 from tests.engine.test_scheduler import CountingCache
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.embedding import EmbeddingOutput
 
 from kvframe import Embedder, Engine, Prompt, Setup, load_plugins
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription, Pooling
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.contract.model import LoadedModel
-from kvframe.engine.embedding import EmbeddingOutput
 
 KV = {"num_kv_heads": 1, "head_size": 4}
 QUERY = {"num_heads": 1, "head_size": 4, "scale": 1.0}

@@ -8,10 +8,10 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.core import STEP_FAILED
+from kvframe_engine.requests.request import RequestOutput, SamplingParams
 
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError
-from kvframe.engine.core import STEP_FAILED
-from kvframe.engine.requests.request import RequestOutput, SamplingParams
 from tests.engine.scripted_model import MAX_MODEL_LEN, ScriptedModel
 
 SCRIPT = "the quick brown fox jumps"

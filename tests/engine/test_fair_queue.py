@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.scheduling.fair_queue import FairQueue
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.scheduling.fair_queue import FairQueue
 
 
 def request(name: str) -> Request:

@@ -9,11 +9,11 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.scheduling.scheduler import Scheduler
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.scheduling.scheduler import Scheduler
 from tests.cache.plans import full, make_plan
 from tests.cache.test_manager import SPECS
 from tests.engine import test_scheduler as alone

@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_engine.core import STEP_FAILED
+from kvframe_engine.graphs.device_graphs import CalledGraph
+from kvframe_engine.turns import HeldInterrupts
 
 from kvframe import Engine, RequestOutput, SamplingParams
-from kvframe.engine.core import STEP_FAILED
-from kvframe.engine.graphs.device_graphs import CalledGraph
-from kvframe.engine.turns import HeldInterrupts
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference

@@ -11,6 +11,9 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.ranks.follower import Follower
+from kvframe_engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
+from kvframe_engine.ranks.messages import StepMessage, TableEntries
 
 from kvframe.attention.batch_metadata import InputBatch, StepBatch
 from kvframe.attention.storage import HostStorage, KVCacheStorage
@@ -18,9 +21,6 @@ from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import PlanError
 from kvframe.contract.specs import LayerSpec
-from kvframe.engine.ranks.follower import Follower
-from kvframe.engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
-from kvframe.engine.ranks.messages import StepMessage, TableEntries
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 

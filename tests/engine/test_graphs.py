@@ -15,6 +15,11 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.graphs import sizes as graph_sizes
+from kvframe_engine.graphs.device_graphs import CalledGraph
+from kvframe_engine.graphs.sizes import GraphSizes, Rows, asked_sizes, auto_sizes, context_sizes
+from kvframe_engine.graphs.step_graphs import StepGraphs
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe import Engine, load_plugins
 from kvframe.attention.batch_metadata import InputBatch, StepBatch
@@ -24,11 +29,6 @@ from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import Axis, Extension
-from kvframe.engine.graphs import sizes as graph_sizes
-from kvframe.engine.graphs.device_graphs import CalledGraph
-from kvframe.engine.graphs.sizes import GraphSizes, Rows, asked_sizes, auto_sizes, context_sizes
-from kvframe.engine.graphs.step_graphs import StepGraphs
-from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import Grouping
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference, DecodesOnly, UniformOnly

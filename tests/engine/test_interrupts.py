@@ -17,13 +17,13 @@ from typing import Any
 
 import attrs
 import pytest
+from kvframe_engine.core import STEP_FAILED
 
 import kvframe
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.pins import Pin
 from kvframe.contract.errors import RequestError
 from kvframe.contract.model import ModelIdentity
-from kvframe.engine.core import STEP_FAILED
 from tests.engine.scripted_model import ScriptedModel
 
 SOURCES = tuple(str(Path(kvframe.__file__).parent / folder) for folder in ("engine", "cache"))

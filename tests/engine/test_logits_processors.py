@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.request import Request
+from kvframe_engine.running.logits_processors import process_logits
+from kvframe_engine.running.next_tokens import accept_drafts, draw_truncated
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -23,9 +26,6 @@ from transformers import (
 
 from kvframe import Engine, SamplingParams
 from kvframe.contract.errors import RequestError
-from kvframe.engine.requests.request import Request
-from kvframe.engine.running.logits_processors import process_logits
-from kvframe.engine.running.next_tokens import accept_drafts, draw_truncated
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_sampling import column
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 import pytest
+from kvframe_engine.requests.request import Request
+from kvframe_engine.requests.text import TextStream
 
 from kvframe import RequestOutput, SamplingParams
-from kvframe.engine.requests.request import Request
-from kvframe.engine.requests.text import TextStream
 from tests.engine.scripted_model import ScriptedModel
 
 SCRIPT = "the quick brown fox"

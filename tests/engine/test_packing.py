@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.running.model_runner import are_last_tokens
+from kvframe_engine.scheduling.step import PackedStep, ScheduledStep
 from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
 
 from kvframe import Engine, Setup, Stack, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract import hookimpl
 from kvframe.contract.order import BatchOrder
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.running.model_runner import are_last_tokens
-from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 from tests.engine.scripted_model import ScriptedModel
 
 

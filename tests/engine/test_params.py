@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kvframe_engine.requests.stops import StopStrings
+from kvframe_engine.running.next_tokens import draw_truncated, sample
 
 from kvframe import Engine, Prompt, SamplingParams
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError
-from kvframe.engine.requests.stops import StopStrings
-from kvframe.engine.running.next_tokens import draw_truncated, sample
 from tests.engine.scripted_model import MAX_MODEL_LEN, ScriptedModel
 from tests.engine.test_sampling import column, probabilities, request
 

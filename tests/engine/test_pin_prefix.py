@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe import Engine
 from kvframe.contract.errors import RequestError
-from kvframe.engine.requests.request import SamplingParams
 from tests.cache.plans import evict_all
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, TinyModel, held_pages, ids

@@ -14,12 +14,12 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.prefixes.file_format import Contents
+from kvframe_engine.prefixes.file_reader import PrefixFileReader
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, Stack
 from kvframe.contract.errors import PrefixFileError
-from kvframe.engine.prefixes.file_format import Contents
-from kvframe.engine.prefixes.file_reader import PrefixFileReader
 from tests.models.serving import TinyModel, ids, make_stack
 
 SYSTEM = ids(3, 37)

@@ -13,11 +13,11 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from kvframe_engine.requests.request import RequestOutput, SamplingParams
 
 from kvframe import Engine
 from kvframe.cli import main
 from kvframe.contract.errors import RequestError
-from kvframe.engine.requests.request import RequestOutput, SamplingParams
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids
 

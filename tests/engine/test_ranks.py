@@ -17,12 +17,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvframe_engine.commands.prompts import read_prompts
+from kvframe_engine.ranks import links, step_limit
+from kvframe_engine.ranks.agreement import RankSetup, agree
+from kvframe_engine.ranks.fingerprint import Fingerprint
+from kvframe_engine.ranks.follower import Follower
+from kvframe_engine.ranks.joining import collectives_for, ranks_of
+from kvframe_engine.ranks.leader import Leader
+from kvframe_engine.ranks.links import END, Failure, Link, connect, listen, packed
+from kvframe_engine.ranks.messages import TableEntries
+from kvframe_engine.ranks.place import Place, find_place, stack_of_rank
+from kvframe_engine.ranks.step_limit import StepLimit
 
 from kvframe import Stack
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
-from kvframe.cli.prompts import read_prompts
 from kvframe.contract.errors import (
     BackendError,
     EngineError,
@@ -33,16 +43,6 @@ from kvframe.contract.errors import (
     StackError,
 )
 from kvframe.contract.specs import ENCODER, TOKENS, LayerSpec
-from kvframe.engine.ranks import links, step_limit
-from kvframe.engine.ranks.agreement import RankSetup, agree
-from kvframe.engine.ranks.fingerprint import Fingerprint
-from kvframe.engine.ranks.follower import Follower
-from kvframe.engine.ranks.joining import collectives_for, ranks_of
-from kvframe.engine.ranks.leader import Leader
-from kvframe.engine.ranks.links import END, Failure, Link, connect, listen, packed
-from kvframe.engine.ranks.messages import TableEntries
-from kvframe.engine.ranks.place import Place, find_place, stack_of_rank
-from kvframe.engine.ranks.step_limit import StepLimit
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.selection.identity import Identity
@@ -347,7 +347,7 @@ def test_rank_1_says_that_rank_0_was_killed(rank: int, says: bool) -> None:
 
 
 def test_a_rank_that_rank_0_told_why_all_end_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.engine.ranks.follower._MOMENT_SECONDS", 0.05)
+    monkeypatch.setattr("kvframe_engine.ranks.follower._MOMENT_SECONDS", 0.05)
     mine, other = tcp_pair()
     lost, lost_too = tcp_pair()
     ended: SimpleQueue[str | None] = SimpleQueue()
@@ -366,7 +366,7 @@ def test_a_rank_that_rank_0_told_why_all_end_says_nothing(monkeypatch: pytest.Mo
 
 
 def test_rank_0_may_report_an_error_of_its_own_before_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.engine.ranks.leader.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("kvframe_engine.ranks.leader.GRACE_SECONDS", 0.2)
     leader, other, ended = pair()
     other.sendall(packed(Failure("the same mistake")))
     leader.close()
@@ -470,7 +470,7 @@ def start_step(runner: Any) -> None:
 @pytest.mark.parametrize("is_told", [False, True])
 def test_rank_0_ends_all_if_a_step_does_not_end(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank that hangs says so. Without it, rank 0 says where it is itself."""
-    monkeypatch.setattr("kvframe.engine.ranks.leader.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("kvframe_engine.ranks.leader.GRACE_SECONDS", 0.2)
     leader, other, ended = pair()
     event = threading.Event()
     runner: Any = _Runner(event)
@@ -491,8 +491,8 @@ def test_rank_0_ends_all_if_a_step_does_not_end(is_told: bool, monkeypatch: pyte
 
 def test_rank_0_answers_its_callers_before_it_ends_with_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends although the answers are never complete, and a step that fails meanwhile is not reported."""
-    monkeypatch.setattr("kvframe.engine.ranks.leader.ANSWERING_SECONDS", 0.3)
-    monkeypatch.setattr("kvframe.engine.ranks.leader._MOMENT_SECONDS", 0.05)
+    monkeypatch.setattr("kvframe_engine.ranks.leader.ANSWERING_SECONDS", 0.3)
+    monkeypatch.setattr("kvframe_engine.ranks.leader._MOMENT_SECONDS", 0.05)
     leader, other, ended = pair()
     failed: SimpleQueue[str] = SimpleQueue()
     step, answering, never = threading.Event(), threading.Event(), threading.Event()

@@ -6,10 +6,10 @@ from typing import Any
 
 import attrs
 import pytest
+from kvframe_engine.engine import Engine
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe.contract.errors import KVFrameError, PlanError
-from kvframe.engine.engine import Engine
-from kvframe.engine.requests.request import SamplingParams
 from tests.covering import keep
 from tests.models.serving import TinyModel, held_pages, ids
 

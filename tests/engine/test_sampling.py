@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.running.next_tokens import FAILED, draw_full, draw_truncated, sample
 
 from kvframe.contract.errors import RequestError
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.running.next_tokens import FAILED, draw_full, draw_truncated, sample
 
 LARGEST_UNIFORM = 1 - 2**-53
 

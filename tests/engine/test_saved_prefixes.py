@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
+from kvframe_engine.requests.prompt import AnyPrompt
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, InputSequence, Prompt, Stack, content_key, prefix_key
 from kvframe.contract.errors import ModelError, PrefixFileError, RequestError
-from kvframe.engine.requests.prompt import AnyPrompt
 from tests.cache.mirror import Mirror
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, TinyModel, held_pages, ids

@@ -11,15 +11,15 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.progress import NO_INPUTS, NO_SEQUENCES
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_engine.scheduling.step import ScheduledStep
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.stats import FoundPrefix
 from kvframe.contract.errors import SpecError
 from kvframe.contract.model import ModelInput
-from kvframe.engine.requests.progress import NO_INPUTS, NO_SEQUENCES
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.scheduling.scheduler import Scheduler
-from kvframe.engine.scheduling.step import ScheduledStep
 
 IntArray = npt.NDArray[np.int64]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import attrs
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.request import Request, SamplingParams
+from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_engine.scheduling.stats import SchedulerStats
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.swap import HostPages
 from kvframe.contract.specs import KVCacheSpec
-from kvframe.engine.requests.request import Request, SamplingParams
-from kvframe.engine.scheduling.scheduler import Scheduler
-from kvframe.engine.scheduling.stats import SchedulerStats
 from tests.cache.plans import make_plan
 from tests.cache.test_manager import SPECS
 

@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from kvframe_engine.diagnosis import _to_check
 from kvframe_mla.backend import MLABackend
 
 from kvframe import Engine, Setup, Stack
@@ -22,7 +23,6 @@ from kvframe.contract.errors import BackendError, ModelError, WrapperError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.engine.diagnosis import _to_check
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
 from tests.models.serving import TinyModel

@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 import pytest
+from kvframe_engine.engine import Engine
+from kvframe_engine.requests.request import RequestOutput, SamplingParams
 
 from kvframe.contract.errors import RequestError
-from kvframe.engine.engine import Engine
-from kvframe.engine.requests.request import RequestOutput, SamplingParams
 from tests.models.serving import TinyModel, held_pages, ids
 
 PARAMS = SamplingParams(n=4, max_new_tokens=9, temperature=1.5, seed=11)

@@ -10,13 +10,13 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from kvframe_engine.core import STEP_FAILED
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe import Engine, RequestOutput
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.local import LocalCaches
 from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
-from kvframe.engine.core import STEP_FAILED
-from kvframe.engine.requests.request import SamplingParams
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import attrs
 import pytest
+from kvframe_engine.step_trace import StepTrace
 
 from kvframe import Engine
-from kvframe.engine.step_trace import StepTrace
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids
 
 Record = Callable[..., tuple[Engine, StepTrace]]  # type: ignore[type-arg]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+from kvframe_engine.requests.stops import NO_STOPS, StopStrings
+from kvframe_engine.requests.text import TextStream
 
 from kvframe.contract import decode_by_windows
-from kvframe.engine.requests.stops import NO_STOPS, StopStrings
-from kvframe.engine.requests.text import TextStream
 
 
 def bytes_stream(token_ids: Sequence[int]) -> Callable[[Sequence[int], bool], str]:

@@ -50,7 +50,7 @@ def test_help_of_the_group_imports_no_part_of_the_flow() -> None:
     done = subprocess.run([sys.executable, "-c", RUN, "--help"], capture_output=True, text=True, check=True)
     loaded = {name for name in done.stderr.split() if name.startswith("kvframe.")}
     assert set() == loaded & {
-        "kvframe.engine.engine",
+        "kvframe_engine.engine",
         "kvframe.loading.plugins",
         "kvframe.planning.plan",
         "kvframe.planning.groups",

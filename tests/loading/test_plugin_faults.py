@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
+from kvframe_engine.assembly import find_page_copier
 
 from kvframe import Stack, load_plugins
 from kvframe.attention.group import form_groups
@@ -34,7 +35,6 @@ from kvframe.contract.hookspecs import HookSpecs
 from kvframe.contract.model import ModelAdapter, ModelInMemory
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.engine.assembly import find_page_copier
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.recognise import adopt_model, find_adapter

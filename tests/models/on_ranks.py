@@ -23,15 +23,15 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
+from kvframe_engine.ranks import links
+from kvframe_engine.ranks.follower import Follower
+from kvframe_engine.requests.request import RequestOutput
 from kvframe_transformers import adapter  # noqa: F401  # imported before the processes are forked
 from transformers import AutoModelForCausalLM
 
 from kvframe import Embedder, Engine, SamplingParams, Stack
 from kvframe.contract import DraftRequest, Proposer, Register, hookimpl
 from kvframe.contract.errors import EngineError, KVFrameError
-from kvframe.engine.ranks import links
-from kvframe.engine.ranks.follower import Follower
-from kvframe.engine.requests.request import RequestOutput
 from tests.loading.fake_distributions import FakeSite
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack

@@ -9,14 +9,14 @@ from typing import Any
 
 import attrs
 import torch
+from kvframe_engine.requests.request import SamplingParams
+from kvframe_engine.running.model_runner import SkipPolicy
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, Registry, Setup, Stack, load_plugins
 from kvframe.config.options import CacheOptions
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import LoadedModel
-from kvframe.engine.requests.request import SamplingParams
-from kvframe.engine.running.model_runner import SkipPolicy
 from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.stops import NO_STOPS, StopStrings
+from kvframe_engine.requests.text import TextStream
 from kvframe_transformers.cleaning import CleanedText
 from kvframe_transformers.decoding import decode_as_they_come
 from kvframe_transformers.model import TransformersModel
@@ -17,9 +19,6 @@ from kvframe_transformers.token_texts import TokenTextDecoder, TokenTexts
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast, PythonBackend
-
-from kvframe.engine.requests.stops import NO_STOPS, StopStrings
-from kvframe.engine.requests.text import TextStream
 
 TEXTS = ["The quick brown fox doesn't jump.", "né à Zürich, 漢字 🙂🙃 e\u0301", "  two  spaces\n\tand lines\n\n"] * 3
 SPECIAL = ["<s>", "</s>", "<pad>"]

@@ -18,14 +18,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from kvframe_draft_model.proposer import DraftModelProposer
+from kvframe_engine.assembly import _load_draft
+from kvframe_engine.ranks.follower import Follower
+from kvframe_engine.ranks.leader import Leader
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Setup, Stack, load_plugins
 from kvframe.cli import main
 from kvframe.contract import DraftRequest, PrefixFileError, Register, StackError, hookimpl
-from kvframe.engine.assembly import _load_draft
-from kvframe.engine.ranks.follower import Follower
-from kvframe.engine.ranks.leader import Leader
 from kvframe.planning.recognise import FoundAdapter
 from tests.covering import cover_values, few
 from tests.models import encoder_decoder

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_engine.assembly import assemble
+from kvframe_engine.self_check import run_packed
 from kvframe_transformers.testing import ENCODER_FAMILIES, FAMILIES
 
 from kvframe import Embedder, Setup
-from kvframe.engine.assembly import assemble
-from kvframe.engine.self_check import run_packed
 from tests.covering import cover_pairs, cover_values, few
 from tests.models.serving import TinyModel, make_stack
 

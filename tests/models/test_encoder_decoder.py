@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from kvframe_engine.requests.progress import input_sequences
+from kvframe_engine.running.model_runner import TokenRunner
 from kvframe_transformers.model_inputs import features_input
 from kvframe_transformers.testing import ENCODER_DECODER_FAMILIES, MORE_ENCODER_DECODER_FAMILIES, save_tiny
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
@@ -22,8 +24,6 @@ from kvframe import Engine, Prompt, RequestOutput, SamplingParams
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.cli import main
 from kvframe.contract.errors import ModelError, RequestError
-from kvframe.engine.requests.progress import input_sequences
-from kvframe.engine.running.model_runner import TokenRunner
 from tests.covering import cover_values, few
 from tests.models.encoder_decoder import (
     START,

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
+from kvframe_engine.graphs import sizes as graph_sizes
 from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8TokenHead
 from kvframe_torch.backend import TorchBackend
 
 from kvframe import Engine, Prompt, SamplingParams, Stack
 from kvframe.contract.errors import BackendError, KVFrameError, SpecError
 from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat, StateTensor
-from kvframe.engine.graphs import sizes as graph_sizes
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference

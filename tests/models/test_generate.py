@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from kvframe_engine.requests.request import SamplingParams
 from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cli import main
-from kvframe.engine.requests.request import SamplingParams
 from tests.covering import cover_pairs, cover_values, few, keep
 from tests.models.serving import PROMPTS, ids, served
 

@@ -13,13 +13,13 @@ from typing import Any, cast
 import attrs
 import pytest
 import torch
+from kvframe_engine.graphs.device_graphs import CalledGraph
+from kvframe_engine.graphs.sizes import GraphSizes
+from kvframe_engine.graphs.step_graphs import StepGraphs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe import Prompt, SamplingParams, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.engine.graphs.device_graphs import CalledGraph
-from kvframe.engine.graphs.sizes import GraphSizes
-from kvframe.engine.graphs.step_graphs import StepGraphs
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableLatents, CapturableReference
 from tests.covering import cover_pairs, cover_values, few

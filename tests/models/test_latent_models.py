@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_engine.requests.request import SamplingParams
 from kvframe_mla.backend import MLABackend
 from kvframe_mla.cost import Cost
 
 from kvframe.contract.errors import ModelError
-from kvframe.engine.requests.request import SamplingParams
 from tests.covering import cover_pairs, few
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, served
 

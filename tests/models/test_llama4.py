@@ -6,8 +6,8 @@ from itertools import product
 from typing import Any
 
 import pytest
+from kvframe_engine.requests.request import SamplingParams
 
-from kvframe.engine.requests.request import SamplingParams
 from tests.covering import cover_pairs, few
 from tests.models.serving import PROMPTS, TinyModel, Tokens, ids, served
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from kvframe_engine.requests.request import SamplingParams
 
 from kvframe.attention.layer import AttentionLayer
 from kvframe.cli import main
 from kvframe.contract.errors import ModelError
 from kvframe.contract.state import StateRound
-from kvframe.engine.requests.request import SamplingParams
 from tests.covering import cover_pairs, cover_values, few
 from tests.models.encoder_decoder import decoder_of, plain_logits
 from tests.models.encoder_decoder import prompts as encoder_prompts

@@ -22,9 +22,10 @@ import torch
 from packaging.version import Version
 
 pytest.importorskip("transformers", reason="tiny models are made by transformers")
+from kvframe_engine.graphs.step_graphs import StepGraphs
+
 from kvframe import SamplingParams, load_plugins
 from kvframe.contract import ModelError
-from kvframe.engine.graphs.step_graphs import StepGraphs
 from tests.models import encoder_decoder
 from tests.models.headed import save_headed
 from tests.models.knowing import ANSWERS, MAX_DRAFTS, make_manifest

@@ -43,14 +43,26 @@ def test_an_encoder_that_no_layer_describes_is_computed_by_its_own_code(family: 
     assert Verdict("equal", OWN_CODE) == compare("encoders", family)
 
 
-def saved(path: Path, family: str) -> Any:
+def saved(path: Path, family: str, **overrides: Any) -> Any:
     """Save a tiny random encoder, and return it."""
     torch.manual_seed(0)
     with quiet():
-        made: Any = AutoModel.from_config(tiny_config(family), dtype=torch.float32).eval()
+        made: Any = AutoModel.from_config(tiny_config(family, **overrides), dtype=torch.float32).eval()
         spread_weights(made, 8.0)
         made.save_pretrained(path)
     return made
+
+
+def test_embedding_gemma_has_windows_in_both_directions(tmp_path: Path) -> None:
+    plain = saved(tmp_path, "gemma3_text", use_bidirectional_attention=True)
+    texts = [ids(1, 3), ids(2, 40), ids(3, 10)]
+    with torch.inference_mode():
+        expected = [plain(torch.tensor([text]), use_cache=False).last_hidden_state[0].mean(0) for text in texts]
+    with Embedder.from_pretrained(tmp_path, stack=STACK, pooling="mean", normalize=False) as embedder:
+        found = torch.tensor([output.embedding for output in embedder.embed(texts)])
+        sizes = {(layer.options.get("window"), layer.kind) for layer in embedder.model.description.layers}
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    assert {(5, "encoder_only"), (None, "encoder_only")} == sizes
 
 
 @pytest.mark.parametrize("family", MIXING)

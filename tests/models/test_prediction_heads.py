@@ -18,6 +18,8 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from kvframe_engine.running.heads_runner import HeadsRunner
+from kvframe_engine.running.model_runner import Compute, TokenRunner
 from kvframe_mtp.proposer import MTPProposer
 from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
 from kvframe_transformers import adapter
@@ -43,8 +45,6 @@ from kvframe.contract import (
     WrapperError,
     hookimpl,
 )
-from kvframe.engine.running.heads_runner import HeadsRunner
-from kvframe.engine.running.model_runner import Compute, TokenRunner
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_values, few, keep
 from tests.models.headed import HEADED, Reference, save_headed

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_engine.requests.request import SamplingParams
 from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.testing import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvframe import Engine, Setup, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract.errors import ModelError, StackError
-from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_pairs, few, keep
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, make_stack, served

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from kvframe_engine.core import STEP_FAILED
 from kvframe_transformers.testing import save_tiny
 
-from kvframe.engine.core import STEP_FAILED
 from tests.models import on_ranks
 from tests.models.headed import save_headed
 from tests.models.serving import PROMPTS, TinyModel

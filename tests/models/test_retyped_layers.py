@@ -144,7 +144,7 @@ def test_a_backend_that_computes_the_type_wrongly_is_named(model: Path) -> None:
 
 def test_the_model_alone_would_not_show_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The model's own forward has another mask in this layer, so the comparison with it fails for a right backend.
-    monkeypatch.setattr("kvframe.engine.diagnosis.retyped_layers", lambda *_: ())
+    monkeypatch.setattr("kvframe_engine.diagnosis.retyped_layers", lambda *_: ())
     with pytest.raises(KVFrameError, match="gives other logits in a packed batch than alone"):
         make_engine(model, ANCHORS)
 
@@ -158,7 +158,7 @@ def test_a_changed_window_is_compared_with_dense_attention_too(model: Path) -> N
 def test_a_model_with_its_own_types_is_compared_with_its_own_forward(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvframe.engine.diagnosis.check_densely", lambda *_: pytest.fail("compared densely"))
+    monkeypatch.setattr("kvframe_engine.diagnosis.check_densely", lambda *_: pytest.fail("compared densely"))
     make_engine(model).close()
     make_engine(model, {"layers": "*", "spec": {"block_size": 8}}).close()
 

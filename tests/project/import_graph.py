@@ -1,4 +1,4 @@
-"""Print the files and lines of each package of the core, and which packages import which.
+"""Print the files and lines of each package of the core and of the engine, and which packages import which.
 
     python -m tests.project.import_graph
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import graphlib
 
-from tests.project.test_architecture import core_files, core_imports
+from tests.project.test_architecture import core_files, core_imports, engine_files
 
 
 def unit_of(module: str) -> str:
@@ -38,9 +38,12 @@ def main() -> None:
             unit = unit_of(module)
             graph[unit] = (graph.get(unit, set()) | set(map(unit_of, imports - {""}))) - {unit}
             lines.setdefault(unit, []).append(len(path.read_text(encoding="utf-8").splitlines()))
+    engine = [len(path.read_text(encoding="utf-8").splitlines()) for path in engine_files().values()]
     levels = levels_of(graph)
     for unit in (unit for level in levels for unit in level):
         print(f"{unit:12} {len(lines[unit]):3} files {sum(lines[unit]):6,} lines  {' '.join(sorted(graph[unit]))}")
+    core = sum(sum(each) for each in lines.values())
+    print(f"the core has {core:,} lines, the engine {len(engine)} files and {sum(engine):,} lines")
     num_arrows = sum(map(len, graph.values()))
     print(f"{len(graph)} packages and modules, {len(levels)} levels, {num_arrows} arrows between them")
 

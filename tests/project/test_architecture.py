@@ -32,6 +32,9 @@ from kvframe.loading.plugins import load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "kvframe"
+ENGINE = ROOT / "plugins" / "engine" / "src" / "kvframe_engine"
+MAX_NAMES_OF_A_HOST = 39
+"""The most names of the core, beside the contract, that the engine may use."""
 
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all its modules.
 FLOW = (
@@ -43,14 +46,19 @@ FLOW = (
     ("selection",),
     ("attention",),
     ("hosting",),
-    ("engine.requests",),
-    ("engine.scheduling",),
-    ("engine.graphs",),
-    ("engine.running",),
-    ("engine.ranks",),
-    ("engine.prefixes",),
     ("engine",),
     ("cli", "__main__"),
+)
+# The flow of the engine, which is a plugin.
+ENGINE_FLOW = (
+    ("requests",),
+    ("scheduling",),
+    ("graphs",),
+    ("running",),
+    ("ranks",),
+    ("prefixes",),
+    ("",),
+    ("commands",),
 )
 # Outside of the flow: built-in types are a plugin like any other, and the test kit may use everything.
 BESIDE = ("builtin", "testing")
@@ -80,8 +88,11 @@ ALSO_TORCH_FREE = (
     "kvframe.cli.plugins",
 )
 
-# The imports that plugins and their tests may have: the names of ``kvframe``, the contract, and the test kit.
-PUBLIC = re.compile(r"kvframe|kvframe\.(contract|testing)(\.\w+)?")
+# The imports that plugins and their tests may have: the names of ``kvframe``, the contract, the test kit, and what
+# commands share.
+PUBLIC = re.compile(
+    r"kvframe|kvframe\.(contract|testing)(\.\w+)?|kvframe\.cli\.(completion|interrupts|options|pages|render)"
+)
 PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
 
 
@@ -89,15 +100,20 @@ def is_public(module: str) -> bool:
     return PUBLIC.fullmatch(module) is not None
 
 
-def module_name(path: Path) -> str:
-    """Return a core file's module without ``kvframe.``; empty for the package itself."""
-    parts = path.relative_to(CORE).with_suffix("").parts
+def module_name(path: Path, root: Path = CORE) -> str:
+    """Return a file's module without that of its root, such as ``kvframe.``; empty for the package itself."""
+    parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @cache
 def core_files() -> dict[str, Path]:
     return {module_name(path): path for path in sorted(CORE.rglob("*.py"))}
+
+
+@cache
+def engine_files() -> dict[str, Path]:
+    return {module_name(path, ENGINE): path for path in sorted(ENGINE.rglob("*.py"))}
 
 
 @cache
@@ -156,6 +172,46 @@ def in_flow(module: str) -> bool:
 
 
 FLOW_FILES = {name: path for name, path in core_files().items() if in_flow(name)}
+
+
+def engine_imports(path: Path) -> set[str]:
+    """Return the modules of the engine that one of its files imports at run time."""
+    imported = imported_modules(path, at_type_checking=False)
+    found = {name for name in imported if name.split(".")[0] == "kvframe_engine"}
+    return {name.removeprefix("kvframe_engine").removeprefix(".") for name in found}
+
+
+def engine_stage_of(module: str) -> int:
+    places = {name: index for index, stage in enumerate(ENGINE_FLOW) for name in stage}
+    return places.get(module.split(".")[0], places[""])
+
+
+def test_a_stage_of_the_engine_imports_no_later_one() -> None:
+    later = {
+        module: {name for name in engine_imports(path) if engine_stage_of(name) > engine_stage_of(module)}
+        for module, path in engine_files().items()
+    }
+    assert {} == {module: names for module, names in later.items() if names}
+
+
+def test_no_two_modules_of_the_engine_import_each_other() -> None:
+    graph = {name: engine_imports(path) - {name, ""} for name, path in engine_files().items()}
+    assert {*graph} == {*graphlib.TopologicalSorter(graph).static_order()}
+
+
+def test_the_engine_uses_few_names_of_the_core() -> None:
+    used = {
+        alias.name
+        for module, path in engine_files().items()
+        if not module.startswith("commands")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and node.module == "kvframe"
+        for alias in node.names
+    }
+    page = (ROOT / "docs" / "write_a_host.md").read_text(encoding="utf-8").partition("## The names")[2]
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(used) == sorted(name for row in rows for name in re.findall(r"`(\w+)`", row))
+    assert len(used) <= MAX_NAMES_OF_A_HOST
 
 
 def later_imports(*, at_type_checking: bool) -> dict[str, set[str]]:
@@ -236,17 +292,18 @@ def test_every_plugin_here_states_a_version_of_the_contract_that_there_is() -> N
     major, minor = API_VERSION.split(".")
     for path in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
         entry_points = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["entry-points"]
-        stated = entry_points["kvframe.v1.api"]
-        assert stated.keys() == entry_points["kvframe.v1"].keys(), path
+        stated = entry_points.get("kvframe.v1.api", {})
+        assert stated.keys() == entry_points.get("kvframe.v1", {}).keys(), path
         assert set(stated.values()) <= {f"v{major}_{each}" for each in range(int(minor) + 1)}, path
 
 
 def manifests() -> dict[str, str]:
-    """Return each plugin folder's manifest module, as its pyproject.toml states it."""
+    """Return each plugin folder's manifest module, as its pyproject.toml states it; the engine has none."""
     found = {}
     for path in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
-        entry_points = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["entry-points"]["kvframe.v1"]
-        (found[path.parent.name],) = entry_points.values()
+        entry_points = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["entry-points"]
+        for module in entry_points.get("kvframe.v1", {}).values():
+            found[path.parent.name] = module
     return found
 
 
@@ -354,8 +411,11 @@ REGISTERED = {
 }
 
 
+CHECKED = FLOW_FILES | {f"kvframe_engine.{name}": path for name, path in engine_files().items()}
+
+
 def nodes(module: str) -> Iterator[ast.AST]:
-    return ast.walk(tree_of(FLOW_FILES[module]))
+    return ast.walk(tree_of(CHECKED[module]))
 
 
 @cache
@@ -381,17 +441,17 @@ def types_asked_for(module: str) -> Iterator[str]:
 
 def test_the_core_never_asks_for_the_type_of_a_plugins_object() -> None:
     types = {base.__name__ for base in CONTRACT} | set(REGISTERED.values())
-    assert {module for module in FLOW_FILES if types & set(types_asked_for(module))} == set()
+    assert {module for module in CHECKED if types & set(types_asked_for(module))} == set()
 
 
 # A backend for CPUs has torch's name of the device.
 def test_the_core_holds_no_registered_name() -> None:
-    found = {module: constants(module) & ({*REGISTERED} - {"cpu"}) for module in FLOW_FILES}
+    found = {module: constants(module) & ({*REGISTERED} - {"cpu"}) for module in CHECKED}
     assert {} == {module: held for module, held in found.items() if held}
 
 
 def test_the_core_names_no_registered_type() -> None:
-    found = {module: names(module) & {*REGISTERED.values()} for module in FLOW_FILES}
+    found = {module: names(module) & {*REGISTERED.values()} for module in CHECKED}
     assert {} == {module: named for module, named in found.items() if named}
 
 
@@ -436,7 +496,7 @@ def test_planning_and_the_command_line_load_no_torch() -> None:
 
 def test_the_cache_logic_loads_numpy_and_no_torch() -> None:
     files = ("file_format", "file_reader", "file_writer")
-    logic = [*modules_of("cache"), *(f"kvframe.engine.prefixes.{name}" for name in files)]
+    logic = [*modules_of("cache"), *(f"kvframe_engine.prefixes.{name}" for name in files)]
     assert first_to_import(logic).keys() == {"numpy"}
 
 

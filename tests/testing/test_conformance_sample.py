@@ -12,7 +12,7 @@ from kvframe.contract.capabilities import Capabilities
 from kvframe.testing.case import Case
 from kvframe.testing.grid import make_cases
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.runs import make_runs, make_steps, run_traits, sample_runs
+from kvframe.testing.runs import SERVED, make_runs, make_steps, run_traits, sample_runs
 from kvframe.testing.sample import TOGETHER, parts, sample, traits
 
 CASES = make_cases(
@@ -78,7 +78,7 @@ CAPABILITIES = Capabilities(
     soft_cap=True,
     sinks=True,
 )
-RUNS = make_runs(CAPABILITIES)
+RUNS = [run for run in make_runs(CAPABILITIES) if run.kind not in SERVED]
 
 
 @pytest.mark.parametrize("name", run_traits(RUNS[0]))
@@ -90,7 +90,7 @@ def test_whatever_comes_up_in_the_runs_comes_up_in_a_sample_of_them(name: str) -
 def test_runs_have_the_sizes_of_real_models() -> None:
     assert {64, 128, 256} == {run_traits(run)["head_size"] for run in RUNS}
     assert {1, 4, 8} == {run_traits(run)["num_kv_heads"] for run in RUNS}
-    assert {(32, 17, 17)} == {(run.case(run.layer, 0).query.num_heads, *map(len, run.steps)) for run in RUNS}
+    assert {(32, 17, 17)} == {(run.case(run.layers[0], 0).query.num_heads, *map(len, run.steps)) for run in RUNS}
 
 
 def test_a_second_step_goes_on_with_most_of_the_requests_of_the_first_and_has_others() -> None:
@@ -104,7 +104,7 @@ def test_a_second_step_goes_on_with_most_of_the_requests_of_the_first_and_has_ot
 def test_runs_keep_to_what_a_backend_is_limited_to(limits: dict[str, Any]) -> None:
     limited = attrs.evolve(CAPABILITIES, **limits)
     for run in make_runs(limited):
-        assert [] == limited.refusals(run.layer, "cpu")
+        assert [[] for _ in run.layers] == [limited.refusals(layer, "cpu") for layer in run.layers]
 
 
 def test_a_backend_that_no_run_is_for_is_refused() -> None:

@@ -20,10 +20,11 @@ from kvframe.testing.error_bound import attention_error_bound
 from kvframe.testing.grid import make_cases
 from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.sample import sample
+from kvframe.testing.served import is_served
 from kvframe.testing.state import form_of
 from tests.testing.summation import ORDERS, Given, by_definition
 
-CASES = sample(make_cases(TorchReferenceBackend.capabilities))
+CASES = sample([case for case in make_cases(TorchReferenceBackend.capabilities) if not is_served(case.name)])
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 RIGHT = 1 / 3

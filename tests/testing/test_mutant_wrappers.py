@@ -104,8 +104,9 @@ def hiding(difference: int) -> Change:
         if SEQ_STARTS not in wrapped.extensions:
             return {}
         old = wrapped.extensions[SEQ_STARTS]
-        starts = (old.values + difference).clamp(min=0)
-        return {"extensions": {**wrapped.extensions, SEQ_STARTS: Extension(starts, old.axis, starts)}}
+        assert old.values_cpu is not None
+        starts, starts_cpu = ((each + difference).clamp(min=0) for each in (old.values, old.values_cpu))
+        return {"extensions": {**wrapped.extensions, SEQ_STARTS: Extension(starts, old.axis, starts_cpu)}}
 
     return change
 
@@ -257,7 +258,7 @@ MISTAKES: dict[str, tuple[MetadataWrapper, LayerSpec, str]] = {
     "an extension is not sliced": (
         after(ChunkedLocal, lambda metadata, wrapped: {"extensions": {**wrapped.extensions, **metadata.extensions}}),
         CHUNKS,
-        "has not one row|fit together",
+        "has not one row|fit together|does not lie between",
     ),
     "the host is told something else": (
         after(Passes, of_rows(lambda lens: lens.clamp(max=3), "seq_lens_cpu"), fields=RESETS_ALL),

@@ -15,19 +15,20 @@ _DATA = "/*data*/"
 _BEGINNING = b"<!doctype html>"
 
 
-def write_page(path: Path, template: str, data: Mapping[str, Any]) -> None:
+def write_page(path: Path, template: str, data: Mapping[str, Any], *, package: str = __name__) -> None:
     """Write a page with its data inside.
 
     Args:
         path: The file; an existing page is replaced.
-        template: The template's file name in this package.
+        template: The template's file name.
         data: What the page shows, as plain values.
+        package: The package that holds the template.
 
     Raises:
         FileError: The file cannot be written, or there is another file, such as a model's, which is not replaced.
     """
     style = files(__package__).joinpath("style.css").read_text(encoding="utf-8")
-    page = files(__package__).joinpath(template).read_text(encoding="utf-8")
+    page = files(package).joinpath(template).read_text(encoding="utf-8")
     # Data may hold a model's names: nothing in them may end the script element.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     page = page.replace("/*style*/", style).replace(_DATA, text)

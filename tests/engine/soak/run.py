@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from kvframe_engine.core import STEP_FAILED
 
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
 from kvframe.contract.errors import BackendError, WrapperError
-from kvframe.engine.core import STEP_FAILED
 from tests.cache.mirror import Mirror
 from tests.engine.injected_faults import KINDS, Faults, InjectedError
 from tests.engine.soak.scenarios import Served

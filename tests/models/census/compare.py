@@ -153,13 +153,17 @@ def _forget_settings(model: Any) -> None:
     )
 
 
+_WITH_LOGITS = ("llama4",)
+"""Types of encoders for which ``AutoModel`` makes a whole model of text and images."""
+
+
 def _make(group: str, model_type: str) -> Any:
     config = tiny_config(model_type)
     for switch in ("is_decoder", "causal"):
         if group == "decoders" and hasattr(config, switch):
             setattr(config, switch, True)  # the heads of encoders are for that
     auto: Any = getattr(transformers, GROUPS[group].auto)
-    if group == "encoders" and config.is_encoder_decoder:
+    if group == "encoders" and (config.is_encoder_decoder or model_type in _WITH_LOGITS):
         auto, config.is_encoder_decoder = transformers.AutoModelForTextEncoding, False
     with torch.device("meta"):
         size = sum(weight.numel() for weight in auto.from_config(config).parameters())

@@ -1,0 +1,8 @@
+"""The types of ``kvframe.engine``."""
+
+from kvframe_engine import Embedder as Embedder
+from kvframe_engine import EmbeddingOutput as EmbeddingOutput
+from kvframe_engine import Engine as Engine
+from kvframe_engine import Prompt as Prompt
+from kvframe_engine import RequestOutput as RequestOutput
+from kvframe_engine import SamplingParams as SamplingParams

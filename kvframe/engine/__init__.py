@@ -1,1 +1,0 @@
-"""The engine: requests in, tokens out, one step at a time."""

@@ -1,0 +1,8 @@
+"""The names of ``kvframe_engine``, each under the module that defines it."""
+
+from .embedding import Embedder as Embedder
+from .engine import Engine as Engine
+from .requests.prompt import Prompt as Prompt
+from .requests.request import RequestOutput as RequestOutput
+from .requests.request import SamplingParams as SamplingParams
+from .running.pooling import EmbeddingOutput as EmbeddingOutput

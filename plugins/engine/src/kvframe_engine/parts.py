@@ -1,0 +1,183 @@
+"""Makes the parts of an engine that serve requests over an assembly, and attaches the model to its layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from kvframe import KVCacheManager
+from kvframe.contract.errors import StackError
+from kvframe.contract.foreign import refuse_exit
+from kvframe.contract.model import LoadedModel, PredictionHeads
+from kvframe_engine.assembly import Assembly, assemble_plain
+from kvframe_engine.diagnosis import check_model, compare
+from kvframe_engine.requests.admission import Admission
+from kvframe_engine.requests.progress import RequestT
+from kvframe_engine.scheduling.drafting import Drafting
+from kvframe_engine.scheduling.scheduler import Scheduler
+
+
+def make_admission(assembly: Assembly, secret: bytes) -> Admission:
+    """Return the admission, which checks prompts against the limits of the model and its cache.
+
+    Args:
+        assembly: The set-up.
+        secret: 32 bytes, for the keys of inputs.
+    """
+    options = assembly.stack.engine
+    max_prompt_len = options.max_num_batched_tokens if assembly.grouping.whole_prompts else None
+    return Admission(
+        assembly.model,
+        assembly.plan,
+        assembly.max_model_len,
+        secret,
+        options,
+        max_prompt_len=max_prompt_len,
+        without_ranges=assembly.layers.without_ranges,
+    )
+
+
+def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
+    """Return the cache manager.
+
+    Args:
+        assembly: The set-up.
+        poison_freed: Whether all pages are filled with NaN, now and when they are freed.
+    """
+    cache, storage = assembly.stack.cache, assembly.storage
+    manager = KVCacheManager(
+        assembly.plan,
+        max_num_seqs=assembly.stack.engine.max_num_seqs,
+        prefix_caching=cache.prefix_caching and not assembly.grouping.whole_prompts,
+        host_pages=assembly.host,
+        copier=storage.copy_pages,
+        audited=cache.audit,
+        eviction=assembly.setup.eviction_policy,
+    )
+    if poison_freed:
+        storage.poison()
+        assembly.layers.local.is_poisoned = True
+        manager.on_pages_freed = lambda group, block_ids: storage.fill(group, block_ids, math.nan)
+    return manager
+
+
+def make_scheduler(assembly: Assembly, manager: KVCacheManager, *, proposes: bool = True) -> Scheduler[RequestT]:
+    """Return the scheduler, which gets blocks from the cache manager, and drafts from the stack's proposer if any.
+
+    Args:
+        assembly: The set-up.
+        manager: The cache manager.
+        proposes: Whether this process asks the proposer. Of several ranks, rank 0 does.
+
+    Raises:
+        StackError: The proposer needs hidden states, and nothing gives it any (``no_hidden_states``).
+    """
+    options, proposer = assembly.stack.engine, assembly.setup.make_proposer()
+    drafting: Drafting[RequestT] | None = None
+    if proposer is not None:
+        if proposer.needs_hidden_states and not assembly.model.can_give_hidden_states():
+            raise StackError(
+                f"{assembly.stack.source}: engine.drafts: proposer {proposer.name!r} needs hidden states, and the "
+                f"model adapter of {assembly.model.description.name} gives none; choose another proposer",
+                code="no_hidden_states",
+            )
+        description = assembly.model.description
+        drafting = Drafting(
+            proposer, description.vocab_size, assembly.setup.drafts.max_tokens, max_num_seqs=options.max_num_seqs
+        )
+        if not proposes:
+            drafting.hidden_states = None
+    return Scheduler(
+        manager,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        shared_block_size=assembly.plan.alignment if manager.prefix_caching else 0,
+        whole_prompts=assembly.grouping.whole_prompts,
+        reserve_prompts=options.reserve_prompts,
+        drafting=drafting,
+    )
+
+
+def attach_models(
+    assembly: Assembly,
+    warm_up: Callable[[], None],
+    *,
+    has_ranks: bool,
+    with_hidden_states: bool = False,
+) -> None:
+    """Attach the model and its draft model, compile them, compare each with its own forward, and warm up.
+
+    Prediction heads are not compared: a wrong head changes no token.
+
+    Args:
+        assembly: The set-up.
+        warm_up: Does the slow work of a first step.
+        has_ranks: Whether other ranks have shares of the layers.
+        with_hidden_states: Whether the model gives hidden states.
+
+    Raises:
+        ModelError: A model cannot be attached or compiled, or attached it computes something else than unattached.
+        BackendError: No backend serves a layer in the plain format, or a backend computes a layer wrongly.
+        WrapperError: A wrapper changes what a layer computes.
+    """
+    draft = assembly.draft
+    attached: list[LoadedModel] = []
+    has_heads = draft is not None and isinstance(draft.model, PredictionHeads)
+    try:
+        _attach(
+            assembly,
+            has_ranks=has_ranks,
+            with_hidden_states=with_hidden_states,
+            with_all_hidden_states=has_heads,
+        )
+        attached.append(assembly.model)
+        if draft is not None and has_heads:
+            draft.model.attach(draft.layers)
+            attached.append(draft.model)
+            if assembly.stack.engine.compile:
+                draft.model.compile()
+        elif draft is not None:
+            _attach(draft, has_ranks=False)
+            attached.append(draft.model)
+        warm_up()
+    except BaseException as error:
+        for model in attached:
+            model.detach()
+        refuse_exit(f"{assembly.model.description.name} cannot be attached", error)
+        raise
+
+
+def _attach(
+    assembly: Assembly,
+    *,
+    has_ranks: bool,
+    with_hidden_states: bool = False,
+    with_all_hidden_states: bool = False,
+) -> None:
+    """Attach one model, compile it, and compare it with its own forward, as the stack asks."""
+    model, options = assembly.model, assembly.stack.engine
+    checked = assemble_plain(assembly) if options.self_check else assembly
+
+    def prepare() -> None:
+        if with_hidden_states:
+            model.give_hidden_states()
+        if with_all_hidden_states:
+            model.give_all_hidden_states()
+        if options.compile:
+            model.compile()
+
+    model.attach(checked.layers)
+    try:
+        prepare()
+        if options.self_check and not has_ranks:
+            check_model(checked)
+        elif options.self_check:
+            # No search for the wrong part: the ranks might disagree on what to try, and wait for each other.
+            compare(checked)
+        if checked is not assembly:
+            model.detach()
+            model.attach(assembly.layers)
+            prepare()
+    except BaseException:
+        model.detach()
+        raise

@@ -1,0 +1,134 @@
+"""Computes and pins prefixes of prompts: the whole blocks that other requests can continue from."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import attrs
+
+from kvframe import InputSequence, KVCacheManager, Pin, RangedTokens
+from kvframe.contract.errors import RequestError
+from kvframe.contract.specs import TokenRange
+from kvframe_engine.requests.admission import Admission
+from kvframe_engine.requests.params import SamplingParams
+from kvframe_engine.requests.progress import NO_SEQUENCES, input_sequences
+from kvframe_engine.requests.prompt import AnyPrompt, Prompt
+from kvframe_engine.requests.salts import check_salt
+
+JUST_COMPUTE = SamplingParams(max_new_tokens=1, ignore_eos=True)
+"""The parameters of a request that only computes its prompt; for this, it generates one token."""
+
+
+@attrs.frozen
+class Prefix:
+    """The part of a prompt that requests can continue from.
+
+    Attributes:
+        token_ids: Its tokens, whole blocks in every group.
+        salt: The salt of the requests that share it.
+        inputs: The inputs of these requests, by name.
+        ranges: The ranges of its tokens that see each other in both directions; it divides none.
+        prompt: The prompt that computes it.
+    """
+
+    token_ids: tuple[int, ...]
+    salt: str
+    inputs: Mapping[str, InputSequence]
+    ranges: tuple[TokenRange, ...]
+    prompt: AnyPrompt
+
+    @property
+    def cache_tokens(self) -> Sequence[int]:
+        """Its tokens as the cache compares them."""
+        return RangedTokens(array("I", self.token_ids), self.ranges) if self.ranges else self.token_ids
+
+
+class Compute(Protocol):
+    """Serves a request to its end while other requests continue."""
+
+    def __call__(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:
+        """Serve the request; raise ``RequestError`` if it fails."""
+
+
+class PromptPrefixes:
+    """Computes prefixes of prompts, and pins them."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        admission: Admission,
+        compute: Compute,
+        note_pin: Callable[[], None],
+        let_through: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Work on an engine's cache.
+
+        Args:
+            manager: The cache.
+            admission: Makes tokens of prompts, or refuses them.
+            compute: Serves a request.
+            note_pin: Called when a prefix was pinned.
+            let_through: Returns a context manager that lets interrupts through while a prompt is read.
+        """
+        self._manager = manager
+        self._admission = admission
+        self._compute = compute
+        self._note_pin = note_pin
+        self._let_through = let_through
+
+    def pin(self, prompt: AnyPrompt, salt: str) -> Pin:
+        """Compute a prompt's prefix if it is not cached, and pin it."""
+        self.check_caching()
+        prefix = self.of(prompt, salt)
+        self.compute(prefix)
+        pin = self._manager.pin(prefix.cache_tokens, salt=salt, inputs=prefix.inputs, ranges=prefix.ranges)
+        self._note_pin()
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Release the prefix; its blocks stay cached until they are evicted."""
+        self._manager.unpin(pin)
+
+    def compute(self, prefix: Prefix) -> None:
+        """Compute a prefix; it stays cached until the next step at least. Raise ``RequestError`` if that failed."""
+        self._compute(prefix.prompt, JUST_COMPUTE, cache_salt=prefix.salt)
+
+    def check_caching(self) -> None:
+        """Raise ``RequestError`` if the engine has no prefix cache."""
+        if not self._manager.prefix_caching:
+            raise RequestError(
+                "this engine keeps no prefixes: prefix_caching is off in the stack's [cache], or the model keeps "
+                "nothing of the past",
+                code="no_prefix_caching",
+            )
+
+    def of(self, prompt: AnyPrompt, salt: str) -> Prefix:
+        """Return a prompt's prefix.
+
+        Raises:
+            RequestError: The prompt can never be served, or no request could continue from it.
+            ModelError: It is text, and the model has no tokenizer.
+        """
+        check_salt(salt)
+        with self._let_through():
+            token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
+            ranges = self._admission.ranges(prompt, token_ids)
+        alignment = self._manager.plan.alignment
+        kept = tuple(token_ids[: RangedTokens.whole_ranges(ranges, len(token_ids), alignment)])
+        if not kept and not inputs:
+            whole = " that divide no bidirectional range" if ranges else ""
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, and prefixes are kept in whole blocks of {alignment}{whole}",
+                code="prompt_too_short",
+            )
+        whole_ones = tuple(part for part in ranges if part[1] <= len(kept))
+        if not inputs:
+            computed = Prompt(decoder=kept, bidirectional=whole_ones) if whole_ones else kept
+            return Prefix(kept, salt, NO_SEQUENCES, whole_ones, computed)
+        given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
+        # Without a whole block, only the inputs are kept, and the tokens are computed as they were given.
+        given = attrs.evolve(given, decoder=kept or token_ids, bidirectional=whole_ones if kept else ranges)
+        return Prefix(kept, salt, input_sequences(inputs), whole_ones, given)

@@ -1,0 +1,109 @@
+"""Joins the processes that torchrun started: collective operations, and a connection of rank 0 to every other rank."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from kvframe import Stack
+from kvframe.contract.errors import StackError
+from kvframe_engine.ranks.follower import Follower
+from kvframe_engine.ranks.leader import Leader
+from kvframe_engine.ranks.links import RANK_FAILED_EXIT_CODE, connect, listen
+from kvframe_engine.ranks.place import Place, find_place, stack_of_rank
+
+_LOADING_TIME = timedelta(hours=2)
+"""The time limit of a collective operation: a rank may load its weights for long. A rank that ends is found at once;
+``StepLimit`` finds one that does not end a step."""
+
+_numbers = itertools.count()
+"""Numbers the engines of this process; all ranks make the same engines in the same order."""
+
+
+@contextmanager
+def ranks_of(stack: Stack) -> Iterator[tuple[Leader | Follower | None, Stack]]:
+    """Join the other ranks, and end all ranks if the set-up inside the block fails on one.
+
+    Args:
+        stack: What to use.
+
+    Yields:
+        This rank; None if this process is alone. And the stack with the device of this rank.
+
+    Raises:
+        StackError: The stack names the device of one rank for all; or this rank's device cannot be used, or this build
+            of torch has nothing that carries collective operations between such devices.
+    """
+    place = find_place()
+    if place is None:
+        yield None, stack
+        return
+    stack = stack_of_rank(stack, place)
+    ranks = _join(place, stack)
+    try:
+        yield ranks, stack
+    except BaseException as error:
+        if isinstance(ranks, Leader):
+            ranks.close()
+            raise
+        ranks.report(error)
+        raise SystemExit(RANK_FAILED_EXIT_CODE) from error
+
+
+def collectives_for(device: torch.device, stack: Stack) -> str:
+    """Return torch's name of what carries collective operations between ranks on such devices: gloo, NCCL.
+
+    Args:
+        device: The device of one rank.
+        stack: What to use.
+
+    Raises:
+        StackError: This build of torch does not have it.
+    """
+    import torch.distributed as dist
+
+    name = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(name):
+        raise StackError(
+            f"{stack.source}: ranks on {device.type!r} communicate through {name}, which this build of torch does not "
+            'have; install one that has it, or set engine.device to "cpu"'
+        )
+    return name
+
+
+def _join(place: Place, stack: Stack) -> Leader | Follower:
+    import torch.distributed as dist  # a process that is alone need not load it
+
+    if not dist.is_initialized():
+        stack.check_device()
+        device = torch.device(stack.engine.device)
+        backend = collectives_for(device, stack)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
+        dist.init_process_group(backend, timeout=_LOADING_TIME, device_id=None if device.type == "cpu" else device)
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = f"kvframe/{next(_numbers)}"
+    host = "127.0.0.1" if place.is_one_machine else os.environ.get("MASTER_ADDR", socket.gethostname())
+    if place.rank == 0:
+        secret = secrets.token_bytes(16)
+        connections = listen(
+            place.num_ranks,
+            host if place.is_one_machine else "",
+            secret,
+            lambda port: store.set(key, f"{host} {port} {secret.hex()}"),
+        )
+        return Leader(connections, place.num_local_ranks)
+    host, port, secret_hex = store.get(key).decode().split()
+    # Rank 0 logs the same messages: all ranks set up the same engine.
+    logging.getLogger("kvframe").setLevel(logging.WARNING)
+    connection = connect(place.rank, host, int(port), bytes.fromhex(secret_hex))
+    return Follower(place.rank, place.num_ranks, place.num_local_ranks, connection)

@@ -1,0 +1,367 @@
+"""Admission: turns a prompt into token ids that can be served to the end, or refuses it with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
+from typing import Any, TypeVar
+
+import attrs
+import numpy as np
+
+from kvframe import EngineOptions, KVCachePlan, RangedTokens, ask_live_ranges, content_key
+from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
+from kvframe.contract.foreign import safe_text
+from kvframe.contract.model import LoadedModel, ModelInput
+from kvframe.contract.specs import ENCODER, TOKENS, TokenRange, num_covered
+from kvframe_engine.requests.params import SamplingParams, bad_params
+from kvframe_engine.requests.progress import NO_INPUTS
+from kvframe_engine.requests.prompt import AnyPrompt, Prompt
+
+T = TypeVar("T")
+
+MAX_VOCAB_SIZE = 1 << 32
+"""Token ids are stored in four bytes each."""
+
+
+class Admission:
+    """Checks prompts against the limits of the model and its cache.
+
+    Attributes:
+        has_text: Whether the model has a tokenizer.
+        plan: The cache plan.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        plan: KVCachePlan,
+        max_model_len: int,
+        secret: bytes,
+        options: EngineOptions,
+        max_prompt_len: int | None = None,
+        without_ranges: str | None = None,
+    ) -> None:
+        """Keep the limits.
+
+        Args:
+            model: For its tokenizer and vocabulary.
+            plan: The cache plan.
+            max_model_len: The most tokens of a request.
+            secret: 32 bytes, for the keys of inputs.
+            options: For the most samples and characters of stop strings.
+            max_prompt_len: The most tokens of a prompt, if a prompt must be computed in one step; otherwise None.
+            without_ranges: A layer that does not honour bidirectional ranges of prompts, in words; None for none.
+
+        Raises:
+            ModelError: The tokenizer raises when it decodes an empty list of tokens. Or all prompts of the model are
+                bidirectional ranges, which a layer does not honour.
+        """
+        if model.description.bidirectional_prompts and without_ranges is not None:
+            raise ModelError(
+                f"{without_ranges}, does not honour bidirectional ranges, and every prompt of {model.description.name} "
+                "is one; give the layer a backend with the mask 'ranges', such as torch, by a rule of the stack"
+            )
+        try:
+            self.has_text = model.decode([]) is not None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise ModelError(f"the tokenizer of {model.description.name} cannot decode: {safe_text(error)}") from error
+        self._model = model
+        self._options = options
+        self.plan = plan
+        self._max_model_len = max_model_len
+        self._secret = secret
+        self._max_prompt_len = max_prompt_len
+        self._without_ranges = without_ranges
+
+    def admit(self, prompt: AnyPrompt, params: SamplingParams) -> tuple[list[int], Mapping[str, ModelInput]]:
+        """Return a request's first tokens and its inputs beside them.
+
+        Args:
+            prompt: Text or token ids, which go to the encoder if the model has one, or a prompt of two parts.
+            params: The limits of the request, and what ends it.
+
+        Raises:
+            RequestError: The request can never be served.
+            ModelError: The prompt is text, and the model has no tokenizer.
+        """
+        name, sequences = self._model.description.name, self._model.description.max_input_lens
+        self._check_params(params)
+        if not sequences:
+            if isinstance(prompt, Prompt) and prompt.encoder is not None:
+                raise RequestError(f"{name} has no encoder; give a prompt of text or token ids", code="extra_input")
+            own = prompt.decoder if isinstance(prompt, Prompt) else prompt
+            return self.token_ids(() if own is None else own, params), NO_INPUTS
+        given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
+        # A model may read several sequences, but a prompt brings one input at most.
+        prepared = {each: self._prepare(each, given.encoder if each == ENCODER else None) for each in sequences}
+        inputs = {each: value for each, value in prepared.items() if value is not None}
+        own = given.decoder
+        if own is None or isinstance(own, str):
+            start_token_ids, text = self._model.start_token_ids, None if own is None else _unicode(own)
+            own = _tokens_of("the model's start_token_ids", lambda: start_token_ids(text))
+        return self.token_ids(own, params, {each: value.num_tokens for each, value in inputs.items()}), inputs
+
+    def ranges(self, prompt: AnyPrompt, token_ids: Sequence[int]) -> tuple[TokenRange, ...]:
+        """Return a prompt's ranges of tokens that see each other in both directions, without those of one token.
+
+        They are those that the prompt states. If it states none, the model's description may make the whole prompt one.
+
+        Raises:
+            RequestError: They are no ranges of these tokens (``bad_ranges``), one of them exceeds a step
+                (``exceeds_step``), a layer's backend does not honour them (``mask_ranges``), or the whole prompt is
+                one and a layer does not keep all of its tokens (``prompt_too_long``).
+        """
+        stated: Any = prompt.bidirectional if isinstance(prompt, Prompt) else ()
+        num_tokens = len(token_ids)
+        if not _has_items(stated):
+            if not self._model.description.bidirectional_prompts:
+                return ()
+            self._check_whole_range(num_tokens)
+            stated = ((0, num_tokens),)
+        given = _ranges_of(stated, num_tokens)
+        if given is None:
+            raise RequestError(
+                f"a prompt's bidirectional ranges are pairs (start, stop) within its {num_tokens} tokens, sorted and "
+                f"disjoint, not {shown(stated)}",
+                code="bad_ranges",
+            )
+        if max(token_ids[start] for start, _ in given) > RangedTokens.MOST_TOKEN_ID or max(token_ids) >= 1 << 31:
+            raise RequestError(
+                f"a bidirectional range begins with a token id of at most {RangedTokens.MOST_TOKEN_ID}, in a prompt of "
+                f"ids below {1 << 31}; give other ids",
+                code="bad_ranges",
+            )
+        most = min(self.plan.max_num_batched_tokens, RangedTokens.MOST_RANGE)
+        longest = max(given, key=lambda part: part[1] - part[0])
+        if longest[1] - longest[0] > most:
+            raise RequestError(
+                f"the bidirectional range {longest} has {longest[1] - longest[0]} tokens, and may have {most}: it is "
+                f"computed in one step; raise max_num_batched_tokens in the stack's [engine], up to "
+                f"{RangedTokens.MOST_RANGE}",
+                code="exceeds_step",
+            )
+        if self._without_ranges is not None:
+            raise RequestError(
+                f"{self._without_ranges}, does not honour bidirectional ranges of prompts; give the layer a backend "
+                "with the mask 'ranges', such as torch, by a rule of the stack",
+                code="mask_ranges",
+            )
+        return tuple(part for part in given if part[1] - part[0] > 1)
+
+    def _check_whole_range(self, num_tokens: int) -> None:
+        """Refuse a prompt that is a bidirectional range as a whole if a layer does not keep all of its tokens."""
+        last = num_tokens - 1
+        for group in self.plan.groups:
+            spec = group.spec
+            if spec.sequence == TOKENS and num_covered(ask_live_ranges(spec, last)) < last:
+                raise RequestError(
+                    f"the prompt has {num_tokens} tokens, which all see each other in {self._model.description.name}; "
+                    f"layers such as {group.layers[0]!r} do not keep so many",
+                    code="prompt_too_long",
+                )
+
+    def boundaries(self, prompt: AnyPrompt, num_tokens: int, ranges: Sequence[TokenRange] = ()) -> tuple[int, ...]:
+        """Return where steps of a prompt of so many tokens have to end: the last whole blocks before its boundaries.
+
+        Raises:
+            RequestError: A boundary is not a number of tokens of the prompt.
+        """
+        if not isinstance(prompt, Prompt):
+            return ()
+        try:
+            given = _whole_numbers(prompt.boundaries)
+        except RequestError:
+            given = [0]
+        if given and not 1 <= min(given) <= max(given) <= num_tokens:
+            raise RequestError(
+                f"a prompt's boundaries are whole numbers from 1 to its number of tokens, {num_tokens}, not "
+                f"{shown(prompt.boundaries)}",
+                code="bad_boundaries",
+            )
+        ends = {each - each % self.plan.alignment for each in given} if self.plan.groups else set()
+        return tuple(sorted({RangedTokens.before_range(ranges, end) for end in ends} - {0, num_tokens}))
+
+    def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
+        given = _unicode(value) if isinstance(value, str) else value
+        prepared = _ask(f"reading the input of the {sequence}", self._model.prepare_input, sequence, given)
+        longest = self._model.description.max_input_lens[sequence]
+        if not isinstance(prepared, ModelInput | None):
+            raise RequestError(f"the model made {shown(prepared)} of its input, no ModelInput", code="bad_input")
+        if prepared is not None and prepared.num_tokens > longest:
+            raise RequestError(
+                f"the input of the {sequence} has {prepared.num_tokens} tokens; {self._model.description.name} takes "
+                f"{longest} at most",
+                code="input_too_long",
+            )
+        return None if prepared is None else attrs.evolve(prepared, key=content_key(self._secret, prepared.key))
+
+    def token_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, input_lens: Mapping[str, int] | None = None
+    ) -> list[int]:
+        """Return the prompt's token ids; raises ``RequestError`` if the request can never be served.
+
+        Args:
+            prompt: Text, or token ids.
+            params: The limits of the request, and what ends it; None if nothing is generated.
+            input_lens: The tokens of its inputs; no inputs unless given.
+        """
+        vocab_size, max_len = self._model.description.vocab_size or MAX_VOCAB_SIZE, self._max_model_len
+        if isinstance(prompt, str):
+            text = _unicode(prompt)
+            token_ids = _tokens_of("the tokenizer", lambda: self._model.encode(text))
+        else:
+            self._check_length(_num_items(prompt), params)
+            token_ids = _whole_numbers(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
+        self._check_length(len(token_ids), params)
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+            raise RequestError(f"{shown(wrong)} is not a token id; the model has [0, {vocab_size})", code="bad_token")
+        num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
+        if not self.plan.fits(num_tokens, input_lens or {}, len(token_ids)):
+            raise RequestError(
+                f"a request of {num_tokens} tokens does not fit the cache of {self.plan.total_bytes} bytes, even "
+                "alone; give more memory or ask for fewer tokens",
+                code="too_large",
+            )
+        return token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raise for params that no request may have, or none of this model."""
+        description, options = self._model.description, self._options
+        if params.n > options.max_samples:
+            raise bad_params(
+                f"n must be at most {options.max_samples}, not {shown(params.n)}; raise max_samples in the stack's "
+                "[engine]"
+            )
+        if params.stop and not self.has_text:
+            raise RequestError(
+                f"{description.name} has no tokenizer, so no stop string can be found; use stop_token_ids",
+                code="no_tokenizer",
+            )
+        if params.special_tokens and _ask("the tokenizer", self._model.decode_with_special_tokens, []) is None:
+            raise bad_params(f"{description.name} cannot show special tokens; leave special_tokens out")
+        num_chars = sum(map(len, params.stop))
+        if num_chars > options.max_stop_chars:
+            raise bad_params(
+                f"the stop strings have {num_chars:,} characters altogether, and may have {options.max_stop_chars:,}; "
+                "raise max_stop_chars in the stack's [engine]"
+            )
+        check_token_ids(params, description.vocab_size)
+
+    def _check_length(self, num_tokens: int, params: SamplingParams | None) -> None:
+        """Raise for a prompt that is too long.
+
+        Args:
+            num_tokens: Its tokens.
+            params: None if nothing is generated.
+        """
+        max_len = self._max_model_len
+        if num_tokens > max_len - (params is not None):
+            rest = "" if params is None else ", at least one of them generated"
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, but a request has at most {max_len}{rest}",
+                code="prompt_too_long",
+            )
+        if self._max_prompt_len is not None and num_tokens > self._max_prompt_len:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, and the model computes a prompt in one step, which has at "
+                f"most {self._max_prompt_len}; raise max_num_batched_tokens in the stack's [engine]",
+                code="exceeds_step",
+            )
+
+    def ids_of(self, prompt: Any) -> tuple[int, ...]:
+        """Return the request's own token ids, if the prompt has any before text is tokenised."""
+        if isinstance(prompt, Prompt):
+            prompt = prompt.decoder
+        elif self._model.description.max_input_lens:
+            return ()
+        try:
+            return tuple(_whole_numbers(prompt))
+        except RequestError:
+            return ()
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int | None) -> None:
+    """Raise a ``RequestError`` (``bad_params``) if parameters name tokens that the model does not have.
+
+    Args:
+        params: The parameters.
+        vocab_size: The model's tokens; None if that is unknown.
+    """
+    limit = vocab_size or MAX_VOCAB_SIZE
+    named = {"stop_token_ids": params.stop_token_ids}
+    if params.changes_logits:
+        named["logit_bias, bad_words_ids or a list of suppressed tokens"] = params.named_token_ids
+    for name, ids in named.items():
+        if ids and not 0 <= min(ids) <= max(ids) < limit:
+            wrong = next(token for token in ids if not 0 <= token < limit)
+            raise bad_params(f"{name} holds {shown(wrong)}; the model has the tokens [0, {limit})")
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not Unicode text: {error.reason}", code="bad_text") from error
+    return text
+
+
+def _whole_numbers(prompt: Any) -> list[int]:
+    try:
+        # Some iterables are not sequences of ids: strings and bytes are text, and sets and mappings have no order.
+        given = None if isinstance(prompt, bytes | bytearray | Set | Mapping | str) else list(prompt)
+    except Exception:  # a foreign sequence may raise anything
+        given = None
+    if given is None or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
+        raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
+    return [int(token) for token in given]
+
+
+def _has_items(given: Any) -> bool:
+    """Return whether ranges are given, right or wrong."""
+    return not (isinstance(given, Sized) and _num_items(given) == 0)
+
+
+def _ranges_of(given: Any, num_tokens: int) -> list[TokenRange] | None:
+    """Return ranges of so many tokens; None if they are none, or are not sorted and disjoint."""
+    try:
+        parts = [tuple(_whole_numbers(part)) for part in given]
+    except Exception:  # a foreign sequence may raise anything
+        return None
+    found = [(part[0], part[1]) for part in parts if len(part) == 2]
+    ends = [0, *(end for part in found for end in part), num_tokens]
+    is_right = len(found) == len(parts) and ends == sorted(ends) and all(start < stop for start, stop in found)
+    return found if is_right else None
+
+
+def _num_items(prompt: Any) -> int:
+    """Return the number of items of a sequence without iterating over it; 0 if it has no length."""
+    try:
+        return len(prompt) if isinstance(prompt, Sized) else 0
+    except Exception:  # for example, an array without dimensions
+        return 0
+
+
+def _tokens_of(what: str, ask: Callable[[], Any]) -> list[int]:
+    """Return the tokens that the model makes of a text; the model may raise or return anything."""
+    made = _ask(what, ask)
+    try:
+        return _whole_numbers(made)
+    except RequestError:
+        raise RequestError(
+            f"{what} gave {shown(made)}, which is not a sequence of token ids", code="bad_token"
+        ) from None
+
+
+def _ask(what: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Return the result of a function of the model; if it raises, the request is refused."""
+    try:
+        return function(*arguments)
+    except (KVFrameError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RequestError(f"{what} failed: {safe_text(error)}", code="bad_text") from error

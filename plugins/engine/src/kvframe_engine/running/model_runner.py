@@ -1,0 +1,475 @@
+"""Runs a step: packs the scheduled requests into tensors, runs the model and samples the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain, compress
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe import AttentionLayers, BlockTables, InputBatch, StepBatch, allocating, build_metadata
+from kvframe.contract.errors import ModelError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.model import LoadedModel, ModelInput
+from kvframe.contract.order import IntArray
+from kvframe.contract.specs import TokenRange
+from kvframe_engine.graphs.step_graphs import Forward, StepGraphs
+from kvframe_engine.requests.progress import NO_INPUTS, RequestT
+from kvframe_engine.requests.request import Request
+from kvframe_engine.running.logits_processors import process_logits
+from kvframe_engine.running.next_tokens import accept_drafts, add_logprobs, sample, token_logprobs
+from kvframe_engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
+
+if TYPE_CHECKING:
+    from kvframe_engine.running.draft_runner import DraftRunner
+
+_CPU = torch.device("cpu")
+
+SkipPolicy = Callable[[StepBatch], bool]
+"""Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
+
+
+Compute = Callable[[StepBatch, IntArray, Mapping[str, Mapping[int, ModelInput]]], torch.Tensor]
+"""Computes a batch, and returns the logits of the packed tokens whose indices are given."""
+
+NONE_WANTED: IntArray = np.zeros(0, dtype=np.int64)
+"""Asks for no row of logits."""
+
+NO_NEW_INPUTS: Mapping[str, Mapping[int, ModelInput]] = MappingProxyType({})
+
+
+class ModelRunner:
+    """Runs packed batches of a model.
+
+    Invariant: ``tokens[row, :n]`` are the ``n`` known tokens of the request that has ``row`` in the block tables.
+
+    Attributes:
+        tokens: ``[max_num_seqs, max_model_len], int64, host``.
+        input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: the length of the sequence of
+            the request that has the row; 0 for none.
+        prompt_lens: ``[max_num_seqs], int64, host``: the length of the prompt of the request that has the row; None if
+            nothing depends on it.
+        ranges: By row, the ranges of a prompt whose tokens see each other in both directions, until they are computed.
+        device: Where the model runs.
+        graphs: The graphs that steps are replayed from if possible; None for none.
+        compute: Computes a batch: ``compute(batch, logits_indices, new_inputs)``. On rank 0 of several ranks, it first
+            sends the batch to the others.
+        hidden_states: The rows of the last step that its tokens were sampled from, by request; None if no proposer
+            needs them.
+        hidden_rows: The hidden states of the last step, of all its tokens or of its rows of logits; None if there are
+            none. The next step overwrites them.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        layers: AttentionLayers,
+        tables: BlockTables,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        skip_policy: SkipPolicy | None = None,
+        graphs: StepGraphs | None = None,
+        tokens: IntArray | None = None,
+        hidden_states: dict[str, torch.Tensor] | None = None,
+        forward: Forward | None = None,
+        keeps_all_rows: bool = False,
+    ) -> None:
+        """Keep what steps need.
+
+        Args:
+            model: The model, attached to ``layers``.
+            layers: Its attention layers.
+            tables: The block tables of the cache manager that gives out rows, one per cache group.
+            device: Where the model runs.
+            max_num_seqs: The most requests at a time.
+            max_model_len: The most tokens of a request.
+            skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
+            graphs: The graphs that steps are replayed from if possible; none unless given.
+            tokens: The ``tokens`` of another runner, which it then shares; its own unless given.
+            hidden_states: Where each step leaves the hidden states of the requests that it gives tokens.
+            forward: What computes a step. It returns the logits and, if they are kept, hidden states. The model's
+                forward unless given.
+            keeps_all_rows: Whether it returns the hidden states of all tokens of a step (``hidden_rows``).
+
+        Raises:
+            PlanError: The machine has no memory for the tokens.
+        """
+        advice = "a smaller max_num_seqs or max_model_len"
+        if tokens is None:
+            with allocating(8 * max_num_seqs * max_model_len, f"for the tokens of {max_num_seqs} requests", advice):
+                tokens = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
+        self.tokens: IntArray = tokens
+        self.input_lens: dict[str, IntArray] = {
+            name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
+        }
+        self.prompt_lens: IntArray | None = np.zeros(max_num_seqs, dtype=np.int64) if layers.prompt_groups else None
+        self.ranges: dict[int, Sequence[TokenRange]] = {}
+        self._model = model
+        self._layers = layers
+        self._tables = tables
+        self.device = device
+        self._skip_policy = skip_policy
+        self.graphs = graphs
+        self.compute: Compute = self._compute
+        self.hidden_states = hidden_states
+        self._keeps_all_rows = keeps_all_rows
+        if forward is None:
+            forward = forward_of(
+                model, with_hidden_states=hidden_states is not None, with_all_hidden_states=keeps_all_rows
+            )
+        self._forward = forward
+        self.hidden_rows: torch.Tensor | None = None
+
+    def warm_up(self) -> None:
+        """Capture the usual graphs, so that the first request need not wait for them. No row may be set yet."""
+        if self.graphs is not None:
+            self.graphs.capture_usual(self._tables)
+
+    @property
+    def num_replays(self) -> int:
+        """How often a captured step was replayed."""
+        return 0 if self.graphs is None else self.graphs.num_replays
+
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs; each is captured again when a step needs it."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def pack(self, step: ScheduledStep[RequestT]) -> PackedStep[RequestT]:
+        """Store the tokens of a step's new requests, and its drafts; pack it in the order that backends ask for.
+
+        Args:
+            step: The step; every request has a row, and blocks for its tokens.
+        """
+        for request in step.admitted:
+            self.set_row(request.row, request.token_ids, request.inputs, request.num_prompt_tokens, request.ranges)
+        for place, drafts in enumerate(step.drafts):
+            if drafts:
+                row, start = step.rows[place], step.num_known[place]
+                self.tokens[row, start : start + len(drafts)] = drafts
+        return PackedStep.of(step, self._layers.order_for)
+
+    def set_row(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        inputs: Mapping[str, ModelInput] = NO_INPUTS,
+        num_prompt_tokens: int | None = None,
+        ranges: Sequence[TokenRange] = (),
+    ) -> None:
+        """Store what is known of the request that has a row: its tokens, input and prompt lengths, and ranges."""
+        if ranges:
+            self.ranges[row] = ranges
+        else:
+            self.ranges.pop(row, None)
+        self.tokens[row, : len(token_ids)] = token_ids
+        if self.prompt_lens is not None:
+            self.prompt_lens[row] = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        for name, lens in self.input_lens.items():
+            lens[row] = inputs[name].num_tokens if name in inputs else 0
+
+    def forward(
+        self,
+        batch: StepBatch,
+        new_inputs: Mapping[str, Mapping[int, ModelInput]] = NO_NEW_INPUTS,
+        *,
+        wants_logits: bool = True,
+    ) -> torch.Tensor:
+        """Run the model over one packed batch whose rows were set.
+
+        If layers can skip tokens, they compute only those whose logits are wanted. They compute all tokens if the
+        policy says so, and also if the wanted tokens of a request are not its last ones: only what is not needed later
+        is skipped.
+
+        Args:
+            batch: The batch. Its ``generating_indices`` are the tokens whose logits are wanted.
+            new_inputs: By sequence and row, the inputs beside tokens that this step computes and stores.
+            wants_logits: Whether these logits are computed. Without them, the same tokens count as generating.
+
+        Returns:
+            Logits ``[num_wanted, vocab_size], device``.
+
+        Raises:
+            WrapperError: A wrapper cannot take the step.
+            BackendError: A backend returned a wrong output.
+            ModelError: The model did.
+        """
+        if self.input_lens:
+            inputs = {name: self._input_batch(name, batch.rows, new_inputs) for name in self.input_lens}
+            batch = attrs.evolve(batch, inputs=inputs)
+        if self.prompt_lens is not None:
+            batch = attrs.evolve(batch, num_prompt_tokens=self.prompt_lens[batch.rows])
+        if self.ranges:
+            batch = attrs.evolve(batch, range_ends=self._range_ends(batch))
+        num_tokens = len(batch.token_positions[1])
+        logits_indices = batch.generating_indices if wants_logits else NONE_WANTED
+        if self._layers.skipped and len(logits_indices) < num_tokens and not self._may_skip(batch):
+            batch = attrs.evolve(batch, generating_indices=np.arange(num_tokens))
+        return self.compute(batch, logits_indices, new_inputs)
+
+    def _compute(
+        self, batch: StepBatch, logits_indices: IntArray, new_inputs: Mapping[str, Mapping[int, ModelInput]]
+    ) -> torch.Tensor:
+        rows = batch.rows
+        requests, positions = batch.token_positions
+        metadata = self._build_metadata(batch)
+        tensors = (self.tokens[rows[requests], positions], positions, logits_indices)
+        sizes = None if self.graphs is None else self.graphs.sizes_for(batch, len(logits_indices))
+        with torch.inference_mode():
+            if self.input_lens:
+                self._model.compute_inputs(
+                    {
+                        name: [new_inputs[name][row] for row in rows[batch.inputs[name].is_new].tolist()]
+                        for name in new_inputs
+                    }
+                )
+            if self.graphs is not None and sizes is not None:
+                rows_of_graph = self.graphs.run(sizes, batch, self._tables, metadata, *tensors)
+                if rows_of_graph is not None:
+                    logits, *others = rows_of_graph
+                    num_rows = len(positions) if self._keeps_all_rows else len(logits_indices)
+                    return self._split_output([logits[: len(logits_indices)], *(each[:num_rows] for each in others)])
+            token_ids, positions_there, wanted = self._layers.begin_step(
+                metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in tensors)
+            )
+            output = self._forward(token_ids, positions_there, wanted)
+            kept_rows = self._layers.kept_rows
+            num_wanted = len(wanted if kept_rows is None else kept_rows)
+            num_others = len(positions) if self._keeps_all_rows else num_wanted
+            for tensor, count in zip(output, (num_wanted, num_others), strict=False):
+                self._check_logits(tensor, count)
+            if kept_rows is None:
+                return self._split_output(output)
+            # The rows that the layers computed, then padding.
+            is_kept = batch.generating_indices is logits_indices
+            return self._split_output([each[: len(wanted)] if is_kept else each[wanted] for each in output])
+
+    def hidden_rows_of(self, packed: StepBatch, rows: IntArray, counts: IntArray) -> torch.Tensor:
+        """Return the hidden states of the first tokens of some requests of the last step, ``[sum(counts), …], device``.
+
+        Args:
+            packed: The batch of the step.
+            rows: ``[num_reqs]``: the requests' rows.
+            counts: ``[num_reqs]``: how many of the tokens that it computed of each.
+        """
+        assert self.hidden_rows is not None
+        starts = np.zeros(len(self.tokens), dtype=np.int64)
+        starts[packed.rows] = np.cumsum(packed.query_lens) - packed.query_lens
+        places = np.arange(int(counts.sum())) + np.repeat(starts[rows] - np.cumsum(counts) + counts, counts)
+        return self.hidden_rows.index_select(0, self.to_device(places))
+
+    def _split_output(self, output: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the logits of a step, and keep the hidden states of the same rows, if there are any."""
+        logits, *others = output
+        self.hidden_rows = others[0] if others else None
+        return logits
+
+    def _check_logits(self, logits: Any, num_rows: int) -> None:
+        """Refuse another number of rows than was asked for, which would give requests each other's tokens."""
+        if isinstance(logits, torch.Tensor) and logits.ndim == 2 and logits.shape[0] == num_rows:
+            return
+        found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__!r}"
+        raise ModelError(
+            f"{self._model.description.name}: its model adapter's forward returned {found}, and not a tensor "
+            f"[{num_rows}, vocab_size]: this is a mistake in the model adapter"
+        )
+
+    def _build_metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
+        """Return a step's metadata, on the host unless an extension has no host copy."""
+        device = _CPU
+        if batch.extensions:
+            extensions = {
+                name: attrs.evolve(extension, values=extension.values_cpu)
+                for name, extension in batch.extensions.items()
+                if extension.values_cpu is not None
+            }
+            if len(extensions) < len(batch.extensions):
+                device = self.device
+            else:
+                batch = attrs.evolve(batch, extensions=extensions)
+        metadata = build_metadata(batch, self._tables, device, self._layers.prompt_groups)
+        return metadata if not self._layers.local.places else (*metadata, *self._layers.local.metadata(batch))
+
+    def _input_batch(self, name: str, rows: IntArray, new_inputs: Mapping[str, Collection[int]]) -> InputBatch:
+        lens = self.input_lens[name]
+        is_new = np.zeros(len(lens), dtype=np.bool_)
+        is_new[list(new_inputs.get(name, ()))] = True
+        return InputBatch(lens=lens[rows], is_new=is_new[rows])
+
+    def _range_ends(self, batch: StepBatch) -> IntArray | None:
+        """Return where the range of each packed token ends, ``[num_tokens]``, 0 for none; None if none is in one."""
+        found: IntArray | None = None
+        firsts = np.cumsum(batch.query_lens) - batch.query_lens
+        for index in np.flatnonzero(np.isin(batch.rows, [*self.ranges])).tolist():
+            row, num_computed, query_len = int(batch.rows[index]), batch.num_computed[index], batch.query_lens[index]
+            for start, stop in self.ranges[row]:
+                if num_computed <= start < num_computed + query_len:
+                    found = np.zeros(int(batch.query_lens.sum()), np.int64) if found is None else found
+                    first = firsts[index] - num_computed
+                    found[first + start : first + stop] = stop
+            if self.ranges[row][-1][1] <= num_computed + query_len:
+                del self.ranges[row]
+        return found
+
+    def _may_skip(self, batch: StepBatch) -> bool:
+        return are_last_tokens(batch) and (self._skip_policy is None or self._skip_policy(batch))
+
+    def to_device(self, values: IntArray) -> torch.Tensor:
+        """Return a copy on the model's device."""
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+class TokenRunner(ModelRunner):
+    """Runs a step to the next tokens of its requests.
+
+    Attributes:
+        draft: Runs the draft model, or the prediction heads, over the same steps; None for none.
+        packed: The batch of the last step.
+    """
+
+    draft: DraftRunner | None = None
+    packed: StepBatch
+
+    def warm_up(self) -> None:
+        """Capture the usual graphs of both models."""
+        super().warm_up()
+        if self.draft is not None:
+            self.draft.warm_up()
+
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs of both models."""
+        super().drop_graphs()
+        if self.draft is not None:
+            self.draft.drop_graphs()
+
+    def run(self, step: ScheduledStep[Request]) -> Outcomes:
+        """Compute a step and return the next token of each request whose last known token it computes.
+
+        Requests that want log-probabilities of their prompt get those of the tokens that this step computes.
+
+        Args:
+            step: The step; every request has a row, and blocks for its tokens.
+
+        Returns:
+            Token ids in the step's order; ``FAILED`` for a request whose logits are not numbers. Of a step with drafts,
+            for each request the accepted drafts and the token after them; none if its logits are not numbers.
+        """
+        outcomes = self._run(step)
+        if self.draft is not None:
+            self.draft.follow(step, outcomes)
+        return outcomes
+
+    def _run(self, step: ScheduledStep[Request]) -> Outcomes:
+        packed = self.packed = self.pack(step)
+        if self.hidden_states is not None:
+            self.hidden_states.clear()
+        logits = self.forward(packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS)
+        if len(packed.prompt_rows):
+            self._add_prompt_logprobs(packed, logits)
+            logits = logits[self.to_device(packed.sampled)]
+        if not len(packed.sampled):
+            return []
+        requests: Sequence[Request] = packed.requests
+        rows = packed.rows
+        if not packed.is_sampled.all():
+            requests = list(compress(requests, packed.is_sampled))
+            rows = rows[packed.is_sampled]
+        num_known = (packed.num_computed + packed.query_lens)[packed.is_sampled]
+        if packed.drafts:
+            drafts = list(compress(packed.drafts, packed.is_sampled))
+            runs = accept_drafts(process_logits(logits, requests, drafts), requests, drafts)
+            if self.hidden_states is not None:
+                self._keep_hidden_states(packed, requests, runs, [1 + len(each) for each in drafts])
+            if any(request.params.logprobs for request in requests):
+                add_logprobs(logits, requests, runs, [1 + len(each) for each in drafts])
+            num_new = np.array([len(run) for run in runs])
+            first = num_known - np.array([len(each) for each in drafts])
+            places = np.arange(int(num_new.sum())) + np.repeat(first + num_new - np.cumsum(num_new), num_new)
+            self.tokens[np.repeat(rows, num_new), places] = [*chain.from_iterable(runs)]
+            return runs if packed.places is None else [runs[place] for place in packed.places]
+        token_ids = sample(process_logits(logits, requests), requests)
+        if self.hidden_states is not None:
+            self._keep_hidden_states(packed, requests, [[each] for each in token_ids], [1] * len(requests))
+        if any(request.params.logprobs for request in requests):
+            add_logprobs(logits, requests, [[each] for each in token_ids], [1] * len(requests))
+        self.tokens[rows, num_known] = token_ids
+        return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
+
+    def _keep_hidden_states(
+        self,
+        packed: PackedStep[Request],
+        requests: Sequence[Request],
+        runs: Sequence[Sequence[int]],
+        num_rows: Sequence[int],
+    ) -> None:
+        """Keep a row for each new token of each request: copies, because the next step overwrites those of a graph.
+
+        Args:
+            packed: The step.
+            requests: The requests that get tokens.
+            runs: Their new tokens, which follow the first of their rows.
+            num_rows: How many sampled rows each has.
+        """
+        assert self.hidden_states is not None
+        assert self.hidden_rows is not None
+        rows, counts = self.hidden_rows, [sum(token >= 0 for token in run) for run in runs]
+        starts = np.cumsum(num_rows) - num_rows
+        wanted = np.concatenate([np.arange(count) + start for start, count in zip(starts, counts, strict=True)])
+        kept = rows.index_select(0, self.to_device(packed.sampled[wanted]))
+        for request, part in zip(requests, kept.split(counts), strict=True):
+            if len(part):
+                self.hidden_states[request.request_id] = part
+        self.hidden_rows = None
+
+    def _add_prompt_logprobs(self, packed: PackedStep[Request], logits: torch.Tensor) -> None:
+        following = self.tokens[packed.rows[packed.prompt_requests], packed.prompt_positions + 1]
+        indices, counts = np.unique(packed.prompt_requests, return_counts=True)
+        requests = [packed.requests[index] for index in indices.tolist()]
+        values, top_ids, top_values = token_logprobs(
+            logits,
+            self.to_device(packed.prompt_rows),
+            self.to_device(following),
+            max(request.num_top_prompt_logprobs for request in requests),
+        )
+        stop = 0
+        for request, count in zip(requests, counts.tolist(), strict=True):
+            start, stop, num_top = stop, stop + count, request.num_top_prompt_logprobs
+            tops = zip(top_ids[start:stop], top_values[start:stop], strict=True)
+            request.add_prompt_logprobs(
+                values[start:stop],
+                [dict(zip(ids[:num_top], likely[:num_top], strict=True)) for ids, likely in tops] if num_top else (),
+            )
+
+
+def new_inputs_of(step: ScheduledStep[RequestT]) -> Mapping[str, Mapping[int, ModelInput]]:
+    """Return by sequence and row the inputs that a step computes."""
+    found: dict[str, dict[int, ModelInput]] = {}
+    for request in step.admitted:
+        for name in request.new_inputs:
+            found.setdefault(name, {})[request.row] = request.inputs[name]
+    return found
+
+
+def forward_of(
+    model: LoadedModel, *, with_hidden_states: bool = False, with_all_hidden_states: bool = False
+) -> Forward:
+    """Return a model's forward, which gives the hidden states of the logits' rows, or of all, if they are needed."""
+    if with_all_hidden_states:
+        return model.forward_with_all_hidden_states
+    if with_hidden_states:
+        return model.forward_with_hidden_states
+    return lambda token_ids, positions, wanted: (model.forward(token_ids, positions, wanted),)
+
+
+def are_last_tokens(batch: StepBatch) -> bool:
+    """Return whether the generating tokens of every request are its last ones."""
+    requests, _ = batch.token_positions
+    counts = np.bincount(requests[batch.generating_indices], minlength=len(batch.rows))
+    to_ends = np.repeat(np.cumsum(batch.query_lens) - np.cumsum(counts), counts)
+    return np.array_equal(batch.generating_indices, np.arange(len(to_ends)) + to_ends)

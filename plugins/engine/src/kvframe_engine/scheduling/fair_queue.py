@@ -1,0 +1,126 @@
+"""The waiting requests in the order of their admission: the owner with the fewest running requests is the next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Generic
+
+from kvframe_engine.requests.progress import RequestT
+
+
+class FairQueue(Generic[RequestT]):
+    """Orders the waiting requests, and counts the running requests of each owner.
+
+    The next request belongs to the owner with the fewest running requests. Owners with equally many take turns. The
+    requests of one owner come in the order in which they were added. With one owner, this is first come, first served.
+
+    Every method but ``first_of`` and the iterator takes the same time for any number of owners and of waiting requests.
+    A queue of another order is a class with the same methods.
+
+    Invariant: an owner is in a ring if one of its requests waits, and that is the ring of its number of running
+    requests.
+    """
+
+    def __init__(self) -> None:
+        """Start without requests."""
+        self._queues: dict[str, OrderedDict[str, RequestT]] = {}
+        self._num_running: dict[str, int] = {}
+        # There are few rings: the different numbers add up to at most the running requests.
+        self._rings: dict[int, OrderedDict[str, None]] = {}
+        self._num_waiting = 0
+
+    @property
+    def first(self) -> RequestT:
+        """The request to admit next. The queue must not be empty."""
+        owner = next(iter(self._rings[min(self._rings)]))
+        return next(iter(self._queues[owner].values()))
+
+    def first_of(self, is_ready: Callable[[RequestT], bool]) -> RequestT | None:
+        """Return the request to admit next among those that ``is_ready`` accepts; None if it accepts none."""
+        for count in sorted(self._rings):
+            for owner in self._rings[count]:
+                for request in self._queues[owner].values():
+                    if is_ready(request):
+                        return request
+        return None
+
+    @property
+    def has_several_owners(self) -> bool:
+        """Whether the waiting and the running requests belong to several owners."""
+        waiting, running = self._queues, self._num_running
+        if len(waiting) > 1 or len(running) > 1:
+            return True
+        return bool(waiting and running) and next(iter(waiting)) not in running
+
+    def num_running(self, owner: str) -> int:
+        """Return the number of running requests of an owner."""
+        return self._num_running.get(owner, 0)
+
+    def append(self, request: RequestT) -> None:
+        """Add a request after the others of its owner."""
+        self._queue_of(request.owner)[request.request_id] = request
+
+    def appendleft(self, request: RequestT) -> None:
+        """Add a request before the others of its owner, and its owner before those with as many running requests."""
+        queue = self._queue_of(request.owner)
+        queue[request.request_id] = request
+        queue.move_to_end(request.request_id, last=False)
+        self._rings[self.num_running(request.owner)].move_to_end(request.owner, last=False)
+
+    def take(self, request: RequestT) -> None:
+        """Remove a waiting request, and count it as running."""
+        self.remove(request)
+        self._count(request.owner, 1)
+
+    def note_stop(self, request: RequestT) -> None:
+        """Record that a request no longer runs."""
+        self._count(request.owner, -1)
+
+    def remove(self, request: RequestT) -> None:
+        """Remove a waiting request."""
+        owner = request.owner
+        queue = self._queues[owner]
+        del queue[request.request_id]
+        self._num_waiting -= 1
+        if not queue:
+            del self._queues[owner]
+            self._leave_ring(owner)
+
+    def _queue_of(self, owner: str) -> OrderedDict[str, RequestT]:
+        """Return the queue of an owner, to which the caller adds a request."""
+        self._num_waiting += 1
+        queue = self._queues.get(owner)
+        if queue is None:
+            queue = self._queues[owner] = OrderedDict()
+            self._enter_ring(owner)
+        return queue
+
+    def _count(self, owner: str, change: int) -> None:
+        """Change the number of running requests of an owner."""
+        is_waiting = owner in self._queues
+        if is_waiting:
+            self._leave_ring(owner)
+        count = self.num_running(owner) + change
+        if count:
+            self._num_running[owner] = count
+        else:
+            del self._num_running[owner]
+        if is_waiting:
+            self._enter_ring(owner)
+
+    def _enter_ring(self, owner: str) -> None:
+        self._rings.setdefault(self.num_running(owner), OrderedDict())[owner] = None
+
+    def _leave_ring(self, owner: str) -> None:
+        count = self.num_running(owner)
+        del self._rings[count][owner]
+        if not self._rings[count]:
+            del self._rings[count]
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[RequestT]:
+        for queue in self._queues.values():
+            yield from queue.values()

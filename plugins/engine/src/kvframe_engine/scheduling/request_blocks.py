@@ -1,0 +1,207 @@
+"""Gives requests their blocks, swaps and releases them; finds requests whose blocks a waiting request will share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic
+
+import attrs
+
+from kvframe import FoundPrefix
+from kvframe_engine.requests.progress import RequestProgress, RequestT
+from kvframe_engine.scheduling.request_cache import RequestCache
+from kvframe_engine.scheduling.stats import SchedulerStats
+
+
+class RequestBlocks(Generic[RequestT]):
+    """Starts, swaps and ends requests in the cache, and updates the requests' own fields.
+
+    Invariant: a request's ``row`` and ``is_swapped`` agree with the cache. The scheduler decides which requests run.
+    """
+
+    def __init__(
+        self, cache: RequestCache, stats: SchedulerStats, *, max_num_batched_tokens: int, reserve_prompts: bool
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+            cache: Where requests get their blocks.
+            stats: The counters to update.
+            max_num_batched_tokens: As for ``Scheduler``.
+            reserve_prompts: As for ``Scheduler``.
+        """
+        self._cache = cache
+        self._stats = stats
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._reserve_prompts = reserve_prompts
+
+    def let_run(self, request: RequestT, budget: int, input_tokens: int, *, others_run: bool) -> int:
+        """Let a waiting request run: resume a swapped one, fork one, or start one on its cached prefix.
+
+        Args:
+            request: The request.
+            budget: Tokens that the step has left.
+            input_tokens: Tokens of inputs that the step computes for other requests.
+            others_run: Whether any other request runs.
+
+        Returns:
+            The number of its tokens that the step computes; 0, and nothing changed, if there are too few free blocks.
+        """
+        if request.is_swapped:
+            try:
+                return self._resume(request, budget, others_run)
+            except (RuntimeError, MemoryError):
+                self._stats.failed_swaps += 1
+                self.release(request)
+        other, request.forks_from = request.forks_from, None
+        if other is not None and other.row >= 0 and other.num_computed == other.pause_at and not other.new_inputs:
+            return self._fork(request, other)
+        return self._start(request, budget, input_tokens, others_run)
+
+    def swap_out(self, request: RequestT) -> bool:
+        """Swap a request out to host memory; return False, and change nothing, if that is not possible."""
+        try:
+            if not self._cache.swap_out(request.request_id):
+                return False
+        except (RuntimeError, MemoryError):
+            self._stats.failed_swaps += 1
+            return False
+        self._stats.swaps += 1
+        request.is_swapped = True
+        request.row = -1
+        return True
+
+    def release(self, request: RequestT) -> None:
+        """Free all blocks of a request; none of its tokens are computed then."""
+        self._cache.free(request.request_id)
+        request.row = -1
+        request.is_swapped = False
+        request.num_computed = 0
+        request.new_inputs = frozenset()
+
+    # --- the three ways to start --------------------------------------------------------------------------------------
+
+    def _fork(self, request: RequestT, other: RequestProgress) -> int:
+        """Start a request from the computed tokens of another one that pauses; one step computes the known rest."""
+        self._cache.fork(other.request_id, request.request_id, request.cache_tokens)
+        try:
+            if not self._extend_first(request, len(request.token_ids)):
+                self.release(request)
+                return 0
+        except (RuntimeError, MemoryError):
+            return 0
+        request.fork(other)
+        request.row = self._cache.row(request.request_id)
+        request.is_on_cache = request.was_started = True
+        request.cached = FoundPrefix(num_tokens=request.num_computed, known_tokens=request.num_computed)
+        self._stats.prompt_tokens += request.num_prompt_tokens
+        self._stats.cached_prompt_tokens += request.num_computed
+        return len(request.token_ids) - request.num_computed
+
+    def _resume(self, request: RequestT, budget: int, others_run: bool) -> int:
+        """Resume a request that was swapped out."""
+        num_tokens = request.end_of_step(request.num_computed, budget)
+        num_scheduled = num_tokens - request.num_computed
+        if not num_scheduled:
+            return 0
+        if not self._cache.swap_in(request.request_id, num_tokens, use_prefix=not request.runs_alone):
+            # The cached blocks that it hit may be scattered over slabs. New blocks always fit if no other request runs.
+            if others_run:
+                return 0
+            fits = self._cache.swap_in(request.request_id, num_tokens, use_prefix=False)
+            assert fits, "the plan guarantees enough blocks for a lone request"
+        request.is_swapped = False
+        request.row = self._cache.row(request.request_id)
+        return num_scheduled
+
+    def _start(self, request: RequestT, budget: int, input_tokens: int, others_run: bool) -> int:
+        """Start a request on its cached prefix."""
+        while True:
+            hit = self._cache.start(
+                request.request_id,
+                request.cache_tokens,
+                salt=request.cache_salt,
+                use_prefix=request.uses_prefix,
+                inputs=request.input_sequences,
+                num_prompt_tokens=request.num_prompt_tokens,
+                ranges=request.ranges,
+            )
+            if request.inputs:
+                request.new_inputs = self._cache.missing_inputs(request.request_id)
+            # A single input is admitted at any length, because it cannot be computed in parts.
+            new_tokens = request.num_new_input_tokens
+            fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
+            num_scheduled = request.end_of_step(hit, budget) - hit
+            if not num_scheduled:  # its next range needs more of a step
+                self.release(request)
+                return 0
+            if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
+                # Without blocks for the rest, it would take blocks from others until it is preempted itself.
+                fits = fits and self._fits_whole(request)
+            if fits and self._extend_first(request, hit + num_scheduled):
+                break
+            self.release(request)
+            if others_run:
+                return 0
+            assert not request.runs_alone, "the plan guarantees enough blocks for a lone request"
+            request.runs_alone = True
+        request.row = self._cache.row(request.request_id)
+        request.num_computed = hit
+        request.is_on_cache = hit > 0 or len(request.new_inputs) < len(request.inputs)
+        self._stats.computed_input_tokens += new_tokens
+        if not request.was_started:
+            request.was_started = True
+            request.cached = self._cache.found_prefix(request.request_id)
+            if request.wants_prompt_rows:
+                why = "every token of the prompt is computed for its log-probabilities"
+                request.cached = attrs.evolve(request.cached, why=why)
+            self._stats.prompt_tokens += request.num_prompt_tokens
+            self._stats.cached_prompt_tokens += hit
+        return num_scheduled
+
+    def _fits_whole(self, request: RequestT) -> bool:
+        """Return whether there are enough free blocks for all tokens of a new request; free the request on an error."""
+        try:
+            return self._cache.has_capacity(request.request_id, len(request.token_ids))
+        except BaseException:
+            self.release(request)
+            raise
+
+    def _extend_first(self, request: RequestT, num_tokens: int) -> bool:
+        """Allocate blocks for a new request's first tokens; free the request on an error."""
+        try:
+            return self._cache.extend(request.request_id, num_tokens)
+        except BaseException:
+            self.release(request)
+            raise
+
+
+def is_being_computed(request: RequestT, admitted: Sequence[RequestT], counts: Sequence[int], block_size: int) -> bool:
+    """Return whether a request admitted in this step computes state that ``request`` can share in the next step.
+
+    That is the state of an equal input, or of a block of equal tokens after equal inputs. Only requests with the
+    same salt count: the timing of others must not reveal them.
+
+    Args:
+        request: A request that waits.
+        admitted: The requests that are admitted in this step so far.
+        counts: The number of tokens that each of them computes.
+        block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
+    """
+    if not block_size or not request.uses_prefix or request.is_swapped:
+        return False
+    most = len(request.token_ids) - 1
+    for other, count in zip(admitted, counts, strict=True):
+        if other.cache_salt != request.cache_salt:
+            continue
+        if any(other.input_sequences[name] == request.input_sequences.get(name) for name in other.new_inputs):
+            return True
+        if other.input_sequences != request.input_sequences or other.ranges != request.ranges:
+            continue
+        first = other.num_computed // block_size * block_size
+        last = min(other.num_computed + count, most) // block_size * block_size
+        # One comparison is enough: of the tokens up to the end of the first block that the other request computes.
+        stop = first + block_size
+        if stop <= last and other.token_ids[:stop] == request.token_ids[:stop]:
+            return True
+    return False

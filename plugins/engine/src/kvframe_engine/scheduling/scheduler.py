@@ -1,0 +1,549 @@
+"""Continuous batching: chooses which tokens of which requests the next step computes.
+
+Each step has a token budget. Running requests come first, in the order of their admission, then waiting requests, those
+of the owner with the fewest running requests first. A sample that will fork from another one, whose prompt is in
+progress, lets other requests go first. A prompt that exceeds the budget is computed in chunks over several steps; its
+first chunk is scheduled when the cache has enough free blocks for all chunks. If there are too few blocks for a running
+request, the request that was admitted last is preempted: it frees its blocks and waits at the head of its owner's
+queue. Its state is swapped out to host memory if it fits there; otherwise its tokens are recomputed. If the cache keeps
+no state between steps, a prompt is computed in one step. Draft tokens come last: they take what the step's budget and
+the free blocks have left.
+
+Owners share what runs. An owner's share is the number of running requests, divided by the number of owners with waiting
+or running requests. Three rules give an owner below its share what another one has above its own:
+
+- If the first waiting request finds no row or too few blocks, the last request of the owner with the most running
+  requests is preempted for it, if that owner has at least two more than the owner of the waiting request.
+- If running requests need more blocks than are free, they take them from the last request of that owner too.
+- If prompts in progress exceed a step, their owners get equal parts of its tokens.
+
+A preemption by the first rule makes the numbers of running requests more equal: the owner that loses one still has more
+than the other one had, so it is above its share, and its preempted request waits until the other one is admitted and
+does not preempt back. An owner's only running request is never preempted by this rule. The first running request is
+preempted by no rule while others run. So it ends, and every other one becomes the first some time. The worst case is an
+owner with a new short request whenever the last one has ended. Each of them can preempt the last request of the owner
+with the most, which then computes again what it does not find in the cache or in host memory; its other requests
+continue.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Generic, cast
+
+import numpy as np
+
+from kvframe.contract.errors import KVFrameError
+from kvframe.contract.foreign import safe_text
+from kvframe.contract.order import IntArray
+from kvframe_engine.requests.progress import FinishReason, RequestProgress, RequestT
+from kvframe_engine.scheduling.drafting import Continue, Drafting
+from kvframe_engine.scheduling.fair_queue import FairQueue
+from kvframe_engine.scheduling.request_blocks import RequestBlocks, is_being_computed
+from kvframe_engine.scheduling.request_cache import RequestCache
+from kvframe_engine.scheduling.stats import SchedulerStats
+from kvframe_engine.scheduling.step import Outcomes, RunningRequests, ScheduledStep
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("kvframe")
+NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
+
+
+class Scheduler(Generic[RequestT]):
+    """Owns the queue of waiting requests and the list of running ones.
+
+    Ctrl-C waits while the scheduler runs. So every exception here is a plugin's or a fault, ``KeyboardInterrupt`` too.
+
+    Invariant: a request of the scheduler either waits (no row, and no blocks except swapped ones), or runs (with a row
+    and blocks).
+
+    Attributes:
+        waiting: The queue.
+        running: The running requests, in the order of their admission. If they have several owners, they may be ordered
+            by rank.
+        stats: The counters.
+        failed: The requests that ended with an error in ``schedule``, or in a ``complete`` that raised, each once.
+    """
+
+    def __init__(
+        self,
+        cache: RequestCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        shared_block_size: int = 0,
+        whole_prompts: bool = False,
+        reserve_prompts: bool = True,
+        drafting: Drafting[RequestT] | None = None,
+    ) -> None:
+        """Start with nothing to do.
+
+        Args:
+            cache: Where requests get their blocks.
+            max_num_seqs: The most requests that run at a time.
+            max_num_batched_tokens: The most tokens that one step computes. It also limits the input tokens that a step
+                computes, except that a single longer input is computed alone.
+            shared_block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
+            reserve_prompts: Whether a prompt that is computed in chunks begins only when the cache has enough free
+                blocks for all of it. If False, it begins when they are enough for its first chunk.
+            whole_prompts: Whether a request starts only if one step can compute all of its tokens; it must have no
+                more than ``max_num_batched_tokens``.
+            drafting: Gets draft tokens for requests that generate; None for none.
+        """
+        self.waiting: FairQueue[RequestT] = FairQueue()
+        self.running: RunningRequests[RequestT] = RunningRequests(max_num_seqs)
+        self.stats = SchedulerStats()
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._shared_block_size = shared_block_size
+        self._whole_prompts = whole_prompts
+        self._blocks: RequestBlocks[RequestT] = RequestBlocks(
+            cache, self.stats, max_num_batched_tokens=max_num_batched_tokens, reserve_prompts=reserve_prompts
+        )
+        self._drafting = drafting
+        self._pausing: list[RequestT] = []
+        self._ranged: list[RequestT] = []
+        # The first waiting request, if it found too few free blocks when it was to be admitted last.
+        self._without_blocks: RequestT | None = None
+        self.failed: list[RequestT] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self.running or self.waiting)
+
+    @property
+    def max_drafts(self) -> int:
+        """The most draft tokens of a request in a step; 0 without a proposer."""
+        return 0 if self._drafting is None else self._drafting.max_drafts
+
+    @property
+    def hidden_states(self) -> dict[str, torch.Tensor] | None:
+        """Where the runner leaves hidden states by request id; None if no proposer needs them."""
+        return None if self._drafting is None else self._drafting.hidden_states
+
+    def use_draft_model(self, continue_requests: Continue[RequestT]) -> None:
+        """Let the proposer's draft model continue requests before the proposer is asked for drafts."""
+        assert self._drafting is not None
+        self._drafting.continue_requests = continue_requests
+
+    def add(self, request: RequestT) -> None:
+        """Append a request to the queue. The cache must be able to hold it alone, at its full length."""
+        self.waiting.append(request)
+
+    def schedule(self) -> ScheduledStep[RequestT] | None:
+        """Choose the next step and allocate blocks for its tokens; return None if there is nothing to do.
+
+        Either ``complete`` or ``fail`` must follow before the next call. If a plugin's cache spec raises or breaks its
+        laws at a request's tokens, that request ends with an error, and the others continue; ``take_failed`` returns
+        it.
+
+        Raises:
+            BaseException: The step could not be scheduled, and no single request is the cause. Every running request
+                ended with an error, or the first waiting one if none ran.
+        """
+        try:
+            return self._schedule()
+        except BaseException:
+            self._end_all(list(self.running) or ([self.waiting.first] if self.waiting else []))
+            raise
+
+    def take_failed(self) -> list[RequestT]:
+        """Return ``failed``, and empty it."""
+        failed, self.failed = self.failed, []
+        return failed
+
+    def _schedule(self) -> ScheduledStep[RequestT] | None:
+        if self.waiting and self.running and self.waiting.has_several_owners:
+            self._preempt_for_waiting()
+        preempted = self.stats.preemptions
+        continuing = self._continue_running() if self.running else NO_ROWS
+        budget = self._max_num_batched_tokens - int(continuing.sum())
+        admitted: list[RequestT] = []
+        counts: list[int] = []
+        # A request that was just preempted would be preempted again. But if none runs, one has to start.
+        may_admit = self.waiting and budget and len(continuing) == len(self.running)
+        if may_admit and (preempted == self.stats.preemptions or not self.running):
+            budget = self._admit_waiting(budget, admitted, counts)
+        num_reqs = len(continuing) + len(admitted)
+        if not num_reqs:
+            return None
+        step = ScheduledStep(
+            self.running[:num_reqs],
+            admitted,
+            *self.running.columns(num_reqs),
+            np.concatenate([continuing, np.array(counts)]) if counts else continuing,
+            self._max_num_batched_tokens - budget,
+        )
+        if self._drafting is None:
+            return step
+        with_drafts = self._drafting.add_drafts(step, budget, self._cache)
+        self.stats.draft_tokens += with_drafts.num_tokens - step.num_tokens
+        return with_drafts
+
+    def complete(self, step: ScheduledStep[RequestT], outcomes: Outcomes) -> list[RequestT]:
+        """Record the outcome of a step.
+
+        Args:
+            step: What ``schedule`` returned.
+            outcomes: One number for each request whose last known token was computed, in the step's order: its next
+                token, or a negative number if the model's output is not numbers. Of a step with drafts, a list for
+                each: its next tokens, none if the model's output is not numbers.
+
+        Returns:
+            The requests with a new token or an end, in the step's order.
+
+        Raises:
+            BaseException: The cache could not record the step. The requests of the step ended with an error;
+                ``take_failed`` returns them.
+        """
+        try:
+            return self._complete(step, outcomes)
+        except BaseException:
+            self._end_all(step.requests)
+            raise
+
+    def _complete(self, step: ScheduledStep[RequestT], all_outcomes: Outcomes) -> list[RequestT]:
+        for request in step.admitted:
+            request.new_inputs = frozenset()
+        num_computed = step.num_computed + step.num_scheduled
+        generating = step.generating
+        outcomes: Sequence[int]
+        if step.drafts:
+            assert self._drafting is not None
+            runs = cast(Sequence[Sequence[int]], all_outcomes)
+            outcomes, num_accepted = self._drafting.take_accepted(step, runs, num_computed)
+            self.stats.accepted_draft_tokens += num_accepted
+        else:
+            outcomes = cast(Sequence[int], all_outcomes)
+        if outcomes and min(outcomes) < 0:
+            # The state of a request without an outcome is not published: a request that hits it would fail too.
+            is_sound = np.ones(len(step.requests), dtype=np.bool_)
+            is_sound[generating] = np.array(outcomes) >= 0
+            self._cache.commit_rows(step.rows[is_sound], num_computed[is_sound])
+        else:
+            self._cache.commit_rows(step.rows, num_computed)
+        for request, count in zip(step.requests, num_computed.tolist(), strict=True):
+            request.num_computed = count
+        generated = step.requests
+        if len(generating) < len(generated):
+            generated = [generated[place] for place in generating.tolist()]
+        ended: list[RequestT] = []
+        again: list[RequestT] = []
+        for request, outcome in zip(generated, outcomes, strict=True):
+            if request.finish_reason is not None:
+                pass  # a draft was its last token
+            elif outcome >= 0:
+                request.take(outcome)
+            elif request.is_on_cache:
+                again.append(request)
+            else:
+                request.finish_reason = "error"
+                request.error = request.no_outcome
+            if request.finish_reason is not None:
+                ended.append(request)
+        num_known = step.num_known.copy()
+        num_known[generating] = [len(request.token_ids) for request in generated]
+        self.running.advance(num_computed, num_known)
+        for request in ended:
+            self._blocks.release(request)
+            self.waiting.note_stop(request)
+            if self._drafting is not None:
+                self._drafting.forget(request)
+        if ended:
+            self.running.drop_ended()
+        for request in reversed(again):
+            self._compute_anew(request)
+        self.stats.steps += 1
+        self.stats.computed_tokens += step.num_tokens
+        self.stats.generated_tokens += int((num_known - step.num_known).sum())
+        return [request for request in generated if request not in again] if again else generated
+
+    def fail(self, step: ScheduledStep[RequestT], error: str) -> list[RequestT]:
+        """End every request of a step that could not be computed, and return them."""
+        for request in step.requests:
+            request.error = error
+            self.end(request, "error")
+        return step.requests
+
+    def end(self, request: RequestT, reason: FinishReason) -> None:
+        """End a waiting or running request at once; nothing if it has ended."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        if request.row >= 0:
+            self.running.remove(request)
+            self.waiting.note_stop(request)
+        else:
+            self.waiting.remove(request)
+        if request.row >= 0 or request.is_swapped:
+            self._blocks.release(request)
+        if self._drafting is not None:
+            self._drafting.forget(request)
+
+    def _end_at_fault(self, request: RequestT, error: BaseException) -> None:
+        """End one request that the cache cannot serve."""
+        why = str(error) if isinstance(error, KVFrameError) else safe_text(error)
+        request.error = f"no further token of it can be computed: {why}"
+        self.end(request, "error")
+        self.failed.append(request)
+
+    def _end_all(self, requests: Sequence[RequestT]) -> None:
+        """End all requests of a failed step, because the faulty one is unknown. The caller raises the exception."""
+        for request in requests:
+            if request.finish_reason is None:
+                request.error = "the step that was to compute it failed"
+                try:
+                    self.end(request, "error")
+                except BaseException as error:
+                    _log.error("the blocks of request %r could not be freed: %s", request.request_id, safe_text(error))
+                self.failed.append(request)
+
+    def note_pin(self) -> None:
+        """Record that a prefix was pinned.
+
+        The plan guarantees enough blocks for a lone request only if nothing is pinned, so such a request may have to be
+        recomputed.
+        """
+        for request in self.running:
+            request.runs_alone = False
+
+    def preempt_last(self) -> None:
+        """Preempt the request that was admitted last, between steps; it continues when there are enough free blocks."""
+        self._preempt(self.running[-1])
+
+    def restart_all(self) -> list[RequestT]:
+        """Queue all started requests, between steps, so that their tokens are computed again, and return them.
+
+        Running requests come before those that wait already, in the order of their admission.
+        """
+        for request in reversed(list(self.running)):
+            self._blocks.release(request)
+            self._queue_again(request)
+        started = [request for request in self.waiting if request.was_started]
+        for request in started:
+            if request.is_swapped:
+                self._blocks.release(request)
+            request.forget_partial()
+        return started
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+
+    def _continue_running(self) -> IntArray:
+        """Allocate blocks for the next tokens of running requests; preempt some requests if necessary.
+
+        Returns:
+            ``[n], int64, host``: how many tokens each of the first ``n`` running requests computes.
+        """
+        budget = self._max_num_batched_tokens
+        rows, num_computed, num_known = self.running.columns(len(self.running))
+        counts: IntArray = num_known - num_computed
+        if self._pausing:
+            self._pausing = [each for each in self._pausing if each.row >= 0 and each.num_computed < each.last_pause]
+            for request in self._pausing:
+                counts[self.running.index(request)] = request.next_stop - request.num_computed
+        if int(counts.sum()) <= budget:
+            pass
+        elif not self._ranged and self.waiting.has_several_owners:
+            counts = self._divide(counts)
+        else:
+            counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
+            counts = counts[counts > 0]
+        if self._ranged:
+            counts = self._without_parts(counts)
+        try:
+            if self._cache.extend_rows(rows[: len(counts)], num_computed[: len(counts)] + counts):
+                return counts
+        except AssertionError:
+            raise
+        except BaseException:
+            pass  # a copy failed, or a spec is wrong; allocating one by one finds the request
+        # There are too few blocks for all: requests that were admitted early take blocks from those admitted late.
+        if self.waiting.has_several_owners:
+            self.running.rank()
+        granted: list[int] = []
+        while len(granted) < len(self.running) and budget:
+            request = self.running[len(granted)]
+            count = request.end_of_step(request.num_computed, budget) - request.num_computed
+            if not count:
+                break
+            if self._extend_or_preempt(request, request.num_computed + count):
+                granted.append(count)
+                budget -= count
+        return np.array(granted, dtype=np.int64)
+
+    def _without_parts(self, counts: IntArray) -> IntArray:
+        """Return how many tokens running requests compute, if no range of a prompt is divided.
+
+        A request whose next range exceeds what requests before it leave of the step waits, and with it those after it:
+        so it need not wait for them.
+        """
+        self._ranged = [each for each in self._ranged if each.row >= 0 and each.num_computed < each.ranges[-1][1]]
+        for request in self._ranged:
+            index = self.running.index(request)
+            if index < len(counts):
+                end = request.end_of_step(request.num_computed, int(counts[index]))
+                counts[index] = end - request.num_computed
+                if end == request.num_computed:
+                    counts = counts[:index]
+        return counts
+
+    def _extend_or_preempt(self, request: RequestT, num_tokens: int) -> bool:
+        """Allocate blocks for a running request's first tokens; return False if it was preempted itself, or ended."""
+        while True:
+            try:
+                if self._cache.extend(request.request_id, num_tokens):
+                    return True
+            except (RuntimeError, MemoryError):
+                # A shared page could not be copied for it, so the request is recomputed.
+                self._blocks.release(request)
+                self._let_wait(request)
+                return False
+            except AssertionError:  # the cache itself is broken
+                raise
+            except BaseException as error:
+                self._end_at_fault(request, error)
+                return False
+            victim = self.running[-1]
+            if len(self.running) == 1:
+                # The plan has enough blocks for a lone request, unless they are scattered over slabs of other groups.
+                assert not victim.runs_alone, "the plan guarantees enough blocks for a lone request"
+                victim.runs_alone = True
+            self._preempt(victim)
+            if victim is request:
+                return False
+
+    def _compute_anew(self, request: RequestT) -> None:
+        """Queue a request to be recomputed without cached state, because that state may be why it failed."""
+        request.trusts_cache = False
+        self._blocks.release(request)
+        self._queue_again(request)
+        self.stats.retries += 1
+
+    def _preempt(self, request: RequestT) -> None:
+        if not self._blocks.swap_out(request):
+            self._blocks.release(request)
+        self._let_wait(request)
+
+    def _let_wait(self, request: RequestT) -> None:
+        self._queue_again(request)
+        self.stats.preemptions += 1
+
+    def _queue_again(self, request: RequestT) -> None:
+        """Let a running request, which has given its blocks back, wait at the head of its owner's queue."""
+        self.running.remove(request)
+        self.waiting.note_stop(request)
+        self.waiting.appendleft(request)
+
+    # --- owners -------------------------------------------------------------------------------------------------------
+
+    def _preempt_for_waiting(self) -> None:
+        """Preempt running requests for the first waiting one, if it finds no row or no blocks and its owner has fewer.
+
+        For a row, that is one request. For blocks, it is as many as have the tokens of the waiting request.
+        """
+        request, waiting = self._next_waiting(), self.waiting
+        without_blocks, self._without_blocks = self._without_blocks, None
+        if request is None:
+            return
+        is_full = len(self.running) >= min(self._max_num_seqs, self._max_num_batched_tokens)
+        num_needed = len(request.token_ids) if request is without_blocks else 0
+        if not (is_full or num_needed):
+            return
+        self.running.rank()
+        while waiting.num_running(self.running[-1].owner) >= waiting.num_running(request.owner) + 2:
+            victim = self.running[-1]
+            num_needed -= len(victim.token_ids)
+            self._preempt(victim)
+            if num_needed <= 0:
+                break
+
+    def _next_waiting(self) -> RequestT | None:
+        """Return the waiting request to admit next; None if none can be admitted, however many blocks are free."""
+        if self.running and self.running[0].runs_alone:
+            return None
+        request = self.waiting.first_of(_is_ready)
+        return None if request is None or (self.running and request.runs_alone) else request
+
+    def _divide(self, counts: IntArray) -> IntArray:
+        """Return how many tokens running requests of several owners compute if they exceed a step.
+
+        Each request gets a token, and each owner with prompts in progress an equal part of the others. What an owner
+        does not need goes to the other owners. If the first waiting request has another owner, one token is left for
+        it: it starts with this token, and is a prompt in progress then.
+
+        Args:
+            counts: ``[num_running]``: how many tokens each could compute. A step has a token for each at least, because
+                a request is admitted only if the running ones leave a token.
+        """
+        needed: dict[str, int] = {}
+        prompts = np.flatnonzero(counts > 1).tolist()
+        for index in prompts:
+            owner = self.running[index].owner
+            needed[owner] = needed.get(owner, 0) + int(counts[index]) - 1
+        num_left = self._max_num_batched_tokens - len(counts)
+        has_row = len(counts) < self._max_num_seqs
+        if num_left and has_row and (request := self._next_waiting()) is not None and request.owner not in needed:
+            num_left -= 1
+        parts: dict[str, int] = {}
+        for owner in sorted(needed, key=needed.__getitem__):
+            parts[owner] = min(needed[owner], num_left // (len(needed) - len(parts)))
+            num_left -= parts[owner]
+        divided: IntArray = np.minimum(counts, 1)
+        for index in prompts:
+            owner = self.running[index].owner
+            count = min(parts[owner], int(counts[index]) - 1)
+            divided[index] += count
+            parts[owner] -= count
+        return divided
+
+    def _admit_waiting(self, budget: int, admitted: list[RequestT], counts: list[int]) -> int:
+        """Admit waiting requests, in their order, as long as there are enough free blocks.
+
+        Args:
+            budget: Tokens that the step has left.
+            admitted: The admitted requests are appended to it.
+            counts: For each of them, the number of tokens that the step computes is appended.
+
+        Returns:
+            The tokens that the step still has left.
+        """
+        input_tokens = 0
+        while budget and len(self.running) < self._max_num_seqs and (request := self._next_waiting()) is not None:
+            if self._whole_prompts and len(request.token_ids) > budget:
+                break
+            if is_being_computed(request, admitted, counts, self._shared_block_size):
+                break
+            try:
+                count = self._blocks.let_run(request, budget, input_tokens, others_run=bool(self.running))
+            except AssertionError:
+                raise
+            except BaseException as error:
+                self._end_at_fault(request, error)
+                continue
+            if not count:
+                # If others were admitted before it, they may be why.
+                if not admitted and request.end_of_step(request.num_computed, budget) > request.num_computed:
+                    self._without_blocks = request
+                break
+            if request.num_computed < request.last_pause:
+                self._pausing.append(request)
+            if request.ranges and request.num_computed < request.ranges[-1][1]:
+                self._ranged.append(request)
+            self.waiting.take(request)
+            self.running.append(request)
+            admitted.append(request)
+            counts.append(count)
+            budget -= count
+            input_tokens += request.num_new_input_tokens
+        return budget
+
+
+def _is_ready(request: RequestProgress) -> bool:
+    """Return whether a waiting request forks from none that still computes the tokens before the fork."""
+    other = request.forks_from
+    return other is None or other.row < 0 or other.num_computed >= other.pause_at

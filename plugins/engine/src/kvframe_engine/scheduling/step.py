@@ -1,0 +1,225 @@
+"""The running requests as arrays, the step that the scheduler chooses, and the packed batch that the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, overload
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe import StepBatch
+from kvframe.contract.order import IntArray
+from kvframe_engine.requests.progress import RequestT
+
+Outcomes = Sequence[int] | Sequence[Sequence[int]]
+"""The next token of each request whose last known token a step computes; of a step with drafts, its next tokens."""
+FindOrder = Callable[[IntArray, IntArray], IntArray | None]
+
+
+class RunningRequests(Sequence[RequestT]):
+    """The running requests, each with a column of numbers, so that a step can read whole arrays.
+
+    Invariant: a request's column holds the request's row, computed tokens and known tokens.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        """Start with none.
+
+        Args:
+            max_num_seqs: The most requests at a time.
+        """
+        self._requests: list[RequestT] = []
+        self._is_ranked = True
+        self._columns: IntArray = np.zeros((3, max_num_seqs), dtype=np.int64)
+
+    def columns(self, count: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Return the rows, the computed tokens and the known tokens of the first ``count`` requests, as copies."""
+        rows, num_computed, num_known = self._columns[:, :count].copy()
+        return rows, num_computed, num_known
+
+    def append(self, request: RequestT) -> None:
+        """Add a request that has a row."""
+        self._columns[:, len(self._requests)] = request.row, request.num_computed, len(request.token_ids)
+        self._requests.append(request)
+        self._is_ranked = False
+
+    def remove(self, request: RequestT) -> None:
+        """Remove a request."""
+        index = self._requests.index(request)
+        del self._requests[index]
+        # Without the last request, the order of the others is the same.
+        self._is_ranked = self._is_ranked and index == len(self._requests)
+        self._columns[:, index : len(self._requests)] = self._columns[:, index + 1 : len(self._requests) + 1]
+
+    def advance(self, num_computed: IntArray, num_known: IntArray) -> None:
+        """Set the computed and the known tokens of the first ``n`` requests.
+
+        Args:
+            num_computed: ``[n]``: their computed tokens.
+            num_known: ``[n]``: their known tokens.
+        """
+        self._columns[1, : len(num_computed)] = num_computed
+        self._columns[2, : len(num_known)] = num_known
+
+    def drop_ended(self) -> None:
+        """Remove the requests that have ended."""
+        going_on = [index for index, request in enumerate(self._requests) if request.finish_reason is None]
+        self._requests = [self._requests[index] for index in going_on]
+        self._columns[:, : len(going_on)] = self._columns[:, going_on]
+        self._is_ranked = False
+
+    def rank(self) -> None:
+        """Order the requests by rank: the first of each owner, then the second of each, and so on.
+
+        Requests of one rank keep their order, so with one owner this changes nothing. The last request is then the last
+        one of the owner with the most. The first request stays the first one until it ends.
+        """
+        if self._is_ranked:
+            return
+        counts: dict[str, int] = {}
+        ranks = []
+        for request in self._requests:
+            ranks.append(counts.get(request.owner, 0))
+            counts[request.owner] = ranks[-1] + 1
+        order = np.argsort(ranks, kind="stable")
+        self._requests = [self._requests[index] for index in order.tolist()]
+        self._columns[:, : len(order)] = self._columns[:, order]
+        self._is_ranked = True
+
+    @overload
+    def __getitem__(self, index: int) -> RequestT: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RequestT]: ...
+
+    def __getitem__(self, index: int | slice) -> RequestT | list[RequestT]:
+        return self._requests[index]
+
+    def __iter__(self) -> Iterator[RequestT]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+
+@attrs.frozen(eq=False)
+class ScheduledStep(Generic[RequestT]):
+    """The work of one step. Each request's scheduled tokens follow its computed ones.
+
+    Attributes:
+        requests: The requests of the step, each once.
+        admitted: The requests that were admitted in this step.
+        rows: ``[num_reqs], int64, host``: the row of each request.
+        num_computed: ``[num_reqs], int64, host``: its tokens that were computed before.
+        num_known: ``[num_reqs], int64, host``: all its tokens that are known.
+        num_scheduled: ``[num_reqs], int64, host``: its tokens that the step computes, at least one; drafts come last.
+        num_tokens: Tokens that the step computes.
+        drafts: For each request, the draft tokens that the step computes; empty if no request has any.
+        continued: For each request, the tokens with which the draft model continued it; empty if it continued none.
+    """
+
+    requests: list[RequestT]
+    admitted: list[RequestT]
+    rows: IntArray
+    num_computed: IntArray
+    num_known: IntArray
+    num_scheduled: IntArray
+    num_tokens: int
+    drafts: Sequence[Sequence[int]] = ()
+    continued: Sequence[Sequence[int]] = ()
+
+    @property
+    def generating(self) -> IntArray:
+        """``[num_generating], int64, host``: the indices of the requests whose last known token is computed."""
+        return np.flatnonzero(self.num_computed + self.num_scheduled >= self.num_known)
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class PackedStep(StepBatch, Generic[RequestT]):
+    """A step's batch, with its requests in the order in which their tokens are packed, and the use of each logits row.
+
+    The model returns a row of logits for each token that generates (``generating_indices``). Three kinds of tokens do:
+    the last known token of a request, from whose logits the next token is sampled; the drafts after it; and the prompt
+    tokens of a request that wants log-probabilities of its prompt.
+
+    Attributes:
+        requests: The requests.
+        num_wanted: ``[num_reqs]``: the number of logits rows of each request.
+        is_sampled: ``[num_reqs], bool``: whether a request gets a token: the step computes its last known one.
+        num_drafts: ``[num_reqs]``: the number of drafts of each request; None if no request has any.
+        drafts: The drafts of each request; empty if no request has any.
+        sampled: ``[num_sampled]``: the logits rows that tokens are sampled from, in the order of requests: one for each
+            request that gets a token, and one for each draft.
+        places: ``[num_requests_sampled]``: for each request that gets a token, in the scheduler's order, its index
+            among those that get one here; None if both orders are the same.
+        prompt_rows: ``[num_prompt_rows]``: the other logits rows.
+        prompt_positions: ``[num_prompt_rows]``: the positions of their tokens.
+        prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
+    """
+
+    requests: Sequence[RequestT]
+    num_wanted: IntArray
+    is_sampled: npt.NDArray[np.bool_]
+    num_drafts: IntArray | None
+    drafts: Sequence[Sequence[int]]
+    sampled: IntArray
+    places: IntArray | None
+    prompt_rows: IntArray
+    prompt_positions: IntArray
+    prompt_requests: IntArray
+
+    @classmethod
+    def of(cls, step: ScheduledStep[RequestT], order_for: FindOrder) -> PackedStep[RequestT]:
+        """Pack a step's requests.
+
+        Args:
+            step: The step.
+            order_for: Returns the order in which to pack requests, given their ``num_computed`` and ``query_lens``;
+                None for the order that they have.
+        """
+        requests, rows = step.requests, step.rows
+        num_computed, query_lens, num_known = step.num_computed, step.num_scheduled, step.num_known
+        drafts = step.drafts
+        order = order_for(num_computed, query_lens)
+        if order is not None:
+            drafts = [drafts[i] for i in order] if drafts else drafts
+            requests, rows = [requests[i] for i in order], rows[order]
+            num_computed, query_lens, num_known = num_computed[order], query_lens[order], num_known[order]
+        first_wanted = num_known - 1
+        for index, request in enumerate(requests):
+            if request.wants_prompt_rows:
+                first_wanted[index] = request.first_prompt_row
+        num_after = num_computed + query_lens
+        num_wanted = np.maximum(num_after - np.maximum(num_computed, first_wanted), 0)
+        ends = np.cumsum(num_wanted)
+        logits_rows = np.arange(ends[-1])
+        is_sampled = num_after >= num_known
+        sampled, num_drafts = (ends - 1)[is_sampled], None
+        if drafts:
+            num_drafts = np.array([len(each) for each in drafts])
+            before = num_drafts[is_sampled]
+            # The rows of a request's last known token and of its drafts are consecutive.
+            stops = np.cumsum(before + 1)
+            sampled = np.arange(stops[-1] if len(stops) else 0) + np.repeat(sampled + 1 - stops, before + 1)
+        prompt_rows = prompt_requests = logits_rows[:0]
+        if len(sampled) < len(logits_rows):
+            prompt_rows = np.delete(logits_rows, sampled)
+            prompt_requests = np.repeat(np.arange(len(requests)), num_wanted)[prompt_rows]
+        return cls(
+            requests=requests,
+            rows=rows,
+            num_computed=num_computed,
+            query_lens=query_lens,
+            num_wanted=num_wanted,
+            generating_indices=logits_rows + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
+            is_sampled=is_sampled,
+            num_drafts=num_drafts,
+            drafts=drafts,
+            sampled=sampled,
+            places=None if order is None else np.argsort(order[is_sampled]),
+            prompt_rows=prompt_rows,
+            prompt_positions=prompt_rows + (num_after - ends)[prompt_requests],
+            prompt_requests=prompt_requests,
+        )

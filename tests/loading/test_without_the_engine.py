@@ -1,0 +1,41 @@
+"""Without kvframe-engine, the core plans, explains and checks, and says what to install for the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_WITHOUT = """
+import importlib.abc, sys
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "kvframe_engine":
+            raise ModuleNotFoundError("No module named 'kvframe_engine'", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def run_without(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", _WITHOUT + code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["Engine", "Embedder", "SamplingParams", "Prompt"])
+def test_a_name_of_the_engine_says_what_to_install(name: str) -> None:
+    done = run_without(f"import kvframe; kvframe.{name}")
+    assert f"kvframe.{name} is a part of kvframe-engine, which is not installed; try: pip install" in done.stderr
+
+
+def test_the_core_plans_and_explains() -> None:
+    arguments = "examples/layers/gemma_3_27b.json"
+    for command in ("plan", "explain"):
+        done = run_without(f"from kvframe.cli import main; main(['{command}', '{arguments}', '--json'])")
+        assert (0, "") == (done.returncode, done.stderr)
+
+
+def test_a_failure_of_the_engine_itself_is_not_hidden() -> None:
+    broken = "sys.meta_path.pop(0); sys.modules['numpy'] = None\nimport kvframe; kvframe.Engine"
+    done = run_without(broken)
+    assert "kvframe-engine, which is not installed" not in done.stderr
+    assert "numpy" in done.stderr

@@ -1,0 +1,38 @@
+"""``kvframe check`` finds the kinds of mistakes of a list, and nothing in parts without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.testing.mistakes.backend import RightBackend
+from tests.testing.mistakes.finding import find
+from tests.testing.mistakes.kinds import Kind, all_kinds
+from tests.testing.mistakes.specs import RightSpec
+from tests.testing.mistakes.wrappers import RightWrapper
+
+KINDS = all_kinds()
+FOUND = [name for name, each in KINDS.items() if not each.missed]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_most_kinds_are_found() -> None:
+    assert 94 <= len(KINDS)
+    assert len(FOUND) / len(KINDS) > 0.92
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if index % 4 == 0 else pytest.param(name, marks=pytest.mark.whole) for index, name in enumerate(FOUND)],
+)
+def test_a_mistake_is_found(name: str) -> None:
+    assert find(KINDS[name])
+
+
+@pytest.mark.parametrize("part", [RightBackend, RightSpec, RightWrapper])
+def test_nothing_is_found_in_a_part_without_a_mistake(part: type) -> None:
+    assert not find(Kind(name="none", part=part))
