@@ -46,11 +46,11 @@ def _layers_of_a_config_are_discovered_once() -> Iterator[None]:
         return
     discover = adapter.discover_layers
 
-    def discover_once(model: Any, name: str, max_model_len: int, *, generates: bool = True) -> Any:
+    def discover_once(model: Any, name: str, max_model_len: int, *, generates: bool = True, values: Any = None) -> Any:
         config = re.sub(r'"_name_or_path": "[^"]*"', "", model.config.to_json_string(use_diff=False))
-        key = type(model), config, max_model_len, generates
+        key = type(model), config, max_model_len, generates, values is None
         if key not in DISCOVERED:
-            DISCOVERED[key] = discover(model, name, max_model_len, generates=generates)
+            DISCOVERED[key] = discover(model, name, max_model_len, generates=generates, values=values)
         return DISCOVERED[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -59,6 +59,8 @@ DIRECT = [
     ("decoders", "gptj"),
     ("decoders", "codegen"),
     ("decoders", "gpt_neox_japanese"),
+    ("decoders", "gpt_neo"),
+    ("decoders", "openai-gpt"),
     ("decoders", "megatron-bert"),
     ("decoders", "rembert"),
     ("decoders", "bloom"),
@@ -92,6 +94,7 @@ DIRECT = [
         "t5",
         "seamless_m4t",
         "codegen",
+        "gpt_neo",
     ),
 )
 def test_its_results_are_those_of_transformers(group: str, family: str) -> None:
@@ -100,8 +103,9 @@ def test_its_results_are_those_of_transformers(group: str, family: str) -> None:
     assert Verdict("equal") == compare(group, family)
 
 
-def test_a_mask_that_a_module_makes_itself_is_refused() -> None:
-    """GPT-Neo's local layers see windows, which no run of a short prompt shows."""
+def test_a_long_mask_that_a_module_makes_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local layers of GPT-Neo see windows, which only a run of all positions shows."""
+    monkeypatch.setitem(shrink.SPECIAL, "gpt_neo", {**shrink.SPECIAL["gpt_neo"], "max_position_embeddings": 2049})
     verdict = compare("decoders", "gpt_neo")
     assert "refused" == verdict.word
     assert "changes its mask after transformers made it" in verdict.why

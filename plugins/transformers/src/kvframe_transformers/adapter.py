@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,13 @@ from kvframe_transformers.checkpoint import (
     read_config,
     read_config_file,
 )
-from kvframe_transformers.discovery import discover_layers, sees_whole_prompts
+from kvframe_transformers.discovery import OwnMaskError, discover_layers, sees_whole_prompts
 from kvframe_transformers.encoder_alone import EncoderAlone
 from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions, text_attribute
 from kvframe_transformers.generation import read_generation_config, sampling_of, warn_of_others
 from kvframe_transformers.in_memory import build_like, config_of, generation_eos_token_ids, place_of
+from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.plugin import PACK_WEIGHTS, SETTINGS
 from kvframe_transformers.prediction_heads import describe_heads
@@ -51,6 +53,9 @@ UNLIMITED = 1 << 20
 """The most tokens of a request if a model has no positions: its states have any length, but tables need a limit."""
 
 _log = logging.getLogger("kvframe")
+
+_LONGEST_OWN_MASK = 2048
+"""The most positions of a model whose modules make masks themselves: the whole mask is read."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -122,7 +127,9 @@ class TransformersAdapter(ModelAdapter):
         planned = build_like(model, config)
         eos, generation = generation_eos_token_ids(model), getattr(model, "generation_config", None)
         entries = {} if generation is None else generation.to_dict()
-        description = _describe(config, name, planned, eos, sampling_of(entries, eos))
+        description = _describe(
+            config, name, planned, partial(build_like, model, config), eos, sampling_of(entries, eos)
+        )
         warn_of_others(entries, name)
         loaded: TransformersModel
         if config.is_encoder_decoder:
@@ -153,13 +160,14 @@ class _Checkpoint:
         config = _read_config(path)
         folder = path if path.is_dir() else path.parent
         name = _name_of(folder) if path.is_dir() or path.name == "config.json" else path.name
+        build = partial(build_without_weights, copy.deepcopy(config), name)  # a probed model's config is changed
         planned = build_without_weights(config, name)
         with quiet():
             idle = idle_parts(planned, name) if generates(config) else ()
         remove_parts(planned, idle)
         eos = eos_token_ids(folder, config)
         sampling = sampling_of(read_generation_config(folder), eos)
-        return cls(_describe(config, name, planned, eos, sampling), type(planned), idle)
+        return cls(_describe(config, name, planned, build, eos, sampling), type(planned), idle)
 
     def load(
         self, path: Path, config: Any, device: str, dtype: torch.dtype, options: Mapping[str, Any]
@@ -205,10 +213,19 @@ def _is_bounded(layer: LayerDescription) -> bool:
     return not layer.query or bool({"window", "chunk"} & layer.options.keys())
 
 
-def _layers_of(model: PreTrainedModel, name: str, length: int, generating: bool) -> tuple[LayerDescription, ...]:
+def _layers_of(
+    model: PreTrainedModel, name: str, length: int, generating: bool, build: Callable[[], PreTrainedModel]
+) -> tuple[LayerDescription, ...]:
     """Return a model's layers; none for an encoder that keeps nothing and attends as no layer describes."""
     try:
         return discover_layers(model, name, length, generates=generating)
+    except OwnMaskError:
+        if not generating or length > _LONGEST_OWN_MASK:
+            raise
+        values = KnownValues()
+        with values:
+            again = build()
+        return discover_layers(again, name, length, values=values)
     except ModelError as error:
         if generating:
             raise
@@ -223,7 +240,12 @@ def _warn_once(message: str) -> None:
 
 
 def _describe(
-    config: Any, name: str, model: PreTrainedModel, eos: frozenset[int], sampling: Mapping[str, Any]
+    config: Any,
+    name: str,
+    model: PreTrainedModel,
+    build: Callable[[], PreTrainedModel],
+    eos: frozenset[int],
+    sampling: Mapping[str, Any],
 ) -> ModelDescription:
     """Return the description of a model on the meta device, whose implementations are changed.
 
@@ -231,6 +253,7 @@ def _describe(
         config: Its config.
         name: Its name for people.
         model: The model.
+        build: Builds it again.
         eos: The ids that end a request.
         sampling: How its tokens are chosen.
     """
@@ -238,7 +261,7 @@ def _describe(
     with quiet():
         if length is not None and not config.is_encoder_decoder:
             length -= num_unused_positions(model)
-        layers = _layers_of(model, name, length or DEFAULT_POSITIONS, generating)
+        layers = _layers_of(model, name, length or DEFAULT_POSITIONS, generating, build)
         num_heads, head_layers = describe_heads(model, name) if generating else (0, ())
     if config.is_encoder_decoder and not any(layer.kind == "cross_attention" for layer in layers):
         raise ModelError(

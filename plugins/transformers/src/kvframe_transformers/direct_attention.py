@@ -28,6 +28,7 @@ class DirectAttention:
         key: ``[batch, num_kv_heads, num_tokens, head_size]``.
         scale: The factor on their products.
         added: The tensors that are added to the products, and those that hide some of them.
+        changes: The operations with these tensors: names, and arguments in which None stands for the scores.
         scales_added: Whether ``scale`` is also a factor on some of ``added``; a scaled mask is still a mask.
         is_normalized: Whether the softmax was taken.
     """
@@ -36,6 +37,7 @@ class DirectAttention:
     key: torch.Tensor
     scale: float = 1.0
     added: tuple[torch.Tensor, ...] = ()
+    changes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     scales_added: bool = False
     is_normalized: bool = False
 
@@ -137,8 +139,9 @@ class _Scores(torch.Tensor):
         if name in ("mul", "truediv", "div") and isinstance(others[0], int | float) and not of.is_normalized:
             scale = of.scale * (others[0] if name == "mul" else 1 / others[0])
             changed = attrs.evolve(of, scale=scale, scales_added=of.scales_added or bool(of.added))
-        elif not of.is_normalized and _is_plain(others[0]) and name in ("add", "masked_fill", "where"):
-            changed = attrs.evolve(of, added=(*of.added, others[0]))
+        elif not of.is_normalized and _is_plain(others[0]) and name in ("add", "mul", "masked_fill", "where"):
+            change = (name, tuple(None if each is scores else each for each in args))
+            changed = attrs.evolve(of, added=(*of.added, others[0]), changes=(*of.changes, change))
         if changed is not None and func.__name__.endswith("_") and not func.__name__.endswith("__"):
             scores._of = changed  # the caller keeps the tensor that it changed
             return scores

@@ -16,6 +16,7 @@ from kvframe_transformers.alibi import PARAMETER as SLOPES
 from kvframe_transformers.alibi import slopes_of
 from kvframe_transformers.calls import name_of_call, path_of
 from kvframe_transformers.encoders import counts_positions, has_table_of_waves
+from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
 from kvframe_transformers.names import if_untested
@@ -38,6 +39,10 @@ _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position
 """Tensors that may come with an attention call: those that kvframe serves, and those that change nothing."""
 
 
+class OwnMaskError(ModelError):
+    """A module attends with a mask that it makes itself, of which only the shape is known."""
+
+
 def discover_layers(
     model: Any,
     name: str,
@@ -45,6 +50,7 @@ def discover_layers(
     *,
     generates: bool = True,
     inputs: Mapping[str, Any] | None = None,
+    values: KnownValues | None = None,
 ) -> tuple[LayerDescription, ...]:
     """Return the layers of a model on the meta device that attend or keep state, in the order they run.
 
@@ -54,12 +60,13 @@ def discover_layers(
         max_model_len: The most tokens of a request: masks are examined up to here.
         generates: Whether tokens are generated one after the other, so that no token may see later ones.
         inputs: What the model is called with; a few tokens unless given.
+        values: What is known of the tensors of a model that was built to know it: masks of modules are read then.
 
     Raises:
         ModelError: The model keeps state, or masks attention, in a way that no cache spec describes, or it cannot take
             the positions of a packed batch.
     """
-    recording = record(model, name, inputs)
+    recording = record(model, name, inputs, values, PROBE_TOKENS if values is None else max_model_len)
     layers = _Reader(model, name, max_model_len, recording, generates).layers()
     attends = any(layer.query for layer in layers)
     if attends and not _takes_positions(model, layers, recording.ran):
@@ -135,6 +142,9 @@ def _forward_source(module_class: type) -> str:
         return inspect.getsource(module_class.forward)  # type: ignore[attr-defined]
     except (AttributeError, OSError, TypeError):  # there is no forward, or it was made at run time
         return ""
+
+
+_OWN_MASK = "changes its mask after transformers made it"
 
 
 class _Reader:
@@ -214,7 +224,8 @@ class _Reader:
             raise self._refusal(call.module, str(error)) from error
         mask = self._cross_mask_of(call) if call.is_cross else self._mask_of(call)
         if mask.kind is None:
-            raise self._refusal(call.module, mask.why)
+            refusal = self._refusal(call.module, mask.why)
+            raise OwnMaskError(str(refusal)) if mask.why == _OWN_MASK and call.is_direct else refusal
         _, num_heads, _, head_size = call.query.shape
         num_kv_heads, head_size_v = call.key.shape[1], call.value.shape[-1]
         options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_size": head_size, **mask.options}
@@ -285,7 +296,7 @@ class _Reader:
                 return self._kinds[id(mask)]
         if hides_keys_from_all(call.mask, call.key.shape[2]):
             return MaskKind(None, why="attends without a mask (bidirectional attention)", is_bidirectional=True)
-        return MaskKind(None, why="changes its mask after transformers made it")
+        return MaskKind(None, why=_OWN_MASK)
 
     def _refusal(self, module: nn.Module, why: str) -> ModelError:
         return ModelError(

@@ -19,6 +19,7 @@ from kvframe_transformers.alibi import is_alibi
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.direct_attention import DirectAttention, attends_directly, replacing
 from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
+from kvframe_transformers.known_values import KnownValues, visible_keys
 from kvframe_transformers.latents import Expansion, noting_expansions
 from kvframe_transformers.masks import MaskFunction
 from kvframe_transformers.names import if_untested
@@ -98,11 +99,13 @@ class Recording:
         masks: The masks.
         ran: Every module that ran.
         expansions: The latents of attention modules.
-        uniform: The tensors whose numbers are known.
+        uniform: The tensors whose numbers are known, because they are all the same.
+        values: What is known of other tensors; None if values are not wanted.
     """
 
     calls: list[RecordedCall | RecordedState] = attrs.field(factory=list)
     masks: list[RecordedMask] = attrs.field(factory=list)
+    values: KnownValues | None = None
     ran: list[nn.Module] = attrs.field(factory=list)
     expansions: dict[nn.Module, Expansion] = attrs.field(factory=dict)
     uniform: UniformTensors = attrs.field(factory=UniformTensors)
@@ -163,7 +166,13 @@ def width_of_encoder(model: Any) -> int:
     return width
 
 
-def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Recording:
+def record(
+    model: Any,
+    name: str,
+    inputs: Mapping[str, Any] | None = None,
+    values: KnownValues | None = None,
+    num_tokens: int = PROBE_TOKENS,
+) -> Recording:
     """Run a model without weights, and return its recorded calls.
 
     If no module calls transformers' attention interface, it runs again, and the modules that compute attention
@@ -172,11 +181,16 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
     Args:
         model: A ``PreTrainedModel`` on the meta device for this call only: its implementations are changed.
         name: The model's name in errors.
-        inputs: What it is called with; ``PROBE_TOKENS`` tokens unless given.
+        inputs: What it is called with; ``num_tokens`` tokens unless given.
+        values: What is known of the model's tensors, to read the masks that modules make themselves.
+        num_tokens: The tokens.
 
     Raises:
         ModelError: The forward fails.
     """
+    if values is not None:
+        with values:
+            return _record(model, name, inputs, direct=True, values=values, num_tokens=num_tokens)
     recording = _record(model, name, inputs, direct=False)
     if recording.calls or not any(map(attends_directly, model.modules())):
         return recording
@@ -186,7 +200,15 @@ def record(model: Any, name: str, inputs: Mapping[str, Any] | None = None) -> Re
         return recording  # they do more than is known
 
 
-def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: bool) -> Recording:
+def _record(
+    model: Any,
+    name: str,
+    inputs: Mapping[str, Any] | None,
+    *,
+    direct: bool,
+    values: KnownValues | None = None,
+    num_tokens: int = PROBE_TOKENS,
+) -> Recording:
     model.set_attn_implementation(DISCOVERY)
     if direct:
         for config in configs_of(model):
@@ -212,7 +234,7 @@ def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: 
     }
     if direct:
         recorders |= {module: _direct_recorder(module) for module in model.modules() if attends_directly(module)}
-    recording = Recording()
+    recording = Recording(values=values)
     token = _RECORDING.set(recording)
     try:
         with (
@@ -223,7 +245,7 @@ def _record(model: Any, name: str, inputs: Mapping[str, Any] | None, *, direct: 
             noting_expansions(model, recording.expansions),
         ):
             if inputs is None:
-                inputs = _probe_inputs(model, reads_mask=any(map(reads_padding, model.modules())))
+                inputs = _probe_inputs(model, num_tokens, reads_mask=any(map(reads_padding, model.modules())))
             model(**inputs, use_cache=False)
     except Exception as error:
         raise ModelError(
@@ -267,6 +289,10 @@ def _direct_recorder(module: nn.Module) -> Forward:
             raise ModelError("a module scales its attention scores after it adds a bias, which kvframe does not know")
         # Of several masks, one may hide more than another.
         mask: Any = None if not masks else masks[0] if len(masks) == 1 else _UNKNOWN
+        values = _RECORDING.get().values
+        if values is not None and masks:
+            own_mask = _mask_of(of, values)
+            mask = mask if own_mask is None else own_mask
         inputs = {"scaling": of.scale, "position_bias": bias, "alibi": alibi}
         _RECORDING.get().calls.append(RecordedCall(module, of.query, of.key, value, mask, inputs, is_direct=True))
         return of.query.new_empty(*of.query.shape[:-1], value.shape[-1])
@@ -277,6 +303,40 @@ def _direct_recorder(module: nn.Module) -> Forward:
 def hides_keys_from_all(mask: Any, num_keys: int) -> bool:
     """Return whether what is added to scores, or hides some, is the same for all queries and heads, as for padding."""
     return isinstance(mask, torch.Tensor) and mask.shape[-1] == num_keys and set(mask.shape[1:-1]) == {1}
+
+
+def _mask_of(of: DirectAttention, values: KnownValues) -> torch.Tensor | None:
+    """Record the mask that a module makes itself, and return what identifies it; None if its values are not known."""
+    num_tokens, masks = of.query.shape[2], _RECORDING.get().masks
+    for mask in masks:  # a module may use one of transformers' masks beside its own
+        is_added = any(each is mask.marker for each in of.added)
+        if is_added and values.value_of(mask.marker) is None:
+            known = _values_of(mask, num_tokens)
+            if known is not None:
+                values.set_value(mask.marker, known)
+    if visible_keys(of.changes, values, num_tokens, query=num_tokens - 1) is None:
+        return None
+
+    def function(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        visible = visible_keys(of.changes, values, num_tokens, int(query))
+        if visible is None:
+            raise IndexError("the scores of this query become something else")
+        return visible[key]
+
+    marker = torch.empty(1, 1, num_tokens, num_tokens, device="meta")
+    masks.append(RecordedMask(marker, function, None, None))
+    return marker
+
+
+def _values_of(mask: RecordedMask, num_tokens: int) -> torch.Tensor | None:
+    """Return the values of a mask that is added, ``[1, 1, num_tokens, num_tokens], host``."""
+    tokens, zero = torch.arange(num_tokens), torch.tensor(0)
+    try:
+        seen = mask.function(zero, zero, tokens[:, None], tokens[None, :])
+    except (RuntimeError, NotImplementedError, IndexError):  # it indexes tensors of the model, which have no data
+        return None
+    hidden = ~torch.as_tensor(seen).broadcast_to(num_tokens, num_tokens)
+    return torch.zeros(1, 1, num_tokens, num_tokens).masked_fill(hidden, float("-inf"))
 
 
 _UNKNOWN = object()
@@ -304,8 +364,8 @@ def _recorder(module: nn.Module, forward: Forward, call: MixerCall | None) -> Fo
     return run
 
 
-def _probe_inputs(model: Any, *, reads_mask: bool) -> dict[str, Any]:
-    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
+def _probe_inputs(model: Any, num_tokens: int, *, reads_mask: bool) -> dict[str, Any]:
+    ids = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
     # A padding mask keeps transformers from searching for packed sequences, which needs data. For mixers, transformers
     # reads the mask itself.
     mask = torch.ones_like(ids, device="cpu" if reads_mask else "meta")
