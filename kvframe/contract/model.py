@@ -175,10 +175,10 @@ class LoadedModel(Growing, ABC):
         Args:
             run_packed: ``run_packed(prompts: list[list[int]], last_only: bool = False, inputs = ()) ->
                 list[torch.Tensor]``: logits ``[len(prompt), vocab_size]`` of each prompt, computed through the attached
-                layers in one batch. With ``last_only``, only the last token of each prompt generates, and its logits
-                ``[1, vocab_size]`` come back. A model that can skip compares these too, if its layers skip something.
-                ``inputs`` holds for each prompt what it brings beside its tokens, by sequence: ``{"encoder":
-                ModelInput(…)}``.
+                layers together, in one step or in several. With ``last_only``, only the last token of each prompt
+                generates, and its logits ``[1, vocab_size]`` come back. A model that can skip compares these too, if
+                its layers skip something. ``inputs`` holds for each prompt what it brings beside its tokens, by
+                sequence: ``{"encoder": ModelInput(…)}``.
         """
 
     @abstractmethod

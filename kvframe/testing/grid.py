@@ -294,11 +294,11 @@ def _not_causal(cases: Sequence[Case]) -> list[Case]:
 
 def _served_cases(capabilities: Capabilities, device: str, form: StateForm) -> Iterator[Case]:
     """Yield every layer that serving makes with every batch."""
-    for name, options, shift in served_layers(capabilities, form):
-        layer = make_layer(capabilities, form, **options)
-        if not capabilities.refusals(layer, device):
-            for batch, requests in BATCHES.items():
-                yield Case(name=f"{PREFIX}{name}-{batch}", layer=layer, requests=requests, shift=shift)
+    for name, served in served_layers(capabilities, form):
+        layer = make_layer(capabilities, form, **served.options)
+        for batch in served.batches if not capabilities.refusals(layer, device) else ():
+            case = f"{PREFIX}{name}-{batch}"
+            yield Case(name=case, layer=layer, requests=BATCHES[batch], shift=served.shift)
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

@@ -249,7 +249,8 @@ def _make_layers(
     for size in sizes:
         for feature in features:
             yield size, feature, "", _KINDS, layer(size, feature, dtypes[0])
-    few_sizes = [*sizes][:: max(1, len(sizes) // 2)]
+    # Of nine sizes: the smallest heads over one KV head, the middle ones over four, the largest over eight.
+    few_sizes = [*sizes][len(sizes) // 4 :: max(1, len(sizes) // 4)][:3]
     for size in few_sizes:
         for feature in features:
             for dtype in dtypes[1:]:

@@ -295,9 +295,15 @@ def test_a_model_whose_last_layers_look_at_other_tokens_is_refused_by_the_self_c
     model = TinyModel.save(tmp_path, "gemma3n_text")
     loaded: Any = model.loaded
 
-    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return -output if output.shape[1] == 2 else output  # the last tokens of the self-check's two prompts
+    num_rows: list[int] = []
 
+    def count(module: Any, args: Any, output: torch.Tensor) -> None:
+        num_rows.append(output.shape[1])
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return -output if output.shape[1] < num_rows[-1] else output
+
+    loaded.model.model.layers[0].mlp.register_forward_hook(count)
     loaded.model.model.layers[5].mlp.register_forward_hook(hook)
     with model.engine(self_check=True):
         pass

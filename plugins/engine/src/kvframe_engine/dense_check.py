@@ -51,7 +51,7 @@ def check_densely(assembly: Assembly, layers: Sequence[LayerSpec], retyped: Sequ
     model.detach()
     try:
         model.attach(_DenseLayers(assembly, specs))
-        dense = [run_packed(assembly, [prompt])[0] for prompt in prompts]
+        dense = [run_packed(assembly, [prompt], in_one_step=True)[0] for prompt in prompts]
     finally:
         model.detach()
         model.attach(assembly.layers)

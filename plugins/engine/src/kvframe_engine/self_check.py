@@ -1,10 +1,10 @@
-"""Runs a packed batch before the engine serves; the model compares it with its own plain forward."""
+"""Runs packed batches before the engine serves; the model compares them with its own plain forward."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import attrs
 import numpy as np
 import torch
 
@@ -22,8 +22,12 @@ def run_packed(
     last_only: bool = False,
     inputs: Sequence[Mapping[str, ModelInput]] = (),
     prompt_len_of: Callable[[int], int] = int,
+    in_one_step: bool = False,
 ) -> list[torch.Tensor]:
     """Return the logits ``[len(prompt), vocab_size]`` of each prompt, with as many prompts per batch as the pool holds.
+
+    A batch is computed in three steps, as serving makes them: the longest prompt alone but for its last two
+    tokens, its next token beside the other prompts, and the last token of each.
 
     It has its own request table, so the engine's is not changed.
 
@@ -34,6 +38,8 @@ def run_packed(
         inputs: For each prompt, its inputs beside the tokens, by sequence; none unless given.
         prompt_len_of: Returns for the length of a prompt how many of its tokens count as prompt: the others count as
             generated, for types whose live ranges depend on that.
+        in_one_step: Compute all tokens of a batch in one step. So it is always for ``last_only``, and for a model whose
+            tokens see later ones.
 
     Raises:
         PlanError: A prompt does not fit the pool, even alone.
@@ -42,7 +48,10 @@ def run_packed(
     if local.places:
         max_len = min(max_len, local.max_tokens)
     manager = KVCacheManager(assembly.plan, max_num_seqs=num_prompts, prefix_caching=False)
-    is_range = assembly.model.description.bidirectional_prompts
+    description = assembly.model.description
+    is_range = description.bidirectional_prompts
+    # Layers that keep nothing of the past see the tokens of a step only.
+    is_whole = in_one_step or last_only or is_range or bool(local.places) or not description.generates
     runner = ModelRunner(
         assembly.model,
         assembly.layers,
@@ -51,43 +60,101 @@ def run_packed(
         max_num_seqs=num_prompts,
         max_model_len=max_len,
     )
-    waiting = deque(zip([prompt[:max_len] for prompt in prompts], inputs or [NO_INPUTS] * num_prompts, strict=True))
+    waiting = [
+        _Prompt(
+            token_ids=prompt[:max_len],
+            inputs=brought,
+            prompt_len=prompt_len_of(len(prompt[:max_len])),
+            ranges=((0, len(prompt[:max_len])),) if is_range and len(prompt) > 1 else (),
+        )
+        for prompt, brought in zip(prompts, inputs or [NO_INPUTS] * num_prompts, strict=True)
+    ]
     logits: list[torch.Tensor] = []
     while waiting:
-        rows: list[int] = []
-        lens: list[int] = []
-        new_inputs: dict[str, dict[int, ModelInput]] = {}
-        while waiting:
-            request_id, (prompt, brought) = str(len(rows)), waiting[0]
-            if not local.fits([*lens, len(prompt)]):
-                break
-            prompt_len = prompt_len_of(len(prompt))
-            ranges = ((0, len(prompt)),) if is_range and len(prompt) > 1 else ()
-            brought_sequences = input_sequences(brought)
-            manager.start(request_id, prompt, inputs=brought_sequences, num_prompt_tokens=prompt_len, ranges=ranges)
-            if not manager.extend(request_id, len(prompt)):
-                manager.free(request_id)
-                break
-            rows.append(manager.row(request_id))
-            lens.append(len(prompt))
-            runner.set_row(rows[-1], prompt, brought, prompt_len, ranges)
-            for name, value in brought.items():
-                new_inputs.setdefault(name, {})[rows[-1]] = value
-            waiting.popleft()
-        if not rows:
+        num_fitting = _num_fitting(manager, local.fits, waiting)
+        if not num_fitting:
             raise PlanError(
-                f"{assembly.plan.total_bytes} bytes of cache do not hold the {len(waiting[0][0])} tokens of the "
+                f"{assembly.plan.total_bytes} bytes of cache do not hold the {len(waiting[0].token_ids)} tokens of the "
                 "self-check; give more memory, or set self_check = false in the stack's [engine]"
             )
-        wanted = np.cumsum(lens) - 1 if last_only else np.arange(sum(lens))
-        batch = StepBatch(
-            rows=np.array(rows),
-            num_computed=np.zeros(len(rows), dtype=np.int64),
-            query_lens=np.array(lens),
-            generating_indices=wanted,
-        )
-        packed = runner.forward(batch, new_inputs)
-        logits.extend(packed.split([1] * len(rows) if last_only else lens))
-        for index in range(len(rows)):
-            manager.free(str(index))
+        logits += _run_together(runner, manager, waiting[:num_fitting], is_whole=is_whole, last_only=last_only)
+        waiting = waiting[num_fitting:]
     return logits
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Prompt:
+    """A prompt of the self-check: its tokens, its other inputs, how many count as prompt, and its ranges."""
+
+    token_ids: list[int]
+    inputs: Mapping[str, ModelInput]
+    prompt_len: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def start(self, manager: KVCacheManager, request_id: str) -> None:
+        """Add it to the manager's table."""
+        brought = input_sequences(self.inputs)
+        manager.start(request_id, self.token_ids, inputs=brought, num_prompt_tokens=self.prompt_len, ranges=self.ranges)
+
+
+def _num_fitting(manager: KVCacheManager, fits: Callable[[Sequence[int]], bool], prompts: Sequence[_Prompt]) -> int:
+    """Return how many of the first prompts the pool, and the scratch pages of a step, hold at once."""
+    lens: list[int] = []
+    for index, prompt in enumerate(prompts):
+        if not fits([*lens, len(prompt.token_ids)]):
+            break
+        prompt.start(manager, str(index))
+        if not manager.extend(str(index), len(prompt.token_ids)):
+            manager.free(str(index))
+            break
+        lens.append(len(prompt.token_ids))
+    for index in range(len(lens)):
+        manager.free(str(index))
+    return len(lens)
+
+
+def _run_together(
+    runner: ModelRunner, manager: KVCacheManager, prompts: Sequence[_Prompt], *, is_whole: bool, last_only: bool
+) -> list[torch.Tensor]:
+    """Return the logits of each prompt, computed in the steps that ``run_packed`` names, or in one."""
+    rows: list[int] = []
+    parts: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for index, prompt in enumerate(prompts):
+        prompt.start(manager, str(index))
+        rows.append(manager.row(str(index)))
+        runner.set_row(rows[-1], prompt.token_ids, prompt.inputs, prompt.prompt_len, prompt.ranges)
+    for step in _steps([len(prompt.token_ids) for prompt in prompts], is_whole=is_whole):
+        new_inputs: dict[str, dict[int, ModelInput]] = {}
+        for index, (start, stop) in step.items():
+            if not manager.extend(str(index), stop):
+                raise PlanError(f"the pool does not hold the {stop} tokens of a prompt, and it held them before")
+            for name, value in prompts[index].inputs.items() if start == 0 else ():
+                new_inputs.setdefault(name, {})[rows[index]] = value
+        lens = [stop - start for start, stop in step.values()]
+        batch = StepBatch(
+            rows=np.array([rows[index] for index in step]),
+            num_computed=np.array([start for start, _ in step.values()]),
+            query_lens=np.array(lens),
+            generating_indices=np.cumsum(lens) - 1 if last_only else np.arange(sum(lens)),
+        )
+        packed = runner.forward(batch, new_inputs).split([1] * len(lens) if last_only else lens)
+        for (index, (_, stop)), part in zip(step.items(), packed, strict=True):
+            parts[index].append(part)
+            manager.commit(str(index), prompts[index].token_ids, stop)
+    for index in range(len(prompts)):
+        manager.free(str(index))
+    return [torch.cat(each) for each in parts]
+
+
+def _steps(lens: Sequence[int], *, is_whole: bool) -> list[dict[int, tuple[int, int]]]:
+    """Return for each step which tokens of which prompts it computes, of prompts of these lengths."""
+    longest = max(range(len(lens)), key=lens.__getitem__)
+    ends = [[0, 0, max(0, length - 1), length] for length in lens]
+    ends[longest][1] = max(0, lens[longest] - 2)
+    if is_whole:
+        ends = [[0, length] for length in lens]
+    steps = [
+        {index: (each[step], each[step + 1]) for index, each in enumerate(ends) if each[step] < each[step + 1]}
+        for step in range(len(ends[0]) - 1)
+    ]
+    return [step for step in steps if step]

@@ -186,7 +186,7 @@ class EncoderDecoderModel(TransformersModel):
         """Compare a packed run of the decoder with its own plain forward, on random states instead of an encoder's.
 
         Args:
-            run_packed: Runs prompts with their inputs through the attached layers in one batch.
+            run_packed: Runs prompts with their inputs through the attached layers together.
         """
 
         def packed(

@@ -394,7 +394,7 @@ class TransformersModel(LoadedModel):
 
         Args:
             run_packed: ``run_packed(prompts)`` returns the logits ``[len(prompt), vocab_size]`` of each prompt,
-                computed through the attached layers in one batch; ``run_packed(prompts, last_only=True)`` returns
+                computed through the attached layers together; ``run_packed(prompts, last_only=True)`` returns
                 those of its last token, ``[1, vocab_size]``.
         """
         assert self._layers is not None
