@@ -157,8 +157,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answers(folder: Path, params: SamplingParams, **engine: Any) -> list[str]:
-    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"device": "cpu", **engine}})
+def answers(folder: Path, params: SamplingParams, **options: Any) -> list[str]:
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "model": {"device": "cpu", **options}})
     with Engine.from_pretrained(folder, stack=stack) as made:
         outputs = made.generate(["person: ", "the next one: "], params)
         assert [None] * len(outputs) == [output.error for output in outputs]
@@ -167,7 +167,7 @@ def answers(folder: Path, params: SamplingParams, **engine: Any) -> list[str]:
 
 @pytest.mark.parametrize("drafts", [{}, {"drafts": {"name": "ngram", "max_drafts": 4}}], ids=["plain", "drafts"])
 def test_an_answer_that_ignores_its_end_has_nothing_but_ends_after_it(folder: Path, drafts: dict[str, Any]) -> None:
-    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"device": "cpu", **drafts}})
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "model": {"device": "cpu", **drafts}})
     params = SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=0.0, processors={"guided": PHONE})
     with Engine.from_pretrained(folder, stack=stack) as engine:
         (output,) = engine.generate(["person: "], params)
@@ -200,7 +200,7 @@ def test_drafts_change_no_token(folder: Path) -> None:
 
 
 def test_requests_with_and_without_a_grammar_run_together(folder: Path) -> None:
-    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"device": "cpu"}})
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "model": {"device": "cpu"}})
     plain = SamplingParams(max_new_tokens=8)
     guided = SamplingParams(max_new_tokens=8, processors={"guided": PHONE})
     with Engine.from_pretrained(folder, stack=stack) as engine:
