@@ -11,12 +11,18 @@ from typing import Any
 
 import attrs
 
-from kvframe.config.options import CacheOptions, EngineOptions, Rule, Use
+from kvframe.config.options import CacheOptions, EngineOptions, LimitOptions, ModelOptions, Rule, Use
 from kvframe.config.schema import describe_keys
 from kvframe.loading.checks import Check
 
 PAGE = Path(__file__).with_name("stack_file.md")
-TABLES: Mapping[str, type[Any]] = {"[cache]": CacheOptions, "[engine]": EngineOptions, "[[rules]]": Rule}
+TABLES: Mapping[str, type[Any]] = {
+    "[model]": ModelOptions,
+    "[limits]": LimitOptions,
+    "[cache]": CacheOptions,
+    "[engine]": EngineOptions,
+    "[[rules]]": Rule,
+}
 START, END = "<!-- tables: start -->\n", "<!-- tables: end -->\n"
 
 

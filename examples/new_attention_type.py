@@ -78,7 +78,7 @@ def make_stack(backend: str) -> Stack:
     return Stack.from_mapping(
         {
             "cache": {"memory": "1MiB", "block_size": 4},
-            "engine": {"max_num_batched_tokens": 32},
+            "limits": {"max_num_batched_tokens": 32},
             "rules": [
                 # The windowed layers get the new type. When the model is attached, a packed run is compared with dense
                 # attention under what the type's live ranges show.

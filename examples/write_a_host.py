@@ -46,12 +46,12 @@ class Host:
     def __init__(self, path: str, stack: Stack) -> None:
         """Load the model at a path, plan and allocate its cache, and attach the model to its attention layers."""
         self.model, setup = load_model(path, stack)
-        self.max_num_tokens = setup.stack.engine.max_num_batched_tokens
-        self.device = torch.device(setup.stack.engine.device)
+        self.max_num_tokens = setup.stack.limits.max_num_batched_tokens
+        self.device = torch.device(setup.stack.model.device)
         storage = KVCacheStorage(setup.plan, setup.grouping, self.device)
         self.manager = KVCacheManager(
             setup.plan,
-            max_num_seqs=setup.stack.engine.max_num_seqs,
+            max_num_seqs=setup.stack.limits.max_num_seqs,
             prefix_caching=not setup.grouping.whole_prompts,
             copier=storage.copy_pages,
         )

@@ -95,7 +95,7 @@ def make_copy_tasks(count: int) -> Tasks:
 def serve(path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], tasks: Tasks) -> dict[str, Any]:
     """Return the log-probabilities of texts, the answers to tasks, and the backends, with one way to store."""
     cache = {"memory": "64MiB", "dtype": stored.dtype, "format": stored.kv_format.name}
-    stack = Stack.from_mapping({"cache": cache, "engine": {"dtype": "float32"}})
+    stack = Stack.from_mapping({"cache": cache, "model": {"dtype": "float32"}})
     greedy = SamplingParams(max_new_tokens=NUM_ANSWER_TOKENS, ignore_eos=True)
     scoring = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
     with Engine.from_pretrained(path, stack=stack) as engine:

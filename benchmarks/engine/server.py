@@ -63,7 +63,7 @@ def running(system: str, path: Path, batch: Workload, threads: int) -> Iterator[
     bin_folder = Path(sys.executable).parent
     if system == SERVED:
         stack = path / "stack.toml"
-        stack.write_text(f'[cache]\nmemory = "{batch.memory}"\n[engine]\nmax_num_seqs = {batch.num_prompts}\n')
+        stack.write_text(f'[cache]\nmemory = "{batch.memory}"\n[limits]\nmax_num_seqs = {batch.num_prompts}\n')
         command = [bin_folder / "kvframe", "serve", path, "--stack", stack, "--served-name", str(path)]
     else:
         command = [bin_folder / "transformers", "serve", path, "--continuous-batching", "--device", "cpu"]

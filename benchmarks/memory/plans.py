@@ -63,7 +63,7 @@ def measure(file: str, registry: Registry) -> list[dict[str, Any]]:
 
 def _row(title: str, description: ModelDescription, registry: Registry, changes: dict[str, Any]) -> dict[str, Any]:
     max_model_len = min(MAX_MODEL_LEN, description.max_model_len)
-    stack = Stack.from_mapping({"cache": {"memory": str(MEMORY_BYTES)}, "engine": {"dtype": DTYPE}, **changes})
+    stack = Stack.from_mapping({"cache": {"memory": str(MEMORY_BYTES)}, "model": {"dtype": DTYPE}, **changes})
     layers = make_layer_specs(description, registry, stack, DTYPE)
     lens = description.max_input_lens
     plan = plan_for_stack(group_layers(layers), stack, max_model_len, lens)
@@ -185,7 +185,7 @@ class Shape:
 
 
 def _layers(description: ModelDescription, rules: dict[str, Any]) -> Sequence[LayerSpec]:
-    stack = Stack.from_mapping({"engine": {"dtype": DTYPE}, **rules})
+    stack = Stack.from_mapping({"model": {"dtype": DTYPE}, **rules})
     return make_layer_specs(description, load_plugins().registry, stack, DTYPE)
 
 
@@ -254,7 +254,7 @@ def main(files: Sequence[str]) -> dict[str, Any]:
         "memory_bytes": MEMORY_BYTES,
         "dtype": DTYPE,
         "block_size": Stack().cache.block_size,
-        "max_num_batched_tokens": Stack().engine.max_num_batched_tokens,
+        "max_num_batched_tokens": Stack().limits.max_num_batched_tokens,
         "models": [row for file in files for row in measure(file, registry)],
     }
 

@@ -58,7 +58,7 @@ def explain(
     """
     from kvframe.hosting.setup import Setup
 
-    stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
+    stack = read_stack(stack_file, model={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
     setup = Setup.read(find_model(model, weights=False), stack, registry)
     eviction = _in_words(setup.eviction_policy)

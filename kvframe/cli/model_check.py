@@ -92,6 +92,6 @@ def _facts(setup: Setup) -> dict[str, str]:
     backends = sorted({choice.backend for choice in setup.choices})
     return {
         "layers": ", ".join(f"{count} {kind}" for kind, count in counts.items()),
-        "runs on": f"{setup.stack.engine.device}, {setup.stack.engine.dtype}",
+        "runs on": f"{setup.stack.model.device}, {setup.stack.model.dtype}",
         "backends": ", ".join(backends) or "none, as no layer attends",
     }

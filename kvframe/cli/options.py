@@ -119,14 +119,19 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def read_stack(
-    stack_file: Path | None, *, cache: Mapping[str, Any] = NOTHING, engine: Mapping[str, Any] = NOTHING
+    stack_file: Path | None,
+    *,
+    model: Mapping[str, Any] = NOTHING,
+    limits: Mapping[str, Any] = NOTHING,
+    cache: Mapping[str, Any] = NOTHING,
 ) -> Stack:
     """Return the stack of a file, or the default one, with the command line's values in place of its own.
 
     Args:
         stack_file: The stack file; None for the defaults.
         cache: Values that replace those of the stack's ``[cache]``, by key; None replaces nothing.
-        engine: The same for ``[engine]``.
+        model: The same for ``[model]``.
+        limits: The same for ``[limits]``.
 
     Raises:
         StackError: The file cannot be read or is wrong, or a value of the command line is.
@@ -134,7 +139,7 @@ def read_stack(
     from kvframe.config.stack import Stack
 
     stack = Stack() if stack_file is None else Stack.from_file(stack_file)
-    return stack.with_options(cache=cache, engine=engine)
+    return stack.with_options(model=model, limits=limits, cache=cache)
 
 
 def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:

@@ -77,7 +77,8 @@ def plan(
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size, "hybrid": hybrid},
-        engine={"dtype": dtype, "max_model_len": max_model_len},
+        model={"dtype": dtype},
+        limits={"max_model_len": max_model_len},
     )
     registry = load_checked_plugins(stack).registry
     setup = Setup.read(find_model(model, weights=False), stack, registry, runs_here=False)

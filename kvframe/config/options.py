@@ -143,23 +143,12 @@ class CacheOptions:
 
 
 @attrs.frozen(kw_only=True)
-class EngineOptions:
-    """The ``[engine]`` table.
+class ModelOptions:
+    """The ``[model]`` table: how a host runs the model.
 
     Attributes:
-        max_num_seqs: The most requests that run at once.
-        max_num_batched_tokens: The most tokens that one step computes.
-        reserve_prompts: Whether a prompt that is computed in parts begins only if the cache has pages for all of it. If
-            not, it begins with pages for its first part, and is the first to give its blocks back if pages run out.
-        max_model_len: The most tokens of a request, prompt and output. Without it, the model's own limit.
-        max_samples: The most samples that a request may ask for (``n``).
-        max_stop_chars: The most characters of a request's stop strings, all of them together.
-        max_step_seconds: How long a step may take if several ranks compute it. If it has not ended by then, all ranks
-            end, with a sentence that names the rank which does not wait for another one, and the line it is in.
         device: Where the model runs (``"cpu"``, ``"cuda:0"``); ``"auto"``: the first GPU, or the CPU if there is none.
         dtype: The model's element type; ``"auto"``: the checkpoint's, or float32 on a CPU that computes float32 faster.
-        self_check: Whether a model's packed run is compared with its own forward before it serves; an error names the
-            part that is wrong.
         prefill_skipping: The wrapper that keeps only a step's generating tokens, for the layers at the model's end that
             keep no cache of their own: they do not compute the rest of a prompt. Without it, every layer computes every
             token.
@@ -174,16 +163,8 @@ class EngineOptions:
             with the most drafts are captured too.
     """
 
-    max_num_seqs: int = attrs.field(default=64, validator=WHOLE)
-    max_num_batched_tokens: int = attrs.field(default=2048, validator=WHOLE)
-    reserve_prompts: bool = attrs.field(default=True, validator=SWITCH)
-    max_model_len: int | None = attrs.field(default=None, validator=WHOLE_OR_NONE)
-    max_samples: int = attrs.field(default=128, validator=WHOLE)
-    max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)
-    max_step_seconds: int = attrs.field(default=600, validator=WHOLE)
     device: str = attrs.field(default="auto", validator=DEVICE)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", *MODEL_DTYPES))
-    self_check: bool = attrs.field(default=True, validator=SWITCH)
     prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
     drafts: Use | None = attrs.field(default=None, converter=_as_use)
     compile: bool = attrs.field(default=False, validator=SWITCH)
@@ -191,6 +172,43 @@ class EngineOptions:
         default="off", converter=_as_sizes, validator=GRAPH_SIZES
     )
     graph_query_lens: tuple[int, ...] = attrs.field(default=(1,), converter=_as_sizes, validator=WHOLES)
+
+
+@attrs.frozen(kw_only=True)
+class LimitOptions:
+    """The ``[limits]`` table: the most that a step and a request may have.
+
+    Attributes:
+        max_model_len: The most tokens of a request, prompt and output. Without it, the model's own limit.
+        max_num_seqs: The most requests that run at once.
+        max_num_batched_tokens: The most tokens that one step computes.
+    """
+
+    max_model_len: int | None = attrs.field(default=None, validator=WHOLE_OR_NONE)
+    max_num_seqs: int = attrs.field(default=64, validator=WHOLE)
+    max_num_batched_tokens: int = attrs.field(default=2048, validator=WHOLE)
+
+
+@attrs.frozen(kw_only=True)
+class EngineOptions:
+    """The ``[engine]`` table: what only kvframe's own engine reads.
+
+    Attributes:
+        reserve_prompts: Whether a prompt that is computed in parts begins only if the cache has pages for all of it. If
+            not, it begins with pages for its first part, and is the first to give its blocks back if pages run out.
+        max_samples: The most samples that a request may ask for (``n``).
+        max_stop_chars: The most characters of a request's stop strings, all of them together.
+        max_step_seconds: How long a step may take if several ranks compute it. If it has not ended by then, all ranks
+            end, with a sentence that names the rank which does not wait for another one, and the line it is in.
+        self_check: Whether a model's packed run is compared with its own forward before it serves; an error names the
+            part that is wrong.
+    """
+
+    reserve_prompts: bool = attrs.field(default=True, validator=SWITCH)
+    max_samples: int = attrs.field(default=128, validator=WHOLE)
+    max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)
+    max_step_seconds: int = attrs.field(default=600, validator=WHOLE)
+    self_check: bool = attrs.field(default=True, validator=SWITCH)
 
 
 @attrs.frozen(kw_only=True)

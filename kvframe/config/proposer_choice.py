@@ -20,16 +20,16 @@ def make_proposer(stack: Stack, registry: Registry) -> Proposer | None:
     """Return the proposer of a stack; None if the stack names none.
 
     Args:
-        stack: Its ``[engine] drafts``.
+        stack: Its ``[model] drafts``.
         registry: Where proposers are looked up.
 
     Raises:
         StackError: No plugin in use provides it, it cannot be imported, or its options do not fit it.
     """
-    use = stack.engine.drafts
+    use = stack.model.drafts
     if use is None:
         return None
-    where = f"{stack.source}: engine.drafts"
+    where = f"{stack.source}: model.drafts"
     try:
         proposer_class: type[Proposer] = registry.proposers.load(use.name)
     except KVFrameError as error:

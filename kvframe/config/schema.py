@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvframe.config.options import AUTO, CacheOptions, EngineOptions, Rule
+from kvframe.config.options import AUTO, CacheOptions, EngineOptions, LimitOptions, ModelOptions, Rule
 from kvframe.contract.eviction import LRU
 from kvframe.contract.formats import PLAIN
 from kvframe.loading import checks
@@ -83,6 +83,8 @@ def make_schema(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
             "properties": dict.fromkeys(names.get("plugin", ()), _TABLE),
             "additionalProperties": _TABLE,
         },
+        "model": {"description": "How the model runs.", **_table(ModelOptions, names)},
+        "limits": {"description": "The most of a step and of a request.", **_table(LimitOptions, names)},
         "cache": {"description": "The KV cache.", **cache},
         "engine": {"description": "The engine.", **_table(EngineOptions, names)},
         "rules": {"description": "Choices for some layers; a later rule wins.", "type": "array", "items": rule},

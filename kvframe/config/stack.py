@@ -15,7 +15,16 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
 from kvframe.config.cache_key import read_secret
-from kvframe.config.options import AUTO, CacheOptions, EngineOptions, ResolvedRule, Rule, Use
+from kvframe.config.options import (
+    AUTO,
+    CacheOptions,
+    EngineOptions,
+    LimitOptions,
+    ModelOptions,
+    ResolvedRule,
+    Rule,
+    Use,
+)
 from kvframe.config.wrapper_order import check_order
 from kvframe.contract.errors import (
     ContestedNameError,
@@ -24,6 +33,7 @@ from kvframe.contract.errors import (
     UnknownNameError,
     WrapperError,
     listed,
+    nearest_of,
     shorten,
     shown,
 )
@@ -35,10 +45,20 @@ from kvframe.loading.claims import canonical
 from kvframe.loading.plugins import PluginPolicy
 from kvframe.loading.registry import Catalogue, Registry
 
-__all__ = ["CacheOptions", "EngineOptions", "ResolvedRule", "Rule", "Stack", "Use", "parse_bytes"]
+__all__ = [
+    "CacheOptions",
+    "EngineOptions",
+    "LimitOptions",
+    "ModelOptions",
+    "ResolvedRule",
+    "Rule",
+    "Stack",
+    "Use",
+    "parse_bytes",
+]
 
 
-_Options = TypeVar("_Options", CacheOptions, EngineOptions)
+_Options = TypeVar("_Options", CacheOptions, ModelOptions, LimitOptions)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _MAX_NEAREST = 500
@@ -54,6 +74,8 @@ class Stack:
 
     Attributes:
         plugins: The ``[plugins]`` table and each plugin's own ``[plugin.<name>]``.
+        model: The ``[model]`` table.
+        limits: The ``[limits]`` table.
         cache: The ``[cache]`` table.
         engine: The ``[engine]`` table.
         rules: The ``[[rules]]``, in order.
@@ -61,28 +83,39 @@ class Stack:
     """
 
     plugins: PluginPolicy = attrs.field(factory=PluginPolicy)
+    model: ModelOptions = attrs.field(factory=ModelOptions)
+    limits: LimitOptions = attrs.field(factory=LimitOptions)
     cache: CacheOptions = attrs.field(factory=CacheOptions)
     engine: EngineOptions = attrs.field(factory=EngineOptions)
     rules: tuple[Rule, ...] = ()
     source: str = "stack"
 
-    def with_options(self, *, cache: Mapping[str, Any] = _NOTHING, engine: Mapping[str, Any] = _NOTHING) -> Stack:
+    def with_options(
+        self,
+        *,
+        model: Mapping[str, Any] = _NOTHING,
+        limits: Mapping[str, Any] = _NOTHING,
+        cache: Mapping[str, Any] = _NOTHING,
+    ) -> Stack:
         """Return the stack with values of a command line in place of its own.
 
         Args:
-            cache: Values that replace those of ``[cache]``, by key; None replaces nothing.
-            engine: The same for ``[engine]``.
+            model: Values that replace those of ``[model]``, by key; None replaces nothing.
+            limits: The same for ``[limits]``.
+            cache: The same for ``[cache]``.
 
         Raises:
             StackError: A value is wrong; the error names the option of the command line, such as ``--memory``.
         """
-        return attrs.evolve(self, cache=_over(self.cache, cache), engine=_over(self.engine, engine))
+        return attrs.evolve(
+            self, model=_over(self.model, model), limits=_over(self.limits, limits), cache=_over(self.cache, cache)
+        )
 
     def with_device(self) -> Stack:
         """Return a stack that names a device: its own; otherwise the first GPU, or the CPU if there is none."""
-        if self.engine.device != AUTO.name:
+        if self.model.device != AUTO.name:
             return self
-        return attrs.evolve(self, engine=attrs.evolve(self.engine, device="cuda" if has_gpu() else "cpu"))
+        return attrs.evolve(self, model=attrs.evolve(self.model, device="cuda" if has_gpu() else "cpu"))
 
     def check_device(self) -> None:
         """Refuse a device that cannot be used, before a model is loaded.
@@ -93,10 +126,10 @@ class Stack:
         import torch
 
         try:
-            torch.empty(0, device=self.engine.device)
+            torch.empty(0, device=self.model.device)
         except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
             reason = str(error).strip().splitlines()[0]
-            raise StackError(f"{self.source}: engine.device {self.engine.device!r} cannot be used: {reason}") from error
+            raise StackError(f"{self.source}: model.device {self.model.device!r} cannot be used: {reason}") from error
 
     def read_secret(self) -> bytes:
         """Return the secret of ``[cache] key``, 32 bytes, or a random one if the stack has no key.
@@ -140,7 +173,9 @@ class Stack:
         return cls(
             plugins=policy,
             cache=_with_places(file.cache, f"{source}: cache"),
-            engine=_with_places(file.engine, f"{source}: engine"),
+            model=_with_places(file.model, f"{source}: model"),
+            limits=file.limits,
+            engine=file.engine,
             rules=tuple(_with_places(rule, f"{source}: rules[{index}]") for index, rule in enumerate(file.rules)),
             source=source,
         )
@@ -239,11 +274,11 @@ class Stack:
             problems += _unknown([("cache.format", registry.formats, self.cache.format.name)])
         if self.cache.eviction.name != LRU.name:
             problems += _unknown([("cache.eviction", registry.eviction_policies, self.cache.eviction.name)])
-        if self.engine.prefill_skipping is not None:
-            name = self.engine.prefill_skipping.name
-            problems += _unknown([("engine.prefill_skipping", registry.wrappers, name)])
-        if self.engine.drafts is not None:
-            problems += _unknown([("engine.drafts", registry.proposers, self.engine.drafts.name)])
+        if self.model.prefill_skipping is not None:
+            name = self.model.prefill_skipping.name
+            problems += _unknown([("model.prefill_skipping", registry.wrappers, name)])
+        if self.model.drafts is not None:
+            problems += _unknown([("model.drafts", registry.proposers, self.model.drafts.name)])
         if problems:
             raise _stack_error(self.source, problems)
 
@@ -324,12 +359,14 @@ class _PluginsTable:
 class _StackFile:
     plugins: _PluginsTable = attrs.field(factory=_PluginsTable)
     plugin: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, validator=TABLES)
+    model: ModelOptions = attrs.field(factory=ModelOptions)
+    limits: LimitOptions = attrs.field(factory=LimitOptions)
     cache: CacheOptions = attrs.field(factory=CacheOptions)
     engine: EngineOptions = attrs.field(factory=EngineOptions)
     rules: tuple[Rule, ...] = ()
 
 
-_Table = TypeVar("_Table", CacheOptions, EngineOptions, Rule)
+_Table = TypeVar("_Table", CacheOptions, ModelOptions, Rule)
 
 
 def _with_places(table: _Table, place: str) -> _Table:
@@ -383,6 +420,17 @@ def _structure_use(value: Any, _: Any) -> Use:
     return Use(_NAME.checked(value))
 
 
+_TABLE_OF = {
+    field.name: table
+    for table, options in (
+        ("engine", EngineOptions),
+        ("cache", CacheOptions),
+        ("limits", LimitOptions),
+        ("model", ModelOptions),
+    )
+    for field in attrs.fields(options)
+}
+"""The table of each key; a key of several tables is the model's."""
 _NAME = Check("a name, or a table of a name and options", TEXT.accepts)
 _converter = cattrs.Converter()
 _converter.register_structure_hook_factory(attrs.has, _make_table_hook)
@@ -396,7 +444,7 @@ def _problems(error: Exception, path: str = "") -> Iterator[str]:
     if isinstance(error, cattrs.ForbiddenExtraKeysError):
         known = [field.name for field in attrs.fields(error.cl)]
         for key in sorted(error.extra_fields):
-            yield f"{prefix}{shorten(key)}: {UnknownNameError('key', key, known)}"
+            yield f"{prefix}{shorten(key)}: {UnknownNameError('key', key, known)}{_of_another_table(key, known)}"
     elif isinstance(error, cattrs.ClassValidationError):
         fields, whole = error.group_exceptions()
         for part, note in fields:
@@ -408,6 +456,14 @@ def _problems(error: Exception, path: str = "") -> Iterator[str]:
             yield from _problems(part, f"{path}[{place.index}]")
     else:
         yield f"{path} {error}" if path else str(error)
+
+
+def _of_another_table(key: str, known: Sequence[str]) -> str:
+    """Return a hint at the table that a key was meant for; empty if its own table has one that is as near."""
+    if nearest_of(key, known) is not None:
+        return ""
+    nearest = key if key in _TABLE_OF else nearest_of(key, list(_TABLE_OF))
+    return "" if nearest is None else f"; did you mean {nearest!r} of [{_TABLE_OF[nearest]}]?"
 
 
 def _stack_error(source: str, problems: Iterable[str]) -> StackError:

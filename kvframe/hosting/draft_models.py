@@ -33,12 +33,12 @@ def load_draft_model(model: LoadedModel, setup: Setup) -> LoadedModel | None:
     if setup.drafts.are_heads:
         return model.load_prediction_heads()
     stack, registry = setup.stack, setup.registry
-    where, proposer = f"{stack.source}: engine.drafts", setup.make_proposer()
+    where, proposer = f"{stack.source}: model.drafts", setup.make_proposer()
     path = None if proposer is None else draft_path(proposer, stack)
     assert path is not None
     try:
-        dtype = with_dtype(stack, path, registry).engine.dtype
-        draft = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=dtype, whole=True)
+        dtype = with_dtype(stack, path, registry).model.dtype
+        draft = find_adapter(path, registry).load(path, device=stack.model.device, dtype=dtype, whole=True)
     except KVFrameError as error:
         raise StackError(f"{where}: the draft model: {error}") from error
     check_draft_model(draft.description, model.description, stack)

@@ -88,7 +88,7 @@ def find_drafts(description: ModelDescription, stack: Stack, registry: Registry)
     try:
         draft = describe_model(path, registry)
     except KVFrameError as error:
-        raise StackError(f"{stack.source}: engine.drafts: the draft model: {error}") from error
+        raise StackError(f"{stack.source}: model.drafts: the draft model: {error}") from error
     check_draft_model(draft, description, stack)
     return Drafts(max_tokens, draft.layers)
 
@@ -107,7 +107,7 @@ def draft_path(proposer: Proposer, stack: Stack) -> Path | None:
     if path is None:
         return None
     if not isinstance(path, str) or not path:
-        raise StackError(f"{stack.source}: engine.drafts: the draft model must be a path, not {shown(path)}")
+        raise StackError(f"{stack.source}: model.drafts: the draft model must be a path, not {shown(path)}")
     return Path(path).expanduser()
 
 
@@ -126,7 +126,7 @@ def _check_has_heads(description: ModelDescription, proposer: Proposer, stack: S
     if not description.prediction_layers:
         others = [name for name in registry.proposers.names() if name != proposer.name]
         raise StackError(
-            f"{stack.source}: engine.drafts: the proposer {proposer.name!r} drafts with prediction heads of the model "
+            f"{stack.source}: model.drafts: the proposer {proposer.name!r} drafts with prediction heads of the model "
             f"(multi-token prediction), and {description.name} has none that its model adapter can run; choose another "
             f"proposer ({', '.join(others) or 'none is installed'})",
             code="no_prediction_heads",
@@ -135,7 +135,7 @@ def _check_has_heads(description: ModelDescription, proposer: Proposer, stack: S
 
 def check_draft_model(draft: ModelDescription, description: ModelDescription, stack: Stack) -> None:
     """Raise ``StackError`` if a draft model cannot continue the requests of the served model."""
-    where, longest = f"{stack.source}: engine.drafts", stack.engine.max_model_len or description.max_model_len
+    where, longest = f"{stack.source}: model.drafts", stack.limits.max_model_len or description.max_model_len
     if not draft.generates:
         raise StackError(f"{where}: the draft model {draft.name} does not generate text; name one that does")
     if draft.max_input_lens:
@@ -152,7 +152,7 @@ def check_draft_model(draft: ModelDescription, description: ModelDescription, st
     if draft.max_model_len < longest:
         raise StackError(
             f"{where}: the draft model {draft.name} takes {draft.max_model_len} tokens, and a request may have "
-            f"{longest}; set max_model_len in [engine] to at most {draft.max_model_len}"
+            f"{longest}; set max_model_len in [limits] to at most {draft.max_model_len}"
         )
 
 
@@ -161,6 +161,6 @@ def check_draft_layers(layers: Sequence[LayerSpec], stack: Stack) -> None:
     for layer in layers:
         if is_step_local(layer):
             raise StackError(
-                f"{stack.source}: engine.drafts: the draft model's layer {layer.name!r} keeps nothing of the tokens "
+                f"{stack.source}: model.drafts: the draft model's layer {layer.name!r} keeps nothing of the tokens "
                 "before, so it can continue no request; name a decoder"
             )

@@ -63,7 +63,7 @@ class HostedModel:
         if proposer is not None and (proposer.uses_prediction_heads or proposer.draft_model() is not None):
             what = "prediction heads" if proposer.uses_prediction_heads else "draft model"
             raise BackendError(
-                f"{stack.source}: engine.drafts names {proposer.name!r}, whose {what} the host would have to run; "
+                f"{stack.source}: model.drafts names {proposer.name!r}, whose {what} the host would have to run; "
                 "leave the key out, and use what the host has for drafts",
                 code="another_model",
             )
@@ -73,12 +73,12 @@ class HostedModel:
         made = Setup.of(attrs.evolve(description, layers=described), stack, registry, dtype=_name(dtype)).layers
         for layer in made:
             _check_stored(layer, stored[layer.name])
-        skippable, wrapper = find_skippable_layers(made), stack.engine.prefill_skipping
+        skippable, wrapper = find_skippable_layers(made), stack.model.prefill_skipping
         if skippable and skips != (wrapper is not None):
             found = "does, and no wrapper is named" if skips else "does not, and a wrapper is named"
             raise BackendError(
                 f"layers such as {skippable[0]!r} can leave out the tokens that do not generate; the host {found} in "
-                "engine.prefill_skipping of the stack: set both or neither"
+                "model.prefill_skipping of the stack: set both or neither"
             )
         self._stack, self._registry = stack, registry
         self.layers: Mapping[str, LayerSpec] = {layer.name: layer for layer in made}

@@ -38,8 +38,8 @@ def make_layers(
     """
     choices = setup.choices if choices is None else choices
     layers = [layer for layer in setup.layers if with_states or layer.query is not None]
-    options, device = setup.stack.engine, torch.device(setup.stack.engine.device)
-    local = LocalCaches(layers, device, max_tokens=options.max_num_batched_tokens, max_reqs=options.max_num_seqs)
+    limits, device = setup.stack.limits, torch.device(setup.stack.model.device)
+    local = LocalCaches(layers, device, max_tokens=limits.max_num_batched_tokens, max_reqs=limits.max_num_seqs)
     return AttentionLayers(
         layers,
         choices,

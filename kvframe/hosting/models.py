@@ -42,7 +42,7 @@ def load_model(
     registry = _registry_of(stack, plugins)
     stack.check_device()
     stack = with_dtype(stack, path, registry)
-    model = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
+    model = find_adapter(path, registry).load(path, device=stack.model.device, dtype=stack.model.dtype)
     return model, Setup.of(edited(model.description, edit, registry), stack, registry)
 
 
@@ -63,7 +63,7 @@ def take_model(
     stack = Stack() if stack is None else stack
     registry = _registry_of(stack, plugins)
     adopted = adopt_model(model, tokenizer, registry)
-    stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, device=adopted.device, dtype=adopted.dtype))
+    stack = attrs.evolve(stack, model=attrs.evolve(stack.model, device=adopted.device, dtype=adopted.dtype))
     return adopted.model, Setup.of(adopted.model.description, stack, registry)
 
 

@@ -76,9 +76,9 @@ class Setup:
             ModelError: There is no such draft model.
         """
         if dtype is not None:
-            stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype=dtype))
+            stack = attrs.evolve(stack, model=attrs.evolve(stack.model, dtype=dtype))
         drafts = find_drafts(description, stack, registry)
-        specs = make_layer_specs(drafts.beside(description), registry, stack, stack.engine.dtype, drafts.max_tokens)
+        specs = make_layer_specs(drafts.beside(description), registry, stack, stack.model.dtype, drafts.max_tokens)
         own, drafting = specs[: len(description.layers)], specs[len(description.layers) :]
         check_draft_layers(drafting, stack)
         return cls(
@@ -124,7 +124,7 @@ class Setup:
     def skipping(self) -> Skipping:
         """Which layers compute only the tokens that generate."""
         heads = self.draft_layers if self.drafts.are_heads else ()
-        return find_skipping(self.layers, heads, is_on=self.stack.engine.prefill_skipping is not None)
+        return find_skipping(self.layers, heads, is_on=self.stack.model.prefill_skipping is not None)
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
@@ -143,7 +143,7 @@ class Setup:
     @property
     def device_type(self) -> str:
         """The type of the device, such as ``"cuda"``."""
-        return self.stack.engine.device.partition(":")[0]
+        return self.stack.model.device.partition(":")[0]
 
     @property
     def note(self) -> str | None:
@@ -246,7 +246,7 @@ class Setup:
         Args:
             description: The draft model.
         """
-        stack = attrs.evolve(self.stack, engine=attrs.evolve(self.stack.engine, prefill_skipping=None))
+        stack = attrs.evolve(self.stack, model=attrs.evolve(self.stack.model, prefill_skipping=None))
         layers = tuple(
             attrs.evolve(
                 layer,

@@ -150,7 +150,7 @@ def _with_drafts(layer: LayerSpec, num_drafts: int, stack: Stack) -> LayerSpec:
     num_kept = max(_num_rollback_states(spec), spec.states_per_block - 1)
     if layer.query is None and num_kept < num_drafts:
         raise StackError(
-            f"{stack.source}: engine.drafts computes up to {num_drafts} draft tokens of a request, but the layer "
+            f"{stack.source}: model.drafts computes up to {num_drafts} draft tokens of a request, but the layer "
             f"{layer.name!r} of the kind {spec.kind!r} keeps {num_kept} states to go back to; leave the key out, or "
             "use a type whose with_drafts() keeps them"
         )

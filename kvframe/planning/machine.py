@@ -45,20 +45,20 @@ def with_dtype(stack: Stack, path: Path, registry: Registry, *, runs_here: bool 
         ModelError: The path is not a model.
         PluginError: The adapter that recognises it fails.
     """
-    if stack.engine.dtype != AUTO:
+    if stack.model.dtype != AUTO:
         return stack
     named = layer_file_dtype(path) if is_layer_file(path) else find_adapter(path, registry).dtype_of(path)
     dtype = DEFAULT_DTYPE if named is None else named
-    if runs_here and stack.engine.device.partition(":")[0] == "cpu" and not cpu_multiplies(dtype):
+    if runs_here and stack.model.device.partition(":")[0] == "cpu" and not cpu_multiplies(dtype):
         _log.info(
             '%s is in %s, which this CPU computes more slowly than float32: it runs in float32; dtype = "%s" in the '
-            "stack's [engine] keeps its dtype",
+            "stack's [model] keeps its dtype",
             path.name,
             dtype,
             dtype,
         )
         dtype = "float32"
-    return attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype=dtype))
+    return attrs.evolve(stack, model=attrs.evolve(stack.model, dtype=dtype))
 
 
 def cpu_multiplies(dtype: str) -> bool:

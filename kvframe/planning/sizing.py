@@ -23,15 +23,15 @@ def choose_max_model_len(description: ModelDescription, stack: Stack) -> int:
 
     Args:
         description: The model.
-        stack: Its ``[engine] max_model_len``.
+        stack: Its ``[limits] max_model_len``.
 
     Raises:
         StackError: The stack asks for longer requests than the model takes.
     """
-    longest, asked = min(description.max_model_len, MAX_WHOLE), stack.engine.max_model_len
+    longest, asked = min(description.max_model_len, MAX_WHOLE), stack.limits.max_model_len
     if asked is not None and asked > longest:
         raise StackError(
-            f"[engine] max_model_len = {asked} is more than the {longest} tokens that {description.name} takes; "
+            f"[limits] max_model_len = {asked} is more than the {longest} tokens that {description.name} takes; "
             "leave it out, or make it smaller"
         )
     return longest if asked is None else asked
@@ -49,7 +49,7 @@ def plan_for_stack(
 
     Args:
         grouping: The model's groups.
-        stack: Its ``[cache] memory`` and ``[engine]`` limits. ``"auto"`` is the memory for ``max_num_seqs`` requests of
+        stack: Its ``[cache] memory`` and ``[limits]``. ``"auto"`` is the memory for ``max_num_seqs`` requests of
             the greatest length, but at most a share of the memory that is free now, including copies of pages. If no
             layer keeps state, the free memory is not checked.
         max_model_len: The most tokens of a request.
@@ -67,7 +67,7 @@ def plan_for_stack(
             grouping,
             memory_bytes=memory_bytes,
             max_model_len=max_model_len,
-            max_num_batched_tokens=stack.engine.max_num_batched_tokens,
+            max_num_batched_tokens=stack.limits.max_num_batched_tokens,
             max_input_lens=max_input_lens,
         )
 
@@ -75,14 +75,14 @@ def plan_for_stack(
         return plan(0)
     if stack.cache.memory != "auto":
         return plan(stack.cache.memory)
-    num_sharing = num_local_ranks if stack.engine.device == "cpu" else 1
-    available = int(_available_bytes(stack.engine.device) * SHARE_OF_AVAILABLE_MEMORY) // num_sharing
+    num_sharing = num_local_ranks if stack.model.device == "cpu" else 1
+    available = int(_available_bytes(stack.model.device) * SHARE_OF_AVAILABLE_MEMORY) // num_sharing
     largest = plan(available)
     if copied:
         copies = copied_bytes(largest, grouping, copied)
         largest = plan(available * largest.total_bytes // (largest.total_bytes + copies))
     peaks = largest.peak_blocks(max_model_len)
-    wanted = largest.num_slabs_for(blocks * stack.engine.max_num_seqs for blocks in peaks)
+    wanted = largest.num_slabs_for(blocks * stack.limits.max_num_seqs for blocks in peaks)
     if wanted >= largest.num_slabs:
         return largest
     return plan(largest.null_bytes + wanted * largest.slab_bytes)

@@ -120,10 +120,10 @@ def _check_not_chosen(layer: LayerSpec, kind: str, stack: Stack) -> None:
 
 def _check_skipping(stack: Stack, registry: Registry) -> None:
     """Raise if ``prefill_skipping`` is a wrapper that drops no tokens, even if the model has no layers to skip."""
-    use = stack.engine.prefill_skipping
+    use = stack.model.prefill_skipping
     if use is not None and DROPS_TOKENS not in _make_wrapper(use, registry)[0].effects:
         raise StackError(
-            f"{stack.source}: engine.prefill_skipping is {use.name!r}, a wrapper that drops no tokens; name one that "
+            f"{stack.source}: model.prefill_skipping is {use.name!r}, a wrapper that drops no tokens; name one that "
             "keeps the generating ones only"
         )
 
@@ -143,8 +143,8 @@ def _choose(
     made = [_make_wrapper(use, registry) for use in uses]
     drops_tokens = any(DROPS_TOKENS in wrapper.effects for wrapper, _ in made)
     if layer.name in skipping.layers and not drops_tokens:
-        assert stack.engine.prefill_skipping is not None
-        made.insert(0, _make_wrapper(stack.engine.prefill_skipping, registry))
+        assert stack.model.prefill_skipping is not None
+        made.insert(0, _make_wrapper(stack.model.prefill_skipping, registry))
     try:
         if drops_tokens and layer.name not in skipping.layers:
             raise WrapperError(
@@ -159,7 +159,7 @@ def _choose(
     except PluginError as error:
         raise PluginError(f"layer {layer.name!r}: {error}") from error
     lse = divides_keys(wrappers)
-    asks_graphs = not isinstance(stack.engine.graphs, str) and chain_capture(wrappers) is not GraphCapture.NEVER
+    asks_graphs = not isinstance(stack.model.graphs, str) and chain_capture(wrappers) is not GraphCapture.NEVER
     names = registry.backends.names() if rule.backend == AUTO else (rule.backend.name,)
     made_of: dict[str, _Usable] = {}
     candidates = []

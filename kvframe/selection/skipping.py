@@ -46,7 +46,7 @@ class Skipping:
         later = [layer.name for layer in (*layers[index:], *self.heads) if _needs_every_token(layer)]
         if later:
             return f"{later[0]!r} runs after {name!r} and keeps a cache of its own, for which it needs every token"
-        return f"prefill skipping is off; {name!r} could be skipped: name the wrapper in prefill_skipping of [engine]"
+        return f"prefill skipping is off; {name!r} could be skipped: name the wrapper in prefill_skipping of [model]"
 
 
 NO_SKIPPING = Skipping()

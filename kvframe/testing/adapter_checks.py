@@ -23,8 +23,8 @@ _NUM_TOKENS = 8
 _FEW = 32
 """Token ids below this are used if a model does not say how many it has."""
 _WAYS: Mapping[str, Mapping[str, Any]] = {
-    "one request at a time": {"engine": {"max_num_seqs": 1}},
-    "prompts in parts": {"engine": {"max_num_batched_tokens": 5}},
+    "one request at a time": {"limits": {"max_num_seqs": 1}},
+    "prompts in parts": {"limits": {"max_num_batched_tokens": 5}},
     "small blocks": {"cache": {"block_size": 1}},
     "every token kept": {"cache": {"hybrid": False}},
 }

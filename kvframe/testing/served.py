@@ -1,10 +1,10 @@
 """The batches and layers that serving makes and the grid's small ones do not reach.
 
-Of 2,400 steps of kvframe's engine in tests of models, of the scheduler and of the server, 68 % were decodes alone, 11
-% prompts alone, and 21 % of several kinds; 47 % had one request, 7 % more than eight, up to 64. Of 1,500 steps of
-vLLM, 88 % were decodes alone and 10 % decodes and prompts; 68 % had a request of more than 512 tokens. ``BATCHES``
-has each of these classes, and goes beyond the sizes at which kernels divide their work: 32, 64 and 128 requests, 256
-and 512 tokens of a step, 512 and 1,024 of a request. ``tests.recorded_steps`` records both again.
+Of 2,400 steps of kvframe's engine in tests of models, of the scheduler and of the server, 68 % were decodes alone, 11 %
+prompts alone, and 21 % of several kinds; 47 % had one request, 7 % more than eight, up to 64. Of 1,500 steps of vLLM,
+88 % were decodes alone and 10 % decodes and prompts; 68 % had a request of more than 512 tokens. ``BATCHES`` has each
+of these classes, and goes beyond the sizes at which kernels divide their work: 32, 64 and 128 requests, 256 and 512
+tokens of a step, 512 and 1,024 of a request. ``tests.recorded_steps`` records both again.
 """
 
 from __future__ import annotations

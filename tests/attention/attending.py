@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 QUERY = QuerySpec(num_heads=2, head_size=4, scale=0.5)
 Outputs = dict[str, torch.Tensor]
 MIXED = [(9, 1), (0, 7), (5, 3), (13, 1), (0, 2), (21, 6)]
-SKIPPING = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}})
+SKIPPING = Stack.from_mapping({"model": {"prefill_skipping": "decode_only"}})
 
 
 @attrs.frozen(kw_only=True)
@@ -116,7 +116,7 @@ class Bench:
         storage = KVCacheStorage(plan, self.grouping, CPU)
         storage.poison()
         self.manager = KVCacheManager(plan, max_num_seqs=8, prefix_caching=False)
-        skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
+        skipped = () if stack.model.prefill_skipping is None else find_skippable_layers(layers)
         choices = select_backends(
             layers, stack, load_plugins(stack.plugins, plugins).registry, "cpu", Skipping(tuple(skipped))
         )

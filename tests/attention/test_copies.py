@@ -46,7 +46,7 @@ def backend(name: str) -> Stack:
 TORCH = backend("torch")
 """A backend that reads no format but the plain one."""
 
-TORCH_SKIPPING = attrs.evolve(TORCH, engine=SKIPPING.engine)
+TORCH_SKIPPING = attrs.evolve(TORCH, model=SKIPPING.model)
 
 
 def chunk_layers() -> tuple[LayerSpec, ...]:

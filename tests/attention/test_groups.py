@@ -68,7 +68,7 @@ def test_layers_before_one_that_writes_are_not_skipped() -> None:
 
 def test_why_a_layer_computes_every_token_is_told_of_what_runs_after_it() -> None:
     layers, drafting = eight_layers(), layer("draft:L0", full())
-    off = "prefill skipping is off; 'L7' could be skipped: name the wrapper in prefill_skipping of [engine]"
+    off = "prefill skipping is off; 'L7' could be skipped: name the wrapper in prefill_skipping of [model]"
     # A draft model runs beside the layers, and prediction heads after them.
     assert off == NO_SKIPPING.why_not(layers, "L7")
     after = "'draft:L0' runs after 'L7' and keeps a cache of its own, for which it needs every token"
@@ -97,7 +97,7 @@ def test_dropping_tokens_where_all_are_needed_is_refused() -> None:
 
 def test_a_chain_that_drops_tokens_itself_is_left_as_it_is() -> None:
     rules = [{"layers": "L7", "wrappers": ["decode_only"]}]
-    stack = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}, "rules": rules})
+    stack = Stack.from_mapping({"model": {"prefill_skipping": "decode_only"}, "rules": rules})
     assert [1, 1] == [len(group.wrappers) for group in Bench(eight_layers(), stack).attention.groups[2:]]
 
 
@@ -110,7 +110,7 @@ def test_a_layer_that_gets_rows_it_should_have_left_out_says_so() -> None:
 
 @pytest.mark.parametrize("layers", [eight_layers(), (layer("a", full()),)], ids=["sharing", "none shares"])
 def test_a_wrapper_that_leaves_every_token_in_cannot_skip_prompts(layers: tuple[LayerSpec, ...]) -> None:
-    stack = Stack.from_mapping({"engine": {"prefill_skipping": "chunked_local"}})
+    stack = Stack.from_mapping({"model": {"prefill_skipping": "chunked_local"}})
     with pytest.raises(StackError, match="prefill_skipping is 'chunked_local', a wrapper that drops no tokens"):
         Bench(layers, stack)
 

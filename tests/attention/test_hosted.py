@@ -11,7 +11,7 @@ import torch
 
 from kvframe import FullAttentionSpec, HostedLayers, Registry, Stack, load_plugins
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.config.options import EngineOptions
+from kvframe.config.options import ModelOptions
 from kvframe.contract import (
     BackendError,
     CommonAttentionMetadata,
@@ -150,7 +150,7 @@ def test_a_layer_that_shares_a_cache_writes_nothing(registry: Registry) -> None:
 def test_a_skipped_layer_computes_the_tokens_that_generate(registry: Registry, is_elsewhere: bool) -> None:
     """The layer whose cache it reads may be served elsewhere."""
     sharing = attrs.evolve(layer("b"), shares_with="a")
-    skipping = attrs.evolve(stack({"backend": "torch"}), engine=EngineOptions(prefill_skipping="decode_only"))
+    skipping = attrs.evolve(stack({"backend": "torch"}), model=ModelOptions(prefill_skipping="decode_only"))
     layers, owners = ([sharing], [layer("a")]) if is_elsewhere else ([layer("a"), sharing], [])
     hosted = HostedLayers(layers, skipping, registry, CPU, skipped=["b"], owners=owners)
     keeping = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 FACTS = {"num_kv_heads": 2, "head_size": 8, "head_size_v": 8, "window": 6}
 QUERY = {"num_heads": 4, "head_size": 8, "scale": 0.5}
 PAGES = {"k": torch.float32, "v": torch.float32}
-SKIPPING = {"engine": {"prefill_skipping": "decode_only"}}
+SKIPPING = {"model": {"prefill_skipping": "decode_only"}}
 SHARED = {"a": None, "b": "a"}
 
 
@@ -59,7 +59,7 @@ def test_what_drafts_is_refused_because_the_host_would_have_to_run_it(
     registry: Registry, drafts: Any, what: str
 ) -> None:
     with pytest.raises(BackendError, match=f"whose {what} the host would have to run") as refused:
-        make(registry, {"engine": {"drafts": drafts}})
+        make(registry, {"model": {"drafts": drafts}})
     assert "another_model" == refused.value.code
 
 

@@ -207,7 +207,7 @@ def test_auto_takes_a_backend_that_can_be_captured_if_the_stack_names_sizes_of_g
     registry = load_plugins(plugins=[registering(), mine]).registry
 
     def chosen(graphs: Any, **rule: Any) -> Choice:
-        stack = Stack.from_mapping({"engine": {"graphs": graphs}, "rules": [{"layers": "*", **rule}]})
+        stack = Stack.from_mapping({"model": {"graphs": graphs}, "rules": [{"layers": "*", **rule}]})
         return select_backends(attending("a"), stack, registry, "cpu")[0]
 
     for graphs in ("off", "auto"):

@@ -161,7 +161,7 @@ def copies_of_a_step(
     """Return the copies of a step of requests with so many computed and new tokens."""
     kinds = ("full_attention", "local", "chunked_local", "cross_attention")
     rules = [{"kind": kind, "backend": backend} for kind in kinds]
-    stack = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}, "rules": rules})
+    stack = Stack.from_mapping({"model": {"prefill_skipping": "decode_only"}, "rules": rules})
     layers = tuple(
         attrs.evolve(each, spec=each.spec.in_format(kv_format)) if each.query is not None and each.spec else each
         for each in every_kind_of_layer()

@@ -240,7 +240,7 @@ def test_what_is_built_is_finished_once_and_then_taken_over_with_other_tables(mo
 
 def test_a_chain_that_changes_nothing_costs_no_metadata() -> None:
     layers = list(share_caches([layer(name, full()) for name in "abc"], {"b": "a", "c": "a"}))
-    skipping = {"engine": {"prefill_skipping": "decode_only"}}
+    skipping = {"model": {"prefill_skipping": "decode_only"}}
     assert ["1 together", "build"] == counted(layers, SINGLE_TOKENS, skipping)
     assert ["2 together", "build", "build"] == counted(layers, [(0, 1), (0, 3)], skipping)
 
@@ -349,7 +349,7 @@ def chunk_layers(chunk: int) -> tuple[LayerSpec, ...]:
 def skipping(backend: str) -> Stack:
     """Return a stack with prefill skipping, and one backend for all layers."""
     rules = [{"layers": "*", "backend": backend}]
-    return Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}, "rules": rules})
+    return Stack.from_mapping({"model": {"prefill_skipping": "decode_only"}, "rules": rules})
 
 
 @pytest.mark.parametrize("backend", ["torch", "torch_reference", "decodes"])

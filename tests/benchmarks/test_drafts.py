@@ -21,7 +21,7 @@ TINY = next(each for each in drafts.TEXTS if each.name == "tiny")
 
 @pytest.mark.whole  # five systems, each in a process that loads the model for each number of requests
 def test_every_system_serves_every_number_of_requests(tmp_path: Path) -> None:
-    record = record_of("drafts", measured(tmp_path, "engine.drafts", "--text", "tiny", "--repeats", "1"))
+    record = record_of("drafts", measured(tmp_path, "model.drafts", "--text", "tiny", "--repeats", "1"))
     assert ["1", "8", "32"] == list(record["texts"]["tiny"])
     for batch in record["texts"]["tiny"].values():
         assert {*drafts.BY_LOOKUP, *drafts.BY_DRAFT_MODEL} == {*batch["tokens_per_second"]}

@@ -210,8 +210,8 @@ def test_a_number_beyond_any_use_is_refused(option: str, number: str) -> None:
 @pytest.mark.parametrize("key", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
 def test_a_limit_beyond_32_bits_is_refused(key: str, tmp_path: Path) -> None:
     stack = tmp_path / "stack.toml"
-    stack.write_text(f"[engine]\n{key} = 1_000_000_000_000\n")
-    says = f"engine.{key} must be a whole number from 1 to 2147483647, not 1000000000000"
+    stack.write_text(f"[limits]\n{key} = 1_000_000_000_000\n")
+    says = f"limits.{key} must be a whole number from 1 to 2147483647, not 1000000000000"
     assert says in error_of("plan", LAYERS, "--stack", stack)
 
 

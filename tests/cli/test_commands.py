@@ -440,7 +440,7 @@ def test_explain_shows_the_chain_that_a_spec_or_prefill_skipping_brings(tmp_path
     chunk = {"name": "chunk", **FULL, "kind": "chunked_local", "chunk": 64}
     reader = {"name": "reader", **FULL, "shares_with": "full"}
     path.write_text(json.dumps({"max_model_len": 64, "layers": [chunk, {"name": "full", **FULL}, reader]}))
-    stack.write_text('[engine]\nprefill_skipping = "decode_only"\n')
+    stack.write_text('[model]\nprefill_skipping = "decode_only"\n')
     wrappers = [layer["wrappers"] for layer in run_json("explain", path, "--stack", stack)["layers"]]
     assert [["chunked_local (chunk = 64)"], [], ["decode_only"]] == wrappers
     assert [] == run_json("explain", path)["layers"][2]["wrappers"]
@@ -518,7 +518,7 @@ def test_a_wrong_option_is_one_line(option: str, value: object, says: str, layer
 
 def test_a_device_that_is_not_there_is_one_line(model: Path, prompts: Path) -> None:
     arguments = ("--prompt-token-ids", prompts, "--device", "cuda:99")
-    assert "engine.device 'cuda:99' cannot be used" in error_of("generate", model, *arguments)
+    assert "model.device 'cuda:99' cannot be used" in error_of("generate", model, *arguments)
 
 
 def test_a_length_beyond_the_longest_request_is_refused(layers: Path) -> None:

@@ -207,7 +207,7 @@ LAYERS = Path(__file__).resolve().parents[2] / "examples" / "layers"
 
 def without(tmp_path: Path, *plugins: str) -> Path:
     stack = tmp_path / "stack.toml"
-    stack.write_text(f'[plugins]\ndisabled = {json.dumps(plugins)}\n[engine]\ndevice = "cpu"\ndtype = "float32"\n')
+    stack.write_text(f'[plugins]\ndisabled = {json.dumps(plugins)}\n[model]\ndevice = "cpu"\ndtype = "float32"\n')
     return stack
 
 

@@ -190,7 +190,7 @@ def test_plan_has_the_keys_of_its_contract(here: Path) -> None:
 
 
 def test_memory_left_to_kvframe_holds_the_most_requests_of_the_greatest_length(here: Path) -> None:
-    stack = write(here / "stack.toml", "[engine]\nmax_num_seqs = 3\n")
+    stack = write(here / "stack.toml", "[limits]\nmax_num_seqs = 3\n")
     assert 3 == run_json("plan", "text", "--stack", stack)["max_concurrency"]
     assert 3 == run_json("plan", "text", "--stack", stack, "--memory", "auto")["max_concurrency"]
 

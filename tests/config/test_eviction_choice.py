@@ -104,7 +104,7 @@ def serve_many(eviction: str) -> tuple[Engine, list[str | None]]:
     """Return an engine whose requests exceeded its cache, and its log."""
     stack = Stack.from_mapping({"cache": {"block_size": 4, "memory": 8 * 1024, "eviction": eviction}})
     registry, model = load_plugins().registry, ScriptedModel("x" * 30 + "a script")
-    stack = stack.with_options(engine={"dtype": "float32"})
+    stack = stack.with_options(model={"dtype": "float32"})
     engine = Engine(model, Setup.of(model.description, stack, registry))
     prompts = [[1, index, *range(100, 128)] for index in range(30)]
     return engine, [output.text for output in engine.generate(prompts, SamplingParams(max_new_tokens=6))]

@@ -14,13 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from kvframe.cli import main
-from kvframe.config.options import CacheOptions, EngineOptions, Rule
+from kvframe.config.options import CacheOptions, EngineOptions, LimitOptions, ModelOptions, Rule
 from kvframe.config.schema import describe_keys, make_schema
 from kvframe.config.stack import Stack, _OwnersTable
 from kvframe.contract.errors import StackError
 from kvframe.loading.claims import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLES = (("model", ModelOptions), ("limits", LimitOptions), ("cache", CacheOptions), ("engine", EngineOptions))
 SCHEMA = make_schema({"backend": ["triton"], "plugin": ["cpu"], "spec": ["mamba"]})
 TYPES: Mapping[str, tuple[type, ...]] = {"object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,)}
 
@@ -82,7 +83,7 @@ VALUES = [
 
 
 def keys() -> Iterator[Any]:
-    for table, options in (("cache", CacheOptions), ("engine", EngineOptions), ("rules", Rule)):
+    for table, options in (*TABLES, ("rules", Rule)):
         for field in attrs.fields(options):
             yield pytest.param(table, field.name, id=f"{table}.{field.name}")
 
@@ -142,11 +143,11 @@ def test_every_stack_of_the_examples_and_documents_is_valid(path: Path) -> None:
 
 
 def test_every_key_has_its_description_and_its_default() -> None:
-    for table, options in (("cache", CacheOptions), ("engine", EngineOptions)):
+    for table, options in TABLES:
         properties = SCHEMA["properties"][table]["properties"]
         assert [field.name for field in attrs.fields(options)] == list(properties)
         assert describe_keys(options) == {key: each["description"] for key, each in properties.items()}
-    assert 64 == SCHEMA["properties"]["engine"]["properties"]["max_num_seqs"]["default"]
+    assert 64 == SCHEMA["properties"]["limits"]["properties"]["max_num_seqs"]["default"]
     assert "auto" == SCHEMA["properties"]["cache"]["properties"]["memory"]["default"]
 
 
@@ -160,6 +161,6 @@ def test_the_command_offers_the_names_that_are_installed() -> None:
     backend = tables["rules"]["items"]["properties"]["backend"]["anyOf"][0]["enum"]
     assert ["auto", "cpu", "flash_attn"] == backend[:3]
     assert ["plain", "fp8_tensor"] == tables["cache"]["properties"]["format"]["anyOf"][0]["enum"][:2]
-    assert "ngram" in tables["engine"]["properties"]["drafts"]["anyOf"][0]["enum"]
+    assert "ngram" in tables["model"]["properties"]["drafts"]["anyOf"][0]["enum"]
     assert "mamba" in tables["rules"]["items"]["properties"]["kind"]["anyOf"][0]["enum"]
     assert "transformers" in tables["plugins"]["properties"]["required"]["items"]["anyOf"][0]["enum"]

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from kvframe.config.stack import CacheOptions, EngineOptions, ResolvedRule, Rule, Stack, Use, parse_bytes
+from kvframe.config.stack import (
+    CacheOptions,
+    EngineOptions,
+    LimitOptions,
+    ModelOptions,
+    ResolvedRule,
+    Rule,
+    Stack,
+    Use,
+    parse_bytes,
+)
 from kvframe.contract.errors import StackError
 from kvframe.loading.plugins import PluginPolicy, load_plugins
 from tests.loading.fake_distributions import FakeSite, registers
@@ -33,14 +43,18 @@ preemption = "swap"
 swap_memory = "4GiB"
 audit = true
 
-[engine]
+[model]
+device = "cuda:0"
+dtype = "bfloat16"
+prefill_skipping = "decode_only"
+
+[limits]
 max_num_seqs = 8
 max_num_batched_tokens = 512
 max_model_len = 4096
-device = "cuda:0"
-dtype = "bfloat16"
+
+[engine]
 self_check = false
-prefill_skipping = "decode_only"
 
 [[rules]]
 kind = "sliding_window"
@@ -97,15 +111,9 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
             swap_memory=4294967296,
             audit=True,
         ),
-        engine=EngineOptions(
-            max_num_seqs=8,
-            max_num_batched_tokens=512,
-            max_model_len=4096,
-            device="cuda:0",
-            dtype="bfloat16",
-            self_check=False,
-            prefill_skipping=Use("decode_only"),
-        ),
+        model=ModelOptions(device="cuda:0", dtype="bfloat16", prefill_skipping=Use("decode_only")),
+        limits=LimitOptions(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=4096),
+        engine=EngineOptions(self_check=False),
         rules=(
             Rule(
                 kind="sliding_window",
@@ -124,7 +132,7 @@ def test_empty_file_is_the_default_stack() -> None:
     assert stack.cache == CacheOptions() == Stack().cache
     assert stack.engine == EngineOptions()
     assert stack.rules == ()
-    assert (stack.cache.memory, stack.cache.block_size, stack.engine.max_num_batched_tokens) == ("auto", 16, 2048)
+    assert (stack.cache.memory, stack.cache.block_size, stack.limits.max_num_batched_tokens) == ("auto", 16, 2048)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
@@ -197,10 +205,10 @@ def test_unknown_key_anywhere_has_its_path_and_nearest(data: dict[str, Any], pat
         ),
         ({"cache": 3}, "cache must be a table, not 3 (a whole number)"),
         (
-            {"engine": {"device": "the GPU"}},
-            "engine.device must be 'auto', or a device like 'cpu' or 'cuda:0', not 'the GPU'",
+            {"model": {"device": "the GPU"}},
+            "model.device must be 'auto', or a device like 'cpu' or 'cuda:0', not 'the GPU'",
         ),
-        ({"engine": {"max_model_len": -1}}, "engine.max_model_len must be a whole number from 1 to 2147483647, not -1"),
+        ({"limits": {"max_model_len": -1}}, "limits.max_model_len must be a whole number from 1 to 2147483647, not -1"),
         ({"plugins": {"disabled": "slow"}}, "plugins.disabled must be an array of strings, not 'slow' (a string)"),
         ({"plugins": {"owners": {"backend": []}}}, "plugins.owners.backend must be a table of strings, not []"),
         ({"plugin": {"fast": 1}}, "plugin must be a table of tables, not {'fast': 1} (a table)"),
@@ -236,7 +244,8 @@ def test_all_problems_are_in_one_error() -> None:
         "  cache.hybrid must be true or false, not 'no' (a string)",
         "  cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, dtype, eviction, format, "
         "hybrid, key, memory, preemption, prefix_caching, swap_memory; did you mean 'block_size'?",
-        "  engin: there is no key named 'engin'; known: cache, engine, plugin, plugins, rules; did you mean 'engine'?",
+        "  engin: there is no key named 'engin'; known: cache, engine, limits, model, plugin, plugins, rules; "
+        "did you mean 'engine'?",
     ]
 
 
@@ -369,8 +378,8 @@ def test_unknown_names_are_one_error_with_path_and_nearest(site: FakeSite) -> No
 
 
 def test_an_unknown_wrapper_for_prefill_skipping_is_named(site: FakeSite) -> None:
-    stack = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}}, "my.toml")
-    with pytest.raises(StackError, match=r"my.toml: engine.prefill_skipping: there is no wrapper named 'decode_only'"):
+    stack = Stack.from_mapping({"model": {"prefill_skipping": "decode_only"}}, "my.toml")
+    with pytest.raises(StackError, match=r"my.toml: model.prefill_skipping: there is no wrapper named 'decode_only'"):
         stack.check(load_plugins().registry)
 
 
@@ -479,19 +488,19 @@ def test_a_name_knows_the_key_that_it_was_given_by() -> None:
     stack = Stack.from_mapping(
         {
             "cache": {"format": "fp8_tensor", "eviction": {"name": "scan_resistant"}},
-            "engine": {"prefill_skipping": "decode_only"},
+            "model": {"prefill_skipping": "decode_only"},
             "rules": [{"layers": "*", "backend": "torch", "wrappers": ["a", "b"]}],
         },
         "my.toml",
     )
-    rule, skipping = stack.rules[0], stack.engine.prefill_skipping
+    rule, skipping = stack.rules[0], stack.model.prefill_skipping
     assert rule.backend is not None
     assert rule.wrappers is not None
     assert skipping is not None
     assert stack.cache.format is not None
     assert "my.toml: rules[0].backend" == rule.backend.place
     assert ["my.toml: rules[0].wrappers[0]", "my.toml: rules[0].wrappers[1]"] == [use.place for use in rule.wrappers]
-    assert "my.toml: engine.prefill_skipping" == skipping.place
+    assert "my.toml: model.prefill_skipping" == skipping.place
     assert ["my.toml: cache.format", "my.toml: cache.eviction"] == [
         stack.cache.format.place,
         stack.cache.eviction.place,
@@ -499,14 +508,24 @@ def test_a_name_knows_the_key_that_it_was_given_by() -> None:
 
 
 def test_values_of_a_command_line_replace_the_stack_s_own() -> None:
-    stack = Stack.from_mapping({"cache": {"memory": "1GiB"}, "engine": {"max_num_seqs": 3, "dtype": "float16"}})
-    changed = stack.with_options(cache={"memory": "2GiB", "block_size": None}, engine={"dtype": "float64"})
+    stack = Stack.from_mapping(
+        {"cache": {"memory": "1GiB"}, "model": {"dtype": "float16"}, "limits": {"max_num_seqs": 3}}
+    )
+    changed = stack.with_options(cache={"memory": "2GiB", "block_size": None}, model={"dtype": "float64"})
     assert (2 << 30, 16, 3, "float64") == (
         changed.cache.memory,
         changed.cache.block_size,
-        changed.engine.max_num_seqs,
-        changed.engine.dtype,
+        changed.limits.max_num_seqs,
+        changed.model.dtype,
     )
     assert stack == stack.with_options()
     with pytest.raises(StackError, match=r"^--max-model-len must be a whole number"):
-        stack.with_options(engine={"max_model_len": 0})
+        stack.with_options(limits={"max_model_len": 0})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [("device", "cpu", "'device' of [model]"), ("max_num_seq", 3, "'max_num_seqs' of [limits]")],
+)
+def test_a_key_in_the_wrong_table_names_its_own_table(key: str, value: object, meant: str) -> None:
+    assert f"did you mean {meant}?" in message({"engine": {key: value}})

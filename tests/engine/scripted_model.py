@@ -11,6 +11,7 @@ from kvframe import Engine, Setup, load_plugins
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.model import LoadedModel
+from tests.stacks import tables_of
 
 END = 0
 MAX_MODEL_LEN = 64
@@ -65,11 +66,10 @@ class ScriptedModel(LoadedModel):
             return None
         return bytes(token for token in token_ids if token != END).decode(errors="replace")
 
-    def engine(self, **engine_options: Any) -> Engine:
+    def engine(self, **options: Any) -> Engine:
         """Return an engine with blocks of 4 tokens, and 16 KiB of cache unless ``memory`` is given."""
-        cache = {"block_size": 4, "memory": engine_options.pop("memory", 16 * 1024)}
-        key = engine_options.pop("cache_key", None)
-        cache |= {} if key is None else {"key": key}
-        stack = Stack.from_mapping({"cache": cache, "engine": engine_options})
+        if "cache_key" in options:
+            options["key"] = options.pop("cache_key")
+        stack = Stack.from_mapping(tables_of(**{"block_size": 4, "memory": 16 * 1024, **options}))
         registry = load_plugins().registry
         return Engine(self, Setup.of(self.description, stack, registry, dtype="float32"))

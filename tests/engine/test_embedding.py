@@ -18,6 +18,7 @@ from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription, Pooling
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.contract.model import LoadedModel
+from tests.stacks import tables_of
 
 KV = {"num_kv_heads": 1, "head_size": 4}
 QUERY = {"num_heads": 1, "head_size": 4, "scale": 1.0}
@@ -74,9 +75,7 @@ class Echo(LoadedModel):
 
     def embedder(self, *, pooling: Any = None, normalize: bool | None = None, **options: Any) -> Embedder:
         """Return an embedder with blocks of 4 tokens and 16 KiB of cache unless the options differ."""
-        cache = {"block_size": 4, "memory": options.pop("memory", 16 * 1024)}
-        cache |= {key: options.pop(key) for key in ("preemption", "swap_memory", "prefix_caching") if key in options}
-        stack = Stack.from_mapping({"cache": cache, "engine": options})
+        stack = Stack.from_mapping(tables_of(**{"block_size": 4, "memory": 16 * 1024, **options}))
         registry = load_plugins().registry
         return Embedder(
             self,

@@ -21,11 +21,11 @@ from kvframe_engine.graphs.sizes import GraphSizes, Rows, asked_sizes, auto_size
 from kvframe_engine.graphs.step_graphs import StepGraphs
 from kvframe_engine.requests.request import SamplingParams
 
-from kvframe import Engine, load_plugins
+from kvframe import Engine, Stack, load_plugins
 from kvframe.attention.batch_metadata import InputBatch, StepBatch
 from kvframe.attention.captured import refresh
 from kvframe.attention.state import StateLayers
-from kvframe.config.options import EngineOptions
+from kvframe.config.options import ModelOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import Axis, Extension
@@ -327,7 +327,7 @@ def test_what_there_is_no_memory_to_capture_runs_without_a_graph(
 def test_sizes_in_vain_are_refused_and_auto_says_it_once(
     models: Callable[[str], TinyModel], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(StackError, match=r"engine.graphs names sizes.*'model.layers.0.self_attn', on .*torch'"):
+    with pytest.raises(StackError, match=r"model.graphs names sizes.*'model.layers.0.self_attn', on .*torch'"):
         models("llama").engine(backend="torch", graphs=[4])
     with models("llama").engine(backend="torch", graphs="auto") as engine:
         served(engine)
@@ -403,17 +403,17 @@ def test_equal_arrays_and_mappings_of_any_kind_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"graphs": "always"}, "engine.graphs must be 'off', 'auto', or an array"),
-        ({"graphs": [0, 4]}, "engine.graphs must be"),
-        ({"graphs": []}, "engine.graphs must be"),
-        ({"graphs": [-2]}, "engine.graphs must be"),
-        ({"graphs": [2.0]}, "engine.graphs must be"),
-        ({"graphs": [True]}, "engine.graphs must be"),
-        ({"graphs": ["8"]}, "engine.graphs must be"),
-        ({"graph_query_lens": 3}, "engine.graph_query_lens must be an array of whole numbers"),
-        ({"graph_query_lens": [0]}, "engine.graph_query_lens must be an array of whole numbers"),
-        ({"graph_query_lens": [1, 1.5]}, "engine.graph_query_lens must be an array of whole numbers"),
-        ({"graph_query_lens": []}, "engine.graph_query_lens must be an array of whole numbers"),
+        ({"graphs": "always"}, "model.graphs must be 'off', 'auto', or an array"),
+        ({"graphs": [0, 4]}, "model.graphs must be"),
+        ({"graphs": []}, "model.graphs must be"),
+        ({"graphs": [-2]}, "model.graphs must be"),
+        ({"graphs": [2.0]}, "model.graphs must be"),
+        ({"graphs": [True]}, "model.graphs must be"),
+        ({"graphs": ["8"]}, "model.graphs must be"),
+        ({"graph_query_lens": 3}, "model.graph_query_lens must be an array of whole numbers"),
+        ({"graph_query_lens": [0]}, "model.graph_query_lens must be an array of whole numbers"),
+        ({"graph_query_lens": [1, 1.5]}, "model.graph_query_lens must be an array of whole numbers"),
+        ({"graph_query_lens": []}, "model.graph_query_lens must be an array of whole numbers"),
     ],
 )
 def test_a_stack_with_wrong_sizes_is_refused(given: Mapping[str, Any], message: str) -> None:
@@ -422,7 +422,7 @@ def test_a_stack_with_wrong_sizes_is_refused(given: Mapping[str, Any], message: 
 
 
 def test_sizes_are_sorted() -> None:
-    assert (1, 4, 8) == EngineOptions(graphs=(8, 1, 4, 4)).graphs
+    assert (1, 4, 8) == ModelOptions(graphs=(8, 1, 4, 4)).graphs
     assert (
         GraphSizes(
             num_reqs=4, query_len=3, num_generating=4, num_wanted=4, max_seq_len=8, all_generate=False
@@ -432,7 +432,7 @@ def test_sizes_are_sorted() -> None:
 
 
 def test_steps_with_the_most_drafts_are_captured_beside_the_asked_ones() -> None:
-    options = EngineOptions(graphs=(4,), graph_query_lens=(1, 8))
+    options = Stack(model=ModelOptions(graphs=(4,), graph_query_lens=(1, 8)))
     assert ((4,), (1, 8)) == asked_sizes(options, 64)
     assert ((4,), (1, 5, 8)) == asked_sizes(options, 64, [5])
     assert ((4,), (1,)) == asked_sizes(options, 4, [5])

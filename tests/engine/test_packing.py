@@ -146,7 +146,7 @@ def test_a_batch_is_packed_as_a_backend_asks_and_its_tokens_find_their_requests(
         {
             "cache": {"memory": "64KiB"},
             "rules": [{"layers": "*", "backend": "decodes_first"}],
-            "engine": {"max_num_batched_tokens": 9},
+            "limits": {"max_num_batched_tokens": 9},
         }
     )
     params = [SamplingParams(max_new_tokens=2, prompt_logprobs=wanted) for wanted in (False, False, True, False)]

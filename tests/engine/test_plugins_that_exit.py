@@ -143,7 +143,8 @@ def make_engine() -> Engine:
     stack = Stack.from_mapping(
         {
             "cache": {"block_size": 4, "memory": 16 * 1024, "eviction": "exits"},
-            "engine": {"drafts": "exits", "self_check": False},
+            "model": {"drafts": "exits"},
+            "engine": {"self_check": False},
             "rules": [{"layers": "*", "backend": "exits", "wrappers": ["exits"]}],
         }
     )

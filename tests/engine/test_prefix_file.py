@@ -115,7 +115,7 @@ def test_a_file_of_another_model_or_cache_is_refused(llama: TinyModel, serving: 
         with llama.engine(**{"block_size": 4, **options}) as engine:
             error = refusal(engine, path)
             assert ("other_cache", True) == (error.code, text in str(error)), error
-    stack = Stack.from_mapping({"cache": {"block_size": 4, "memory": "1MiB"}, "engine": {"dtype": "bfloat16"}})
+    stack = Stack.from_mapping({"cache": {"block_size": 4, "memory": "1MiB"}, "model": {"dtype": "bfloat16"}})
     with Engine.from_pretrained(llama.path, stack=stack) as engine:
         assert "other_model" == refusal(engine, path).code
 

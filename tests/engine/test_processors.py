@@ -84,7 +84,7 @@ def engine() -> Iterator[Engine]:
     vars(manifest)["kvframe_register_logits_processors"] = kvframe_register_logits_processors
     registry, model = load_plugins(plugins=[manifest]).registry, ScriptedModel(SCRIPT)
     stack = Stack.from_mapping(
-        {"cache": {"block_size": 4, "memory": 32 * 1024}, "engine": {"device": "cpu", "self_check": False}}
+        {"cache": {"block_size": 4, "memory": 32 * 1024}, "model": {"device": "cpu"}, "engine": {"self_check": False}}
     )
     with Engine(model, Setup.of(model.description, stack, registry, dtype="float32")) as made:
         yield made

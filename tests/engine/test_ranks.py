@@ -71,14 +71,14 @@ def test_a_process_knows_its_place_from_the_environment_of_torchrun(
 
 def test_each_rank_of_a_machine_takes_the_gpu_of_its_number() -> None:
     place = Place(rank=5, num_ranks=8, local_rank=1, num_local_ranks=4)
-    assert "cuda:1" == stack_of_rank(Stack.from_mapping({"engine": {"device": "cuda"}}), place).engine.device
-    assert "cpu" == stack_of_rank(Stack.from_mapping({"engine": {"device": "cpu"}}), place).engine.device
+    assert "cuda:1" == stack_of_rank(Stack.from_mapping({"model": {"device": "cuda"}}), place).model.device
+    assert "cpu" == stack_of_rank(Stack.from_mapping({"model": {"device": "cpu"}}), place).model.device
     with pytest.raises(StackError, match="'cuda:0' is one device, and there are 8 ranks; set it to 'cuda'"):
-        stack_of_rank(Stack.from_mapping({"engine": {"device": "cuda:0"}}), place)
+        stack_of_rank(Stack.from_mapping({"model": {"device": "cuda:0"}}), place)
 
 
 def test_ranks_on_cpus_use_gloo_and_on_gpus_nccl_if_torch_has_it() -> None:
-    stack, gpu = Stack.from_mapping({"engine": {"device": "cuda"}}), torch.device("cuda:0")
+    stack, gpu = Stack.from_mapping({"model": {"device": "cuda"}}), torch.device("cuda:0")
     assert "gloo" == collectives_for(torch.device("cpu"), Stack())
     if torch.distributed.is_nccl_available():
         assert "nccl" == collectives_for(gpu, stack)
@@ -91,8 +91,8 @@ def test_a_rank_whose_gpu_is_not_there_is_refused_before_it_joins(
     second_of_two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "63")
-    expected = "engine.device 'cuda:63' cannot be used"
-    with pytest.raises(StackError, match=expected), ranks_of(Stack.from_mapping({"engine": {"device": "cuda"}})):
+    expected = "model.device 'cuda:63' cannot be used"
+    with pytest.raises(StackError, match=expected), ranks_of(Stack.from_mapping({"model": {"device": "cuda"}})):
         pass
 
 
@@ -155,7 +155,7 @@ def test_the_rank_with_the_least_memory_decides_for_all() -> None:
 
 
 def test_ranks_with_different_stacks_are_refused() -> None:
-    other = {"cache": {"hybrid": False}, "engine": {"max_num_seqs": 3}, "rules": [{"layers": "0", "backend": "cpu"}]}
+    other = {"cache": {"hybrid": False}, "limits": {"max_num_seqs": 3}, "rules": [{"layers": "0", "backend": "cpu"}]}
     with pytest.raises(
         StackError,
         match=r"rank 1 has another stack than rank 0: \[cache\] hybrid, \[engine\] max_num_seqs, \[\[rules\]\] differ",
@@ -184,7 +184,7 @@ def test_ranks_with_other_packages_configs_or_weights_are_refused(changed: dict[
 
 
 def test_ranks_may_have_memory_and_devices_of_their_own() -> None:
-    own = {"cache": {"memory": "3MiB", "key": "ab" * 32}, "engine": {"device": "cuda:1"}}
+    own = {"cache": {"memory": "3MiB", "key": "ab" * 32}, "model": {"device": "cuda:1"}}
     assert agreed(setup(), setup(stack=own)) == agreed(setup(), setup())
 
 

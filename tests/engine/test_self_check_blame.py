@@ -213,7 +213,7 @@ def test_a_model_that_is_wrong_only_when_it_is_compiled_is_to_be_left_uncompiled
     model = TinyModel.save(tmp_path, "llama", num_hidden_layers=1)
     monkeypatch.setattr(model.loaded, "compile", partial(model.loaded.compile, miscompile))
     with pytest.raises(ModelError) as refused:
-        engine_of(model, engine={"compile": True})
+        engine_of(model, model={"compile": True})
     name = model.loaded.description.name
     expected = f"{name} passes its self-check only if it is not compiled: leave compile out of the stack"
     assert expected == str(refused.value)

@@ -43,6 +43,6 @@ def test_more_than_that_rounding_is_refused(models: Any, monkeypatch: pytest.Mon
     ),
 )
 def test_a_model_of_any_dtype_passes(models: Any, family: str, dtype: str) -> None:
-    with engine_of(models(family).path, engine={"dtype": dtype}) as engine:
+    with engine_of(models(family).path, model={"dtype": dtype}) as engine:
         (output,) = engine.generate([PROMPTS[1]], SamplingParams(max_new_tokens=2))
         assert 2 == len(output.token_ids)

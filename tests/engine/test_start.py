@@ -22,8 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(folder: Path, caplog: pytest.LogCaptureFixture, **tables: object) -> list[str]:
-    engine = {"device": "cpu", "dtype": "float32"}
-    stack = Stack.from_mapping({"cache": {"memory": "1MiB"}, "engine": engine, **tables})
+    model = {"device": "cpu", "dtype": "float32"}
+    stack = Stack.from_mapping({"cache": {"memory": "1MiB"}, "model": model, **tables})
     with caplog.at_level(logging.INFO, "kvframe"), Engine.from_pretrained(folder, stack=stack):
         return caplog.messages
 

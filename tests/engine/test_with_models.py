@@ -59,7 +59,7 @@ def drain(engine: Engine) -> dict[str, tuple[int, ...]]:
 def assert_pool_as_before(engine: Engine) -> None:
     """Check that no request holds a page, and that every slab is free after the cached prefixes are removed."""
     assert (0, 0.0) == (held_pages(engine), engine._manager.usage)
-    assert engine.stack.engine.max_num_seqs == engine._manager.num_free_rows
+    assert engine.stack.limits.max_num_seqs == engine._manager.num_free_rows
     engine.reset_prefix_cache()
     pool = engine._manager._pool
     assert (0, engine.plan.num_slabs) == (pool.num_cached, pool.num_idle_slabs)

@@ -19,7 +19,7 @@ from typing import Any
 SPEC = {"layers": "layers.0", "spec": {"kind": "frozen_spec", "chunk": 8}}
 STACK: dict[str, Any] = {
     "cache": {"memory": "1MiB", "block_size": 4, "eviction": "frozen_eviction"},
-    "engine": {"drafts": "frozen_proposer"},
+    "model": {"drafts": "frozen_proposer"},
     "rules": [{"layers": "*", "backend": "frozen_backend", "wrappers": ["frozen_wrapper"]}, SPEC],
 }
 

@@ -361,7 +361,7 @@ def run_refused(folder: Path) -> Result:
             except KVFrameError as error:
                 said[family] = str(error)
     try:
-        Engine.from_pretrained(folder / "llama", stack=Stack.from_mapping({"engine": {"device": "cpu:0"}}))
+        Engine.from_pretrained(folder / "llama", stack=Stack.from_mapping({"model": {"device": "cpu:0"}}))
     except KVFrameError as error:
         said["device"] = str(error)
     with followed(), engine_of(folder / "llama") as engine:

@@ -14,11 +14,11 @@ from kvframe_engine.running.model_runner import SkipPolicy
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, Registry, Setup, Stack, load_plugins
-from kvframe.config.options import CacheOptions
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import LoadedModel
 from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter
+from tests.stacks import tables_of
 
 NUM_NEW_TOKENS = 10
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW_TOKENS)
@@ -73,7 +73,7 @@ class TinyModel:
     def engine(self, *, poison_freed: bool = True, skip_policy: SkipPolicy | None = None, **options: Any) -> Engine:
         """Return an engine; each of ``options`` is put into the stack's table that has its key."""
         stack = make_stack(**options)
-        stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, dtype=self.dtype, device=self.device))
+        stack = attrs.evolve(stack, model=attrs.evolve(stack.model, dtype=self.dtype, device=self.device))
         return Engine(
             self.loaded,
             Setup.of(self.loaded.description, stack, self.registry),
@@ -91,8 +91,8 @@ class TinyModel:
                 plan = plan_cache(
                     grouping,
                     memory_bytes=4096 * num_pages,
-                    max_model_len=stack.engine.max_model_len or self.loaded.description.max_model_len,
-                    max_num_batched_tokens=stack.engine.max_num_batched_tokens,
+                    max_model_len=stack.limits.max_model_len or self.loaded.description.max_model_len,
+                    max_num_batched_tokens=stack.limits.max_num_batched_tokens,
                     max_input_lens=self.loaded.description.max_input_lens,
                 )
             except PlanError:
@@ -117,8 +117,7 @@ def make_stack(**options: Any) -> Stack:
     whole rule, and ``states`` are options of the layers that keep a state.
     """
     # With little memory, prompts begin with blocks for their first chunk, so that more requests are preempted.
-    engine = {"self_check": False, "reserve_prompts": False}
-    tables: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "engine": engine}
+    defaults = {"memory": "4MiB", "self_check": False, "reserve_prompts": False}
     rules: list[dict[str, Any]] = [{"layers": "*", "backend": options.pop("backend", "auto")}]
     if "wrappers" in options:
         rules[0]["wrappers"] = options.pop("wrappers")
@@ -128,9 +127,7 @@ def make_stack(**options: Any) -> Stack:
         rules.append({"kind": kind, **rule})
     if "states" in options:
         rules.append({"kind": "mamba", "spec": options.pop("states"), "optional": True})
-    for key, value in options.items():
-        tables["cache" if hasattr(CacheOptions(), key) else "engine"][key] = value
-    return Stack.from_mapping({**tables, "rules": rules})
+    return Stack.from_mapping({**tables_of(**{**defaults, **options}), "rules": rules})
 
 
 Tokens = list[tuple[int, ...]]

@@ -20,7 +20,7 @@ HALVES = plugin("halves", wrappers={"key_halves": KeyHalves})
 )
 def test_tokens_equal_those_of_generate(models: Any, references: Any, family: str, layers: str) -> None:
     rules = [{"layers": layers, "backend": "torch", "wrappers": ["key_halves"]}, {"layers": "*", "backend": "torch"}]
-    options = {"cache": {"memory": "1MiB", "block_size": 4}, "engine": {"max_num_batched_tokens": 24}}
+    options = {"cache": {"memory": "1MiB", "block_size": 4}, "limits": {"max_num_batched_tokens": 24}}
     stack = Stack.from_mapping({**options, "rules": rules})
     with Engine.from_pretrained(models(family).path, stack=stack, plugins=[HALVES]) as engine:
         assert references(family) == served(engine)

@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, Gemma2Config, GemmaConfig,
 from kvframe import Embedder, Engine, Prompt, SamplingParams, Stack
 from kvframe.contract import KVFrameError, ModelDescription, ModelError
 from tests.models.serving import ids
+from tests.stacks import tables_of
 
 NUM_NEW, WINDOW = 6, 32
 PROMPTS = [ids(1, 3), ids(2, 21), ids(3, 10), ids(4, 1), ids(2, 21), [*ids(2, 21), *ids(5, 8)]]
@@ -73,9 +74,9 @@ def generated(model: Any, prompt: list[int]) -> tuple[int, ...]:
     return tuple(tokens[0, len(prompt) :].tolist())
 
 
-def make_stack(path: Path, **engine: Any) -> Stack:
-    options = {"max_num_batched_tokens": 64, "max_model_len": 64, **engine}
-    return Stack.from_mapping({"cache": {"memory": "1MiB", "block_size": 4}, "engine": options})
+def make_stack(path: Path, **options: Any) -> Stack:
+    usual = {"memory": "1MiB", "block_size": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    return Stack.from_mapping(tables_of(**{**usual, **options}))
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu", "torch_reference"])
@@ -85,7 +86,7 @@ def test_tokens_are_those_of_generate_with_and_without_cached_prefixes(saved: tu
     stack = Stack.from_mapping(
         {
             "cache": {"memory": "1MiB", "block_size": 4},
-            "engine": {"max_num_batched_tokens": 64, "max_model_len": 64},
+            "limits": {"max_num_batched_tokens": 64, "max_model_len": 64},
             "rules": [{"layers": "*", "backend": backend}],
         }
     )

@@ -177,7 +177,7 @@ def test_samples_preempted_requests_and_drafts_are_the_models_own(model: tuple[P
             check(own, cases, generate(engine, cases))
             stats = engine.stats()
         assert stats.preemptions > 0
-    with make_engine(path, engine={"drafts": "ngram"}) as engine:
+    with make_engine(path, model={"drafts": "ngram"}) as engine:
         for case in CASES[1:3]:
             outputs = generate(engine, [case], n=2)
             check(own, [case] * len(outputs), outputs)

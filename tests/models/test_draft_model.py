@@ -473,7 +473,7 @@ def test_of_several_ranks_the_first_one_loads_the_draft_model_whole(
 
     monkeypatch.setattr(FoundAdapter, "load", noting)
     stack = make_stack(drafts=by(model.path))
-    stack = attrs.evolve(stack, engine=attrs.evolve(stack.engine, device="cpu", dtype="bfloat16"))
+    stack = attrs.evolve(stack, model=attrs.evolve(stack.model, device="cpu", dtype="bfloat16"))
     setup = Setup.of(model.loaded.description, stack, model.registry)
     for ranks, is_loaded in ((None, True), (object.__new__(Leader), True), (object.__new__(Follower), False)):
         draft = _load_draft(model.loaded, setup, ranks)
@@ -505,7 +505,7 @@ def test_the_command_line_plans_explains_and_generates_with_it(models: Models, t
     model, prompts, stack = models("gemma3_text"), tmp_path / "prompts.json", tmp_path / "stack.toml"
     rules = '[[rules]]\nlayers = "draft:*"\nbackend = "torch_reference"\n'
     drafts = {"name": "draft_model", "model": str(tmp_path / "small"), "max_drafts": 2}
-    stack.write_text(f"[engine]\ndrafts = {{ name = 'draft_model', model = '{tmp_path / 'small'}' }}\n{rules}")
+    stack.write_text(f"[model]\ndrafts = {{ name = 'draft_model', model = '{tmp_path / 'small'}' }}\n{rules}")
     prompts.write_text(json.dumps([PROMPTS[2]]))
 
     def run(*arguments: str) -> Any:
@@ -528,7 +528,7 @@ def test_the_command_line_plans_explains_and_generates_with_it(models: Models, t
 
 def test_an_embedder_refuses_a_draft_model(models: Models) -> None:
     path = models("llama").path
-    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"drafts": by(path)}})
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "model": {"drafts": by(path)}})
     with pytest.raises(StackError) as refused:
         Embedder.from_pretrained(path, stack=stack)
     assert "nothing_generated" == refused.value.code

@@ -245,8 +245,8 @@ def test_a_state_that_cannot_go_back_is_refused(models: Any, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("drafts", "message"),
     [
-        ("no_such", "engine.drafts: there is no proposer named 'no_such'"),
-        ({"name": "ngram", "depth": 3}, "engine.drafts: proposer 'ngram': there is no option 'depth'"),
+        ("no_such", "model.drafts: there is no proposer named 'no_such'"),
+        ({"name": "ngram", "depth": 3}, "model.drafts: proposer 'ngram': there is no option 'depth'"),
         ({"name": "ngram", "max_drafts": 0}, "max_drafts must be a whole number"),
         ({"name": "knowing", "max_drafts": 65}, "max_drafts must be a whole number from 1 to 64, not 65"),
         ({"name": "knowing", "max_drafts": "4"}, "max_drafts must be a whole number from 1 to 64, not '4'"),

@@ -147,7 +147,7 @@ def test_fewer_bits_change_a_prompts_likelihoods_in_proportion(models: Any, kv_f
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda each: each.name)
 def test_a_model_of_any_dtype_is_served(models: Any, kv_format: KVFormat, dtype: str) -> None:
-    stack = Stack.from_mapping({"cache": {"memory": "4MiB", "format": kv_format.name}, "engine": {"dtype": dtype}})
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB", "format": kv_format.name}, "model": {"dtype": dtype}})
     with Engine.from_pretrained(models("llama").path, stack=stack) as engine:
         (output,) = engine.generate([PROMPTS[1]], SamplingParams(max_new_tokens=4, ignore_eos=True))
         assert 4 == len(output.token_ids)

@@ -50,8 +50,8 @@ def expected() -> torch.Tensor:
 def test_embeddings_equal_those_of_transformers(
     expected: torch.Tensor, max_num_batched_tokens: int, backend: str
 ) -> None:
-    engine = {"max_num_batched_tokens": max_num_batched_tokens}
-    stack = Stack.from_mapping({"engine": engine, "rules": [{"layers": "*", "backend": backend}]})
+    limits = {"max_num_batched_tokens": max_num_batched_tokens}
+    stack = Stack.from_mapping({"limits": limits, "rules": [{"layers": "*", "backend": backend}]})
     with Embedder.from_pretrained(MODEL, stack=stack, poison_freed=True) as embedder:
         assert Pooling("mean", True) == embedder.pooling
         found = torch.tensor([output.embedding for output in embedder.embed(TEXTS)])

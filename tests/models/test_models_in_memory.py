@@ -19,7 +19,7 @@ from kvframe.contract import EngineError, ModelError, RequestError
 from tests.covering import cover_pairs, cover_values, few, keep
 from tests.models.serving import GREEDY, PROMPTS, ids
 
-STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"max_num_batched_tokens": 64}})
+STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "limits": {"max_num_batched_tokens": 64}})
 PROMPT = ids(3, 24)
 FAMILIES = ["llama", "gemma3_text", "llama4_text", "deepseek_v3", "gpt_oss", "jamba", "qwen3_next", "lfm2"]
 
@@ -51,7 +51,7 @@ def test_its_tokens_are_those_of_generate(family: str, tmp_path: Path) -> None:
     model = tiny(tmp_path, family)
     expected = [generated(model, prompt) for prompt in PROMPTS]
     with Engine.from_model(model, stack=STACK) as engine:
-        assert ("cpu", "float64") == (engine.stack.engine.device, engine.stack.engine.dtype)
+        assert ("cpu", "float64") == (engine.stack.model.device, engine.stack.model.dtype)
         assert expected == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
 
 
@@ -146,7 +146,7 @@ def test_the_states_of_an_encoder_are_computed_again(family: str, tmp_path: Path
 
 def test_an_embedder_pools_all_tokens_with_the_new_weights(tmp_path: Path) -> None:
     model = tiny(tmp_path, "llama", AutoModel)
-    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"max_num_batched_tokens": 16}})
+    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "limits": {"max_num_batched_tokens": 16}})
     with Embedder.from_model(model, stack=stack, pooling="mean") as embedder:
         embedder.add_request(PROMPT)
         embedder.step()  # pools 16 of its tokens
@@ -178,7 +178,7 @@ def test_captured_graphs_are_captured_again(tmp_path: Path) -> None:
     stack = Stack.from_mapping(
         {
             "cache": {"memory": "2MiB"},
-            "engine": {"graphs": [1, 2]},
+            "model": {"graphs": [1, 2]},
             "rules": [{"layers": "*", "backend": "cpu"}],
         }
     )
@@ -260,7 +260,7 @@ def test_they_are_those_of_a_dense_forward(family: str, temperature: float, draf
         )
     ]
     prompts = [PROMPTS[3], PROMPTS[1], PROMPTS[4], [3, 4, 5] * 9]
-    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {} if drafts == "off" else {"drafts": drafts}})
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "model": {} if drafts == "off" else {"drafts": drafts}})
     with Engine.from_model(model, stack=stack) as engine:
         outputs = engine.generate(prompts, params)
     assert [True, False, True, True, True, True] == [output.logprobs is not None for output in outputs]
@@ -273,7 +273,7 @@ def test_they_are_those_of_a_dense_forward(family: str, temperature: float, draf
 
 def test_they_end_with_the_tokens_when_a_stop_lies_within_drafts(tmp_path: Path) -> None:
     model = tiny(tmp_path, "llama")
-    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"drafts": "ngram"}})
+    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "model": {"drafts": "ngram"}})
     prompt = [3, 4, 5] * 9
     with Engine.from_model(model, stack=stack) as engine:
         whole = engine.generate([prompt], SamplingParams(max_new_tokens=30, ignore_eos=True))[0].token_ids

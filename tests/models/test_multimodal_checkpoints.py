@@ -21,7 +21,7 @@ from tests.models.census.compare import Verdict, compare
 from tests.models.census.shrink import tiny_config
 from tests.models.serving import GREEDY, ids
 
-STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"max_num_batched_tokens": 64}})
+STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "limits": {"max_num_batched_tokens": 64}})
 IMAGES = [
     "llava",
     "qwen2_vl",

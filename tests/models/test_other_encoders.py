@@ -20,7 +20,7 @@ from tests.models.census.compare import Verdict, compare
 from tests.models.census.shrink import tiny_config
 from tests.models.serving import ids
 
-STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"max_num_batched_tokens": 64}})
+STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "limits": {"max_num_batched_tokens": 64}})
 WINDOWS = ("modernbert", "neomme", "ultrabert", "t5gemma")
 MIXING = ("mobilebert", "convbert")
 OTHERS = ("ibert", "layoutlm", "nystromformer", "xmod")
@@ -86,7 +86,7 @@ def test_only_what_mixes_tokens_runs_apart(family: str, expected: set[str], tmp_
 
 def test_a_model_with_parts_that_mix_tokens_is_not_compiled(tmp_path: Path) -> None:
     saved(tmp_path, "mobilebert")
-    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"compile": True}})
+    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "model": {"compile": True}})
     with pytest.raises(ModelError, match="has parts that mix tokens outside of attention"):
         Embedder.from_pretrained(tmp_path, stack=stack)
 
@@ -130,7 +130,7 @@ def test_texts_are_never_divided_between_steps(tmp_path: Path) -> None:
     texts = [ids(1, 40), ids(2, 40), ids(3, 50)]
     with torch.inference_mode():
         expected = [plain(torch.tensor([text])).last_hidden_state[0].mean(0) for text in texts]
-    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"max_num_batched_tokens": 48}})
+    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "limits": {"max_num_batched_tokens": 48}})
     with Embedder.from_pretrained(tmp_path, stack=stack, pooling="mean", normalize=False) as embedder:
         *fitting, too_long = embedder.embed(texts)
     assert too_long.error is not None
@@ -152,7 +152,7 @@ def test_a_model_in_memory_serves_one_engine_at_a_time_and_trains_between_steps(
 
 def test_it_is_not_compiled(tmp_path: Path) -> None:
     saved(tmp_path, "deberta-v2")
-    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "engine": {"compile": True}})
+    stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "model": {"compile": True}})
     with pytest.raises(ModelError, match="computes each text alone"):
         Embedder.from_pretrained(tmp_path, stack=stack)
 

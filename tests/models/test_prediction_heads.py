@@ -495,7 +495,7 @@ def test_no_layer_skips_tokens_whose_hidden_states_the_heads_need(sharing: Path)
 def test_the_plan_says_why_no_layer_skips_tokens(sharing: Path, tmp_path: Path, command: str) -> None:
     def said(engine: str) -> tuple[Any, str]:
         stack = tmp_path / "stack.toml"
-        stack.write_text(f'[engine]\nprefill_skipping = "decode_only"\n{engine}')
+        stack.write_text(f'[model]\nprefill_skipping = "decode_only"\n{engine}')
         asked = [command, str(sharing), "--stack", str(stack)]
         results = [CliRunner().invoke(main, [*asked, *more], env={"COLUMNS": "250"}) for more in (["--json"], [])]
         assert [0, 0] == [each.exit_code for each in results], results
@@ -516,7 +516,7 @@ def test_a_rule_that_leaves_out_tokens_which_the_heads_need_is_refused_with_the_
 ) -> None:
     stack = tmp_path / "stack.toml"
     rule = 'layers = "model.layers.2.self_attn"\nwrappers = ["decode_only"]'
-    stack.write_text(f'[engine]\ndrafts = "mtp"\n{skipping}\n[[rules]]\n{rule}\n')
+    stack.write_text(f'[model]\ndrafts = "mtp"\n{skipping}\n[[rules]]\n{rule}\n')
     reason = (
         "'draft:layers.0.mtp_block.self_attn' runs after 'model.layers.2.self_attn' and keeps a cache of its own, for "
         "which it needs every token"

@@ -138,7 +138,7 @@ def test_a_model_that_cannot_be_divided_is_refused_in_one_sentence(pairs: Mappin
     expected = "'model.layers.0.self_attn' has 4 heads and 1 key-value heads; start as many processes as divide both: 1"
     assert expected in said["one_kv_head"]
     assert "its tp_plan divides the layer 'model.layers.0.self_attn'" in said["deepseek_v2"]
-    assert "engine.device 'cpu:0' is one device, and there are 2 ranks" in said["device"]
+    assert "model.device 'cpu:0' is one device, and there are 2 ranks" in said["device"]
     assert "a file of saved prefixes holds all of them" in said["prefixes"]
 
 

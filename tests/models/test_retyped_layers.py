@@ -23,6 +23,7 @@ from kvframe.contract import (
     TokenRange,
     hookimpl,
 )
+from tests.stacks import tables_of
 
 SIZES = {"num_kv_heads": 2, "head_size": 16}
 PROMPTS = [[*range(3, 60)], [5, 6, 7], [*range(3, 30), 9]]
@@ -74,8 +75,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def stack_of(*rules: dict[str, Any], **engine: Any) -> Stack:
-    return Stack.from_mapping({"cache": {"memory": "4MiB", "block_size": 4}, "engine": engine, "rules": rules})
+def stack_of(*rules: dict[str, Any], **options: Any) -> Stack:
+    return Stack.from_mapping({**tables_of(memory="4MiB", block_size=4, **options), "rules": rules})
 
 
 def make_engine(path: Path, *rules: dict[str, Any], **options: Any) -> Engine:

@@ -71,7 +71,8 @@ def make_engine(path: Path, backend: str) -> Engine:
         {
             "cache": {"memory": "1MiB", "block_size": 4},
             # The model's own forward has another mask.
-            "engine": {"self_check": False, "max_num_batched_tokens": 24, "max_model_len": 96},
+            "limits": {"max_num_batched_tokens": 24, "max_model_len": 96},
+            "engine": {"self_check": False},
             "rules": [{"kind": "dilated", "backend": {"name": backend, **options}}],
         }
     )

@@ -115,7 +115,7 @@ def test_a_state_that_is_not_read_would_show(
 
 @ALL
 def test_a_bfloat16_model_passes_the_self_check_and_keeps_the_scans_state_in_float32(models: Any, family: str) -> None:
-    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"dtype": "bfloat16"}})
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "model": {"dtype": "bfloat16"}})
     with Engine.from_pretrained(models(family).path, stack=stack) as engine:
         (output,) = engine.generate([PROMPTS[3]], GREEDY)
         assert "length" == output.finish_reason

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import transformers
+from transformers import AutoConfig, VisionEncoderDecoderConfig
 
 from tests.covering import keep
 from tests.models.census import shrink
@@ -101,6 +104,22 @@ def test_its_results_are_those_of_transformers(group: str, family: str) -> None:
     if family not in GROUPS[group].types:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     assert Verdict("equal") == compare(group, family)
+
+
+TOWERS: dict[str, dict[str, Any]] = {
+    "vit": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14},
+    "donut-swin": {"image_size": [28, 28], "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4]},
+}
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), keep([("vit", "trocr"), ("donut-swin", "mbart")], "trocr"))
+def test_pictures_of_trocr_and_donut_become_the_tokens_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, encoder: str, decoder: str
+) -> None:
+    tower = AutoConfig.for_model(encoder, **TOWERS[encoder])
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(tower, shrink.tiny_config(decoder))
+    monkeypatch.setattr("tests.models.census.compare.tiny_config", lambda _: config)
+    assert Verdict("equal") == compare("text with images", "vision-encoder-decoder")
 
 
 def test_a_long_mask_that_a_module_makes_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

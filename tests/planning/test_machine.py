@@ -21,7 +21,7 @@ from kvframe.planning import machine
 from kvframe.planning.machine import cpu_multiplies, with_dtype
 from tests.planning.test_recognise import Noting, found
 
-NAMED = Stack.from_mapping({"engine": {"device": "cpu", "dtype": "float64"}})
+NAMED = Stack.from_mapping({"model": {"device": "cpu", "dtype": "float64"}})
 REGISTRY = load_plugins().registry
 
 
@@ -40,7 +40,7 @@ def on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
 @pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
 def test_a_gpu_is_taken_if_there_is_one(monkeypatch: pytest.MonkeyPatch, has_gpu: bool, device: str) -> None:
     monkeypatch.setattr(stack_module, "has_gpu", lambda: has_gpu)
-    assert device == Stack().with_device().engine.device
+    assert device == Stack().with_device().model.device
     assert NAMED is NAMED.with_device()
 
 
@@ -69,8 +69,8 @@ def test_a_torch_that_does_not_know_the_cpu_takes_float32(monkeypatch: pytest.Mo
 
 
 def dtype_of(path: Path, device: str = "cpu", **options: Any) -> str:
-    stack = Stack.from_mapping({"engine": {"device": device}})
-    return with_dtype(stack, path, REGISTRY, **options).engine.dtype
+    stack = Stack.from_mapping({"model": {"device": device}})
+    return with_dtype(stack, path, REGISTRY, **options).model.dtype
 
 
 def test_the_dtype_is_the_checkpoint_s_unless_a_cpu_would_lose_by_it(
@@ -85,9 +85,9 @@ def test_the_dtype_is_the_checkpoint_s_unless_a_cpu_would_lose_by_it(
         assert "float32" == dtype_of(folder)
     assert [
         "tiny is in bfloat16, which this CPU computes more slowly than float32: it runs in float32; "
-        'dtype = "bfloat16" in the stack\'s [engine] keeps its dtype'
+        'dtype = "bfloat16" in the stack\'s [model] keeps its dtype'
     ] == caplog.messages
-    assert "float64" == with_dtype(NAMED, folder, REGISTRY).engine.dtype
+    assert "float64" == with_dtype(NAMED, folder, REGISTRY).model.dtype
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ def test_an_engine_runs_a_checkpoint_in_the_chosen_dtype(
     on_a_cpu_with(monkeypatch, *features)
     monkeypatch.setattr(stack_module, "has_gpu", lambda: False)
     left = Stack.from_mapping({"cache": {"memory": "4MiB"}})
-    named = attrs.evolve(left, engine=attrs.evolve(left.engine, device="cpu", dtype=dtype))
+    named = attrs.evolve(left, model=attrs.evolve(left.model, device="cpu", dtype=dtype))
     params = SamplingParams(max_new_tokens=6)
     tokens = []
     for stack in (left, named):
         with Engine.from_pretrained(folder, stack=stack) as engine:
-            assert ("cpu", dtype) == (engine.stack.engine.device, engine.stack.engine.dtype)
+            assert ("cpu", dtype) == (engine.stack.model.device, engine.stack.model.dtype)
             tokens.append(engine.generate([[5, 9, 17, 3]], params)[0].token_ids)
     assert tokens[0] == tokens[1]
 
@@ -155,11 +155,11 @@ def test_a_draft_model_runs_in_the_dtype_of_the_model(
     stack = Stack.from_mapping(
         {
             "cache": {"memory": "4MiB"},
-            "engine": {"device": "cpu", "drafts": {"name": "draft_model", "model": str(tmp_path / "draft")}},
+            "model": {"device": "cpu", "drafts": {"name": "draft_model", "model": str(tmp_path / "draft")}},
         }
     )
     with Engine.from_pretrained(folder, stack=stack) as engine:
-        assert "bfloat16" == engine.stack.engine.dtype
+        assert "bfloat16" == engine.stack.model.dtype
         assert 6 == len(engine.generate([[5, 9, 17, 3]], SamplingParams(max_new_tokens=6))[0].token_ids)
 
 

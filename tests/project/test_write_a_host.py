@@ -35,7 +35,8 @@ def test_it_serves_what_generate_gives_and_finds_prefixes(host_class: Any, famil
     save_tiny(tmp_path, family)
     tables = {
         "cache": {"memory": "4MiB", "block_size": 4},
-        "engine": {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 16},
+        "model": {"device": "cpu", "dtype": "float32"},
+        "limits": {"max_num_seqs": 3, "max_num_batched_tokens": 16},
     }
     host = host_class(str(tmp_path), Stack.from_mapping(tables))
     wanted = [expected(tmp_path, prompt) for prompt in PROMPTS]

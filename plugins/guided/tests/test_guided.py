@@ -171,7 +171,7 @@ def test_drafts_change_no_token(folder: Path) -> None:
 
 
 def test_requests_with_and_without_a_grammar_run_together(folder: Path) -> None:
-    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"device": "cpu"}})
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "model": {"device": "cpu"}})
     plain = SamplingParams(max_new_tokens=8)
     guided = SamplingParams(max_new_tokens=8, processors={"guided": PHONE})
     with Engine.from_pretrained(folder, stack=stack) as engine:

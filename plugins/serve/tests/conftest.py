@@ -25,7 +25,7 @@ TEMPLATE = (
     "{{ raise_exception('roles are system, user and assistant') }}{% endif %}"
     "{{ message['role'][0] + ':' + message['content'] + ';' }}{% endfor %}a:{% if loud %}!{% endif %}"
 )
-CACHE: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "engine": {"max_num_batched_tokens": 256}}
+CACHE: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "limits": {"max_num_batched_tokens": 256}}
 STACK = Stack.from_mapping(CACHE)
 
 
@@ -101,7 +101,7 @@ def serve(checkpoint: Path) -> Iterator[Callable[..., Running]]:
             engine: dict[str, Any] | None = None,
             **options: Any,
         ) -> Running:
-            tables = {**CACHE, "engine": {**CACHE["engine"], **(engine or {})}, "plugin": {"serve": limits or {}}}
+            tables = {**CACHE, "engine": engine or {}, "plugin": {"serve": limits or {}}}
             stack = Stack.from_mapping(tables)
             started = Running(Server(path, stack=stack, **options))
             running.callback(started.close)

@@ -74,7 +74,7 @@ MODELS: dict[str, dict[str, Any]] = {
 ENGINE = {"max_model_len": 256, "block_size": 32, "max_num_batched_tokens": 96, "max_num_seqs": 64}
 STACK = '[[rules]]\nlayers = "*"\nbackend = "cpu"\n[[rules]]\nkind = "mla"\noptional = true\nbackend = "mla"\n'
 TORCH = STACK.replace('"cpu"', '"torch"')
-SKIP = '[engine]\nprefill_skipping = "decode_only"\n'
+SKIP = '[model]\nprefill_skipping = "decode_only"\n'
 
 
 RAISING = """

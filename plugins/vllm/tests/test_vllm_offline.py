@@ -97,7 +97,7 @@ def test_vllm_and_the_stack_have_to_agree_on_skipping(is_set: bool, vllm_runs: A
     done = vllm_runs.start(vllm_runs.make_model("Gemma3nText"), settings, stack)
     assert done.returncode != 0
     found = "does, and no wrapper is named" if is_set else "does not, and a wrapper is named"
-    assert f"the host {found} in engine.prefill_skipping of the stack" in done.stderr
+    assert f"the host {found} in model.prefill_skipping of the stack" in done.stderr
 
 
 def test_a_backend_that_cannot_write_to_vllms_output_is_copied_once_a_layer_and_step(vllm_runs: Any) -> None:

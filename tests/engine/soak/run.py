@@ -202,7 +202,7 @@ class Soak:
             ("requests without an end", len(self._running), 0),
             ("pages held", manager.num_held_pages, 0),
             ("bytes held in host memory", manager.stats.host_bytes_held, 0),
-            ("rows free", manager.num_free_rows, self.engine.stack.engine.max_num_seqs),
+            ("rows free", manager.num_free_rows, self.engine.stack.limits.max_num_seqs),
             ("slabs idle", manager._pool.num_idle_slabs, self.engine.plan.num_slabs),
             ("pages cached", manager._pool.num_cached, 0),
         ):

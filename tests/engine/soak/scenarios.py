@@ -38,7 +38,7 @@ class Scenario:
         longest_output: The most tokens of an output.
         longest_input: The most tokens that the encoder reads; 0 without an encoder.
         cache: The stack's ``[cache]`` without its memory, which is just enough for the longest request.
-        engine: The stack's ``[engine]``.
+        limits: The stack's ``[limits]``.
         wrappers: The wrappers of every layer.
         per_second: Requests in a second, outside of bursts.
     """
@@ -50,7 +50,7 @@ class Scenario:
     longest_output: int = 32
     longest_input: int = 0
     cache: Mapping[str, Any] = {"block_size": 4}
-    engine: Mapping[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
+    limits: Mapping[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
     wrappers: tuple[str, ...] = ()
     per_second: float = 0.1
 
@@ -86,7 +86,7 @@ SCENARIOS = (
         longest=12,
         longest_output=6,
         cache={**SWAP, "swap_memory": "16KiB", "audit": True},
-        engine={"max_num_seqs": 3, "max_num_batched_tokens": 8},
+        limits={"max_num_seqs": 3, "max_num_batched_tokens": 8},
         per_second=0.2,
     ),
 )
@@ -130,8 +130,12 @@ class Served:
     def engine(self) -> Engine:
         """Return an engine whose memory is just enough for the longest request."""
         rules = [{"layers": "*", "wrappers": list(self.scenario.wrappers)}] if self.scenario.wrappers else []
-        engine = {"max_model_len": self.scenario.longest, "self_check": False, **self.scenario.engine}
-        tables: dict[str, Any] = {"cache": {"memory": "4MiB", **self.scenario.cache}, "engine": engine, "rules": rules}
+        tables: dict[str, Any] = {
+            "cache": {"memory": "4MiB", **self.scenario.cache},
+            "limits": {"max_model_len": self.scenario.longest, **self.scenario.limits},
+            "engine": {"self_check": False},
+            "rules": rules,
+        }
         tables["cache"] = {**self.scenario.cache, "memory": self._tight_memory(self._set_up(tables).grouping)}
         return Engine(self.loaded, self._set_up(tables), poison_freed=True)
 
@@ -146,7 +150,7 @@ class Served:
                     grouping,
                     memory_bytes=num_bytes,
                     max_model_len=self.scenario.longest,
-                    max_num_batched_tokens=self.scenario.engine["max_num_batched_tokens"],
+                    max_num_batched_tokens=self.scenario.limits["max_num_batched_tokens"],
                     max_input_lens=lens,
                 )
             except PlanError:

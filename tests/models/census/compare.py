@@ -28,9 +28,9 @@ from tests.models.census.shrink import VOCAB, tiny_config
 
 NUM_NEW = 8
 _MAX_WEIGHTS = 110_000_000
-_STACK = Stack.from_mapping({"cache": {"memory": "8MiB"}, "engine": {"max_num_batched_tokens": 64}})
+_STACK = Stack.from_mapping({"cache": {"memory": "8MiB"}, "limits": {"max_num_batched_tokens": 64}})
 _CHUNKS = Stack.from_mapping(
-    {"cache": {"memory": "8MiB", "block_size": 5}, "engine": {"max_num_batched_tokens": 22, "max_num_seqs": 2}}
+    {"cache": {"memory": "8MiB", "block_size": 5}, "limits": {"max_num_batched_tokens": 22, "max_num_seqs": 2}}
 )
 """A step has a part of the longest prompt, and blocks end within prompts."""
 _TOLERANCE = 1e-3

@@ -179,8 +179,8 @@ def assemble_plain(assembly: Assembly) -> Assembly:
     stack = attrs.evolve(
         setup.stack,
         cache=attrs.evolve(setup.stack.cache, memory="auto"),
-        engine=attrs.evolve(
-            setup.stack.engine, max_model_len=min(assembly.max_model_len, PLAIN_TOKENS), max_num_seqs=PLAIN_REQUESTS
+        limits=attrs.evolve(
+            setup.stack.limits, max_model_len=min(assembly.max_model_len, PLAIN_TOKENS), max_num_seqs=PLAIN_REQUESTS
         ),
     )
     plain = attrs.evolve(setup, layers=layers, draft_layers=(), stack=stack)
@@ -198,7 +198,7 @@ def _assemble(
     model: LoadedModel, setup: Setup, plan: KVCachePlan, host_slabs: int = 0, leader: Leader | None = None
 ) -> Assembly:
     stack = setup.stack
-    device = torch.device(stack.engine.device)
+    device = torch.device(stack.model.device)
     _check_memory(plan, stack, device, host_slabs)
     make_storage: Callable[..., KVCacheStorage] = KVCacheStorage
     make_host: Callable[..., HostStorage] = HostStorage
@@ -221,11 +221,11 @@ def _assemble(
 def _check_memory(plan: KVCachePlan, stack: Stack, device: torch.device, host_slabs: int) -> None:
     """Raise if the host's memory is too small for the sum of the cache, the swap memory and the tokens."""
     pool = plan.total_bytes if device.type == "cpu" else 0
-    swapped, tokens = host_slabs * plan.slab_bytes, 8 * stack.engine.max_num_seqs * plan.max_model_len
+    swapped, tokens = host_slabs * plan.slab_bytes, 8 * stack.limits.max_num_seqs * plan.max_model_len
     check_host_bytes(
         pool + swapped + tokens,
         f"the host has no {pool + swapped + tokens} bytes: {pool} for the cache, {swapped} to swap to and {tokens} for "
-        f"the tokens of {stack.engine.max_num_seqs} requests of {plan.max_model_len}; ask for less memory, "
+        f"the tokens of {stack.limits.max_num_seqs} requests of {plan.max_model_len}; ask for less memory, "
         "swap_memory, max_num_seqs or max_model_len",
     )
 
@@ -253,7 +253,7 @@ def _check_skipping(model: LoadedModel, setup: Setup) -> None:
         _log.info("%s: %s", model.description.name, skipping.note)
     if skipping.layers and not model.can_skip(skipping.layers):
         raise StackError(
-            f"{setup.stack.source}: engine.prefill_skipping is on, and {model.description.name} could skip the layers "
+            f"{setup.stack.source}: model.prefill_skipping is on, and {model.description.name} could skip the layers "
             f"{skipping.layers[0]!r} to {skipping.layers[-1]!r}, but its model adapter cannot leave rows out of its "
             "forward; leave the key out"
         )

@@ -152,7 +152,7 @@ class EngineCore(ABC, Generic[RequestT]):
     def _log_start(self) -> None:
         """Log in one line what serves the model."""
         backends = sorted({choice.backend for choice in self.choices})
-        options = self.stack.engine
+        options = self.stack.model
         _log.info(
             "%s runs on %s; attention by %s; a cache of %.1f MiB",
             self.model.description.name,
@@ -220,7 +220,7 @@ class EngineCore(ABC, Generic[RequestT]):
             model: A transformers model, or what an installed plugin knows.
             tokenizer: Its tokenizer; None if prompts are token ids.
             stack: What to use; the defaults unless given. The model's own device and dtype replace those of its
-                ``[engine]``.
+                ``[model]``.
             plugins: Manifest modules to use beside the installed plugins.
             poison_freed: As for the constructor.
             skip_policy: As for the constructor.

@@ -64,7 +64,7 @@ def compare(assembly: Assembly) -> None:
 def _explain(error: ModelError, assembly: Assembly) -> ModelError | BackendError | WrapperError | None:
     """Return the error that names the wrong part; None if ``error`` already says all that is known."""
     setup, choices, name = assembly.setup, assembly.choices, assembly.model.description.name
-    if setup.stack.engine.compile and _passes(assembly, choices):
+    if setup.stack.model.compile and _passes(assembly, choices):
         return ModelError(f"{name} passes its self-check only if it is not compiled: leave compile out of the stack")
     on_reference, unserved = _on_reference(setup, choices, keep_wrappers=True)
     if _passes(assembly, on_reference):

@@ -280,7 +280,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             assembly.layers,
             self._manager.tables,
             assembly.device,
-            max_num_seqs=self.stack.engine.max_num_seqs,
+            max_num_seqs=self.stack.limits.max_num_seqs,
             max_model_len=self._max_model_len,
             skip_policy=skip_policy,
         )
@@ -297,7 +297,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
 
 def _check_generates_nothing(stack: Stack) -> None:
     """Refuse what only requests that generate can use; ``graphs = "auto"`` means none here."""
-    options = stack.engine
+    options = stack.model
     asked = [("drafts", options.drafts is not None), ("graphs", not isinstance(options.graphs, str))]
     for key, is_asked in asked:
         if is_asked:

@@ -335,13 +335,13 @@ class Engine(EngineCore[Request]):
         if max_drafts:
             # All logits of a request's drafts are wanted, of few requests or of many.
             of_drafts = [(1 + max_drafts, Rows.ALL), (1 + max_drafts, Rows.FEW)]
-            usual_steps = [*((each, Rows.LAST) for each in self.stack.engine.graph_query_lens), *of_drafts]
+            usual_steps = [*((each, Rows.LAST) for each in self.stack.model.graph_query_lens), *of_drafts]
         runner = TokenRunner(
             self.model,
             assembly.layers,
             self._manager.tables,
             assembly.device,
-            max_num_seqs=self.stack.engine.max_num_seqs,
+            max_num_seqs=self.stack.limits.max_num_seqs,
             max_model_len=self._max_model_len,
             skip_policy=skip_policy,
             hidden_states=self._scheduler.hidden_states,
@@ -358,7 +358,7 @@ class Engine(EngineCore[Request]):
         if isinstance(draft.model, PredictionHeads):
             assert draft.kept is not None
             make_graphs = partial(self._make_graphs, draft)
-            query_lens = self.stack.engine.graph_query_lens
+            query_lens = self.stack.model.graph_query_lens
             return HeadsRunner(
                 draft.model, draft.layers, draft.kept, self._manager.tables, runner, make_graphs, query_lens
             )
@@ -367,10 +367,10 @@ class Engine(EngineCore[Request]):
             draft.layers,
             self._manager.tables,
             draft.device,
-            max_num_seqs=self.stack.engine.max_num_seqs,
+            max_num_seqs=self.stack.limits.max_num_seqs,
             max_model_len=self._max_model_len,
             graphs=self._make_graphs(
-                draft, forward_of(draft.model), DraftRunner.usual_steps(self.stack.engine.graph_query_lens)
+                draft, forward_of(draft.model), DraftRunner.usual_steps(self.stack.model.graph_query_lens)
             ),
             tokens=runner.tokens,
         )
@@ -380,7 +380,7 @@ class Engine(EngineCore[Request]):
         self, assembly: Assembly, forward: Forward, usual_steps: Collection[UsualStep] | None = None
     ) -> StepGraphs | None:
         return StepGraphs.of(
-            self.stack.engine,
+            self.stack,
             assembly.layers,
             forward,
             assembly.device,

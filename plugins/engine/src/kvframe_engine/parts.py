@@ -24,14 +24,13 @@ def make_admission(assembly: Assembly, secret: bytes) -> Admission:
         assembly: The set-up.
         secret: 32 bytes, for the keys of inputs.
     """
-    options = assembly.stack.engine
-    max_prompt_len = options.max_num_batched_tokens if assembly.grouping.whole_prompts else None
+    max_prompt_len = assembly.stack.limits.max_num_batched_tokens if assembly.grouping.whole_prompts else None
     return Admission(
         assembly.model,
         assembly.plan,
         assembly.max_model_len,
         secret,
-        options,
+        assembly.stack.engine,
         max_prompt_len=max_prompt_len,
         without_ranges=assembly.layers.without_ranges,
     )
@@ -47,7 +46,7 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
     cache, storage = assembly.stack.cache, assembly.storage
     manager = KVCacheManager(
         assembly.plan,
-        max_num_seqs=assembly.stack.engine.max_num_seqs,
+        max_num_seqs=assembly.stack.limits.max_num_seqs,
         prefix_caching=cache.prefix_caching and not assembly.grouping.whole_prompts,
         host_pages=assembly.host,
         copier=storage.copy_pages,
@@ -72,28 +71,28 @@ def make_scheduler(assembly: Assembly, manager: KVCacheManager, *, proposes: boo
     Raises:
         StackError: The proposer needs hidden states, and nothing gives it any (``no_hidden_states``).
     """
-    options, proposer = assembly.stack.engine, assembly.setup.make_proposer()
+    limits, proposer = assembly.stack.limits, assembly.setup.make_proposer()
     drafting: Drafting[RequestT] | None = None
     if proposer is not None:
         if proposer.needs_hidden_states and not assembly.model.can_give_hidden_states():
             raise StackError(
-                f"{assembly.stack.source}: engine.drafts: proposer {proposer.name!r} needs hidden states, and the "
+                f"{assembly.stack.source}: model.drafts: proposer {proposer.name!r} needs hidden states, and the "
                 f"model adapter of {assembly.model.description.name} gives none; choose another proposer",
                 code="no_hidden_states",
             )
         description = assembly.model.description
         drafting = Drafting(
-            proposer, description.vocab_size, assembly.setup.drafts.max_tokens, max_num_seqs=options.max_num_seqs
+            proposer, description.vocab_size, assembly.setup.drafts.max_tokens, max_num_seqs=limits.max_num_seqs
         )
         if not proposes:
             drafting.hidden_states = None
     return Scheduler(
         manager,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         shared_block_size=assembly.plan.alignment if manager.prefix_caching else 0,
         whole_prompts=assembly.grouping.whole_prompts,
-        reserve_prompts=options.reserve_prompts,
+        reserve_prompts=assembly.stack.engine.reserve_prompts,
         drafting=drafting,
     )
 
@@ -134,7 +133,7 @@ def attach_models(
         if draft is not None and has_heads:
             draft.model.attach(draft.layers)
             attached.append(draft.model)
-            if assembly.stack.engine.compile:
+            if assembly.stack.model.compile:
                 draft.model.compile()
         elif draft is not None:
             _attach(draft, has_ranks=False)
@@ -155,23 +154,23 @@ def _attach(
     with_all_hidden_states: bool = False,
 ) -> None:
     """Attach one model, compile it, and compare it with its own forward, as the stack asks."""
-    model, options = assembly.model, assembly.stack.engine
-    checked = assemble_plain(assembly) if options.self_check else assembly
+    model, self_check = assembly.model, assembly.stack.engine.self_check
+    checked = assemble_plain(assembly) if self_check else assembly
 
     def prepare() -> None:
         if with_hidden_states:
             model.give_hidden_states()
         if with_all_hidden_states:
             model.give_all_hidden_states()
-        if options.compile:
+        if assembly.stack.model.compile:
             model.compile()
 
     model.attach(checked.layers)
     try:
         prepare()
-        if options.self_check and not has_ranks:
+        if self_check and not has_ranks:
             check_model(checked)
-        elif options.self_check:
+        elif self_check:
             # No search for the wrong part: the ranks might disagree on what to try, and wait for each other.
             compare(checked)
         if checked is not assembly:

@@ -107,7 +107,7 @@ def serve(
 
     stack = Stack() if stack_file is None else Stack.from_file(stack_file)
     stack = stack.with_options(
-        cache={"memory": memory}, engine={"max_model_len": max_model_len, "device": device, "dtype": dtype}
+        cache={"memory": memory}, model={"device": device, "dtype": dtype}, limits={"max_model_len": max_model_len}
     )
 
     from kvframe_serve.server import Server, Task

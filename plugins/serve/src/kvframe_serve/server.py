@@ -154,7 +154,7 @@ class Server:
         defaults = {name: value for name, value in served.defaults.items() if name != "max_new_tokens"}
         lines = {
             "model": f"{served.name}, to {'generate' if served.generates else 'embed'}",
-            "runs on": f"{engine.stack.engine.device}, {engine.stack.engine.dtype}",
+            "runs on": f"{engine.stack.model.device}, {engine.stack.model.dtype}",
             "backends": ", ".join(backends) or "none",
             "cache": f"{engine.plan.total_bytes / (1 << 20):,.0f} MiB",
             "concurrency": f"{concurrency} requests of {served.max_model_len:,} tokens"

@@ -15,21 +15,14 @@ from kvframe.contract import LayerDescription, ModelError
 from kvframe_transformers.alibi import PARAMETER as SLOPES
 from kvframe_transformers.alibi import slopes_of
 from kvframe_transformers.calls import name_of_call, path_of
+from kvframe_transformers.direct_recording import hides_keys_from_all
 from kvframe_transformers.encoders import counts_positions, has_table_of_waves
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
 from kvframe_transformers.names import if_untested
-from kvframe_transformers.recording import (
-    PROBE_DTYPE,
-    PROBE_ENCODER_TOKENS,
-    PROBE_TOKENS,
-    RecordedCall,
-    RecordedState,
-    Recording,
-    hides_keys_from_all,
-    record,
-)
+from kvframe_transformers.recorded import RecordedCall, RecordedState, Recording
+from kvframe_transformers.recording import PROBE_DTYPE, PROBE_ENCODER_TOKENS, PROBE_TOKENS, record
 from kvframe_transformers.relative_bias import BiasReader, bias_of
 from kvframe_transformers.states import CACHE_NAMES
 from kvframe_transformers.uniform import AnyIndex
@@ -284,7 +277,7 @@ class _Reader:
         return MaskKind("encoder_only", kind.options) if kind.is_bidirectional and not self._generates else kind
 
     def _kind_of(self, call: RecordedCall) -> MaskKind:
-        if call.mask is None or self._recording.uniform.is_zero(call.mask):
+        if call.mask is None:
             return MaskKind(None, why="attends without a mask (bidirectional attention)", is_bidirectional=True)
         for mask in self._recording.masks:
             if call.mask is mask.marker or getattr(call.mask, "_base", None) is mask.marker:

@@ -79,7 +79,7 @@ def options_of_ranks(model: Any, device: str) -> dict[str, Any]:
     if torch.device(device).type != kind:
         raise ModelError(
             f"transformers divides a model over this machine's devices of type {kind!r}, and the stack asks for "
-            f"{device!r}; set [engine] device to {kind!r}"
+            f"{device!r}; set [model] device to {kind!r}"
         )
     if find_spec("accelerate") is None:
         raise ModelError(

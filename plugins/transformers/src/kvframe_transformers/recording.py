@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +14,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.contract import ModelError
-from kvframe_transformers.alibi import is_alibi
 from kvframe_transformers.checkpoint import one_sentence
-from kvframe_transformers.direct_attention import DirectAttention, attends_directly, replacing
+from kvframe_transformers.direct_attention import attends_directly
+from kvframe_transformers.direct_recording import direct_recorder
 from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
-from kvframe_transformers.known_values import KnownValues, visible_keys
-from kvframe_transformers.latents import Expansion, noting_expansions
+from kvframe_transformers.known_values import KnownValues
+from kvframe_transformers.latents import noting_expansions
 from kvframe_transformers.masks import MaskFunction
 from kvframe_transformers.names import if_untested
 from kvframe_transformers.own_states import keeping_own_states
+from kvframe_transformers.recorded import RECORDING, RecordedCall, RecordedMask, RecordedState, Recording
 from kvframe_transformers.states import (
     CACHE_NAMES,
     Forward,
-    Inputs,
     MixerCall,
     StateView,
     is_mixer,
@@ -36,7 +35,6 @@ from kvframe_transformers.states import (
     replaced_forwards,
     with_rows,
 )
-from kvframe_transformers.uniform import UniformTensors
 from kvframe_transformers.without_values import WithoutValues
 
 DISCOVERY = "kvframe_discovery"
@@ -52,75 +50,13 @@ PROBE_DTYPE = torch.bfloat16
 """The dtype of a probed model; an unusual one, so that a module's state in another dtype can be recognised."""
 
 
-@attrs.frozen(eq=False)
-class RecordedCall:
-    """One attention call of the probe forward: tensors without data, and its other arguments."""
-
-    module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: Any
-    inputs: dict[str, Any]
-    is_direct: bool = False
-
-    @property
-    def is_cross(self) -> bool:
-        """Whether the keys are of another sequence than the queries: an encoder's."""
-        return self.key.shape[2] != self.query.shape[2]
-
-
-@attrs.frozen(eq=False)
-class RecordedState:
-    """One call of a state mixer in the probe forward: the states that it left, its arguments and its output."""
-
-    module: nn.Module
-    states: Mapping[str, torch.Tensor]
-    inputs: Inputs
-    output: Any
-
-
-@attrs.frozen(eq=False)
-class RecordedMask:
-    """One mask of the probe forward: the tensor in its place, and the function that would have made it."""
-
-    marker: torch.Tensor
-    function: MaskFunction
-    local_size: int | None
-    chunk_size: int | None
-
-
-@attrs.frozen(eq=False)
-class Recording:
-    """The result of the probe forward.
-
-    Attributes:
-        calls: The calls of attention and of mixers, in order.
-        masks: The masks.
-        ran: Every module that ran.
-        expansions: The latents of attention modules.
-        uniform: The tensors whose numbers are known, because they are all the same.
-        values: What is known of other tensors; None if values are not wanted.
-    """
-
-    calls: list[RecordedCall | RecordedState] = attrs.field(factory=list)
-    masks: list[RecordedMask] = attrs.field(factory=list)
-    values: KnownValues | None = None
-    ran: list[nn.Module] = attrs.field(factory=list)
-    expansions: dict[nn.Module, Expansion] = attrs.field(factory=dict)
-    uniform: UniformTensors = attrs.field(factory=UniformTensors)
-
-
-_RECORDING: ContextVar[Recording] = ContextVar("kvframe_transformers_recording")
-
-
 def _record_mask(
     *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, config: Any = None, **inputs: Any
 ) -> torch.Tensor:
     """Return a tensor in place of a mask; in an attention call, it identifies the function that makes the mask."""
     marker = torch.empty(batch_size, 1, q_length, kv_length, device="meta")
     chunk_size = getattr(config, "attention_chunk_size", None)
-    _RECORDING.get().masks.append(RecordedMask(marker, mask_function, inputs.get("local_size"), chunk_size))
+    RECORDING.get().masks.append(RecordedMask(marker, mask_function, inputs.get("local_size"), chunk_size))
     return marker
 
 
@@ -133,7 +69,7 @@ def _record_attention(
     **inputs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record the call, and return an output of the right shape, as transformers' attention functions do."""
-    _RECORDING.get().calls.append(RecordedCall(module, query, key, value, attention_mask, inputs))
+    RECORDING.get().calls.append(RecordedCall(module, query, key, value, attention_mask, inputs))
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
@@ -233,9 +169,9 @@ def _record(
         module: _recorder(module, forward, MixerCall.with_own_states(module)) for module, forward in own.items()
     }
     if direct:
-        recorders |= {module: _direct_recorder(module) for module in model.modules() if attends_directly(module)}
+        recorders |= {module: direct_recorder(module) for module in model.modules() if attends_directly(module)}
     recording = Recording(values=values)
-    token = _RECORDING.set(recording)
+    token = RECORDING.set(recording)
     try:
         with (
             torch.no_grad(),
@@ -253,94 +189,17 @@ def _record(
             f"without data fails ({one_sentence(error)}){if_untested()}"
         ) from error
     finally:
-        _RECORDING.reset(token)
+        RECORDING.reset(token)
     return recording
 
 
 def _note_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-    recording = _RECORDING.get()
+    recording = RECORDING.get()
     recording.uniform.note(func, args, kwargs, result)
     if func is torch.ops.aten._to_copy.default:
         # A mask in another dtype is the same mask.
         masks = recording.masks
         masks += [attrs.evolve(mask, marker=result) for mask in masks if mask.marker is args[0]]
-
-
-def _direct_recorder(module: nn.Module) -> Forward:
-    """Return a module's forward, which records the attention that the module computes itself."""
-
-    def attend(of: DirectAttention, value: torch.Tensor) -> torch.Tensor:
-        bias: torch.Tensor | None = None
-        alibi: torch.Tensor | None = None
-        masks: list[torch.Tensor] = []
-        for each in of.added:
-            if _RECORDING.get().uniform.is_zero(each):
-                continue
-            if alibi is None and is_alibi(each, of.query.shape[1], of.key.shape[2]):
-                alibi = each
-                continue
-            if hides_keys_from_all(each, of.key.shape[2]):
-                continue
-            if bias is None and each.shape[1:] == (of.query.shape[1], of.query.shape[2], of.key.shape[2]):
-                bias = each
-            else:
-                masks.append(each)
-        if of.scales_added and (bias is not None or alibi is not None):
-            raise ModelError("a module scales its attention scores after it adds a bias, which kvframe does not know")
-        # Of several masks, one may hide more than another.
-        mask: Any = None if not masks else masks[0] if len(masks) == 1 else _UNKNOWN
-        values = _RECORDING.get().values
-        if values is not None and masks:
-            own_mask = _mask_of(of, values)
-            mask = mask if own_mask is None else own_mask
-        inputs = {"scaling": of.scale, "position_bias": bias, "alibi": alibi}
-        _RECORDING.get().calls.append(RecordedCall(module, of.query, of.key, value, mask, inputs, is_direct=True))
-        return of.query.new_empty(*of.query.shape[:-1], value.shape[-1])
-
-    return replacing(own_forward(module), attend)
-
-
-def hides_keys_from_all(mask: Any, num_keys: int) -> bool:
-    """Return whether what is added to scores, or hides some, is the same for all queries and heads, as for padding."""
-    return isinstance(mask, torch.Tensor) and mask.shape[-1] == num_keys and set(mask.shape[1:-1]) == {1}
-
-
-def _mask_of(of: DirectAttention, values: KnownValues) -> torch.Tensor | None:
-    """Record the mask that a module makes itself, and return what identifies it; None if its values are not known."""
-    num_tokens, masks = of.query.shape[2], _RECORDING.get().masks
-    for mask in masks:  # a module may use one of transformers' masks beside its own
-        is_added = any(each is mask.marker for each in of.added)
-        if is_added and values.value_of(mask.marker) is None:
-            known = _values_of(mask, num_tokens)
-            if known is not None:
-                values.set_value(mask.marker, known)
-    if visible_keys(of.changes, values, num_tokens, query=num_tokens - 1) is None:
-        return None
-
-    def function(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        visible = visible_keys(of.changes, values, num_tokens, int(query))
-        if visible is None:
-            raise IndexError("the scores of this query become something else")
-        return visible[key]
-
-    marker = torch.empty(1, 1, num_tokens, num_tokens, device="meta")
-    masks.append(RecordedMask(marker, function, None, None))
-    return marker
-
-
-def _values_of(mask: RecordedMask, num_tokens: int) -> torch.Tensor | None:
-    """Return the values of a mask that is added, ``[1, 1, num_tokens, num_tokens], host``."""
-    tokens, zero = torch.arange(num_tokens), torch.tensor(0)
-    try:
-        seen = mask.function(zero, zero, tokens[:, None], tokens[None, :])
-    except (RuntimeError, NotImplementedError, IndexError):  # it indexes tensors of the model, which have no data
-        return None
-    hidden = ~torch.as_tensor(seen).broadcast_to(num_tokens, num_tokens)
-    return torch.zeros(1, 1, num_tokens, num_tokens).masked_fill(hidden, float("-inf"))
-
-
-_UNKNOWN = object()
-"""Stands for several masks together."""
 
 
 def _without_values(rope_type: Any) -> Any:
@@ -358,7 +217,7 @@ def _recorder(module: nn.Module, forward: Forward, call: MixerCall | None) -> Fo
     def run(*args: Any, **kwargs: Any) -> Any:
         view, inputs = StateView(), call.inputs_of(args, kwargs)
         output = with_rows(forward(**{**inputs, call.cache: view}), inputs[call.tokens], view)
-        _RECORDING.get().calls.append(RecordedState(module, view.named(), inputs, output))
+        RECORDING.get().calls.append(RecordedState(module, view.named(), inputs, output))
         return output
 
     return run

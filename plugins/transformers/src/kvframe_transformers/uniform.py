@@ -49,11 +49,6 @@ class UniformTensors:
         _, number = self.numbers.get(tensor.untyped_storage()._cdata, (None, None))
         return number if number is not None and number.dtype == tensor.dtype else None
 
-    def is_zero(self, tensor: Any) -> bool:
-        """Return whether a tensor is known to hold zeros only, so that its sum with scores changes nothing."""
-        number = self.number_of(tensor) if isinstance(tensor, torch.Tensor) else None
-        return number is not None and bool(number == 0)
-
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record an operation on tensors without data."""
         is_filled = isinstance(result, torch.Tensor) and result.is_meta

@@ -86,7 +86,8 @@ def chat(
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
-        engine={"max_model_len": max_model_len, "device": device, "dtype": dtype, "drafts": drafts},
+        model={"device": device, "dtype": dtype, "drafts": drafts},
+        limits={"max_model_len": max_model_len},
     )
 
     from kvframe_engine.engine import Engine

@@ -91,7 +91,7 @@ def embed(
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
-        engine={"device": device, "dtype": dtype},
+        model={"device": device, "dtype": dtype},
     )
 
     from kvframe_engine.embedding import Embedder

@@ -135,13 +135,8 @@ def generate(
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
-        engine={
-            "max_model_len": max_model_len,
-            "device": device,
-            "dtype": dtype,
-            "drafts": drafts,
-            "prefill_skipping": prefill_skipping,
-        },
+        model={"device": device, "dtype": dtype, "drafts": drafts, "prefill_skipping": prefill_skipping},
+        limits={"max_model_len": max_model_len},
     )
 
     from kvframe_engine.engine import Engine

@@ -102,7 +102,8 @@ def top(
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
-        engine={"drafts": drafts, "max_model_len": max_model_len, "device": device, "dtype": dtype},
+        model={"drafts": drafts, "device": device, "dtype": dtype},
+        limits={"max_model_len": max_model_len},
     )
 
     from kvframe_engine.engine import Engine

@@ -8,7 +8,7 @@ from enum import Enum
 import attrs
 import numpy as np
 
-from kvframe import EngineOptions, StepBatch
+from kvframe import Stack, StepBatch
 from kvframe.contract.capture import GraphCapture
 
 
@@ -175,18 +175,18 @@ def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def asked_sizes(
-    options: EngineOptions, longest: int, more_query_lens: Collection[int] = ()
+    stack: Stack, longest: int, more_query_lens: Collection[int] = ()
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the stack's numbers of requests and of tokens per request, ascending, limited to what a step can have.
 
     A number of requests above ``max_num_seqs`` is replaced by ``max_num_seqs``, because padding costs time and memory.
 
     Args:
-        options: The stack's engine options, with graphs on.
+        stack: Its limits and its graphs, which are on.
         longest: The most tokens of a request in a step that can be captured.
         more_query_lens: Further numbers of tokens of a request, such as those of steps with drafts.
     """
-    most = options.max_num_seqs
+    options, most = stack.model, stack.limits.max_num_seqs
     num_reqs = auto_sizes(most) if isinstance(options.graphs, str) else {min(size, most) for size in options.graphs}
     query_lens = {*options.graph_query_lens, *more_query_lens}
     return tuple(sorted(num_reqs)), tuple(sorted(size for size in query_lens if size <= longest))

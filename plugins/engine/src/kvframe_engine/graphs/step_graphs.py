@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import AttentionLayers, BlockTables, CapturedStep, EngineOptions, StepBatch, build_metadata, pad_step
+from kvframe import AttentionLayers, BlockTables, CapturedStep, Stack, StepBatch, build_metadata, pad_step
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
@@ -98,7 +98,7 @@ class StepGraphs:
     @classmethod
     def of(
         cls,
-        options: EngineOptions,
+        stack: Stack,
         layers: AttentionLayers,
         forward: Forward,
         device: torch.device,
@@ -111,7 +111,7 @@ class StepGraphs:
         """Return the graphs that a stack asks for; None if its steps run without graphs.
 
         Args:
-            options: The stack's engine options.
+            stack: Its limits and its graphs.
             layers: The model's attention layers.
             forward: The model's forward.
             device: The device of the model.
@@ -125,6 +125,7 @@ class StepGraphs:
             StackError: The stack names sizes, and a wrapper or a backend cannot be captured; or its numbers of tokens
                 of a request are all larger than a step that can be captured has.
         """
+        options = stack.model
         if options.graphs == "off":
             return None
         if layers.capture is GraphCapture.NEVER:
@@ -133,13 +134,13 @@ class StepGraphs:
                 _log.warning("steps run without graphs: %s", why)
                 return None
             raise StackError(
-                f'{source}: engine.graphs names sizes, but {why}; "auto" runs such steps without', code="not_captured"
+                f'{source}: model.graphs names sizes, but {why}; "auto" runs such steps without', code="not_captured"
             )
-        longest = min(options.max_num_batched_tokens, max_model_len, layers.states.max_rounds or max_model_len)
-        num_reqs, query_lens = asked_sizes(options, longest, [query_len for query_len, _ in usual_steps or ()])
+        longest = min(stack.limits.max_num_batched_tokens, max_model_len, layers.states.max_rounds or max_model_len)
+        num_reqs, query_lens = asked_sizes(stack, longest, [query_len for query_len, _ in usual_steps or ()])
         if not query_lens:
             raise StackError(
-                f"{source}: engine.graph_query_lens is {list(options.graph_query_lens)}, and a request computes at "
+                f"{source}: model.graph_query_lens is {list(options.graph_query_lens)}, and a request computes at "
                 f"most {longest} tokens in a step that can be captured"
             )
         return cls(
@@ -149,7 +150,7 @@ class StepGraphs:
             num_reqs=num_reqs,
             query_lens=query_lens,
             max_model_len=max_model_len,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_batched_tokens=stack.limits.max_num_batched_tokens,
             max_input_len=max(max_input_lens.values(), default=0),
             usual_steps=usual_steps,
         )

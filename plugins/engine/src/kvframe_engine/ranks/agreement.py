@@ -14,7 +14,7 @@ from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
 
 OWN_KEYS = ("memory", "device", "key")
-"""Keys of ``[cache]`` and ``[engine]`` that may differ between ranks: the least memory counts, only rank 0 uses the
+"""Keys that may differ between ranks: the least memory counts, only rank 0 uses the
 key."""
 
 
@@ -91,7 +91,7 @@ def _check_stacks(setups: Sequence[RankSetup]) -> None:
     for rank, setup in enumerate(setups):
         different = [
             f"[{table}] {field.name}"
-            for table in ("cache", "engine")
+            for table in ("model", "limits", "cache", "engine")
             for field in attrs.fields(type(getattr(first, table)))
             if field.name not in OWN_KEYS
             and getattr(getattr(first, table), field.name) != getattr(getattr(setup.stack, table), field.name)

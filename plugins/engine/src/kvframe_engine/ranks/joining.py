@@ -75,7 +75,7 @@ def collectives_for(device: torch.device, stack: Stack) -> str:
     if not dist.is_backend_available(name):
         raise StackError(
             f"{stack.source}: ranks on {device.type!r} communicate through {name}, which this build of torch does not "
-            'have; install one that has it, or set engine.device to "cpu"'
+            'have; install one that has it, or set model.device to "cpu"'
         )
     return name
 
@@ -85,7 +85,7 @@ def _join(place: Place, stack: Stack) -> Leader | Follower:
 
     if not dist.is_initialized():
         stack.check_device()
-        device = torch.device(stack.engine.device)
+        device = torch.device(stack.model.device)
         backend = collectives_for(device, stack)
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)

@@ -52,12 +52,12 @@ def stack_of_rank(stack: Stack, place: Place) -> Stack:
     Raises:
         StackError: The stack names the GPU of one rank for all.
     """
-    kind, _, index = stack.engine.device.partition(":")
+    kind, _, index = stack.model.device.partition(":")
     if index:
         raise StackError(
-            f"{stack.source}: engine.device {stack.engine.device!r} is one device, and there are {place.num_ranks} "
+            f"{stack.source}: model.device {stack.model.device!r} is one device, and there are {place.num_ranks} "
             f"ranks; set it to {kind!r}, and each rank takes the device of its own number"
         )
     if kind == "cpu":
         return stack
-    return attrs.evolve(stack, engine=attrs.evolve(stack.engine, device=f"{kind}:{place.local_rank}"))
+    return attrs.evolve(stack, model=attrs.evolve(stack.model, device=f"{kind}:{place.local_rank}"))

@@ -138,7 +138,7 @@ class Admission:
         if longest[1] - longest[0] > most:
             raise RequestError(
                 f"the bidirectional range {longest} has {longest[1] - longest[0]} tokens, and may have {most}: it is "
-                f"computed in one step; raise max_num_batched_tokens in the stack's [engine], up to "
+                f"computed in one step; raise max_num_batched_tokens in the stack's [limits], up to "
                 f"{RangedTokens.MOST_RANGE}",
                 code="exceeds_step",
             )
@@ -269,7 +269,7 @@ class Admission:
         if self._max_prompt_len is not None and num_tokens > self._max_prompt_len:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens, and the model computes a prompt in one step, which has at "
-                f"most {self._max_prompt_len}; raise max_num_batched_tokens in the stack's [engine]",
+                f"most {self._max_prompt_len}; raise max_num_batched_tokens in the stack's [limits]",
                 code="exceeds_step",
             )
 
