@@ -103,8 +103,9 @@ def numba_errors_raised() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
-    if errors:
-        raise MemoryError("a loop reads or writes beside an array") from errors[0]
+        # What else was raised follows from it.
+        if errors:
+            raise MemoryError("a loop reads or writes beside an array") from errors[0]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -15,6 +16,7 @@ from kvframe.contract import AttentionBackend
 from kvframe.loading.plugins import load_plugins
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.formats import installed_formats
+from kvframe.testing.laws import ConformanceError
 from tests.attention import checked_kernels
 from tests.attention.drawn_cases import SMALL, WrongHost, draw_case, usual_case
 
@@ -64,3 +66,15 @@ def test_a_process_that_ends_within_a_case_has_found_something_there(monkeypatch
     failures: dict[int, str] = {}
     assert {"last": 3, "planted": ""} == fuzz.call(["cpu", "0", "4"], os.environ, Counter(), failures)
     assert {3: "kvframe:: broke"} == failures
+
+
+def test_what_a_loop_raises_comes_before_what_follows_from_it() -> None:
+    hook = sys.unraisablehook
+
+    def run_loop() -> None:
+        sys.unraisablehook(SimpleNamespace(exc_value=IndexError("index is out of bounds")))  # type: ignore[arg-type]
+        raise ConformanceError("a wrong result")
+
+    with pytest.raises(MemoryError, match="beside an array"), checked_kernels.numba_errors_raised():
+        run_loop()
+    assert sys.unraisablehook is hook
