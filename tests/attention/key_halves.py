@@ -56,6 +56,8 @@ class KeyHalves(MetadataWrapper):
         mask = layer.spec.mask
         if mask is None or (mask.window is not None and mask.num_sink_tokens):
             raise WrapperError("a query must see consecutive tokens", code="mask")
+        if mask.lookahead is not None:
+            raise WrapperError("a query's row has no later tokens that a window could end among", code="mask")
         if layer.query.relative_bias is not None or layer.query.alibi_slopes is not None:
             raise WrapperError("a bias depends on positions, which the halves do not keep", code="relative_bias")
         return attrs.evolve(self, window=mask.window or 0, chunk=mask.chunk or 0, causal=mask.causal)
