@@ -41,17 +41,16 @@ class KVFrame(SteppedEngine):
         drafts: dict[str, Any] = {"name": "ngram", "max_drafts": setting.max_drafts}
         if setting.draft_model:
             drafts |= {"name": "draft_model", "model": setting.draft_model}
-        engine = {
+        model_options = {
             "dtype": setting.dtype,
             "compile": setting.is_compiled,
-            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-            "max_num_seqs": setting.max_num_seqs,
             **({"drafts": drafts} if setting.max_drafts else {}),
             **({"prefill_skipping": "decode_only"} if setting.is_skipping else {}),
         }
         tables = {
             "cache": {"memory": setting.memory, "prefix_caching": setting.prefix_caching},
-            "engine": engine,
+            "model": model_options,
+            "limits": {"max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS, "max_num_seqs": setting.max_num_seqs},
             "plugin": {"transformers": {"pack_weights": setting.is_packed}},
         }
         plugins, stack = plugins_of(Path(setting.path).name), Stack.from_mapping(tables)

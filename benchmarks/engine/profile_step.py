@@ -104,8 +104,12 @@ def profiled(engine: Engine) -> Iterator[Clock]:
 def measure(workload: Steps, num_steps: int, advance: Callable[[int], object]) -> dict[str, Any]:
     """Serve the workload; return the seconds of each part of each step, by kind of step."""
     path, num_requests = models.path_of(workload.model), workload.num_prompts
-    of_engine = {"max_num_seqs": num_requests, "self_check": False, "compile": workload.is_compiled}
-    stack = workload.stack(workload.backend, **of_engine)
+    stack = workload.stack(
+        workload.backend,
+        model={"compile": workload.is_compiled},
+        limits={"max_num_seqs": num_requests},
+        engine={"self_check": False},
+    )
     steps: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
     params = SamplingParams(max_new_tokens=num_steps + WARM_STEPS + 1, ignore_eos=True)
     with Engine.from_pretrained(path, stack=stack) as engine:

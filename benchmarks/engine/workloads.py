@@ -40,7 +40,7 @@ class Workload:
         lengths = [source.randint(self.shortest, self.longest) for _ in range(self.num_prompts)]
         return [prefix + [source.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
-    def stack(self, backend: str = "auto", **engine: Any) -> Stack:
-        """Return the stack of an engine without prefix caching; ``engine`` are options of ``[engine]``."""
+    def stack(self, backend: str = "auto", **tables: Any) -> Stack:
+        """Return the stack of an engine without prefix caching; ``tables`` are further tables of the stack."""
         cache = {"memory": self.memory, "prefix_caching": False}
-        return Stack.from_mapping({"cache": cache, "engine": engine, "rules": [{"layers": "*", "backend": backend}]})
+        return Stack.from_mapping({"cache": cache, "rules": [{"layers": "*", "backend": backend}], **tables})

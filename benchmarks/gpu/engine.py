@@ -82,18 +82,22 @@ def _measure(workload: Workload, path: Path, device: torch.device, graphs: str, 
 def decoding(workload: Workload, path: Path, device: torch.device, graphs: str, backend: str) -> Iterator[Engine]:
     """Yield an engine whose requests all decode, for as many steps as are measured."""
     count, length = workload.num_prompts, workload.shortest
-    options: dict[str, Any] = {
-        "device": str(device),
-        "dtype": str(dtype_on(device)).removeprefix("torch."),
-        "max_num_seqs": count,
-        "max_num_batched_tokens": max(count, min(16384, count * length)),
-        "max_model_len": 2 * length + 2 * NUM_STEPS,
-        "self_check": False,
-        "graphs": "off" if graphs == "off" else [count],
+    tables: dict[str, Any] = {
+        "model": {
+            "device": str(device),
+            "dtype": str(dtype_on(device)).removeprefix("torch."),
+            "graphs": "off" if graphs == "off" else [count],
+        },
+        "limits": {
+            "max_num_seqs": count,
+            "max_num_batched_tokens": max(count, min(16384, count * length)),
+            "max_model_len": 2 * length + 2 * NUM_STEPS,
+        },
+        "engine": {"self_check": False},
     }
     # More tokens than are generated while prompts are computed.
     params = SamplingParams(max_new_tokens=length + 2 * NUM_STEPS - 1, ignore_eos=True)
-    with Engine.from_pretrained(path, stack=workload.stack(backend, **options)) as engine:
+    with Engine.from_pretrained(path, stack=workload.stack(backend, **tables)) as engine:
         for prompt in workload.prompts(0, engine.model.description.vocab_size or 0):
             engine.add_request(prompt, params)
         computed = -1

@@ -57,10 +57,10 @@ def count_rows(layer: Any) -> list[int]:
     return rows
 
 
-def run(path: Path, prompts: list[list[int]], engine_options: dict[str, Any], *, show_plan: bool = False) -> Run:
+def run(path: Path, prompts: list[list[int]], model_options: dict[str, Any], *, show_plan: bool = False) -> Run:
     """Serve ``prompts`` in one engine, the first on its own, so that the others find its prefix."""
-    engine_table = {"max_num_batched_tokens": 64, **engine_options}
-    stack = Stack.from_mapping({"cache": {"memory": "1MiB", "block_size": 8}, "engine": engine_table})
+    cache, limits = {"memory": "1MiB", "block_size": 8}, {"max_num_batched_tokens": 64}
+    stack = Stack.from_mapping({"model": model_options, "limits": limits, "cache": cache})
     with Engine.from_pretrained(path, stack=stack, plugins=[yoco_plugin]) as engine:
         if show_plan:
             for group in engine.plan.groups:

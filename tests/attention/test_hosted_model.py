@@ -76,7 +76,7 @@ def test_a_group_is_served_in_the_hosts_blocks_and_may_read_a_cache_that_is_serv
 def test_the_last_layers_that_share_a_cache_are_skipped_if_host_and_stack_agree(registry: Registry) -> None:
     assert {"b"} == make(registry, SKIPPING, SHARED, skips=True).skipped
     assert not make(registry, SKIPPING).skipped  # no layer could be skipped
-    with pytest.raises(BackendError, match=r"such as .b. .* host does, and no wrapper is named in engine\.prefill"):
+    with pytest.raises(BackendError, match=r"such as .b. .* host does, and no wrapper is named in model\.prefill"):
         make(registry, None, SHARED, skips=True)
     with pytest.raises(BackendError, match="the host does not, and a wrapper is named"):
         make(registry, SKIPPING, SHARED)

@@ -158,7 +158,7 @@ def test_ranks_with_different_stacks_are_refused() -> None:
     other = {"cache": {"hybrid": False}, "limits": {"max_num_seqs": 3}, "rules": [{"layers": "0", "backend": "cpu"}]}
     with pytest.raises(
         StackError,
-        match=r"rank 1 has another stack than rank 0: \[cache\] hybrid, \[engine\] max_num_seqs, \[\[rules\]\] differ",
+        match=r"rank 1 has another stack than rank 0: \[limits\] max_num_seqs, \[cache\] hybrid, \[\[rules\]\] differ",
     ):
         agreed(setup(), setup(stack=other))
 

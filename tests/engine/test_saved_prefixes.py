@@ -67,13 +67,17 @@ def test_tokens_behind_a_loaded_prefix_are_those_of_an_engine_that_computed_it(t
 
 
 @pytest.mark.parametrize(
-    ("cache", "engine"),
+    ("cache", "model"),
     [({"format": "int8_token_head"}, {}), ({}, {"dtype": "bfloat16"}), ({"hybrid": False, "dtype": "bfloat16"}, {})],
     ids=str,
 )
-def test_pages_are_bytes_whatever_they_hold(cache: dict[str, Any], engine: dict[str, Any], tmp_path: Path) -> None:
+def test_pages_are_bytes_whatever_they_hold(cache: dict[str, Any], model: dict[str, Any], tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "gemma3_text")
-    tables = {"cache": {"block_size": 4, "memory": "1MiB", **cache}, "engine": {"self_check": False, **engine}}
+    tables = {
+        "cache": {"block_size": 4, "memory": "1MiB", **cache},
+        "model": model,
+        "engine": {"self_check": False},
+    }
     stack = Stack.from_mapping(tables)
     runs = []
     for _ in range(2):

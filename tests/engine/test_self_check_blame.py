@@ -119,11 +119,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def engine_of(model: TinyModel, *rules: dict[str, Any], **tables: Any) -> Engine:
+def engine_of(tiny: TinyModel, *rules: dict[str, Any], **tables: Any) -> Engine:
     stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "rules": list(rules), **tables})
     return Engine(
-        model.loaded,
-        Setup.of(model.loaded.description, stack, model.registry, dtype="float32"),
+        tiny.loaded,
+        Setup.of(tiny.loaded.description, stack, tiny.registry, dtype="float32"),
     )
 
 

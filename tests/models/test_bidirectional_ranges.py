@@ -90,7 +90,8 @@ def check(
 def make_engine(path: Path, *, backend: Any = "torch", **tables: Any) -> Engine:
     stack = {
         "cache": {"memory": "4MiB", "block_size": 4, **tables.get("cache", {})},
-        "engine": {"max_model_len": 96, "max_num_batched_tokens": 16, **tables.get("engine", {})},
+        "limits": {"max_model_len": 96, "max_num_batched_tokens": 16},
+        "model": tables.get("model", {}),
         "rules": [{"layers": "*", "backend": backend}],
     }
     return Engine.from_pretrained(path, stack=Stack.from_mapping(stack))
@@ -186,7 +187,7 @@ def test_samples_preempted_requests_and_drafts_are_the_models_own(model: tuple[P
 def test_steps_with_ranges_are_replayed_from_graphs(model: tuple[Path, Any]) -> None:
     path, own = model
     graphs: dict[str, Any] = {"graphs": [1, 4], "graph_query_lens": [1, 16]}
-    with make_engine(path, backend="cpu", engine=graphs) as engine:
+    with make_engine(path, backend="cpu", model=graphs) as engine:
         runner: Any = engine._runner
         for case in CASES:
             check(own, [case], generate(engine, [case]))

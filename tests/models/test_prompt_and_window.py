@@ -17,6 +17,7 @@ from kvframe import Engine, SamplingParams, Stack, group_layers, load_plugins, p
 from kvframe.contract import BackendError, LayerSpec, QuerySpec
 from kvframe.hosting.hosted_layers import HostedLayers
 from tests.covering import few
+from tests.stacks import tables_of
 
 WINDOW = 4
 PROMPTS = [[*range(3, 40)], [5, 6, 7], [*range(3, 24), 9]]
@@ -47,12 +48,9 @@ def dense_tokens(model: Any, prompt: Sequence[int], num_new: int = NUM_NEW) -> l
 
 def make_engine(path: Path, *, backend: Any = "auto", **options: Any) -> Engine:
     rule = {"layers": "*", "backend": backend, "spec": {"kind": "prompt_and_window", "window": WINDOW}}
-    stack = {
-        "cache": {"memory": "2MiB", "block_size": 4, **options.pop("cache", {})},
-        "engine": {"max_model_len": 96, "max_num_batched_tokens": 16, **options},
-        "rules": [rule],
-    }
-    return Engine.from_pretrained(path, stack=Stack.from_mapping(stack))
+    usual = {"memory": "2MiB", "block_size": 4, "max_model_len": 96, "max_num_batched_tokens": 16}
+    tables = tables_of(**{**usual, **options.pop("cache", {}), **options})
+    return Engine.from_pretrained(path, stack=Stack.from_mapping({**tables, "rules": [rule]}))
 
 
 def generate(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, **params: Any) -> list[list[int]]:

@@ -20,6 +20,7 @@ from kvframe.contract.errors import ModelError
 from tests.covering import cover_pairs, few
 from tests.models.serving import ids
 from tests.programs import run_program
+from tests.stacks import tables_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "yoco"
 NUM_NEW_TOKENS = 8
@@ -47,12 +48,11 @@ class Example:
         """Return an engine; its options are those of the stack's tables, and ``backend`` is for every layer."""
         extra = {name: options.pop(name) for name in ("skip_policy",) if name in options}
         rules = [{"layers": "*", "backend": options.pop("backend", "auto")}]
-        cache = {name: options.pop(name) for name in ("hybrid", "prefix_caching") if name in options}
-        cache |= {"memory": options.pop("memory", "2MiB"), "block_size": 8}
         skipping = options.pop("skipping", None)
         if skipping is not None:
             options["prefill_skipping"] = skipping
-        stack = Stack.from_mapping({"cache": cache, "engine": {"self_check": False, **options}, "rules": rules})
+        usual = {"memory": "2MiB", "block_size": 8, "self_check": False}
+        stack = Stack.from_mapping({**tables_of(**{**usual, **options}), "rules": rules})
         with Engine.from_pretrained(
             self.path, stack=stack, plugins=[self.plugin], poison_freed=True, **extra
         ) as engine:
