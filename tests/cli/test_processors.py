@@ -31,4 +31,4 @@ def test_a_processor_is_named_with_its_options(tmp_path: Path) -> None:
     assert re.fullmatch("[0-9]{2}-[0-9]", json.loads(result.stdout)["outputs"][0]["text"])
     refused = run("--processor", "guided")
     assert 2 == refused.exit_code
-    assert "guided takes one of" in json.loads(refused.stdout)["outputs"][0]["error"]
+    assert "guided takes one of" in refused.stderr
