@@ -39,7 +39,7 @@ def make_builder(names: Sequence[str], layers: Sequence[LayerSpec], *, skips: bo
 
     rules: dict[str, Any] = {"rules": [{"layers": "*", "backend": "torch"}]}
     if skips:
-        rules["engine"] = {"prefill_skipping": "decode_only"}
+        rules["model"] = {"prefill_skipping": "decode_only"}
     described = [
         LayerDescription(
             name=layer.name,
