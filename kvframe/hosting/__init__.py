@@ -1,4 +1,4 @@
-"""What a host needs: whatever serves models through kvframe's layers, kvframe's own engine and other engines alike.
+"""What a host needs. A host serves models through kvframe's layers: kvframe's own engine is one, vLLM is another.
 
 ``setup`` says what a stack does with a model, ``models`` and ``draft_models`` load, ``layers`` makes a model's layers
 over a pool of pages, ``hosted_layers`` and ``hosted_model`` compute on the pages of another engine. A host imports

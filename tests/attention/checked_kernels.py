@@ -141,7 +141,7 @@ def triton_addresses_checked() -> Iterator[None]:
         try:
             return start(self, *arguments, **named)
         except Exception as error:
-            # The interpreter raises an error of its own for whatever a kernel raises.
+            # The interpreter replaces every error of a kernel by an error of its own.
             if wrong:
                 raise MemoryError(wrong[0]) from error
             raise

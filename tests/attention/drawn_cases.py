@@ -110,7 +110,7 @@ def usual_case(backend_class: type[AttentionBackend]) -> Case:
 
 
 def traits_of(case: Case, host: Host) -> tuple[str, ...]:
-    """Return words for the properties of a case, of which a record counts the cases."""
+    """Return words for the properties of a case; a record counts the cases of each word."""
     mask, query = case.spec.mask, case.query
     assert mask is not None
     optional = {

@@ -36,7 +36,7 @@ PAIRS = [
 ]
 # Modules that attend several times in a forward.
 CALLS = [("decoders", "diffllama"), ("decoders", "hrm_text")]
-# Their masks depend on pictures, of which there are none.
+# Their masks depend on pictures, and a text has none.
 MASKS = [("decoders", "gemma4_unified"), ("text with images", "git")]
 # Their experts look for the tokens that chose them.
 EXPERTS = [

@@ -17,7 +17,7 @@ Change = Callable[[CommonAttentionMetadata], Mapping[str, Any]]
 
 
 class RightWrapper(MetadataWrapper):
-    """Returns a batch of which it made every tensor anew."""
+    """Returns a batch whose tensors are all copies."""
 
     name: ClassVar[str] = "right_wrapper"
     fields: ClassVar[Mapping[str, FieldUse]] = dict.fromkeys(field_uses(), FieldUse.RESET)

@@ -147,7 +147,7 @@ def _run_together(
 
 
 def _steps(lens: Sequence[int], *, is_whole: bool) -> list[dict[int, tuple[int, int]]]:
-    """Return for each step which tokens of which prompts it computes, of prompts of these lengths."""
+    """Return the tokens of each prompt that each step computes, for prompts of these lengths."""
     longest = max(range(len(lens)), key=lens.__getitem__)
     ends = [[0, 0, max(0, length - 1), length] for length in lens]
     ends[longest][1] = max(0, lens[longest] - 2)

@@ -33,7 +33,7 @@ _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position
 
 
 class OwnMaskError(ModelError):
-    """A module attends with a mask that it makes itself, of which only the shape is known."""
+    """A module attends with a mask that it makes itself; only the shape of the mask is known."""
 
 
 def discover_layers(
