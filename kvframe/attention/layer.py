@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
 
 from kvframe.attention.build import GroupMetadata
+from kvframe.attention.entries import AttachedEntryLayer
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.step_failures import step_failure
-from kvframe.contract.backend import KVCache
+from kvframe.contract.backend import KVCache, MoreInputs
+from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
@@ -46,6 +49,9 @@ class ServedLayer:
         assert query is not None
         self._query_shape = query.num_heads, query.head_size
         self._stored_shapes = _stored_shapes(self._wrapped)
+        self._inputs = ask(kept, "inputs(query)", lambda: dict(kept.inputs(query)))
+        self._choice, self._merged = query.choice, query.merged
+        self._has_more = bool(query.choice or kept.entries or self._inputs)
         self._needed = ask(kept, "parameters(query)", lambda: dict(kept.parameters(query)))
         self.lacks_parameters = bool(self._needed)
 
@@ -124,15 +130,7 @@ class ServedLayer:
                 sinks or ``out`` have other shapes than the layer (``wrong_input``); or the backend raised something
                 (``failed``), or returned something else than was agreed (``wrong_output``).
         """
-        if query.shape[0] != read.num_rows:
-            raise BackendError(
-                f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
-                f"{read.num_rows} in this step; a model that skips rows takes them from kept_rows"
-            )
-        if query.shape[1:] != self._query_shape:
-            raise self._wrong_input("queries", (query,), [(read.num_rows, *self._query_shape)])
-        if sinks is not None and sinks.shape != self._query_shape[:1]:
-            raise self._wrong_input("sinks", (sinks,), [self._query_shape[:1]])
+        self._check_query(query, read, sinks)
         if out is not None and not (out.dtype == query.dtype and out.is_contiguous()):
             raise BackendError(
                 f"layer {self.spec.name!r} was given memory for its output of {out.dtype} with the strides "
@@ -157,6 +155,94 @@ class ServedLayer:
         if order is not None:
             return torch.index_select(output, 0, order.inverse, out=out)
         return output if output is out else out.copy_(output)
+
+    def attend_more(
+        self,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        read: GroupMetadata,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute a step's attention of a layer with chosen tokens, further entries or inputs, or that is merged.
+
+        Args:
+            query: As for ``attend``.
+            kv_cache: As for ``attend``.
+            read: As for ``attend``.
+            sinks: As for ``attend``.
+            more: What the call has beside them; it is read by layers that declare it.
+
+        Returns:
+            The output, and the log-sum-exp ``[num_rows, num_heads]``; None if the layer is not merged.
+
+        Raises:
+            BackendError: As ``attend`` raises it; or the chosen tokens or the inputs are not those of the layer
+                (``wrong_input``).
+        """
+        self._check_query(query, read, sinks)
+        self._check_more(more, read.num_rows)
+        order = read.permutation
+        if order is not None:
+            query = query.index_select(0, order.tokens)
+            more = attrs.evolve(
+                more,
+                chosen=None if more.chosen is None else more.chosen.rows(lambda rows: rows[order.tokens]),
+                inputs={name: tensor.index_select(0, order.tokens) for name, tensor in more.inputs.items()},
+            )
+        method = "forward_more" if self._has_more else "forward_with_lse"
+        try:
+            output, lse = (
+                self._backend.forward_more(self._wrapped, query, kv_cache, read.metadata, sinks, more)
+                if self._has_more
+                else self._backend.forward_with_lse(self._wrapped, query, kv_cache, read.metadata, sinks)
+            )
+        except BaseException as error:
+            raise self._failure(method, error) from error
+        self._check_output(output, query)
+        if self._merged and (not isinstance(lse, torch.Tensor) or lse.shape != query.shape[:2]):
+            raise BackendError(
+                f"backend {self._backend_name!r} returned no log-sum-exp {[*query.shape[:2]]} for layer "
+                f"{self.spec.name!r}, which is merged: this is a mistake in the backend's {method}",
+                code="wrong_output",
+            )
+        if order is None:
+            return output, lse
+        return output.index_select(0, order.inverse), None if lse is None else lse.index_select(0, order.inverse)
+
+    def _check_more(self, more: MoreInputs, num_rows: int) -> None:
+        """Raise ``BackendError`` if chosen tokens or inputs are not what the layer is specified with."""
+        choice, chosen = self._choice, more.chosen
+        if choice is not None or chosen is not None:
+            form = None if choice is None else (num_rows, choice.num_choosers, choice.max_chosen, choice.block_size)
+            given = None if chosen is None else (*chosen.indices.shape, chosen.block_size)
+            if form is None or given is None or given[:2] != form[:2] or given[2] > form[2] or given[3] != form[3]:
+                raise BackendError(
+                    f"layer {self.spec.name!r} was called with "
+                    f"{'no choice' if given is None else f'choices {list(given[:3])} of blocks of {given[3]}'}, and it "
+                    f"is specified with {'none' if form is None else f'{list(form[:3])} of blocks of {form[3]}'}",
+                    code="wrong_input",
+                )
+        wanted = {name: (num_rows, *shape) for name, shape in self._inputs.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in more.inputs.items()}
+        if shapes != wanted:
+            raise BackendError(
+                f"layer {self.spec.name!r} was called with the inputs {shapes or 'none'}, and it is specified with "
+                f"{wanted or 'none'}",
+                code="wrong_input",
+            )
+
+    def _check_query(self, query: torch.Tensor, read: GroupMetadata, sinks: torch.Tensor | None) -> None:
+        """Raise ``BackendError`` for queries or sinks of other shapes than the layer's."""
+        if query.shape[0] != read.num_rows:
+            raise BackendError(
+                f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
+                f"{read.num_rows} in this step; a model that skips rows takes them from kept_rows"
+            )
+        if query.shape[1:] != self._query_shape:
+            raise self._wrong_input("queries", (query,), [(read.num_rows, *self._query_shape)])
+        if sinks is not None and sinks.shape != self._query_shape[:1]:
+            raise self._wrong_input("sinks", (sinks,), [self._query_shape[:1]])
 
     def _wrong_input(
         self, what: str, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]
@@ -202,10 +288,17 @@ class AttentionLayer(ServedLayer):
         step: What its group holds while a step runs.
     """
 
-    def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        kv_cache: KVCache,
+        step: GroupStep,
+        entries: Mapping[str, AttachedEntryLayer] = MappingProxyType({}),
+    ) -> None:
         super().__init__(spec, step.group)
         self._kv_cache = kv_cache
         self.step = step
+        self._entries = entries
 
     def __call__(
         self,
@@ -213,6 +306,9 @@ class AttentionLayer(ServedLayer):
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        *,
+        chosen: ChosenTokens | None = None,
+        inputs: KVCache | None = None,
     ) -> torch.Tensor:
         """Store the step's keys and values, and attend.
 
@@ -223,16 +319,59 @@ class AttentionLayer(ServedLayer):
                 in a step that stores nothing.
             value: ``[num_stored, num_kv_heads, head_size_v], device``; likewise.
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+            chosen: The tokens that are chosen for each query; None unless the layer's query side has a ``choice``.
+            inputs: The further inputs of the layer's type, by name; None for none.
 
         Returns:
             ``[num_rows, num_heads, head_size_v], device``.
 
         Raises:
-            BackendError: As ``write`` and ``attend`` raise it.
+            BackendError: As ``write``, ``attend`` and ``attend_more`` raise it.
         """
         read = self.step.read
         self.write(key, value, self._kv_cache, read)
+        if self._has_more or chosen is not None or inputs is not None:
+            return self.attend_more(query, self._kv_cache, read, sinks, self._more(chosen, inputs))[0]
         return self.attend(query, self._kv_cache, read, sinks)
+
+    def with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+        *,
+        chosen: ChosenTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the step's keys and values, attend, and return the log-sum-exp too.
+
+        Args:
+            query: As for a call.
+            key: As for a call.
+            value: As for a call.
+            sinks: As for a call; None also for a layer with sinks, if another part has them.
+            chosen: As for a call.
+
+        Returns:
+            As a call does, and ``[num_rows, num_heads], device``.
+
+        Raises:
+            BackendError: As for a call; or the layer's query side does not say that it is merged (``wrong_input``).
+        """
+        if not self._merged:
+            raise BackendError(
+                f"layer {self.spec.name!r} is not specified as merged, so its backend may return no log-sum-exp",
+                code="wrong_input",
+            )
+        read = self.step.read
+        self.write(key, value, self._kv_cache, read)
+        output, lse = self.attend_more(query, self._kv_cache, read, sinks, self._more(chosen, None))
+        assert lse is not None
+        return output, lse
+
+    def _more(self, chosen: ChosenTokens | None, inputs: KVCache | None) -> MoreInputs:
+        entries = {name: entry.step for name, entry in self._entries.items()}
+        return MoreInputs(chosen=chosen, entries=entries, inputs=inputs or {})
 
 
 def _head_shape(layer: LayerSpec) -> tuple[int, int | None]:

@@ -11,6 +11,7 @@ from kvframe.attention.batch_metadata import StepBatch, input_slots, split_mappi
 from kvframe.attention.build import GroupMetadata, MetadataPlan, PreparedStep
 from kvframe.attention.captured import CapturedStep
 from kvframe.attention.copies import CopyScratch
+from kvframe.attention.entries import AttachedEntryLayer, form_entry_groups, read_entries
 from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.layer import AttentionLayer, GroupStep
 from kvframe.attention.local import LocalCaches
@@ -40,6 +41,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
     Attributes:
         groups: The attention groups, in the order of their first layers.
         local: The scratch pages of layers that keep nothing of the past.
+        entries: The entries that layers keep beside their main state, by their full names.
         states: The layers that keep a state, which the model computes itself on their pages; by name.
         skipped: The layers that compute only the generating tokens of a step, in the order in which they run.
         copies: Memory for copies of pages, for backends that do not read the format of their layers.
@@ -84,23 +86,37 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         attending = [layer for layer in layers if layer.query is not None]
         self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
         self.copies = CopyScratch(device, max_static_copies)
-        self.groups = form_groups(attending, choices, grouping, device, self.local.places, self.copies)
+        self.groups = (
+            *form_groups(attending, choices, grouping, device, self.local.places, self.copies),
+            *form_entry_groups([layer for layer in layers if layer.entry_of], grouping, device),
+        )
         views = {**views, **self.local.views}
         stored = [layer.spec for layer in layers if layer.spec is not None and layer.name in views]
         states = (tensor for spec in stored for tensor in spec.in_format(PLAIN).state_tensors().values())
         self.dtypes = frozenset(getattr(torch, tensor.dtype) for tensor in states)
-        keeping = [layer for layer in layers if layer.query is None and layer.name in views]
+        keeping = [layer for layer in layers if layer.query is None and layer.name in views and not layer.entry_of]
+        entries = [layer for layer in layers if layer.entry_of is not None]
         self.states = StateLayers(keeping, grouping, views)
         self._keeps_states = bool(keeping)
         self._staging = Staging(device)
         self.skipped = tuple(skipped)
         self.kept_rows: torch.Tensor | None = None
         self._steps = tuple(GroupStep(group) for group in self.groups)
+        self.entries: dict[str, AttachedEntryLayer] = {
+            layer.name: AttachedEntryLayer(layer.spec, views[layer.name]) for layer in entries if layer.spec is not None
+        }
         self._layers: dict[str, AttentionLayer] = {
-            layer.name: AttentionLayer(layer, views[layer.name], step)
+            layer.name: AttentionLayer(layer, views[layer.name], step, read_entries(layer, self.entries))
             for step in self._steps
             for layer in step.group.layers
+            if layer.entry_of is None
         }
+        self._entry_steps = [
+            (index, self.entries[layer.name])
+            for index, group in enumerate(self.groups)
+            for layer in group.layers
+            if layer.entry_of is not None
+        ]
         self._unchecked = [layer for layer in self._layers.values() if layer.lacks_parameters]
         self._order = {layer.name: index for index, layer in enumerate(attending)}
         pages = {
@@ -249,6 +265,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         """Give each group's layers what they read in a step."""
         for step, read in zip(self._steps, groups, strict=True):
             step.read = read
+        for index, entry in self._entry_steps:
+            entry.give(groups[index])
         self.kept_rows = kept_rows
 
     def _check_bound(self) -> None:

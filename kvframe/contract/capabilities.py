@@ -60,6 +60,9 @@ class Capabilities:
         head_sizes: The head sizes that it supports; None for all.
         separate_value_size: Whether value vectors may differ in size from key vectors.
         returns_lse: Whether it has ``forward_with_lse``, whose results ``merge_attention`` merges.
+        choices: Which choices by content it honours (``QuerySpec.choice``): ``tokens``, ``blocks``.
+        entries: Names of the entries that it reads and writes beside the main state (``KVCacheSpec.entries``).
+        inputs: Names of further inputs that it takes (``KVCacheSpec.inputs``).
         block_size_multiple: The block size must be a multiple of this.
         spec_sizes: For fields of specs, the values that it supports (``{"latent_size": frozenset({512})}``).
             Another value is refused with the field's name as the code. A field that is not listed may have any value.
@@ -92,6 +95,15 @@ class Capabilities:
     )
     separate_value_size: bool = attrs.field(default=False, validator=declared_words.flag)
     returns_lse: bool = attrs.field(default=False, validator=declared_words.flag)
+    choices: frozenset[str] = attrs.field(
+        default=frozenset(), converter=declared_words.as_set, validator=declared_words.known_choices
+    )
+    entries: frozenset[str] = attrs.field(
+        default=frozenset(), converter=declared_words.as_set, validator=declared_words.optional_names
+    )
+    inputs: frozenset[str] = attrs.field(
+        default=frozenset(), converter=declared_words.as_set, validator=declared_words.optional_names
+    )
     block_size_multiple: int = attrs.field(default=1, validator=declared_words.size)
     spec_sizes: Mapping[str, frozenset[int]] = attrs.field(
         default=MappingProxyType({}),
@@ -181,8 +193,14 @@ class Capabilities:
         needed = {*extensions, SEQ_STARTS} if query.first_token else {*extensions}
         for extension in sorted(needed - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
-        if lse and not self.returns_lse:
+        if (lse or query.merged) and not self.returns_lse:
             refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")
+        if query.choice is not None and query.choice.unit not in self.choices:
+            refuse(f"choice_{query.choice.unit}", f"would read more than the {query.choice.unit} that are chosen")
+        for name in sorted(spec.entries.keys() - self.entries):
+            refuse("entries", f"does not read the entry {name}")
+        for name in sorted(spec.inputs(query).keys() - self.inputs):
+            refuse("inputs", f"does not take the input {name}")
         if query.soft_cap is not None and not self.soft_cap:
             refuse("soft_cap", "does not cap scores")
         if query.has_sinks and not self.sinks:
