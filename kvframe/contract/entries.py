@@ -64,23 +64,25 @@ class EntryStep:
         entries = blocks * self.entries_per_block + offsets.div(count, rounding_mode="floor")
         return Slots(entries.masked_fill(~is_complete, -1), self.entries_per_block)
 
-    def write(self, **rows: torch.Tensor) -> None:
-        """Store the entries of the step's tokens.
+    def write(self, rows: slice = slice(None), **entries: torch.Tensor) -> None:
+        """Store the entries of the step's tokens, or of some of them.
 
         Args:
-            rows: By name, ``[num_tokens, *shape], device``: a row for each packed token. If there is one entry for
+            rows: The packed tokens, all of them unless given.
+            entries: By name, ``[num_rows, *shape], device``: a row for each of these tokens. If there is one entry for
                 several tokens, the row of the last of them is stored, and the other rows are not read.
 
         Raises:
             ModelError: The names, or the shapes, are not those of the entry's state.
         """
-        num_tokens = self.metadata.slot_mapping.shape[0]
-        wanted = {name: (num_tokens, *pages.shape[2:]) for name, pages in self.pages.items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in rows.items()}
+        slots = self.slots
+        blocks, offsets = slots.blocks[rows], slots.offsets[rows]
+        wanted = {name: (len(blocks), *pages.shape[2:]) for name, pages in self.pages.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in entries.items()}
         if shapes != wanted:
             raise ModelError(f"an entry is written with {shapes}, and it keeps {wanted}")
         for name, pages in self.pages.items():
-            pages.index_put_(self.slots.places, rows[name].to(pages.dtype))
+            pages.index_put_((blocks, offsets), entries[name].to(pages.dtype))
 
     def read(self, request: int, start: int = 0, stop: int | None = None) -> Rows:
         """Return entries of a request, by name ``[num_entries, *shape], device``: copies, those of this step included.

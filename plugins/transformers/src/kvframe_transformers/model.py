@@ -35,6 +35,7 @@ from kvframe_transformers.decoding import decode_as_they_come
 from kvframe_transformers.direct_attention import attends_directly
 from kvframe_transformers.discovery import takes_positions
 from kvframe_transformers.hidden_states import HiddenStates
+from kvframe_transformers.indexers import Indexers
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.names import if_untested
@@ -174,7 +175,8 @@ class TransformersModel(LoadedModel):
                 for module in modules.values()
                 if attends_directly(module)
             }
-            mode = self._mode = StepMode(self.model, temperatures, self._latents_of(modules), direct)
+            indexers = Indexers(self.description.layers, dict(self.model.named_modules()), layers.entries)
+            mode = self._mode = StepMode(self.model, temperatures, self._latents_of(modules), direct, indexers)
             self._drivers = {
                 modules[name]: MixerDriver(name, modules[name], own_forward(modules[name]), state)
                 for name, state in layers.states.items()
@@ -243,9 +245,11 @@ class TransformersModel(LoadedModel):
         Raises:
             ModelError: torch cannot compile it.
         """
-        if self._mode is not None and (self._mode.direct or self._mode.apart):
+        if self._mode is not None and (self._mode.direct or self._mode.apart or self._mode.indexers):
             does = "computes attention itself, outside of transformers' attention interface"
-            if not self._mode.direct:
+            if self._mode.indexers:
+                does = "chooses tokens by content for each request of a step"
+            elif not self._mode.direct:
                 does = f"has parts that mix tokens outside of attention ({type(next(iter(self._mode.apart))).__name__})"
             raise ModelError(f"{self.description.name} {does}, so it cannot be compiled; leave compile out")
         if self._mode is not None:
@@ -324,7 +328,7 @@ class TransformersModel(LoadedModel):
         if layers is None or mode is None:
             raise ModelError(f"{self.description.name} is not attached to an engine; make an engine for it")
         kept_rows = layers.kept_rows
-        with torch.inference_mode(), mode.on(), running(RunningStep(self._routes, positions, kept_rows)):
+        with torch.inference_mode(), mode.on(), running(RunningStep(self._routes, positions, kept_rows, mode.indexers)):
             if kept_rows is not None:
                 return self._run(input_ids, positions)
             if self._keeps_logits:
@@ -524,14 +528,15 @@ class TransformersModel(LoadedModel):
 
     def _check_reached(self, modules: Mapping[str, nn.Module]) -> None:
         """Run two tokens through layers that only record their calls, and find how mixers continue a sequence."""
-        for layer in self.description.layers:
+        described = [layer for layer in self.description.layers if layer.entry_of is None]
+        for layer in described:
             if layer.name not in modules:
                 raise ModelError(f"{self.description.name} has no module {layer.name!r}, which its config describes")
         inputs = SharedInputs()
         with inputs.recorded(packable(self._body) if self.packs_weights else ()):
             num_rows, _ = self._note_rows(modules, 2, None)
         self._joined = inputs.groups()
-        for layer in self.description.layers:
+        for layer in described:
             if layer.name not in num_rows:
                 raise ModelError(
                     f"layer {layer.name!r} of {self.description.name} ({type(modules[layer.name]).__name__}) does not "
@@ -580,7 +585,7 @@ class TransformersModel(LoadedModel):
             positions = torch.arange(num_tokens, device=self.model.device)
             if num_wanted is not None and self._keeps_logits:
                 inputs["logits_to_keep"] = torch.arange(num_wanted, device=self.model.device)
-            with self._mode.on(noting), running(RunningStep(routes, positions, kept_rows)):
+            with self._mode.on(noting), running(RunningStep(routes, positions, kept_rows, self._mode.indexers)):
                 return num_rows, self._run(torch.zeros_like(positions), positions, **inputs)
 
     def _blocks_from(self, skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
@@ -602,6 +607,7 @@ def _noting_layer(layer: LayerDescription, num_rows: dict[str, int]) -> Attend:
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         num_rows[layer.name] = len(query)
         return query.new_zeros(*query.shape[:2], value_size(layer))

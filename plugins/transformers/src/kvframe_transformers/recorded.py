@@ -64,6 +64,7 @@ class Recording:
         masks: The masks.
         ran: Every module that ran.
         expansions: The latents of attention modules.
+        index_keys: The shape of a token's keys, for each sparse indexer that ran.
         uniform: The tensors whose numbers are known, because they are all the same.
         values: What is known of other tensors; None if values are not wanted.
     """
@@ -73,6 +74,7 @@ class Recording:
     values: KnownValues | None = None
     ran: list[nn.Module] = attrs.field(factory=list)
     expansions: dict[nn.Module, Expansion] = attrs.field(factory=dict)
+    index_keys: dict[nn.Module, tuple[int, ...]] = attrs.field(factory=dict)
     uniform: UniformTensors = attrs.field(factory=UniformTensors)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,6 +19,7 @@ from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.direct_attention import attends_directly
 from kvframe_transformers.direct_recording import direct_recorder
 from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
+from kvframe_transformers.indexers import find_indexer, keeps_index_keys, probe
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import noting_expansions
 from kvframe_transformers.masks import MaskFunction
@@ -171,6 +173,11 @@ def _record(
     if direct:
         recorders |= {module: direct_recorder(module) for module in model.modules() if attends_directly(module)}
     recording = Recording(values=values)
+    for module in model.modules():
+        indexer = find_indexer(module)
+        if indexer is not None and keeps_index_keys(indexer):
+            note = partial(_note_index_keys, recording, indexer)
+            recorders[indexer] = probe(indexer, own_forward(indexer), note)
     token = RECORDING.set(recording)
     try:
         with (
@@ -191,6 +198,10 @@ def _record(
     finally:
         RECORDING.reset(token)
     return recording
+
+
+def _note_index_keys(recording: Recording, indexer: nn.Module, shape: tuple[int, ...]) -> None:
+    recording.index_keys[indexer] = tuple(shape)
 
 
 def _note_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:

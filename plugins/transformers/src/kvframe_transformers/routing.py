@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvframe.contract import Attend, LayerDescription, ModelError, OpaqueAttention
+from kvframe.contract import Attend, ChosenTokens, LayerDescription, ModelError, OpaqueAttention
 from kvframe_transformers.direct_attention import DirectAttention, replacing
 from kvframe_transformers.discovery import scale_of
+from kvframe_transformers.indexers import Indexers
 from kvframe_transformers.states import Forward
 from kvframe_transformers.temperature import Temperature
 
@@ -25,7 +26,7 @@ RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""
 
 RUN_TIME_DIRECT = "kvframe_direct"
-"""The same for a model whose modules compute attention themselves: they may need something to add as a mask."""
+"""The same for a model with modules that compute attention, or choose tokens, by a mask: they need some mask."""
 
 
 @attrs.frozen(eq=False)
@@ -40,6 +41,7 @@ class Route:
         shares: Whether it reads another layer's cache and stores nothing itself.
         temperature: The factor on its queries by position, if there is one.
         skipped: Whether it computes only the rows that a step keeps.
+        chosen_block_size: Tokens of the blocks that are chosen for its queries; None if it reads all tokens.
     """
 
     layer: Attend
@@ -49,6 +51,7 @@ class Route:
     shares: bool
     temperature: Temperature | None = None
     skipped: bool = False
+    chosen_block_size: int | None = None
 
     @classmethod
     def of(
@@ -67,6 +70,7 @@ class Route:
             shares=description.shares_with is not None,
             temperature=temperature,
             skipped=skipped,
+            chosen_block_size=choice.get("block_size", 1) if (choice := description.query.get("choice")) else None,
         )
 
 
@@ -95,12 +99,14 @@ class RunningStep:
         routes: The targets of its attention calls.
         positions: ``[num_tokens], int64, device``: of the packed tokens.
         kept_rows: ``[num_kept], int64, device``: the packed tokens that the skipped layers compute; None for all.
+        indexers: The model's indexers; None if it has none.
         num_calls: The calls so far of each module that attends several times.
     """
 
     routes: Routes
     positions: torch.Tensor
     kept_rows: torch.Tensor | None = None
+    indexers: Indexers | None = None
     num_calls: dict[nn.Module, int] = attrs.field(factory=dict)
 
 
@@ -131,6 +137,7 @@ def _run_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention by the engine's layer.
@@ -140,10 +147,12 @@ def _run_attention(
         query: ``[1, num_heads, num_tokens, head_size], device``.
         key: ``[1, num_kv_heads, num_tokens, head_size], device``; for latents ``[1, 1, num_tokens, latent_size]``.
         value: ``[1, num_kv_heads, num_tokens, head_size_v], device``; likewise ``[1, 1, num_tokens, rope_size]``.
-        attention_mask: Not used: the engine's metadata contain the mask.
+        attention_mask: Not used: the engine's metadata contain the mask. Of some modules that read chosen tokens, the
+            choices of an earlier layer.
         scaling: Factor on the query-key products.
         softcap: Soft cap of the scores.
         s_aux: ``[num_heads], device``: learned sink logits.
+        indices: ``[1, num_tokens, max_chosen], device``: the tokens that an earlier layer chose.
 
     Returns:
         ``[1, num_tokens, num_heads, head_size_v], device``, and no attention weights.
@@ -158,8 +167,12 @@ def _run_attention(
             f"layer {route.name!r} asks for scale {scaling} and soft cap {softcap}, but was planned with "
             f"{route.scale} and {route.soft_cap}; its checkpoint and its config do not belong together"
         )
-    out = _attend(step, route, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
-    return out.unsqueeze(0), None
+    chosen = None
+    if route.chosen_block_size is not None:
+        assert step.indexers is not None
+        chosen = step.indexers.read_by(module, attention_mask if indices is None else indices, route.chosen_block_size)
+    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return _attend(step, route, *packed, s_aux, chosen).unsqueeze(0), None
 
 
 def direct_forward(module: nn.Module, forward: Forward) -> Forward:
@@ -198,11 +211,15 @@ def _attend(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    chosen: ChosenTokens | None = None,
 ) -> torch.Tensor:
     if route.temperature is not None:
         cut = route.skipped and step.kept_rows is not None
         query = route.temperature.scale(query, step.positions[step.kept_rows] if cut else step.positions)
-    return route.layer(query, None, None, sinks) if route.shares else route.layer(query, key, value, sinks)
+    stored = (None, None) if route.shares else (key, value)
+    if chosen is not None:
+        return route.layer(query, *stored, sinks, chosen=chosen)
+    return route.layer(query, *stored, sinks)
 
 
 def _route_of(module: nn.Module) -> tuple[RunningStep, Route]:
@@ -227,4 +244,5 @@ def _no_mask(*, batch_size: int, q_length: int, kv_length: int, **_: Any) -> tor
 
 
 AttentionInterface.register(RUN_TIME, _run_attention)
+AttentionInterface.register(RUN_TIME_DIRECT, _run_attention)
 AttentionMaskInterface.register(RUN_TIME_DIRECT, _no_mask)
