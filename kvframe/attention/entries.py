@@ -8,13 +8,13 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.build import GroupMetadata
+from kvframe.attention.build import GroupStep
 from kvframe.attention.group import AttentionGroup
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.entries import EntryStep
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import Grouping
 from kvframe.selection.identity import Identity
 
@@ -83,19 +83,17 @@ def form_entry_groups(
 class AttachedEntryLayer:
     """One entry of a layer at run time: its pages, and its group's step."""
 
-    def __init__(self, spec: KVCacheSpec, pages: KVCache) -> None:
-        """Keep the pages; ``read`` is set when a step begins."""
-        self._pages, self._tokens_per_entry = pages, spec.tokens_per_entry
+    def __init__(self, entry: LayerSpec, pages: KVCache, step: GroupStep) -> None:
+        assert entry.spec is not None
+        self._pages, self._group, self._tokens_per_entry = pages, step, entry.spec.tokens_per_entry
         self._step: EntryStep | None = None
-
-    def give(self, read: GroupMetadata) -> None:
-        """Take the step that begins."""
-        self._step = EntryStep(self._pages, read.metadata, self._tokens_per_entry)
 
     @property
     def step(self) -> EntryStep:
         """Where the running step's requests have the entry."""
-        assert self._step is not None
+        metadata = self._group.read.metadata
+        if self._step is None or self._step.metadata is not metadata:
+            self._step = EntryStep(self._pages, metadata, self._tokens_per_entry)
         return self._step
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.build import GroupMetadata
+from kvframe.attention.build import GroupMetadata, GroupStep
 from kvframe.attention.entries import AttachedEntryLayer
-from kvframe.attention.group import AttentionGroup
 from kvframe.attention.step_failures import step_failure
 from kvframe.contract.backend import KVCache, MoreInputs
 from kvframe.contract.choice import ChosenTokens
@@ -22,24 +21,27 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.planning.answers import ask
 
 
-class GroupStep:
-    """What one attention group holds while a step runs."""
-
-    def __init__(self, group: AttentionGroup) -> None:
-        self.group = group
-        self.read = GroupMetadata(None, 0, None, None)
-
-
-class ServedLayer:
+class AttentionLayer:
     """One attention layer on its backend: passes the calls on, and checks what the backend returns.
 
     Attributes:
         spec: The layer's spec.
+        kv_cache: Its state tensors, or those of the layer whose cache it shares; empty if the host gives them with each
+            call.
+        step: What its group holds while a step runs.
         lacks_parameters: Whether it needs learned tensors that are not bound yet.
     """
 
-    def __init__(self, spec: LayerSpec, group: AttentionGroup) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        spec: LayerSpec,
+        kv_cache: KVCache,
+        step: GroupStep,
+        entries: Mapping[str, AttachedEntryLayer] = MappingProxyType({}),
+    ) -> None:
+        self.spec, self.kv_cache, self.step = spec, kv_cache, step
+        self._entries = entries
+        group = step.group
         self._wrapped = attrs.evolve(group.wrapped, name=spec.name, shares_with=spec.shares_with)
         self._backend, self._backend_name = group.backend, group.backend_name
         self._writes = spec.shares_with is None
@@ -77,6 +79,79 @@ class ServedLayer:
         except PluginError as error:
             raise BackendError(str(error)) from error.__cause__
         self.lacks_parameters = False
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+        *,
+        chosen: ChosenTokens | None = None,
+        inputs: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Store the step's keys and values, and attend.
+
+        Args:
+            query: ``[num_rows, num_heads, head_size], device``: the step's tokens; of a skipped layer, the kept ones.
+            key: ``[num_stored, num_kv_heads, head_size], device``: of the step's tokens; of a layer that keeps state of
+                an input sequence, of the tokens of the step's new inputs. Ignored by a layer that shares a cache, and
+                in a step that stores nothing.
+            value: ``[num_stored, num_kv_heads, head_size_v], device``; likewise.
+            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+            chosen: The tokens that are chosen for each query; None unless the layer's query side has a ``choice``.
+            inputs: The further inputs of the layer's type, by name; None for none.
+
+        Returns:
+            ``[num_rows, num_heads, head_size_v], device``.
+
+        Raises:
+            BackendError: As ``write``, ``attend`` and ``attend_more`` raise it.
+        """
+        read = self.step.read
+        self.write(key, value, self.kv_cache, read)
+        if self._has_more or chosen is not None or inputs is not None:
+            return self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, inputs))[0]
+        return self.attend(query, self.kv_cache, read, sinks)
+
+    def with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+        *,
+        chosen: ChosenTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the step's keys and values, attend, and return the log-sum-exp too.
+
+        Args:
+            query: As for a call.
+            key: As for a call.
+            value: As for a call.
+            sinks: As for a call; None also for a layer with sinks, if another part has them.
+            chosen: As for a call.
+
+        Returns:
+            As a call does, and ``[num_rows, num_heads], device``.
+
+        Raises:
+            BackendError: As for a call; or the layer's query side does not say that it is merged (``wrong_input``).
+        """
+        if not self._merged:
+            raise BackendError(
+                f"layer {self.spec.name!r} is not specified as merged, so its backend may return no log-sum-exp",
+                code="wrong_input",
+            )
+        read = self.step.read
+        self.write(key, value, self.kv_cache, read)
+        output, lse = self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, None))
+        assert lse is not None
+        return output, lse
+
+    def _more(self, chosen: ChosenTokens | None, inputs: KVCache | None) -> MoreInputs:
+        entries = {name: entry.step for name, entry in self._entries.items()}
+        return MoreInputs(chosen=chosen, entries=entries, inputs=inputs or {})
 
     def write(
         self, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache, read: GroupMetadata
@@ -279,99 +354,6 @@ class ServedLayer:
             f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's forward",
             code="wrong_output",
         )
-
-
-class AttentionLayer(ServedLayer):
-    """One attention layer, which the model calls. It holds its cache, and its group's step.
-
-    Attributes:
-        step: What its group holds while a step runs.
-    """
-
-    def __init__(
-        self,
-        spec: LayerSpec,
-        kv_cache: KVCache,
-        step: GroupStep,
-        entries: Mapping[str, AttachedEntryLayer] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(spec, step.group)
-        self._kv_cache = kv_cache
-        self.step = step
-        self._entries = entries
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        *,
-        chosen: ChosenTokens | None = None,
-        inputs: KVCache | None = None,
-    ) -> torch.Tensor:
-        """Store the step's keys and values, and attend.
-
-        Args:
-            query: ``[num_rows, num_heads, head_size], device``: the step's tokens; of a skipped layer, the kept ones.
-            key: ``[num_stored, num_kv_heads, head_size], device``: of the step's tokens; of a layer that keeps state of
-                an input sequence, of the tokens of the step's new inputs. Ignored by a layer that shares a cache, and
-                in a step that stores nothing.
-            value: ``[num_stored, num_kv_heads, head_size_v], device``; likewise.
-            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
-            chosen: The tokens that are chosen for each query; None unless the layer's query side has a ``choice``.
-            inputs: The further inputs of the layer's type, by name; None for none.
-
-        Returns:
-            ``[num_rows, num_heads, head_size_v], device``.
-
-        Raises:
-            BackendError: As ``write``, ``attend`` and ``attend_more`` raise it.
-        """
-        read = self.step.read
-        self.write(key, value, self._kv_cache, read)
-        if self._has_more or chosen is not None or inputs is not None:
-            return self.attend_more(query, self._kv_cache, read, sinks, self._more(chosen, inputs))[0]
-        return self.attend(query, self._kv_cache, read, sinks)
-
-    def with_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-        *,
-        chosen: ChosenTokens | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the step's keys and values, attend, and return the log-sum-exp too.
-
-        Args:
-            query: As for a call.
-            key: As for a call.
-            value: As for a call.
-            sinks: As for a call; None also for a layer with sinks, if another part has them.
-            chosen: As for a call.
-
-        Returns:
-            As a call does, and ``[num_rows, num_heads], device``.
-
-        Raises:
-            BackendError: As for a call; or the layer's query side does not say that it is merged (``wrong_input``).
-        """
-        if not self._merged:
-            raise BackendError(
-                f"layer {self.spec.name!r} is not specified as merged, so its backend may return no log-sum-exp",
-                code="wrong_input",
-            )
-        read = self.step.read
-        self.write(key, value, self._kv_cache, read)
-        output, lse = self.attend_more(query, self._kv_cache, read, sinks, self._more(chosen, None))
-        assert lse is not None
-        return output, lse
-
-    def _more(self, chosen: ChosenTokens | None, inputs: KVCache | None) -> MoreInputs:
-        entries = {name: entry.step for name, entry in self._entries.items()}
-        return MoreInputs(chosen=chosen, entries=entries, inputs=inputs or {})
 
 
 def _head_shape(layer: LayerSpec) -> tuple[int, int | None]:

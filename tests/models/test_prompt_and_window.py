@@ -13,9 +13,8 @@ from kvframe_sliding_window import PromptAndWindowSpec
 from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import save_tiny
 
-from kvframe import Engine, SamplingParams, Stack, group_layers, load_plugins, plan_cache
+from kvframe import Engine, Layers, SamplingParams, Stack, group_layers, load_plugins, plan_cache
 from kvframe.contract import BackendError, LayerSpec, QuerySpec
-from kvframe.hosting.hosted_layers import HostedLayers
 from tests.covering import few
 from tests.stacks import tables_of
 
@@ -143,7 +142,7 @@ def test_another_host_is_refused() -> None:
         query=QuerySpec(num_heads=2, head_size=16, scale=1.0),
     )
     with pytest.raises(BackendError, match="depends on the length of a request's prompt") as caught:
-        HostedLayers([layer], Stack(), load_plugins().registry, torch.device("cpu"))
+        Layers.on_host_pages([layer], Stack(), load_plugins().registry, torch.device("cpu"))
     assert "mask_prompt" == caught.value.code
 
 

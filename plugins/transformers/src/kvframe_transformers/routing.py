@@ -171,8 +171,8 @@ def _run_attention(
     if route.chosen_block_size is not None:
         assert step.indexers is not None
         chosen = step.indexers.read_by(module, attention_mask if indices is None else indices, route.chosen_block_size)
-    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return _attend(step, route, *packed, s_aux, chosen).unsqueeze(0), None
+    rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    return _attend(step, route, *rows, s_aux, chosen).unsqueeze(0), None
 
 
 def direct_forward(module: nn.Module, forward: Forward) -> Forward:
