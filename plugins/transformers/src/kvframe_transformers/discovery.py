@@ -15,6 +15,7 @@ from kvframe.contract import LayerDescription, ModelError
 from kvframe_transformers.alibi import PARAMETER as SLOPES
 from kvframe_transformers.alibi import slopes_of
 from kvframe_transformers.calls import name_of_call, path_of
+from kvframe_transformers.compressors import describe_entries, find_compressor
 from kvframe_transformers.direct_recording import hides_keys_from_all
 from kvframe_transformers.encoders import counts_positions, has_table_of_waves
 from kvframe_transformers.indexers import ENTRY, IndexerKind, find_indexer, reads_choices
@@ -166,7 +167,7 @@ class _Reader:
                 "attention interface, and none that keeps a state in transformers' cache, so nothing can be routed "
                 f"through kvframe{if_untested()}"
             )
-        served = {call.module for call in calls} | self._recording.index_keys.keys()
+        served = {call.module for call in calls} | self._recording.index_keys.keys() | self._recording.compressed.keys()
         for module in self._recording.ran:
             kept = None if module in served else _KEEPS_STATE.search(_forward_source(type(module)))
             if kept is not None and kept["update"].startswith("update_index"):
@@ -205,6 +206,10 @@ class _Reader:
                 found[entry] = LayerDescription(
                     name=entry, kind="token_entries", options={"tensors": {ENTRY: keys}}, query={}, entry_of=name
                 )
+            compressor = find_compressor(call.module)
+            if compressor is not None:
+                entries = describe_entries(name, compressor, self._recording.compressed[compressor])
+                found |= {each.name: each for each in entries}
         return tuple(found.values())
 
     def _stored_by(self, call: RecordedCall) -> tuple[int, int]:
@@ -266,6 +271,7 @@ class _Reader:
             **({} if relative_bias is None else {"relative_bias": relative_bias}),
             **({} if slopes is None else {SLOPES: slopes}),
             **({} if choice is None else {"choice": choice}),
+            **({} if find_compressor(call.module) is None else {"merged": True}),
         }
         kind, expansion = mask.kind, self._recording.expansions.get(call.module)
         if expansion is not None and kind == "full_attention" and expansion.is_of(call.key, call.value):

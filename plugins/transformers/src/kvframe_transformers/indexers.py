@@ -97,7 +97,13 @@ class IndexerKind:
 
 
 class IndexerCall:
-    """The arguments of an indexer by name."""
+    """The arguments of an indexer, or of a compressor, by name.
+
+    Attributes:
+        cache: The name of the argument that takes the cache.
+    """
+
+    cache = _CACHE
 
     def __init__(self, module: nn.Module) -> None:
         """Read the signature of its forward."""
@@ -234,7 +240,7 @@ class IndexDriver:
             step.write(rows, **{ENTRY: keys[0]})
             return step.read(request)[ENTRY].unsqueeze(0)
 
-        own = {name: _rows_of(value, rows) for name, value in arguments.items()}
+        own = {name: rows_of(value, rows) for name, value in arguments.items()}
         own[_CACHE] = IndexCache(update, lambda: length)
         if "attention_mask" in own:
             own["attention_mask"] = self.kind.mask(num_queries, length, arguments_device(arguments))
@@ -255,10 +261,10 @@ def arguments_device(arguments: Mapping[str, Any]) -> torch.device:
     return device
 
 
-def _rows_of(value: Any, rows: slice) -> Any:
+def rows_of(value: Any, rows: slice) -> Any:
     """Return the rows of one request of an argument whose tensors are ``[1, num_tokens, …]``."""
     if isinstance(value, tuple):
-        return tuple(_rows_of(each, rows) for each in value)
+        return tuple(rows_of(each, rows) for each in value)
     return value[:, rows] if isinstance(value, torch.Tensor) and value.ndim > 1 else value
 
 

@@ -16,6 +16,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.contract import ModelError
 from kvframe_transformers.checkpoint import one_sentence
+from kvframe_transformers.compressors import find_compressor
+from kvframe_transformers.compressors import probe as probe_compressor
 from kvframe_transformers.direct_attention import attends_directly
 from kvframe_transformers.direct_recording import direct_recorder
 from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
@@ -178,6 +180,10 @@ def _record(
         if indexer is not None and keeps_index_keys(indexer):
             note = partial(_note_index_keys, recording, indexer)
             recorders[indexer] = probe(indexer, own_forward(indexer), note)
+        compressor = find_compressor(module)
+        if compressor is not None:
+            keep = partial(recording.compressed.__setitem__, compressor)
+            recorders[compressor] = probe_compressor(compressor, own_forward(compressor), keep)
     token = RECORDING.set(recording)
     try:
         with (

@@ -12,10 +12,17 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvframe.contract import Attend, ChosenTokens, LayerDescription, ModelError, OpaqueAttention
+from kvframe.contract import (
+    AttachedLayer,
+    ChosenTokens,
+    LayerDescription,
+    ModelError,
+    OpaqueAttention,
+    merge_attention,
+)
+from kvframe_transformers.by_content import ByContent
 from kvframe_transformers.direct_attention import DirectAttention, replacing
 from kvframe_transformers.discovery import scale_of
-from kvframe_transformers.indexers import Indexers
 from kvframe_transformers.states import Forward
 from kvframe_transformers.temperature import Temperature
 
@@ -42,9 +49,10 @@ class Route:
         temperature: The factor on its queries by position, if there is one.
         skipped: Whether it computes only the rows that a step keeps.
         chosen_block_size: Tokens of the blocks that are chosen for its queries; None if it reads all tokens.
+        merged: Whether it also reads what the module's compressor made.
     """
 
-    layer: Attend
+    layer: AttachedLayer
     name: str
     scale: float
     soft_cap: float | None
@@ -52,12 +60,13 @@ class Route:
     temperature: Temperature | None = None
     skipped: bool = False
     chosen_block_size: int | None = None
+    merged: bool = False
 
     @classmethod
     def of(
         cls,
         description: LayerDescription,
-        layer: Attend,
+        layer: AttachedLayer,
         temperature: Temperature | None = None,
         skipped: bool = False,
     ) -> Route:
@@ -71,6 +80,7 @@ class Route:
             temperature=temperature,
             skipped=skipped,
             chosen_block_size=choice.get("block_size", 1) if (choice := description.query.get("choice")) else None,
+            merged=description.query.get("merged", False),
         )
 
 
@@ -99,14 +109,14 @@ class RunningStep:
         routes: The targets of its attention calls.
         positions: ``[num_tokens], int64, device``: of the packed tokens.
         kept_rows: ``[num_kept], int64, device``: the packed tokens that the skipped layers compute; None for all.
-        indexers: The model's indexers; None if it has none.
+        by_content: The model's indexers and compressors; None for none.
         num_calls: The calls so far of each module that attends several times.
     """
 
     routes: Routes
     positions: torch.Tensor
     kept_rows: torch.Tensor | None = None
-    indexers: Indexers | None = None
+    by_content: ByContent | None = None
     num_calls: dict[nn.Module, int] = attrs.field(factory=dict)
 
 
@@ -169,9 +179,15 @@ def _run_attention(
         )
     chosen = None
     if route.chosen_block_size is not None:
-        assert step.indexers is not None
-        chosen = step.indexers.read_by(module, attention_mask if indices is None else indices, route.chosen_block_size)
+        assert step.by_content is not None
+        chosen = step.by_content.indexers.read_by(
+            module, attention_mask if indices is None else indices, route.chosen_block_size
+        )
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if route.merged:
+        assert step.by_content is not None
+        parts = [route.layer.with_lse(*rows, s_aux), step.by_content.compressors.attend(module, rows[0], route.scale)]
+        return merge_attention(*zip(*parts, strict=True))[0].unsqueeze(0), None
     return _attend(step, route, *rows, s_aux, chosen).unsqueeze(0), None
 
 
