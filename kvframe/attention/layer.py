@@ -53,7 +53,7 @@ class AttentionLayer:
         self._stored_shapes = _stored_shapes(self._wrapped)
         self._inputs = ask(kept, "inputs(query)", lambda: dict(kept.inputs(query)))
         self._choice, self._merged = query.choice, query.merged
-        self._has_more = bool(query.choice or kept.entries or self._inputs)
+        self._has_more = query.choice is not None or kept.defines_attention
         self._needed = ask(kept, "parameters(query)", lambda: dict(kept.parameters(query)))
         self.lacks_parameters = bool(self._needed)
 

@@ -314,8 +314,8 @@ class AttentionBackend(Growing, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute attention that has more than a query and a cache: chosen tokens, further entries or inputs.
 
-        Called instead of ``forward`` for layers whose query side has a ``choice``, and for types with ``entries`` or
-        ``inputs``. Only backends that declare these are asked.
+        Called instead of ``forward`` for layers whose query side has a ``choice``, and for types that define their own
+        attention. Only backends that declare the choice, or the kind, are asked.
 
         Args:
             layer: As for ``forward``.
@@ -332,6 +332,4 @@ class AttentionBackend(Growing, ABC):
         Raises:
             BackendError: The backend does not define this method; the code is ``more``.
         """
-        raise BackendError(
-            f"{type(self).__name__} declares choices, entries or inputs, and does not define forward_more", "more"
-        )
+        raise BackendError(f"{type(self).__name__} declares choices or kinds, and does not define forward_more", "more")

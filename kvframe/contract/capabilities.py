@@ -61,8 +61,7 @@ class Capabilities:
         separate_value_size: Whether value vectors may differ in size from key vectors.
         returns_lse: Whether it has ``forward_with_lse``, whose results ``merge_attention`` merges.
         choices: Which choices by content it honours (``QuerySpec.choice``): ``tokens``, ``blocks``.
-        entries: Names of the entries that it reads and writes beside the main state (``KVCacheSpec.entries``).
-        inputs: Names of further inputs that it takes (``KVCacheSpec.inputs``).
+        kinds: Cache specs, by registered name, whose own attention it computes (``KVCacheSpec.dense_attention``).
         block_size_multiple: The block size must be a multiple of this.
         spec_sizes: For fields of specs, the values that it supports (``{"latent_size": frozenset({512})}``).
             Another value is refused with the field's name as the code. A field that is not listed may have any value.
@@ -98,10 +97,7 @@ class Capabilities:
     choices: frozenset[str] = attrs.field(
         default=frozenset(), converter=declared_words.as_set, validator=declared_words.known_choices
     )
-    entries: frozenset[str] = attrs.field(
-        default=frozenset(), converter=declared_words.as_set, validator=declared_words.optional_names
-    )
-    inputs: frozenset[str] = attrs.field(
+    kinds: frozenset[str] = attrs.field(
         default=frozenset(), converter=declared_words.as_set, validator=declared_words.optional_names
     )
     block_size_multiple: int = attrs.field(default=1, validator=declared_words.size)
@@ -197,10 +193,8 @@ class Capabilities:
             refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")
         if query.choice is not None and query.choice.unit not in self.choices:
             refuse(f"choice_{query.choice.unit}", f"would read more than the {query.choice.unit} that are chosen")
-        for name in sorted(spec.entries.keys() - self.entries):
-            refuse("entries", f"does not read the entry {name}")
-        for name in sorted(spec.inputs(query).keys() - self.inputs):
-            refuse("inputs", f"does not take the input {name}")
+        if spec.defines_attention and spec.kind not in self.kinds:
+            refuse("kind", f"does not compute the attention that the type {spec.kind} defines")
         if query.soft_cap is not None and not self.soft_cap:
             refuse("soft_cap", "does not cap scores")
         if query.has_sinks and not self.sinks:

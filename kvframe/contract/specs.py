@@ -11,7 +11,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -26,6 +26,9 @@ from kvframe.contract.formats import align_up as align_up
 from kvframe.contract.growth import Growing
 from kvframe.contract.masks import AttentionMask as AttentionMask
 from kvframe.contract.masks import MaskFunction as MaskFunction
+
+if TYPE_CHECKING:
+    import torch
 
 TokenRange = tuple[int, int]
 """Token positions ``[start, stop)``."""
@@ -200,20 +203,51 @@ class KVCacheSpec(Growing, ABC):
     def entries(self) -> Mapping[str, KVCacheSpec]:
         """What a layer of this type keeps beside its main state, by name: each has pages and a block table of its own.
 
-        Only backends that declare these names serve the type. They write and read them in ``forward_more``. The specs
-        have no entries themselves, and keep state of the same sequence.
+        Its backends write and read them in ``forward_more``. The specs have no entries themselves, and keep state of
+        the same sequence. Only a type that ``defines_attention`` has entries.
         """
         return {}
 
     def inputs(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
         """Return what an attention call is given beside query, key and value: shapes for each token, by name.
 
-        Only models that give them, and backends that declare these names, serve a layer of such a type.
+        Only models that give them serve a layer of such a type. Only a type that ``defines_attention`` has inputs.
 
         Args:
             query: The query side of the layer.
         """
         return {}
+
+    def dense_attention(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the attention of all tokens of one request, by definition: for types that no mask describes.
+
+        A type defines it if what a query reads of the live tokens is chosen by their content, or if it has entries or
+        inputs. Only backends that declare its kind serve it then. The kit compares them with this method, and so does
+        a host's self-check.
+
+        Args:
+            layer: The layer, for its query side and its parameters' shapes.
+            query: ``[num_tokens, num_heads, head_size], float64``: of the tokens ``0`` to ``num_tokens - 1``.
+            key: ``[num_tokens, num_kv_heads, head_size], float64``.
+            value: ``[num_tokens, num_kv_heads, head_size_v], float64``.
+            inputs: The inputs of the type by name, each ``[num_tokens, *shape]``.
+
+        Returns:
+            ``[num_tokens, num_heads, head_size_v], float64``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no attention of its own: a mask describes it")
+
+    @property
+    def defines_attention(self) -> bool:
+        """Whether the type has ``dense_attention``, so that only backends that declare its kind serve it."""
+        return type(self).dense_attention is not KVCacheSpec.dense_attention
 
     def parameters(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the learned tensors that a layer of this type attends with, by name.

@@ -17,7 +17,7 @@ from kvframe.contract.errors import (
     StackError,
     UnknownNameError,
 )
-from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.foreign import call
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks, spec_for_prompt
@@ -153,6 +153,13 @@ def _with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[La
     spec = layer.spec
     if spec is None:
         return
+    if not spec.defines_attention:
+        if spec.entries or (layer.query is not None and spec.inputs(layer.query)):
+            raise SpecError(
+                f"layer {layer.name!r}: its type {spec.kind!r} has entries or inputs, and no dense_attention that says "
+                "what it does with them"
+            )
+        return
     if layer.query is not None:
         query = layer.query
         missing = sorted(ask(spec, "inputs(query)", lambda: set(spec.inputs(query))) - given_inputs)
@@ -162,13 +169,16 @@ def _with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[La
                 f"model gives {', '.join(sorted(given_inputs)) or 'none'}; only a model adapter that gives it "
                 "can serve the type"
             )
-    for name, entry in ask(spec, "entries", lambda: dict(spec.entries)).items():
+    entries = ask(
+        spec, "entries", lambda: {name: (each, each.sequence, {**each.entries}) for name, each in spec.entries.items()}
+    )
+    for name, (entry, sequence, more) in entries.items():
         if layer.shares_with is not None:
             raise SpecError(f"layer {layer.name!r} shares a cache, and its type {spec.kind!r} keeps entries of its own")
-        if not isinstance(entry, KVCacheSpec) or entry.sequence != spec.sequence or entry.entries:
+        if sequence != spec.sequence or more:
             raise SpecError(
-                f"layer {layer.name!r}: the entry {name!r} of its type {spec.kind!r} must be a cache spec without "
-                f"entries, over the sequence {spec.sequence!r}, not {safe_repr(entry)}"
+                f"layer {layer.name!r}: the entry {name!r} of its type {spec.kind!r} must have no entries itself, and be "
+                f"of the sequence {spec.sequence!r}, not {sequence!r}"
             )
         yield LayerSpec(name=f"{layer.name}/{name}", spec=entry, entry_of=layer.name)
 

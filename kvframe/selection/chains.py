@@ -72,8 +72,8 @@ def _chooses_or_keeps_more(layer: LayerSpec) -> str | None:
         return "reads tokens that are chosen by their positions"
     if query is not None and query.merged:
         return "is merged with other attention of the same queries"
-    if spec is not None and query is not None and (spec.entries or spec.inputs(query)):
-        return "keeps further entries, or takes further inputs"
+    if spec is not None and spec.defines_attention:
+        return f"has the type {spec.kind!r}, which defines its own attention"
     return None
 
 

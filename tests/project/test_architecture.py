@@ -64,7 +64,7 @@ ENGINE_FLOW = (
 BESIDE = ("builtin", "testing")
 
 # Modules of the contract that use torch's types, and modules of other packages that load no torch.
-NEED_TORCH = {
+NEED_TORCH = {"entries", 
     "backend",
     "capabilities",
     "declared_words",

@@ -98,7 +98,8 @@ class MLABackend(AttentionBackend):
     ) -> torch.Tensor:
         """Gather each dense batch's latents, and compute attention in the dense batch's form."""
         if sinks is not None:
-            return self.forward_with_lse(layer, query, kv_cache, metadata, sinks)[0]
+            result = self.forward_with_lse(layer, query, kv_cache, metadata, sinks)[0]
+            return result if out is None else out.copy_(result)
         return self._forward(layer, query, kv_cache, metadata, out, None)
 
     def forward_with_lse(
