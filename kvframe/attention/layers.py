@@ -45,8 +45,6 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         copies: Memory for copies of pages, for backends that do not read the format of their layers.
         dtypes: The dtypes of the layers' caches, as they are read.
         of_inputs: The indices of the cache groups that keep state of an input sequence.
-        prompt_groups: The indices of the cache groups with a layer whose queries see other tokens by the length of
-            the prompt.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. Before the first of these layers, the model drops the other rows of its
             hidden states. It gives logits for exactly these rows.
@@ -110,7 +108,6 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
         stores = {group.cache_group for group in self.groups if group.writes}
         self.of_inputs = frozenset(group.index for group in grouping.groups if group.spec.sequence != TOKENS)
-        self.prompt_groups = frozenset(group.cache_group for group in self.groups if group.depends_on_prompt)
         self._stores_tokens, self._stores_inputs = sorted(stores - self.of_inputs), bool(stores & self.of_inputs)
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
         orders = [group.builder.batch_order for group in by_size]

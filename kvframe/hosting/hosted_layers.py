@@ -85,12 +85,6 @@ class HostedLayers:
                     f"layer {layer.name!r} cannot be hosted: it does not attend to the tokens of its own request; give "
                     "layers with a cache spec over tokens and a query side"
                 )
-            if layer.spec.depends_on_prompt:
-                raise BackendError(
-                    f"layer {layer.name!r} cannot be hosted: what its type {layer.spec.kind!r} keeps depends on the "
-                    "length of a request's prompt, and a host's batch does not say that; give it another type",
-                    code="mask_prompt",
-                )
         self._block_sizes = {layer.spec.block_size for layer in layers if layer.spec is not None}
         self.choices: tuple[Choice, ...] = select_backends(
             layers, stack, registry, device.type, Skipping(layers=tuple(skipped))

@@ -207,12 +207,11 @@ class StepGraphs:
                     num_computed=np.full(1, first),
                     query_lens=np.array([query_len]),
                     generating_indices=generating,
-                    num_prompt_tokens=np.ones(1, dtype=np.int64),
                     extensions=extensions,
                 )
                 states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
                 assert states is not None
-                metadata = build_metadata(batch, tables, _CPU, self._layers.prompt_groups)
+                metadata = build_metadata(batch, tables, _CPU)
                 wanted = generating[: sizes.num_wanted]
                 self._run(sizes, tables, metadata, states, np.zeros_like(places), places + first, wanted)
         _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)
