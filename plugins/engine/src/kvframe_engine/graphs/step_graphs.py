@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import AttentionLayers, BlockTables, CapturedStep, Stack, StepBatch, build_metadata, pad_step
+from kvframe import BlockTables, Layers, Stack, Step, StepBatch, build_metadata, pad_step
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
@@ -33,7 +33,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Output]
 
 @attrs.frozen(eq=False)
 class _CapturedGraph:
-    step: CapturedStep
+    step: Step
     graph: StepGraph
     output: Output
 
@@ -49,7 +49,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        layers: AttentionLayers,
+        layers: Layers,
         forward: Forward,
         device: torch.device,
         *,
@@ -99,7 +99,7 @@ class StepGraphs:
     def of(
         cls,
         stack: Stack,
-        layers: AttentionLayers,
+        layers: Layers,
         forward: Forward,
         device: torch.device,
         *,

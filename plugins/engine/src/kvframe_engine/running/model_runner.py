@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import AttentionLayers, BlockTables, InputBatch, StepBatch, allocating, build_metadata
+from kvframe import BlockTables, InputBatch, Layers, StepBatch, allocating, build_metadata
 from kvframe.contract.errors import ModelError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.model import LoadedModel, ModelInput
@@ -65,7 +65,7 @@ class ModelRunner:
     def __init__(
         self,
         model: LoadedModel,
-        layers: AttentionLayers,
+        layers: Layers,
         tables: BlockTables,
         device: torch.device,
         *,
@@ -227,11 +227,11 @@ class ModelRunner:
                     logits, *others = rows_of_graph
                     num_rows = len(positions) if self._keeps_all_rows else len(logits_indices)
                     return self._split_output([logits[: len(logits_indices)], *(each[:num_rows] for each in others)])
-            token_ids, positions_there, wanted = self._layers.begin_step(
-                metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in tensors)
-            )
+            inputs = tuple(torch.from_numpy(each) for each in tensors)
+            step = self._layers.begin_step(metadata, batch=batch, tables=self._tables, inputs=inputs)
+            token_ids, positions_there, wanted = step.inputs
             output = self._forward(token_ids, positions_there, wanted)
-            kept_rows = self._layers.kept_rows
+            kept_rows = step.kept_rows
             num_wanted = len(wanted if kept_rows is None else kept_rows)
             num_others = len(positions) if self._keeps_all_rows else num_wanted
             for tensor, count in zip(output, (num_wanted, num_others), strict=False):
