@@ -59,8 +59,6 @@ class Layers(Mapping[str, AttentionLayer]):
         skipped: The layers that compute only the generating tokens of a step, in the order in which they run.
         copies: Memory for copies of pages, for backends that do not read the format of their layers.
         dtypes: The dtypes of the layers' caches, as they are read.
-        prompt_groups: The indices of the cache groups with a layer whose queries see other tokens by the length of
-            the prompt.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. Before the first of these layers, the model drops the other rows of its
             hidden states. It gives logits for exactly these rows.
@@ -132,7 +130,6 @@ class Layers(Mapping[str, AttentionLayer]):
         self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
         stores = {group.cache_group for group in self.groups if group.writes}
         self._of_inputs = frozenset(group.index for group in grouping.groups if group.spec.sequence != TOKENS)
-        self.prompt_groups = frozenset(group.cache_group for group in self.groups if group.depends_on_prompt)
         self._stores_tokens, self._stores_inputs = sorted(stores - self._of_inputs), bool(stores & self._of_inputs)
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
         orders = [group.builder.batch_order for group in by_size]
@@ -171,12 +168,6 @@ class Layers(Mapping[str, AttentionLayer]):
                 raise BackendError(
                     f"layer {layer.name!r} cannot be hosted: it does not attend to the tokens of its own request and "
                     "keep them; give layers with a cache spec over tokens and a query side"
-                )
-            if layer.spec.depends_on_prompt:
-                raise BackendError(
-                    f"layer {layer.name!r} cannot be hosted: what its type {layer.spec.kind!r} keeps depends on the "
-                    "length of a request's prompt, and a host's batch does not say that; give it another type",
-                    code="mask_prompt",
                 )
         choices = select_backends(layers, stack, registry, device.type, Skipping(layers=tuple(skipped)))
         grouping = group_layers([*owners, *layers])
@@ -237,7 +228,7 @@ class Layers(Mapping[str, AttentionLayer]):
                 device = self._staging.device
             else:
                 batch = attrs.evolve(batch, extensions=extensions)
-        metadata = build_metadata(batch, tables, device, self.prompt_groups)
+        metadata = build_metadata(batch, tables, device)
         return metadata if not self.local.places else (*metadata, *self.local.metadata(batch))
 
     def pad_metadata(

@@ -205,7 +205,6 @@ class StepGraphs:
                     num_computed=np.full(1, first),
                     query_lens=np.array([query_len]),
                     generating_indices=generating,
-                    num_prompt_tokens=np.ones(1, dtype=np.int64),
                     extensions=extensions,
                 )
                 states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)

@@ -61,7 +61,6 @@ class StepMessage:
         stores_input: As in ``StepBatch``.
         new_inputs: By sequence and row, the inputs that the step computes.
         entries: For each stack of block tables, what changed.
-        num_prompt_tokens: As in ``StepBatch``.
         range_ends: As in ``StepBatch``.
     """
 
@@ -75,7 +74,6 @@ class StepMessage:
     stores_input: Mapping[str, npt.NDArray[np.bool_]]
     new_inputs: Mapping[str, Mapping[int, ModelInput]]
     entries: Sequence[Entries]
-    num_prompt_tokens: IntArray | None = None
     range_ends: IntArray | None = None
 
     @classmethod
@@ -108,7 +106,6 @@ class StepMessage:
             stores_input=dict(batch.stores_input),
             new_inputs={name: dict(each) for name, each in new_inputs.items()},
             entries=entries.take(batch),
-            num_prompt_tokens=batch.num_prompt_tokens,
             range_ends=batch.range_ends,
         )
 
@@ -121,6 +118,5 @@ class StepMessage:
             generating_indices=self.generating_indices,
             input_lens=self.input_lens,
             stores_input=self.stores_input,
-            num_prompt_tokens=self.num_prompt_tokens,
             range_ends=self.range_ends,
         )

@@ -48,8 +48,6 @@ class ModelRunner:
         tokens: ``[max_num_seqs, max_model_len], int64, host``.
         input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: the length of the sequence of
             the request that has the row; 0 for none.
-        prompt_lens: ``[max_num_seqs], int64, host``: the length of the prompt of the request that has the row; None if
-            nothing depends on it.
         ranges: By row, the ranges of a prompt whose tokens see each other in both directions, until they are computed.
         device: Where the model runs.
         graphs: The graphs that steps are replayed from if possible; None for none.
@@ -105,7 +103,6 @@ class ModelRunner:
         self.input_lens: dict[str, IntArray] = {
             name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
         }
-        self.prompt_lens: IntArray | None = np.zeros(max_num_seqs, dtype=np.int64) if layers.prompt_groups else None
         self.ranges: dict[int, Sequence[TokenRange]] = {}
         self._model = model
         self._layers = layers
@@ -145,7 +142,7 @@ class ModelRunner:
             step: The step; every request has a row, and blocks for its tokens.
         """
         for request in step.admitted:
-            self.set_row(request.row, request.token_ids, request.inputs, request.num_prompt_tokens, request.ranges)
+            self.set_row(request.row, request.token_ids, request.inputs, request.ranges)
         for place, drafts in enumerate(step.drafts):
             if drafts:
                 row, start = step.rows[place], step.num_known[place]
@@ -157,17 +154,14 @@ class ModelRunner:
         row: int,
         token_ids: Sequence[int],
         inputs: Mapping[str, ModelInput] = NO_INPUTS,
-        num_prompt_tokens: int | None = None,
         ranges: Sequence[TokenRange] = (),
     ) -> None:
-        """Store what is known of the request that has a row: its tokens, input and prompt lengths, and ranges."""
+        """Store what is known of the request that has a row: its tokens, input lengths, and ranges."""
         if ranges:
             self.ranges[row] = ranges
         else:
             self.ranges.pop(row, None)
         self.tokens[row, : len(token_ids)] = token_ids
-        if self.prompt_lens is not None:
-            self.prompt_lens[row] = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         for name, lens in self.input_lens.items():
             lens[row] = inputs[name].num_tokens if name in inputs else 0
 
@@ -203,8 +197,6 @@ class ModelRunner:
                 input_lens={name: lens[batch.rows] for name, lens in self.input_lens.items()},
                 stores_input={name: np.isin(batch.rows, [*new_inputs.get(name, ())]) for name in self.input_lens},
             )
-        if self.prompt_lens is not None:
-            batch = attrs.evolve(batch, num_prompt_tokens=self.prompt_lens[batch.rows])
         if self.ranges:
             batch = attrs.evolve(batch, range_ends=self._range_ends(batch))
         num_tokens = len(batch.token_positions[1])
