@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import KVCacheManager, KVCacheStorage, Stack, StepBatch, build_metadata, load_model, make_layers
+from kvframe import KVCacheManager, KVCacheStorage, Stack, StepBatch, build_metadata, load_model
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ class Host:
             prefix_caching=not setup.grouping.whole_prompts,
             copier=storage.copy_pages,
         )
-        self.layers = make_layers(setup, setup.plan, storage.views)
+        self.layers = setup.make_layers(storage.views)
         self.model.attach(self.layers)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -117,10 +117,9 @@ class Host:
         metadata = build_metadata(batch, self.manager.tables, CPU)
         inputs = (token_ids, batch.token_positions[1], batch.generating_indices)
         with torch.inference_mode():
-            on_device = self.layers.begin_step(
-                metadata, batch=batch, tables=self.manager.tables, inputs=tuple(map(torch.from_numpy, inputs))
-            )
-            return self.model.forward(*on_device).argmax(-1).tolist()
+            tensors = tuple(map(torch.from_numpy, inputs))
+            step = self.layers.begin_step(metadata, batch=batch, tables=self.manager.tables, inputs=tensors)
+            return self.model.forward(*step.inputs).argmax(-1).tolist()
 
 
 def main() -> None:

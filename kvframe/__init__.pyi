@@ -3,11 +3,11 @@
 from .attention.batch_metadata import InputBatch as InputBatch
 from .attention.batch_metadata import StepBatch as StepBatch
 from .attention.batch_metadata import build_metadata as build_metadata
-from .attention.captured import CapturedStep as CapturedStep
 from .attention.group import AttentionGroup as AttentionGroup
-from .attention.layers import AttentionLayers as AttentionLayers
+from .attention.layers import Layers as Layers
 from .attention.padding import pad_step as pad_step
 from .attention.state import StateLayers as StateLayers
+from .attention.step import Step as Step
 from .attention.storage import HostStorage as HostStorage
 from .attention.storage import KVCacheStorage as KVCacheStorage
 from .builtin.full_attention import FullAttentionSpec as FullAttentionSpec
@@ -45,10 +45,7 @@ from .engine import Prompt as Prompt
 from .engine import RequestOutput as RequestOutput
 from .engine import SamplingParams as SamplingParams
 from .hosting.draft_models import load_draft_model as load_draft_model
-from .hosting.hosted_layers import HostedLayers as HostedLayers
-from .hosting.hosted_layers import HostedStep as HostedStep
 from .hosting.hosted_model import HostedModel as HostedModel
-from .hosting.layers import make_layers as make_layers
 from .hosting.models import load_model as load_model
 from .hosting.models import take_model as take_model
 from .hosting.setup import Setup as Setup

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     Axis,
     CommonAttentionMetadata,
@@ -54,7 +53,6 @@ class StepBatch:
             last ones.
         extensions: Further inputs of the step, by name; they reach the wrappers and backends of every group.
         inputs: The inputs beside tokens, by sequence; a sequence that is missing, no request has.
-        num_prompt_tokens: ``[num_reqs]``: tokens of each request's prompt; None if nothing depends on that.
         range_ends: ``[num_tokens]``: the extension ``RANGE_ENDS``; None if no new token is in a range.
     """
 
@@ -64,7 +62,6 @@ class StepBatch:
     generating_indices: IntArray
     extensions: Mapping[str, Extension] = NO_EXTENSIONS
     inputs: Mapping[str, InputBatch] = NO_INPUTS
-    num_prompt_tokens: IntArray | None = None
     range_ends: IntArray | None = None
 
     @cached_property
@@ -82,9 +79,7 @@ class StepBatch:
         return requests, np.arange(len(requests)) + (self.num_computed - starts)[requests]
 
 
-def build_metadata(
-    batch: StepBatch, tables: BlockTables, device: torch.device, prompt_groups: Collection[int] = ()
-) -> tuple[CommonAttentionMetadata, ...]:
+def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) -> tuple[CommonAttentionMetadata, ...]:
     """Return the step's metadata, one per block table.
 
     The tables of one block size and sequence are read together, with one index operation and one copy to the device. A
@@ -95,7 +90,6 @@ def build_metadata(
         batch: At least one request, each with at least one token.
         tables: The groups' block tables, with blocks for every token of the batch and of its inputs.
         device: Where the backends run.
-        prompt_groups: The groups that are told the lengths of prompts.
     """
     is_host = device.type == "cpu"
 
@@ -127,10 +121,6 @@ def build_metadata(
     if batch.range_ends is not None:
         ends_cpu = torch.from_numpy(batch.range_ends.astype(np.int32))
         extensions = {**extensions, RANGE_ENDS: Extension(there(ends_cpu), Axis.TOKEN, ends_cpu)}
-    with_prompts = extensions
-    if prompt_groups and batch.num_prompt_tokens is not None:
-        lens_cpu = torch.from_numpy(batch.num_prompt_tokens.astype(np.int32))
-        with_prompts = {**extensions, NUM_PROMPT_TOKENS: Extension(there(lens_cpu), Axis.REQUEST, lens_cpu)}
     # What the queries see of each sequence.
     seen: dict[str, dict[str, Any]] = {
         TOKENS: {
@@ -161,11 +151,7 @@ def build_metadata(
                 slot_mapping=slot_mapping,
                 block_size=size,
                 # A sequence of an input is in no order.
-                extensions=batch.extensions
-                if sequence != TOKENS
-                else with_prompts
-                if group in prompt_groups
-                else extensions,
+                extensions=extensions if sequence == TOKENS else batch.extensions,
             )
     return tuple(found[group] for group in sorted(found))
 

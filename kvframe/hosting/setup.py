@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from glob import escape
 from pathlib import Path
@@ -20,10 +20,11 @@ from kvframe.planning.layer_file import is_layer_file
 from kvframe.planning.machine import with_dtype
 from kvframe.planning.recognise import describe_model
 from kvframe.planning.retyping import retyped_layers
-from kvframe.planning.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
+from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.selection.skipping import DRAFTING, Skipping, find_skipping
 
 if TYPE_CHECKING:
+    from kvframe.attention.layers import Layers
     from kvframe.config.stack import Stack
     from kvframe.contract.backend import KVCache
     from kvframe.contract.description import ModelDescription
@@ -211,6 +212,49 @@ class Setup:
             StackError: The proposer is unknown, cannot be imported, or does not take its options.
         """
         return make_proposer(self.stack, self.registry)
+
+    def make_layers(
+        self,
+        views: Mapping[str, KVCache],
+        plan: KVCachePlan | None = None,
+        choices: Sequence[Choice] | None = None,
+        *,
+        with_states: bool = True,
+    ) -> Layers:
+        """Return the attention layers of the model, and its state layers, on the pages of a pool.
+
+        Args:
+            views: Each layer's state tensors in the pool (``KVCacheStorage.views``).
+            plan: The plan of the pool; ``plan`` unless several ranks agreed on another one.
+            choices: Other wrapper chains and backends for the same layers; ``choices`` unless given.
+            with_states: Whether the layers that keep a state and do not attend are among them.
+
+        Raises:
+            BackendError: A backend could not be set up.
+            PlanError: The device has no memory for the scratch pages of layers that keep nothing of the past.
+        """
+        import torch
+
+        from kvframe.attention.layers import Layers
+        from kvframe.attention.local import LocalCaches
+        from kvframe.selection.choice import layers_on_copies
+
+        choices = self.choices if choices is None else choices
+        layers = [layer for layer in self.layers if with_states or layer.query is not None]
+        limits, device = self.stack.limits, torch.device(self.stack.model.device)
+        local = LocalCaches(layers, device, max_tokens=limits.max_num_batched_tokens, max_reqs=limits.max_num_seqs)
+        copied = copied_bytes(plan or self.plan, self.grouping, layers_on_copies(layers, choices))
+        return Layers(
+            layers,
+            choices,
+            self.grouping,
+            views,
+            device,
+            self.skipping.layers,
+            local,
+            copied,
+            audited=self.stack.cache.audit,
+        )
 
     def retyped_layers(self, description: ModelDescription) -> tuple[str, ...]:
         """Return the names of the layers that attend by another mask than the model's own forward.

@@ -14,7 +14,7 @@ from kvframe_cross_attention import CrossAttentionSpec
 
 from kvframe import Prompt, SamplingParams
 from kvframe.attention.batch_metadata import InputBatch, StepBatch, build_metadata, input_slots
-from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.layers import Layers
 from kvframe.attention.request_order import is_ordered
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -63,7 +63,7 @@ class Bench:
         mine = [] if isinstance(backend, str) else [plugin("mine", backends={"mine": backend})]
         stack = make_stack(backend=backend if isinstance(backend, str) else "mine")
         choices = select_backends(LAYERS, stack, load_plugins(stack.plugins, mine).registry, "cpu")
-        self.attention = AttentionLayers(LAYERS, choices, grouping, storage.views, CPU)
+        self.attention = Layers(LAYERS, choices, grouping, storage.views, CPU)
         self.lens: dict[str, int] = {}
 
     def start(self, name: str, num_input_tokens: int) -> None:

@@ -23,8 +23,8 @@ from kvframe_engine.requests.request import SamplingParams
 
 from kvframe import Engine, Stack, load_plugins
 from kvframe.attention.batch_metadata import InputBatch, StepBatch
-from kvframe.attention.captured import refresh
 from kvframe.attention.state import StateLayers
+from kvframe.attention.step import refresh
 from kvframe.config.options import ModelOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError

@@ -41,6 +41,10 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"topk_group", 1),
     (r"(attention_)?(sliding_)?window(_size)?|local_attention|attention_window_size|sliding_window_size", _WINDOW),
     (r"attention_chunk_size", _WINDOW),
+    # Fewer than the tokens of a prompt, so that a choice by content leaves some out.
+    (r"index_topk", 8),
+    (r"index_kpool|index_block_size", 4),
+    (r"index_topk_blocks", 2),
     (r"state_size|mamba_d_state|ssm_state_size|d_state", 8),
     (r"(mamba_)?n_groups|mamba_ngroups", 2),
     (r"(mamba_)?chunk_size", 16),
@@ -74,6 +78,28 @@ _GEMMA_3N = {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "intermediate_size": [96] * 6,
     "activation_sparsity_pattern": [0.0] * 6,
+}
+
+_DOTS_3_NOTE = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
+
+_MINIMAX_M3 = {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense", "sparse"] * 2}
+
+_QWEN_4 = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 
 _CROSS_ATTENDING = {"is_decoder": True, "add_cross_attention": True}
@@ -121,8 +147,18 @@ SPECIAL: dict[str, Mapping[str, Any]] = {
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "qwen2_5_omni_thinker": {**_TEXT_MROPE, "vision_start_token_id": 6},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 6},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note_text": _DOTS_3_NOTE,
+    "dots3_note": {"text_config": _DOTS_3_NOTE, "audio_config": {"adapter_input_size": _WIDTH}},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 2,
+    },
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
+    "mistral_large4": {"text_config": {"indexer_types": ["full", "shared"] * 2}},
+    "minimax_m3_vl": {"text_config": _MINIMAX_M3},
+    "minimax_m3_vl_text": _MINIMAX_M3,
+    "qwen4_exp_text": _QWEN_4,
+    "qwen4_exp": {"text_config": _QWEN_4},
     "glm5_next": {"text_config": {"num_key_value_heads": 4}},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}}},
     "gemma3n_text": _GEMMA_3N,

@@ -10,18 +10,17 @@ import attrs
 import torch
 
 from kvframe import (
-    AttentionLayers,
     Choice,
     Grouping,
     HostStorage,
     KVCachePlan,
     KVCacheStorage,
+    Layers,
     Setup,
     Stack,
     StateLayers,
     check_host_bytes,
     load_draft_model,
-    make_layers,
 )
 from kvframe.contract.backend import KVCache, PageCopier
 from kvframe.contract.errors import PluginError, StackError
@@ -67,7 +66,7 @@ class Assembly:
     storage: KVCacheStorage
     views: Mapping[str, KVCache]
     host: HostStorage | None
-    layers: AttentionLayers
+    layers: Layers
     draft: Assembly | None = None
     kept: StateLayers | None = None
 
@@ -153,7 +152,7 @@ def _assemble_draft(assembly: Assembly, draft: LoadedModel) -> Assembly:
         setup=setup,
         views=views,
         kept=StateLayers(kept, setup.grouping, views) if has_heads else None,
-        layers=make_layers(setup, assembly.plan, views, with_states=not has_heads),
+        layers=setup.make_layers(views, assembly.plan, with_states=not has_heads),
     )
 
 
@@ -214,7 +213,7 @@ def _assemble(
         storage=storage,
         views=storage.views,
         host=make_host(plan, storage.pool, host_slabs, copy_pages=copier) if host_slabs else None,
-        layers=make_layers(setup, plan, storage.views),
+        layers=setup.make_layers(storage.views, plan),
     )
 
 

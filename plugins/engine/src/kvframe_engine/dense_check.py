@@ -47,7 +47,7 @@ def check_densely(assembly: Assembly, layers: Sequence[LayerSpec], retyped: Sequ
         )
     specs = {layer.name: layer for layer in layers}
     prompts = _make_prompts(assembly, [spec for each in retyped if (spec := specs[each].spec) is not None])
-    packed = run_packed(assembly, prompts, prompt_len_of=_prompt_len)
+    packed = run_packed(assembly, prompts)
     model.detach()
     try:
         model.attach(_DenseLayers(assembly, specs))
@@ -81,11 +81,6 @@ def _make_prompts(assembly: Assembly, specs: Sequence[KVCacheSpec]) -> list[list
     generator = torch.Generator().manual_seed(0)
     vocab_size = assembly.model.description.vocab_size or 2
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
-
-
-def _prompt_len(num_tokens: int) -> int:
-    """Return how many of a prompt's tokens count as its prompt, for types that keep other generated tokens."""
-    return -(-num_tokens // 2)
 
 
 class _DenseLayers:
@@ -153,7 +148,7 @@ class _DenseLayer:
             positions = torch.arange(len(query), device=scores.device)
             distances = (positions[:, None] - positions).abs()
             scores = scores - scores.new_tensor(layer.query.alibi_slopes)[:, None, None] * distances
-        visible = _visible(layer.spec.for_prompt(_prompt_len(len(query))), len(query)).to(scores.device)
+        visible = _visible(layer.spec, len(query)).to(scores.device)
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(query), 1)], dim=-1)

@@ -35,7 +35,7 @@ def resize(
     plan = manager.plan.resized(memory_bytes)
     for request in requests:
         input_lens = {name: each.num_tokens for name, each in request.inputs.items()}
-        if not plan.fits(request.num_final_tokens, input_lens, request.num_prompt_tokens):
+        if not plan.fits(request.num_final_tokens, input_lens):
             raise PlanError(
                 f"a cache of {plan.total_bytes} bytes does not hold the request {request.asked_id!r} of "
                 f"{request.num_final_tokens} tokens, which has not ended; wait until it ends, or abort it"

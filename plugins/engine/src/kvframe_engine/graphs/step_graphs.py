@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import AttentionLayers, BlockTables, CapturedStep, Stack, StepBatch, build_metadata, pad_step
+from kvframe import BlockTables, Layers, Stack, Step, StepBatch, build_metadata, pad_step
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
@@ -33,7 +33,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Output]
 
 @attrs.frozen(eq=False)
 class _CapturedGraph:
-    step: CapturedStep
+    step: Step
     graph: StepGraph
     output: Output
 
@@ -49,7 +49,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        layers: AttentionLayers,
+        layers: Layers,
         forward: Forward,
         device: torch.device,
         *,
@@ -99,7 +99,7 @@ class StepGraphs:
     def of(
         cls,
         stack: Stack,
-        layers: AttentionLayers,
+        layers: Layers,
         forward: Forward,
         device: torch.device,
         *,
@@ -207,12 +207,11 @@ class StepGraphs:
                     num_computed=np.full(1, first),
                     query_lens=np.array([query_len]),
                     generating_indices=generating,
-                    num_prompt_tokens=np.ones(1, dtype=np.int64),
                     extensions=extensions,
                 )
                 states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
                 assert states is not None
-                metadata = build_metadata(batch, tables, _CPU, self._layers.prompt_groups)
+                metadata = build_metadata(batch, tables, _CPU)
                 wanted = generating[: sizes.num_wanted]
                 self._run(sizes, tables, metadata, states, np.zeros_like(places), places + first, wanted)
         _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)

@@ -60,7 +60,6 @@ class StepMessage:
         inputs: By sequence, the requests' inputs.
         new_inputs: By sequence and row, the inputs that the step computes.
         entries: For each stack of block tables, what changed.
-        num_prompt_tokens: As in ``StepBatch``.
         range_ends: As in ``StepBatch``.
     """
 
@@ -73,7 +72,6 @@ class StepMessage:
     inputs: Mapping[str, InputBatch]
     new_inputs: Mapping[str, Mapping[int, ModelInput]]
     entries: Sequence[Entries]
-    num_prompt_tokens: IntArray | None = None
     range_ends: IntArray | None = None
 
     @classmethod
@@ -105,7 +103,6 @@ class StepMessage:
             inputs=dict(batch.inputs),
             new_inputs={name: dict(each) for name, each in new_inputs.items()},
             entries=entries.take(batch),
-            num_prompt_tokens=batch.num_prompt_tokens,
             range_ends=batch.range_ends,
         )
 
@@ -117,6 +114,5 @@ class StepMessage:
             query_lens=self.query_lens,
             generating_indices=self.generating_indices,
             inputs=self.inputs,
-            num_prompt_tokens=self.num_prompt_tokens,
             range_ends=self.range_ends,
         )

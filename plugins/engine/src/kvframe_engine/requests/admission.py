@@ -223,7 +223,7 @@ class Admission:
             wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
             raise RequestError(f"{shown(wrong)} is not a token id; the model has [0, {vocab_size})", code="bad_token")
         num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
-        if not self.plan.fits(num_tokens, input_lens or {}, len(token_ids)):
+        if not self.plan.fits(num_tokens, input_lens or {}):
             raise RequestError(
                 f"a request of {num_tokens} tokens does not fit the cache of {self.plan.total_bytes} bytes, even "
                 "alone; give more memory or ask for fewer tokens",

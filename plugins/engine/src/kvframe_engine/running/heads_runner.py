@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvframe import AttentionLayers, BlockTables, StateLayers, StepBatch
+from kvframe import BlockTables, Layers, StateLayers, StepBatch
 from kvframe.contract.metadata import SEQ_STARTS, Axis, Extension
 from kvframe.contract.model import PredictionHeads
 from kvframe.contract.order import IntArray
@@ -58,7 +58,7 @@ class HeadsRunner(DraftRunner):
     def __init__(
         self,
         heads: PredictionHeads,
-        layers: AttentionLayers,
+        layers: Layers,
         states: StateLayers,
         tables: BlockTables,
         served: TokenRunner,

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import AttentionLayers, BlockTables, InputBatch, StepBatch, allocating, build_metadata
+from kvframe import BlockTables, InputBatch, Layers, StepBatch, allocating, build_metadata
 from kvframe.contract.errors import ModelError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.model import LoadedModel, ModelInput
@@ -51,8 +51,6 @@ class ModelRunner:
         tokens: ``[max_num_seqs, max_model_len], int64, host``.
         input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: the length of the sequence of
             the request that has the row; 0 for none.
-        prompt_lens: ``[max_num_seqs], int64, host``: the length of the prompt of the request that has the row; None if
-            nothing depends on it.
         ranges: By row, the ranges of a prompt whose tokens see each other in both directions, until they are computed.
         device: Where the model runs.
         graphs: The graphs that steps are replayed from if possible; None for none.
@@ -67,7 +65,7 @@ class ModelRunner:
     def __init__(
         self,
         model: LoadedModel,
-        layers: AttentionLayers,
+        layers: Layers,
         tables: BlockTables,
         device: torch.device,
         *,
@@ -108,7 +106,6 @@ class ModelRunner:
         self.input_lens: dict[str, IntArray] = {
             name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
         }
-        self.prompt_lens: IntArray | None = np.zeros(max_num_seqs, dtype=np.int64) if layers.prompt_groups else None
         self.ranges: dict[int, Sequence[TokenRange]] = {}
         self._model = model
         self._layers = layers
@@ -148,7 +145,7 @@ class ModelRunner:
             step: The step; every request has a row, and blocks for its tokens.
         """
         for request in step.admitted:
-            self.set_row(request.row, request.token_ids, request.inputs, request.num_prompt_tokens, request.ranges)
+            self.set_row(request.row, request.token_ids, request.inputs, request.ranges)
         for place, drafts in enumerate(step.drafts):
             if drafts:
                 row, start = step.rows[place], step.num_known[place]
@@ -160,17 +157,14 @@ class ModelRunner:
         row: int,
         token_ids: Sequence[int],
         inputs: Mapping[str, ModelInput] = NO_INPUTS,
-        num_prompt_tokens: int | None = None,
         ranges: Sequence[TokenRange] = (),
     ) -> None:
-        """Store what is known of the request that has a row: its tokens, input and prompt lengths, and ranges."""
+        """Store what is known of the request that has a row: its tokens, input lengths, and ranges."""
         if ranges:
             self.ranges[row] = ranges
         else:
             self.ranges.pop(row, None)
         self.tokens[row, : len(token_ids)] = token_ids
-        if self.prompt_lens is not None:
-            self.prompt_lens[row] = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         for name, lens in self.input_lens.items():
             lens[row] = inputs[name].num_tokens if name in inputs else 0
 
@@ -203,8 +197,6 @@ class ModelRunner:
         if self.input_lens:
             inputs = {name: self._input_batch(name, batch.rows, new_inputs) for name in self.input_lens}
             batch = attrs.evolve(batch, inputs=inputs)
-        if self.prompt_lens is not None:
-            batch = attrs.evolve(batch, num_prompt_tokens=self.prompt_lens[batch.rows])
         if self.ranges:
             batch = attrs.evolve(batch, range_ends=self._range_ends(batch))
         num_tokens = len(batch.token_positions[1])
@@ -235,11 +227,11 @@ class ModelRunner:
                     logits, *others = rows_of_graph
                     num_rows = len(positions) if self._keeps_all_rows else len(logits_indices)
                     return self._split_output([logits[: len(logits_indices)], *(each[:num_rows] for each in others)])
-            token_ids, positions_there, wanted = self._layers.begin_step(
-                metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in tensors)
-            )
+            inputs = tuple(torch.from_numpy(each) for each in tensors)
+            step = self._layers.begin_step(metadata, batch=batch, tables=self._tables, inputs=inputs)
+            token_ids, positions_there, wanted = step.inputs
             output = self._forward(token_ids, positions_there, wanted)
-            kept_rows = self._layers.kept_rows
+            kept_rows = step.kept_rows
             num_wanted = len(wanted if kept_rows is None else kept_rows)
             num_others = len(positions) if self._keeps_all_rows else num_wanted
             for tensor, count in zip(output, (num_wanted, num_others), strict=False):
@@ -293,7 +285,7 @@ class ModelRunner:
                 device = self.device
             else:
                 batch = attrs.evolve(batch, extensions=extensions)
-        metadata = build_metadata(batch, self._tables, device, self._layers.prompt_groups)
+        metadata = build_metadata(batch, self._tables, device)
         return metadata if not self._layers.local.places else (*metadata, *self._layers.local.metadata(batch))
 
     def _input_batch(self, name: str, rows: IntArray, new_inputs: Mapping[str, Collection[int]]) -> InputBatch:
