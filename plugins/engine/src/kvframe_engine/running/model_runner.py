@@ -345,15 +345,17 @@ class TokenRunner(ModelRunner):
             logits = logits[self.to_device(packed.sampled)]
         if not len(packed.sampled):
             return []
-        requests: Sequence[Request] = packed.requests
-        rows = packed.rows
+        requests, rows = packed.requests, packed.rows
         if not packed.is_sampled.all():
             requests = list(compress(requests, packed.is_sampled))
             rows = rows[packed.is_sampled]
         num_known = (packed.num_computed + packed.query_lens)[packed.is_sampled]
-        if packed.drafts:
-            drafts = list(compress(packed.drafts, packed.is_sampled))
-            runs = accept_drafts(process_logits(logits, requests, drafts), requests, drafts)
+        drafts = list(compress(packed.drafts, packed.is_sampled)) if packed.drafts else None
+        processed = logits
+        if any(request.params.changes_logits for request in requests):
+            processed = process_logits(logits, requests, drafts)
+        if drafts is not None:
+            runs = accept_drafts(processed, requests, drafts)
             if self.hidden_states is not None:
                 self._keep_hidden_states(packed, requests, runs, [1 + len(each) for each in drafts])
             if any(request.params.logprobs for request in requests):
@@ -363,7 +365,7 @@ class TokenRunner(ModelRunner):
             places = np.arange(int(num_new.sum())) + np.repeat(first + num_new - np.cumsum(num_new), num_new)
             self.tokens[np.repeat(rows, num_new), places] = [*chain.from_iterable(runs)]
             return runs if packed.places is None else [runs[place] for place in packed.places]
-        token_ids = sample(process_logits(logits, requests), requests)
+        token_ids = sample(processed, requests)
         if self.hidden_states is not None:
             self._keep_hidden_states(packed, requests, [[each] for each in token_ids], [1] * len(requests))
         if any(request.params.logprobs for request in requests):
