@@ -50,7 +50,7 @@ class AttentionLayer:
         assert kept is not None
         assert query is not None
         self._query_shape = query.num_heads, query.head_size
-        self._stored_shapes = _stored_shapes(self._wrapped)
+        self._stored_shapes = None if kept.defines_attention else _stored_shapes(self._wrapped)
         self._inputs = ask(kept, "inputs(query)", lambda: dict(kept.inputs(query)))
         self._choice, self._merged = query.choice, query.merged
         self._has_more = query.choice is not None or kept.defines_attention
@@ -111,7 +111,7 @@ class AttentionLayer:
         read = self.step.read
         self.write(key, value, self.kv_cache, read)
         if self._has_more or chosen is not None or inputs is not None:
-            return self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, inputs))[0]
+            return self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, inputs, key, value))[0]
         return self.attend(query, self.kv_cache, read, sinks)
 
     def with_lse(
@@ -145,13 +145,19 @@ class AttentionLayer:
             )
         read = self.step.read
         self.write(key, value, self.kv_cache, read)
-        output, lse = self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, None))
+        output, lse = self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, None, key, value))
         assert lse is not None
         return output, lse
 
-    def _more(self, chosen: ChosenTokens | None, inputs: KVCache | None) -> MoreInputs:
+    def _more(
+        self,
+        chosen: ChosenTokens | None,
+        inputs: KVCache | None,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+    ) -> MoreInputs:
         entries = {name: entry.step for name, entry in self._entries.items()}
-        return MoreInputs(chosen=chosen, entries=entries, inputs=inputs or {})
+        return MoreInputs(chosen=chosen, entries=entries, inputs=inputs or {}, key=key, value=value)
 
     def write(
         self, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache, read: GroupMetadata
@@ -268,6 +274,8 @@ class AttentionLayer:
                 more,
                 chosen=None if more.chosen is None else more.chosen.rows(lambda rows: rows[order.tokens]),
                 inputs={name: tensor.index_select(0, order.tokens) for name, tensor in more.inputs.items()},
+                key=None if more.key is None else more.key.index_select(0, order.tokens),
+                value=None if more.value is None else more.value.index_select(0, order.tokens),
             )
         method = "forward_more" if self._has_more else "forward_with_lse"
         try:

@@ -19,6 +19,7 @@ from .description import ModelDescription as ModelDescription
 from .description import Pooling as Pooling
 from .description import PoolingMode as PoolingMode
 from .entries import EntryStep as EntryStep
+from .entries import NewTokens as NewTokens
 from .errors import BackendError as BackendError
 from .errors import ContestedNameError as ContestedNameError
 from .errors import EngineError as EngineError

@@ -36,11 +36,16 @@ class MoreInputs:
         entries: The entries of the layer's type, by name (``KVCacheSpec.entries``): the backend writes those of the
             step's tokens, and reads them.
         inputs: The inputs of the layer's type, by name (``KVCacheSpec.inputs``), each ``[num_tokens, *shape], device``.
+        key: The keys of the step's tokens, as ``write_kv`` got them, for types that store them in entries too; None if
+            the layer does not store the step's tokens.
+        value: The values, likewise.
     """
 
     chosen: ChosenTokens | None = None
     entries: Mapping[str, EntryStep] = MappingProxyType({})
     inputs: KVCache = MappingProxyType({})
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
 
 
 class PageCopier(Protocol):

@@ -8,16 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import pairwise
 
 import attrs
 import torch
 
 from kvframe.contract.errors import ModelError
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.slots import Slots, split_slots
+from kvframe.contract.slots import Slots
 
 Pages = Mapping[str, torch.Tensor]
 Rows = dict[str, torch.Tensor]
+
+
+@attrs.frozen
+class NewTokens:
+    """The new tokens of one request in a step.
+
+    Attributes:
+        request: The request's row in the batch.
+        rows: Its new tokens among the packed ones.
+        first: The position of the first of them.
+        stop: The position after the last of them: the tokens of the request after the step.
+    """
+
+    request: int
+    rows: slice
+    first: int
+    stop: int
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -39,14 +57,14 @@ class EntryStep:
     tokens_per_entry: int = 1
 
     @cached_property
-    def query_start_loc(self) -> tuple[int, ...]:
-        """Where each request's new tokens start among the packed ones; one number more than there are requests."""
-        return tuple(self.metadata.query_start_loc_cpu.tolist())
-
-    @cached_property
-    def seq_lens(self) -> tuple[int, ...]:
-        """The tokens of each request after the step."""
-        return tuple(self.metadata.seq_lens_cpu.tolist())
+    def requests(self) -> tuple[NewTokens, ...]:
+        """The requests that have new tokens."""
+        bounds, lens = self.metadata.query_start_loc_cpu.tolist(), self.metadata.seq_lens_cpu.tolist()
+        return tuple(
+            NewTokens(request, slice(start, stop), lens[request] - (stop - start), lens[request])
+            for request, (start, stop) in enumerate(pairwise(bounds))
+            if start < stop
+        )
 
     @property
     def entries_per_block(self) -> int:
@@ -54,33 +72,44 @@ class EntryStep:
         return self.metadata.block_size // self.tokens_per_entry
 
     @cached_property
-    def slots(self) -> Slots:
-        """Where the entry of each new token is stored; negative for a token with which none is complete."""
-        flat, count = self.metadata.slot_mapping, self.tokens_per_entry
-        if count == 1:
-            return Slots(flat, self.metadata.block_size)
-        blocks, offsets = split_slots(flat.clamp(min=0), self.metadata.block_size)
-        is_complete = (flat >= 0) & ((offsets + 1) % count == 0)
-        entries = blocks * self.entries_per_block + offsets.div(count, rounding_mode="floor")
-        return Slots(entries.masked_fill(~is_complete, -1), self.entries_per_block)
+    def _slots(self) -> Slots:
+        return Slots(self.metadata.slot_mapping, self.metadata.block_size)
 
     def write(self, rows: slice = slice(None), **entries: torch.Tensor) -> None:
-        """Store the entries of the step's tokens, or of some of them.
+        """Store an entry for each of the step's tokens, or for some of them: for a type with an entry for each token.
 
         Args:
             rows: The packed tokens, all of them unless given.
-            entries: By name, ``[num_rows, *shape], device``: a row for each of these tokens. If there is one entry for
-                several tokens, the row of the last of them is stored, and the other rows are not read.
+            entries: By name, ``[num_rows, *shape], device``.
 
         Raises:
             ModelError: The names, or the shapes, are not those of the entry's state.
         """
-        slots = self.slots
-        blocks, offsets = slots.blocks[rows], slots.offsets[rows]
-        wanted = {name: (len(blocks), *pages.shape[2:]) for name, pages in self.pages.items()}
+        blocks, offsets = self._slots.blocks[rows], self._slots.offsets[rows]
+        self._store(blocks, offsets, len(blocks) if self.tokens_per_entry == 1 else 0, entries)
+
+    def store(self, request: int, start: int, **entries: torch.Tensor) -> None:
+        """Store consecutive entries of a request.
+
+        Args:
+            request: The request's row in the batch.
+            start: The first entry.
+            entries: By name, ``[num_entries, *shape], device``.
+
+        Raises:
+            ModelError: As for ``write``; or the tokens of an entry are not all computed with this step.
+        """
+        count = min((len(tensor) for tensor in entries.values()), default=0)
+        num_entries = int(self.metadata.seq_lens_cpu[request]) // self.tokens_per_entry
+        index = torch.arange(start, start + count, device=self.metadata.block_table.device)
+        blocks = self.metadata.block_table[request, index // self.entries_per_block].long()
+        self._store(blocks, index % self.entries_per_block, min(count, num_entries - start), entries)
+
+    def _store(self, blocks: torch.Tensor, offsets: torch.Tensor, count: int, entries: Rows) -> None:
+        wanted = {name: (count, *pages.shape[2:]) for name, pages in self.pages.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in entries.items()}
         if shapes != wanted:
-            raise ModelError(f"an entry is written with {shapes}, and it keeps {wanted}")
+            raise ModelError(f"an entry is written with {shapes}, and it keeps {wanted} here")
         for name, pages in self.pages.items():
             pages.index_put_((blocks, offsets), entries[name].to(pages.dtype))
 
@@ -92,7 +121,8 @@ class EntryStep:
             start: The first entry. Only entries whose tokens are live may be read.
             stop: The entry after the last one; None for all that the request has after the step.
         """
-        stop = self.seq_lens[request] // self.tokens_per_entry if stop is None else stop
+        if stop is None:
+            stop = int(self.metadata.seq_lens_cpu[request]) // self.tokens_per_entry
         size = self.entries_per_block
         first = start // size
         blocks = self.metadata.block_table[request, first : -(-stop // size)]

@@ -174,8 +174,8 @@ def _with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[La
             raise SpecError(f"layer {layer.name!r} shares a cache, and its type {spec.kind!r} keeps entries of its own")
         if sequence != spec.sequence or more:
             raise SpecError(
-                f"layer {layer.name!r}: the entry {name!r} of its type {spec.kind!r} must have no entries itself, and be "
-                f"of the sequence {spec.sequence!r}, not {sequence!r}"
+                f"layer {layer.name!r}: the entry {name!r} of its type {spec.kind!r} must have no entries itself, and "
+                f"be of the sequence {spec.sequence!r}, not {sequence!r}"
             )
         yield LayerSpec(name=f"{layer.name}/{name}", spec=entry, entry_of=layer.name)
 

@@ -46,11 +46,27 @@ def test_some_tokens_write_their_entries_alone() -> None:
     assert [5, 6] == step.read(1)["key"].flatten().tolist()
 
 
-def test_the_last_token_of_a_group_writes_its_entry() -> None:
+def test_entries_of_several_tokens_are_stored_by_their_number() -> None:
     # Tokens 4 to 8 of a request of 9: the third and the fourth group of two tokens end with the tokens 5 and 7.
     step = step_of(2, [5], [9])
-    step.write(key=torch.tensor([[4.0], [5.0], [6.0], [7.0], [8.0]]))
+    step.store(0, 2, key=torch.tensor([[5.0], [7.0]]))
     assert [-1, -1, 5, 7] == step.read(0)["key"].flatten().tolist()
+
+
+def test_an_entry_of_a_token_that_is_not_computed_is_refused() -> None:
+    with pytest.raises(ModelError, match="an entry is written with"):
+        step_of(2, [5], [9]).store(0, 3, key=torch.zeros(2, 1))
+
+
+def test_entries_of_several_tokens_are_not_written_token_by_token() -> None:
+    with pytest.raises(ModelError, match="an entry is written with"):
+        step_of(2, [5], [9]).write(key=torch.zeros(5, 1))
+
+
+def test_requests_without_new_tokens_are_left_out() -> None:
+    first, second = step_of(1, [3, 0, 2], [7, 4, 2]).requests
+    assert (0, slice(0, 3), 4, 7) == (first.request, first.rows, first.first, first.stop)
+    assert (2, slice(3, 5), 0, 2) == (second.request, second.rows, second.first, second.stop)
 
 
 def test_entries_of_another_shape_are_refused() -> None:

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import nn
 
-from kvframe.contract import AttachedEntry, EntryStep, LayerDescription, lse_dtype
+from kvframe.contract import AttachedEntry, EntryStep, LayerDescription, NewTokens, lse_dtype
 from kvframe_transformers.indexers import IndexerCall, rows_of
 from kvframe_transformers.states import names_of
 
@@ -151,20 +151,18 @@ class _Kept:
 class _PagedCache(_Cache):
     """Keeps the vectors and entries of one request in pages."""
 
-    def __init__(self, kept: Mapping[str, _Kept], request: int, rows: slice, group: int) -> None:
-        """Take a request's rows.
+    def __init__(self, kept: Mapping[str, _Kept], new: NewTokens, group: int) -> None:
+        """Take a request.
 
         Args:
             kept: What is kept, by name.
-            request: The request's row in the step.
-            rows: Its new tokens among the packed ones.
+            new: Its new tokens.
             group: Tokens of a group.
         """
-        self._kept, self._request, self._rows, self._group = kept, request, rows, group
-        length = next(iter(kept.values())).tokens.seq_lens[request]
-        self._first = length - (rows.stop - rows.start)
-        self._start = self._first - self._first % group
-        self._stop = length - length % group
+        self._kept, self._request, self._rows, self._group = kept, new.request, new.rows, group
+        self._first = new.first
+        self._start = new.first - new.first % group
+        self._stop = new.stop - new.stop % group
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
@@ -190,10 +188,7 @@ class _PagedCache(_Cache):
         """Store the entries of the groups that the new tokens finish; return all entries of the sequence."""
         entries = self._kept[name].entries
         if compressed.shape[1]:
-            rows = compressed.new_zeros(self._rows.stop - self._rows.start, compressed.shape[2])
-            # The first group's last token; then every last token of a group.
-            rows[self._start + self._group - 1 - self._first :: self._group] = compressed[0]
-            entries.write(self._rows, **{_KV: rows})
+            entries.store(self._request, self._start // self._group, **{_KV: compressed[0]})
         return entries.read(self._request)[_KV].unsqueeze(0)
 
 
@@ -243,16 +238,12 @@ class CompressorDriver:
             name: _Kept(tokens.step, entries.step, part.position_bias)
             for name, (tokens, entries, part) in self._entries.items()
         }
-        starts = next(iter(kept.values())).tokens.query_start_loc
         found = []
-        for request in range(len(starts) - 1):
-            rows = slice(starts[request], starts[request + 1])
-            if rows.start == rows.stop:
-                continue
-            own = {name: rows_of(value, rows) for name, value in arguments.items()}
-            own[self.call.cache] = _PagedCache(kept, request, rows, self._module.compress_rate)
+        for new in next(iter(kept.values())).tokens.requests:
+            own = {name: rows_of(value, new.rows) for name, value in arguments.items()}
+            own[self.call.cache] = _PagedCache(kept, new, self._module.compress_rate)
             entries, bias = self._forward(**own)
-            found.append(CompressedKeys(rows, entries[0, 0], None if bias is None else bias[0, 0]))
+            found.append(CompressedKeys(new.rows, entries[0, 0], None if bias is None else bias[0, 0]))
         return found
 
 

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import nn
 
-from kvframe.contract import AttachedEntry, ChosenTokens, EntryStep, LayerDescription, ModelError
+from kvframe.contract import AttachedEntry, ChosenTokens, EntryStep, LayerDescription, ModelError, NewTokens
 from kvframe_transformers.names import if_untested
 from kvframe_transformers.states import names_of
 
@@ -213,18 +213,11 @@ class IndexDriver:
         """Return what the step's queries read, for the arguments of a packed call."""
         step, arguments = self._entry.step, self._call.bind(args, kwargs)
         tokens = next(iter(arguments.values()))
-        num_tokens, starts = tokens.shape[1], step.query_start_loc
-        parts = [
-            self._choose_for(step, request, slice(starts[request], starts[request + 1]), arguments)
-            for request in range(len(starts) - 1)
-            if starts[request] < starts[request + 1]
-        ]
+        parts = [self._choose_for(step, new, arguments) for new in step.requests]
         width = max((part.shape[2] for part in parts), default=1)
-        indices = tokens.new_full((num_tokens, self.kind.num_choosers, width), -1, dtype=torch.int32)
-        row = 0
-        for part in parts:
-            indices[row : row + len(part), :, : part.shape[2]] = part
-            row += len(part)
+        indices = tokens.new_full((tokens.shape[1], self.kind.num_choosers, width), -1, dtype=torch.int32)
+        for new, part in zip(step.requests, parts, strict=True):
+            indices[new.rows, :, : part.shape[2]] = part
         return ChosenTokens(indices, self.kind.block_size)
 
     def nothing(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ChosenTokens:
@@ -233,12 +226,12 @@ class IndexDriver:
         empty = tokens.new_full((tokens.shape[1], self.kind.num_choosers, 1), -1, dtype=torch.int32)
         return ChosenTokens(empty, self.kind.block_size)
 
-    def _choose_for(self, step: EntryStep, request: int, rows: slice, arguments: Mapping[str, Any]) -> torch.Tensor:
-        length, num_queries = step.seq_lens[request], rows.stop - rows.start
+    def _choose_for(self, step: EntryStep, new: NewTokens, arguments: Mapping[str, Any]) -> torch.Tensor:
+        rows, length, num_queries = new.rows, new.stop, new.stop - new.first
 
         def update(keys: torch.Tensor) -> torch.Tensor:
             step.write(rows, **{ENTRY: keys[0]})
-            return step.read(request)[ENTRY].unsqueeze(0)
+            return step.read(new.request)[ENTRY].unsqueeze(0)
 
         own = {name: rows_of(value, rows) for name, value in arguments.items()}
         own[_CACHE] = IndexCache(update, lambda: length)
@@ -250,7 +243,7 @@ class IndexDriver:
         indices = self.kind.indices(self._forward(**own))
         if self.kind.block_size == 1 and not self.kind.returns_mask and self.kind.mask_dims == 3:
             # Fewer live tokens than are chosen: the rest are later ones.
-            positions = torch.arange(length - num_queries, length, device=indices.device)
+            positions = torch.arange(new.first, length, device=indices.device)
             indices = indices.masked_fill(indices > positions[:, None, None], -1)
         return indices
 
