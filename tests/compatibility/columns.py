@@ -46,6 +46,10 @@ _SMALL = {
     "models in the engine": ["tests/models/test_generate.py"],
     "frozen plugins in the engine": ["tests/frozen"],
 }
+_ADAPTER = {
+    "the adapter kit": ["plugins/transformers/tests/test_adapter.py"],
+    "the tests of kvframe-transformers": ["plugins/transformers/tests"],
+}
 
 PACKAGES: Mapping[str, Package] = MappingProxyType(
     {
@@ -54,8 +58,7 @@ PACKAGES: Mapping[str, Package] = MappingProxyType(
             make=beside_this,
             compares_families=True,
             suites={
-                "the adapter kit": ["plugins/transformers/tests/test_adapter.py"],
-                "the tests of kvframe-transformers": ["plugins/transformers/tests"],
+                **_ADAPTER,
                 "the tests of prediction heads": ["tests/models/test_prediction_heads.py"],
                 "frozen plugins in the engine": ["tests/frozen"],
             },
@@ -70,7 +73,9 @@ PACKAGES: Mapping[str, Package] = MappingProxyType(
             },
         ),
         "torch": Package(distributions=["torch"], make=beside_this, compares_families=False, suites=_SMALL),
-        "Python": Package(distributions=["python"], make=of_python, compares_families=False, suites=_SMALL),
+        "Python": Package(
+            distributions=["python"], make=of_python, compares_families=True, suites={**_SMALL, **_ADAPTER}
+        ),
     }
 )
 
