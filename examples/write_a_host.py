@@ -16,9 +16,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import KVCacheManager, KVCacheStorage, Stack, StepBatch, build_metadata, load_model, make_layers
-
-CPU = torch.device("cpu")
+from kvframe import KVCacheManager, KVCacheStorage, Stack, StepBatch, load_model
 
 
 @attrs.define(eq=False)
@@ -55,7 +53,7 @@ class Host:
             prefix_caching=not setup.grouping.whole_prompts,
             copier=storage.copy_pages,
         )
-        self.layers = make_layers(setup, setup.plan, storage.views)
+        self.layers = setup.make_layers(storage.views)
         self.model.attach(self.layers)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -114,13 +112,12 @@ class Host:
         token_ids = np.concatenate(
             [request.token_ids[request.num_computed : request.num_computed + num_new] for request, num_new in chosen]
         ).astype(np.int64)
-        metadata = build_metadata(batch, self.manager.tables, CPU)
+        metadata = self.layers.build_metadata(batch, self.manager.tables)
         inputs = (token_ids, batch.token_positions[1], batch.generating_indices)
         with torch.inference_mode():
-            on_device = self.layers.begin_step(
-                metadata, batch=batch, tables=self.manager.tables, inputs=tuple(map(torch.from_numpy, inputs))
-            )
-            return self.model.forward(*on_device).argmax(-1).tolist()
+            tensors = tuple(map(torch.from_numpy, inputs))
+            step = self.layers.begin_step(metadata, batch=batch, tables=self.manager.tables, inputs=tensors)
+            return self.model.forward(*step.inputs).argmax(-1).tolist()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from benchmarks.harness.process import timed
 from benchmarks.harness.record import benchmark, by_turns, counted
 from kvframe import Engine, FullAttentionSpec, Registry, SamplingParams, Stack, group_layers, load_plugins
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
-from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.layers import Layers
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.formats import PLAIN, KVFormat
@@ -188,7 +188,7 @@ def decode(
     tables.stacks[0].ids[0] = table.numpy()
     ones, rows = np.ones(NUM_REQS, dtype=np.int64), np.arange(NUM_REQS)
     batch = StepBatch(rows=rows, num_computed=ones * (context - 1), query_lens=ones, generating_indices=rows)
-    layers = AttentionLayers([layer], choices, group_layers([layer]), {"layer": views}, CPU)
+    layers = Layers([layer], choices, group_layers([layer]), {"layer": views}, CPU)
     layers.begin_step(build_metadata(batch, tables, CPU))
     inputs = draw(NUM_REQS, NUM_HEADS), draw(NUM_REQS, NUM_KV_HEADS), draw(NUM_REQS, NUM_KV_HEADS)
     facts = {"on_copies": choices[0].on_copies, "num_bytes": NUM_REQS * num_blocks * spec.block_bytes}

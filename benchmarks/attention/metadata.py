@@ -23,7 +23,7 @@ from benchmarks.harness.process import timed
 from benchmarks.harness.record import benchmark, by_turns, counted, progress, ratios
 from kvframe import Stack
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
-from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.layers import Layers
 from kvframe.attention.staging import Staging
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
@@ -81,7 +81,7 @@ def tables_of(num_groups: int, num_reqs: int) -> BlockTables:
 
 def ten_layers(
     windows: Sequence[int], query: QuerySpec, num_kv_heads: int, backend: str, device: torch.device = CPU
-) -> AttentionLayers:
+) -> Layers:
     """Return a layer of full attention and nine with windows, each with a cache group of its own without memory."""
     sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": num_kv_heads, "head_size": query.head_size}
     specs = [FullAttentionSpec(**sizes), *(SlidingWindowSpec(window=size, **sizes) for size in windows)]
@@ -94,7 +94,7 @@ def ten_layers(
     )
     assert len(groups) == NUM_GROUPS
     views: dict[str, Any] = {layer.name: {} for layer in layers}
-    return AttentionLayers(layers, choices, Grouping(groups=groups, follows={}), views, device)
+    return Layers(layers, choices, Grouping(groups=groups, follows={}), views, device)
 
 
 class TritonWithoutGPU(TritonBackend):
@@ -181,7 +181,7 @@ def triton_parts() -> Iterator[Part]:
         yield Part(name, partial(share, metadata), metadata.block_table.numel(), TRITON_LIMIT)
 
 
-def _step(name: str, layers: AttentionLayers, kind: str, limit: float) -> Part:
+def _step(name: str, layers: Layers, kind: str, limit: float) -> Part:
     """Return all metadata of one step of a model of ten cache groups."""
     batch, tables = make_batch(kind, NUM_REQS), tables_of(NUM_GROUPS, NUM_REQS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from kvframe_kernels.attention_reference import attention, read_tokens, visible_tokens
 from kvframe_kernels.testing import poisoned
 from kvframe_kernels.triton.attention import LOG2_E, PagedAttention
-from kvframe_kernels.triton.attention_tiles import Batch, Tiling
+from kvframe_kernels.triton.attention_plan import Batch, Tiling
 from triton import knobs
 
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
@@ -37,7 +37,6 @@ class Step:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     seq_starts: tuple[int, ...] | None = None
-    prompt_lens: tuple[int, ...] | None = None
     ranges: tuple[tuple[int, int, int], ...] = ()  # the request, the first position, and the one after the last
 
     @property
@@ -58,7 +57,6 @@ class Step:
             causal=causal,
             max_query_len=max(self.query_lens),
             static=static,
-            prompt_lens=None if self.prompt_lens is None else np.array(self.prompt_lens, dtype=np.int32),
             range_ends=None if self.range_ends is None else np.pad(self.range_ends.numpy(), (0, padding)),
         )
 
@@ -149,23 +147,20 @@ def check(
         has_starts=step.seq_starts is not None,
         sinks=None if sinks is None else sinks.to(DEVICE),
         bias=None if bias is None else (bias * LOG2_E).to(DEVICE),
-        prompt_lens=None if step.prompt_lens is None else torch.tensor(step.prompt_lens, device=DEVICE).int(),
         range_ends=None if ends is None else torch.nn.functional.pad(ends, (0, padding)).to(DEVICE),
     ):
         launch.run()
 
     expected = []
     first = 0
-    prompts = step.prompt_lens if served.keeps_prompt and step.prompt_lens else (0,) * len(tokens)
-    each_request = zip(step.query_lens, step.seq_lens, starts, prompts, where, strict=True)
-    for num_queries, length, start, num_prompt, places in each_request:
+    for num_queries, length, start, places in zip(step.query_lens, step.seq_lens, starts, where, strict=True):
         positions = torch.arange(length - num_queries, length)
         seen = visible_tokens(
             positions,
             length,
             causal=served.causal,
             window=served.window,
-            num_sink_tokens=max(served.num_sink_tokens, num_prompt),
+            num_sink_tokens=served.num_sink_tokens,
             chunk=served.chunk,
             seq_start=start,
             range_ends=None if ends is None else ends[first : first + num_queries],
@@ -255,31 +250,14 @@ def test_hidden_starts(has_sinks: bool) -> None:
     check(step, paged_attention(), has_sinks=has_sinks)
 
 
-RANGED = Step((1, 20, 3, 70), (50, 20, 90, 100), None, (20, 20, 50, 100), ((1, 2, 19), (2, 87, 90), (3, 31, 95)))
-"""With ranges in one tile and through several, and requests that have generated tokens."""
-
-
-ALL_KEPT = [pytest.param(*each, marks=pytest.mark.whole) for each in ((0, False), (18, True))]
-"""The rest of the kept prompts: a step of the interpreter takes a second."""
+RANGED = Step((1, 20, 3, 70), (50, 20, 90, 100), None, ((1, 2, 19), (2, 87, 90), (3, 31, 95)))
+"""With ranges in one tile and through several."""
 
 
 @pytest.mark.parametrize("mask", [{}, {"window": 9, "num_sink_tokens": 3}, {"chunk": 18}], ids=str)
 @pytest.mark.parametrize("static", [False, True])
 def test_queries_see_to_the_ends_of_their_ranges(mask: dict[str, int], static: bool) -> None:
     check(RANGED, paged_attention(**mask), padding=2, static=static)
-
-
-@pytest.mark.parametrize(("num_sink_tokens", "static"), [(0, True), (18, False), *ALL_KEPT])
-def test_kept_prompts_with_and_without_ranges(num_sink_tokens: int, static: bool) -> None:
-    keeps = paged_attention(window=9, num_sink_tokens=num_sink_tokens, keeps_prompt=True)
-    check(RANGED, keeps, padding=2, static=static)
-    check(replace(RANGED, seq_starts=(17, 0, 2, 30), ranges=()), keeps, static=static)
-
-
-def test_a_kept_prompt_is_divided_too() -> None:
-    # Fifteen blocks of 16 tokens are read, one of them after 300 hidden tokens.
-    decode = Step((1,), (540,), None, (224,))
-    assert [15] == check(decode, paged_attention(window=9, keeps_prompt=True, num_cores=64))
 
 
 def test_more_query_heads_than_a_program_has_rows() -> None:

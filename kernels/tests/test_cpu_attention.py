@@ -156,12 +156,12 @@ def test_few_queries_of_a_request(mask: dict[str, Any]) -> None:
 
 
 def with_ends(batch: Batch, *ranges: tuple[int, int, int]) -> Batch:
-    """Return a batch with ranges (request, start, stop) of new tokens, and prompts of half of each sequence."""
+    """Return a batch with ranges (request, start, stop) of new tokens."""
     ends = torch.zeros(int(batch.query_start_loc[-1]), dtype=torch.int32)
     for request, start, stop in ranges:
         first = int(batch.query_start_loc[request + 1] - batch.seq_lens[request])
         ends[first + start : first + stop] = stop
-    return attrs.evolve(batch, prompt_lens=batch.seq_lens // 2, range_ends=ends)
+    return attrs.evolve(batch, range_ends=ends)
 
 
 RANGES = ((2, 3, 40), (2, 40, 66), (4, 14, 18), (6, 91, 130))
@@ -170,7 +170,7 @@ RANGES = ((2, 3, 40), (2, 40, 66), (4, 14, 18), (6, 91, 130))
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_ranges_and_kept_prompts(mask: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges(mask: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for block_size, part_tokens in ((16, attention.PART_TOKENS), (3, 16)):
         monkeypatch.setattr(attention, "PART_TOKENS", part_tokens)
         query, key, value, batch = draw(dtype=dtype, block_size=block_size)
@@ -181,12 +181,11 @@ def test_ranges_and_kept_prompts(mask: dict[str, Any], dtype: torch.dtype, monke
     check((query, key, value, ranged), Scoring(scale=0.3, **mask))
 
 
-@pytest.mark.parametrize("left_out", ["prompt_lens", "range_ends"])
-def test_without_kept_prompts_or_ranges_the_result_is_far_beyond_the_bound(left_out: str) -> None:
+def test_without_ranges_the_result_is_far_beyond_the_bound() -> None:
     query, key, value, batch = draw()
     batch = with_ends(batch, *RANGES)
     exact, allowed = expect((query, key, value, batch), Scoring(scale=0.3, window=20))
-    found = paged_attention(query, key, value, attrs.evolve(batch, **{left_out: None}), Scoring(scale=0.3, window=20))
+    found = paged_attention(query, key, value, attrs.evolve(batch, range_ends=None), Scoring(scale=0.3, window=20))
     assert ((found - exact).abs() / allowed).max() > 50
 
 

@@ -16,7 +16,6 @@ from kvframe_kernels.jit.plan import Mask, Work, plan
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 24, 5
 CAUSAL = Mask(causal=True, window=0, num_sink_tokens=0, chunk=0)
 REQUESTS = ((70, 1), (3, 9), (0, 1), (40, 3), (60, 33))
-PROMPT_LENS = (31, 12, 1, 20, 93)
 RANGES = ((1, 4, 9), (1, 10, 12), (3, 40, 43), (4, 61, 90))
 """The request, the first position, and the one after the last."""
 
@@ -24,7 +23,7 @@ RANGES = ((1, 4, 9), (1, 10, 12), (3, 40, 43), (4, 61, 90))
 def run(
     dtype: torch.dtype, mask: Mask, num_threads: int = 2, *, with_ends: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the loops and the reference compute on pages among NaN; ``with_ends``: with prompts and ranges."""
+    """Return what the loops and the reference compute on pages among NaN; ``with_ends``: with ranges."""
     generator = torch.Generator().manual_seed(5)
     starts, lens = np.cumsum([0, *(new for _, new in REQUESTS)]), np.array([old + new for old, new in REQUESTS])
     num_blocks = -(-lens // BLOCK)
@@ -44,8 +43,7 @@ def run(
     for row, start, stop in RANGES:
         first = starts[row] - REQUESTS[row][0]
         ends[first + start : first + stop] = stop
-    given = (np.array(PROMPT_LENS, np.int32), ends) if with_ends else (None, None)
-    work = plan(starts, lens, None, len(query), mask, HEADS, KV_HEADS, num_threads, *given)
+    work = plan(starts, lens, None, len(query), mask, HEADS, KV_HEADS, num_threads, ends if with_ends else None)
     range_ends = torch.from_numpy(ends) if with_ends else None
     batch = Batch(work=work, block_table=table, mask=mask, range_ends=range_ends)
     found = paged_attention(query, key, value, batch, scale=0.3)
@@ -57,7 +55,7 @@ def run(
             old + new,
             causal=mask.causal,
             window=mask.window,
-            num_sink_tokens=max(mask.num_sink_tokens, PROMPT_LENS[row] if with_ends else 0),
+            num_sink_tokens=mask.num_sink_tokens,
             chunk=mask.chunk,
             seq_start=0,
             range_ends=None if range_ends is None else range_ends[starts[row] : starts[row + 1]],
@@ -96,7 +94,7 @@ def test_the_loops_compute_what_the_reference_does(dtype: torch.dtype, mask: Mas
     ],
     ids=str,
 )
-def test_ranges_and_kept_prompts(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     found, expected = run(torch.float32, mask, with_ends=True)
     torch.testing.assert_close(found, expected, rtol=4e-6, atol=4e-6)
     monkeypatch.setattr(planning, "MIN_PART_TOKENS", 6)

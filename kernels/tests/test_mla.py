@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kvframe_kernels.testing import paged, scattered
-from kvframe_kernels.triton.attention_tiles import Batch, Tiling
+from kvframe_kernels.triton.attention_plan import Batch, Tiling
 from kvframe_kernels.triton.mla import LatentAttention, attend_latents_reference, heads_per_program
 from triton import knobs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     Axis,
     CommonAttentionMetadata,
@@ -25,21 +24,7 @@ from kvframe.contract.order import IntArray
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import TOKENS
 
-
-@attrs.frozen(kw_only=True, eq=False)
-class InputBatch:
-    """One input sequence of a step's requests, on the host.
-
-    Attributes:
-        lens: ``[num_reqs]``: its tokens; 0 for a request that has none.
-        is_new: ``[num_reqs], bool``: whether the step stores its state; false if it was stored before.
-    """
-
-    lens: IntArray
-    is_new: npt.NDArray[np.bool_]
-
-
-NO_INPUTS: Mapping[str, InputBatch] = MappingProxyType({})
+NO_INPUTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -53,8 +38,9 @@ class StepBatch:
         generating_indices: ``[num_generating]``: the packed tokens that generate, in order; those of a request are its
             last ones.
         extensions: Further inputs of the step, by name; they reach the wrappers and backends of every group.
-        inputs: The inputs beside tokens, by sequence; a sequence that is missing, no request has.
-        num_prompt_tokens: ``[num_reqs]``: tokens of each request's prompt; None if nothing depends on that.
+        input_lens: For each input sequence beside tokens, ``[num_reqs]``: its tokens; 0 for a request that has none. No
+            request has a sequence that is missing.
+        stores_input: Likewise, ``[num_reqs], bool``: whether the step stores its state; false if it was stored before.
         range_ends: ``[num_tokens]``: the extension ``RANGE_ENDS``; None if no new token is in a range.
     """
 
@@ -63,8 +49,8 @@ class StepBatch:
     query_lens: IntArray
     generating_indices: IntArray
     extensions: Mapping[str, Extension] = NO_EXTENSIONS
-    inputs: Mapping[str, InputBatch] = NO_INPUTS
-    num_prompt_tokens: IntArray | None = None
+    input_lens: Mapping[str, IntArray] = NO_INPUTS
+    stores_input: Mapping[str, npt.NDArray[np.bool_]] = NO_INPUTS
     range_ends: IntArray | None = None
 
     @cached_property
@@ -82,9 +68,7 @@ class StepBatch:
         return requests, np.arange(len(requests)) + (self.num_computed - starts)[requests]
 
 
-def build_metadata(
-    batch: StepBatch, tables: BlockTables, device: torch.device, prompt_groups: Collection[int] = ()
-) -> tuple[CommonAttentionMetadata, ...]:
+def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) -> tuple[CommonAttentionMetadata, ...]:
     """Return the step's metadata, one per block table.
 
     The tables of one block size and sequence are read together, with one index operation and one copy to the device. A
@@ -95,7 +79,6 @@ def build_metadata(
         batch: At least one request, each with at least one token.
         tables: The groups' block tables, with blocks for every token of the batch and of its inputs.
         device: Where the backends run.
-        prompt_groups: The groups that are told the lengths of prompts.
     """
     is_host = device.type == "cpu"
 
@@ -127,10 +110,6 @@ def build_metadata(
     if batch.range_ends is not None:
         ends_cpu = torch.from_numpy(batch.range_ends.astype(np.int32))
         extensions = {**extensions, RANGE_ENDS: Extension(there(ends_cpu), Axis.TOKEN, ends_cpu)}
-    with_prompts = extensions
-    if prompt_groups and batch.num_prompt_tokens is not None:
-        lens_cpu = torch.from_numpy(batch.num_prompt_tokens.astype(np.int32))
-        with_prompts = {**extensions, NUM_PROMPT_TOKENS: Extension(there(lens_cpu), Axis.REQUEST, lens_cpu)}
     # What the queries see of each sequence.
     seen: dict[str, dict[str, Any]] = {
         TOKENS: {
@@ -161,19 +140,14 @@ def build_metadata(
                 slot_mapping=slot_mapping,
                 block_size=size,
                 # A sequence of an input is in no order.
-                extensions=batch.extensions
-                if sequence != TOKENS
-                else with_prompts
-                if group in prompt_groups
-                else extensions,
+                extensions=extensions if sequence == TOKENS else batch.extensions,
             )
     return tuple(found[group] for group in sorted(found))
 
 
 def _seen_of_input(batch: StepBatch, sequence: str, there: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return the metadata fields that say what queries see of an input sequence: all of it, in no order."""
-    inputs = batch.inputs.get(sequence)
-    lens = np.zeros(len(batch.rows), np.int32) if inputs is None else inputs.lens.astype(np.int32)
+    lens = batch.input_lens.get(sequence, np.zeros(len(batch.rows))).astype(np.int32)
     lens_cpu = torch.from_numpy(lens)
     return {
         "seq_lens": there(lens_cpu),
@@ -202,10 +176,10 @@ def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> 
     """
     found: dict[int, torch.Tensor] = {}
     for stack in tables.stacks:
-        inputs = batch.inputs.get(stack.sequence)
-        if inputs is None or not inputs.is_new.any():
+        is_new = batch.stores_input.get(stack.sequence)
+        if is_new is None or not is_new.any():
             continue
-        lens = np.where(inputs.is_new, inputs.lens, 0)
+        lens = np.where(is_new, batch.input_lens[stack.sequence], 0)
         of_request = np.repeat(np.arange(len(lens)), lens)
         starts = np.cumsum(lens) - lens
         positions = np.arange(len(of_request)) - starts[of_request]

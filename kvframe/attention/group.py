@@ -71,11 +71,6 @@ class AttentionGroup:
         return spec.sequence
 
     @property
-    def depends_on_prompt(self) -> bool:
-        """Whether what its layers see depends on the length of a request's prompt."""
-        return any(layer.spec is not None and layer.spec.depends_on_prompt for layer in (self.wrapped, *self.layers))
-
-    @property
     def capture(self) -> GraphCapture:
         """The batches for which the group's chain and builder can be captured.
 

@@ -20,23 +20,33 @@ from kvframe.planning.answers import ask
 
 
 class GroupStep:
-    """What one attention group holds while a step runs."""
+    """What one attention group holds while a step runs.
 
-    def __init__(self, group: AttentionGroup) -> None:
-        self.group = group
+    Attributes:
+        group: The group.
+        index: Its index among the attention groups.
+        read: What its layers read in the step that was begun last.
+    """
+
+    def __init__(self, group: AttentionGroup, index: int = 0) -> None:
+        self.group, self.index = group, index
         self.read = GroupMetadata(None, 0, None, None)
 
 
-class ServedLayer:
+class AttentionLayer:
     """One attention layer on its backend: passes the calls on, and checks what the backend returns.
 
     Attributes:
         spec: The layer's spec.
+        kv_cache: Its state tensors, or those of the layer whose cache it shares; empty if the host gives them with each
+            call.
+        step: What its group holds while a step runs.
         lacks_parameters: Whether it needs learned tensors that are not bound yet.
     """
 
-    def __init__(self, spec: LayerSpec, group: AttentionGroup) -> None:
-        self.spec = spec
+    def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:
+        self.spec, self.kv_cache, self.step = spec, kv_cache, step
+        group = step.group
         self._wrapped = attrs.evolve(group.wrapped, name=spec.name, shares_with=spec.shares_with)
         self._backend, self._backend_name = group.backend, group.backend_name
         self._writes = spec.shares_with is None
@@ -71,6 +81,33 @@ class ServedLayer:
         except PluginError as error:
             raise BackendError(str(error)) from error.__cause__
         self.lacks_parameters = False
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the step's keys and values, and attend.
+
+        Args:
+            query: ``[num_rows, num_heads, head_size], device``: the step's tokens; of a skipped layer, the kept ones.
+            key: ``[num_stored, num_kv_heads, head_size], device``: of the step's tokens; of a layer that keeps state of
+                an input sequence, of the tokens of the step's new inputs. Ignored by a layer that shares a cache, and
+                in a step that stores nothing.
+            value: ``[num_stored, num_kv_heads, head_size_v], device``; likewise.
+            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+
+        Returns:
+            ``[num_rows, num_heads, head_size_v], device``.
+
+        Raises:
+            BackendError: As ``write`` and ``attend`` raise it.
+        """
+        read = self.step.read
+        self.write(key, value, self.kv_cache, read)
+        return self.attend(query, self.kv_cache, read, sinks)
 
     def write(
         self, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache, read: GroupMetadata
@@ -124,13 +161,8 @@ class ServedLayer:
                 sinks or ``out`` have other shapes than the layer (``wrong_input``); or the backend raised something
                 (``failed``), or returned something else than was agreed (``wrong_output``).
         """
-        if query.shape[0] != read.num_rows:
-            raise BackendError(
-                f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
-                f"{read.num_rows} in this step; a model that skips rows takes them from kept_rows"
-            )
-        if query.shape[1:] != self._query_shape:
-            raise self._wrong_input("queries", (query,), [(read.num_rows, *self._query_shape)])
+        if query.shape != (read.num_rows, *self._query_shape):
+            raise self._wrong_query(query, read.num_rows)
         if sinks is not None and sinks.shape != self._query_shape[:1]:
             raise self._wrong_input("sinks", (sinks,), [self._query_shape[:1]])
         if out is not None and not (out.dtype == query.dtype and out.is_contiguous()):
@@ -157,6 +189,14 @@ class ServedLayer:
         if order is not None:
             return torch.index_select(output, 0, order.inverse, out=out)
         return output if output is out else out.copy_(output)
+
+    def _wrong_query(self, query: torch.Tensor, num_rows: int) -> BackendError:
+        if query.shape[0] == num_rows:
+            return self._wrong_input("queries", (query,), [(num_rows, *self._query_shape)])
+        return BackendError(
+            f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
+            f"{num_rows} in this step; a model that skips rows takes them from kept_rows"
+        )
 
     def _wrong_input(
         self, what: str, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]
@@ -193,46 +233,6 @@ class ServedLayer:
             f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's forward",
             code="wrong_output",
         )
-
-
-class AttentionLayer(ServedLayer):
-    """One attention layer, which the model calls. It holds its cache, and its group's step.
-
-    Attributes:
-        step: What its group holds while a step runs.
-    """
-
-    def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:
-        super().__init__(spec, step.group)
-        self._kv_cache = kv_cache
-        self.step = step
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Store the step's keys and values, and attend.
-
-        Args:
-            query: ``[num_rows, num_heads, head_size], device``: the step's tokens; of a skipped layer, the kept ones.
-            key: ``[num_stored, num_kv_heads, head_size], device``: of the step's tokens; of a layer that keeps state of
-                an input sequence, of the tokens of the step's new inputs. Ignored by a layer that shares a cache, and
-                in a step that stores nothing.
-            value: ``[num_stored, num_kv_heads, head_size_v], device``; likewise.
-            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
-
-        Returns:
-            ``[num_rows, num_heads, head_size_v], device``.
-
-        Raises:
-            BackendError: As ``write`` and ``attend`` raise it.
-        """
-        read = self.step.read
-        self.write(key, value, self._kv_cache, read)
-        return self.attend(query, self._kv_cache, read, sinks)
 
 
 def _head_shape(layer: LayerSpec) -> tuple[int, int | None]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvframe.contract.metadata import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     Axis,
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _NUMBERS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "block_size", "num_generating")
-_READ_BY_KERNELS = {SEQ_STARTS: Axis.REQUEST, NUM_PROMPT_TOKENS: Axis.REQUEST, RANGE_ENDS: Axis.TOKEN}
+_READ_BY_KERNELS = {SEQ_STARTS: Axis.REQUEST, RANGE_ENDS: Axis.TOKEN}
 """The extensions that kernels read, ``int32`` of one dimension, with what this stands for."""
 _SWITCHES = ("causal", "static_shapes", "exact_lens")
 

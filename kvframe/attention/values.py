@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS, RANGE_ENDS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import RANGE_ENDS, SEQ_STARTS, CommonAttentionMetadata
 
 if TYPE_CHECKING:
     import torch
@@ -194,10 +194,6 @@ def _find_wrong_seq_starts(metadata: CommonAttentionMetadata, starts: IntArray) 
     return None
 
 
-def _find_wrong_prompts(metadata: CommonAttentionMetadata, lens: IntArray) -> str | None:
-    return f"the extension {NUM_PROMPT_TOKENS!r} names {lens.min()} tokens" if lens.min() < 0 else None
-
-
 def _find_wrong_range_ends(metadata: CommonAttentionMetadata, ends: IntArray) -> str | None:
     import numpy as np  # loaded by now, and not by a plugin's manifest that imports this module
 
@@ -214,7 +210,6 @@ def _find_wrong_range_ends(metadata: CommonAttentionMetadata, ends: IntArray) ->
 
 _EXTENSIONS = {
     SEQ_STARTS: _find_wrong_seq_starts,
-    NUM_PROMPT_TOKENS: _find_wrong_prompts,
     RANGE_ENDS: _find_wrong_range_ends,
 }
 

@@ -19,7 +19,6 @@ from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     CommonAttentionMetadata,
@@ -120,11 +119,11 @@ class TorchReferenceBackend(AttentionBackend):
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
         masks=frozenset(
             {
-                *("causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt"),
+                *("causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk"),
                 *("ranges", "live_range", "sparse"),
             }
         ),
-        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
+        extensions=frozenset({SEQ_STARTS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,
@@ -166,12 +165,6 @@ class TorchReferenceBackend(AttentionBackend):
             values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
             assert values_cpu is not None
             seq_starts = values_cpu.tolist()
-        specs = [layer.spec] * metadata.num_reqs
-        if layer.spec.depends_on_prompt:
-            prompt_lens = metadata.extensions[NUM_PROMPT_TOKENS].values_cpu
-            assert prompt_lens is not None
-            # A padded row has no prompt.
-            specs = [layer.spec.for_prompt(length) if length else layer.spec for length in prompt_lens.tolist()]
         range_ends: list[int] | None = None
         if RANGE_ENDS in metadata.extensions and (layer.spec.mask is None or layer.spec.mask.causal):
             values_cpu = metadata.extensions[RANGE_ENDS].values_cpu
@@ -187,7 +180,7 @@ class TorchReferenceBackend(AttentionBackend):
             num_new = starts[request + 1] - starts[request]
             for i in range(num_new):
                 position = seq_len - num_new + i
-                tokens = attended_tokens(specs[request], position, seq_len, metadata.causal, seq_starts[request])
+                tokens = attended_tokens(layer.spec, position, seq_len, metadata.causal, seq_starts[request])
                 if range_ends is not None and metadata.causal:
                     tokens += range(position + 1, range_ends[starts[request] + i])
                 positions = torch.tensor(tokens, dtype=torch.int64, device=query.device)

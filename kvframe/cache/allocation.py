@@ -96,7 +96,6 @@ class BlockAllocator:
                 self._parts.append(part_of(stack, first, last))
             else:
                 self._parts += [self._part_of[group] for group in stack.groups]
-        self._asked_by_prompt = [answers for answers in kinds.asked if answers.depends_on_prompt]
         is_lone = kinds.is_plain and not kinds.asked and len(self._parts) == 1
         self._lone = self._parts[0] if is_lone else None
         # The rows of the block table, if there is one group: they are written in half the time of an array's part.
@@ -106,11 +105,9 @@ class BlockAllocator:
         """Return whether the pool has all pages that a row takes up to ``num_tokens`` tokens."""
         lacking = [0] * len(self._tables)
         start = max(self._numbers.computed_of[row], num_tokens - self._kinds.plan.max_num_batched_tokens)
-        num_prompt_tokens = self._numbers.states[row].num_prompt_tokens
         for group in self._kinds.of_tokens:
             held = np.count_nonzero(self._tables[group.index].ids[row, : self._numbers.blocks_of[group.index, row]])
-            answers = group.answers.for_prompt(num_prompt_tokens)
-            most = answers.num_resident_blocks(start, max(0, num_tokens - start))
+            most = group.answers.num_resident_blocks(start, max(0, num_tokens - start))
             lacking[group.index] = max(0, most - int(held))
         for each in self._numbers.states[row].inputs:
             lacking[each.group] = each.num_blocks - self._numbers.blocks_of[each.group, row]
@@ -132,10 +129,6 @@ class BlockAllocator:
             most = int(np.maximum.reduce(capacity))
             if (num_right := answers.num_right(most)) < most:
                 capacity = np.minimum(capacity, num_right)
-        for answers in self._asked_by_prompt:
-            of_rows = [answers.for_prompt(numbers.states[row].num_prompt_tokens) for row in rows.tolist()]
-            most_of_rows = np.broadcast_to(capacity, rows.shape).tolist()
-            capacity = np.array([each.num_right(most) for each, most in zip(of_rows, most_of_rows, strict=True)])
         numbers.capacity[rows] = capacity
         for row in rows.tolist() if self._kinds.of_inputs else ():
             if numbers.states[row].missing:
@@ -174,9 +167,6 @@ class BlockAllocator:
         """
         for answers in self._kinds.asked:
             answers.check(int(np.maximum.reduce(num_tokens)))
-        for answers in self._asked_by_prompt:
-            for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
-                answers.for_prompt(self._numbers.states[row].num_prompt_tokens).check(count)
         new, num_blocks = [], []
         for part in self._parts:
             have = part.num_blocks[0][rows]

@@ -170,7 +170,7 @@ class GroupKinds:
             sparse=sparse,
             live={group.index: live[group.spec.group_key] for group in of_tokens},
             asked=tuple(answers for key, answers in of_type.items() if not live[key].is_by_mask),
-            is_plain=not sparse and not of_inputs and not plan.depends_on_prompt,
+            is_plain=not sparse and not of_inputs,
         )
 
 
@@ -183,7 +183,6 @@ class RowState:
         inputs: Its blocks in the groups of inputs.
         missing: The inputs whose state is not computed.
         branch: The length of the prefix that an earlier request has too, if it is longer than the hit; otherwise 0.
-        num_prompt_tokens: The length of its prompt, if something depends on it; None if all tokens are the prompt's.
         ranges: Ranges of its tokens that see each other in both directions. No published prefix ends within one.
     """
 
@@ -192,7 +191,6 @@ class RowState:
     inputs: tuple[InputBlocks, ...] = ()
     missing: frozenset[str] = frozenset()
     branch: int = 0
-    num_prompt_tokens: int | None = None
     ranges: Sequence[TokenRange] = ()
 
 

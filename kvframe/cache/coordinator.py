@@ -54,8 +54,8 @@ class KVCacheCoordinator:
         for s, stack in enumerate(kinds.stacks):
             live = [(place, kinds.live[group]) for place, group in enumerate(stack.groups)]
             if dying := [(place, each) for place, each in live if not each.never_dies]:
-                self._dying.append((s, stack, DeathLists(dying, stack.ids.shape[1])))
-        numbers.next_death[...] = self._first_death = self._death_after(0, 0)
+                self._dying.append((s, stack, DeathLists(dying)))
+        numbers.next_death[...] = self._first_death = self._death_after(0)
         # If there is one group, and its blocks live as long as their request, rows have no gaps, and are freed in fewer
         # steps: a request of 2,048 tokens costs 19 µs instead of 30.
         is_lone = kinds.is_plain and len(self._tables) == 1 and self._first_death == NEVER
@@ -99,14 +99,10 @@ class KVCacheCoordinator:
 
     def begin_row(self, row: int, num_computed: int, state: RowState) -> None:
         """Give a free row to a request with computed tokens; it may raise a ``SpecError`` before anything changes."""
-        # A prefix that is restored has no prompt: none of its blocks dies, because the row ends before its next token.
-        if state.num_prompt_tokens is not None:
-            for _, _, deaths in self._dying:
-                deaths.begin(row, state.num_prompt_tokens)
         self._numbers.computed_of[row] = num_computed
         self._numbers.states[row] = state
         # Inputs are computed with the first tokens, so the first commit has work to do.
-        self._numbers.death_of[row] = -1 if state.missing else self._death_after(num_computed, row)
+        self._numbers.death_of[row] = -1 if state.missing else self._death_after(num_computed)
 
     def reference_blocks(self, row: int, group: int, block_ids: BlockIds) -> None:
         """Write the first blocks of a row into a group's table, 0 for one without a page, and reference their pages."""
@@ -198,16 +194,16 @@ class KVCacheCoordinator:
 
     # --- dead blocks --------------------------------------------------------------------------------------------------
 
-    def _death_after(self, num_computed: int, row: int) -> int:
+    def _death_after(self, num_computed: int) -> int:
         """Return at how many computed tokens the next block of a row dies."""
-        at, rows = np.array([num_computed]), np.array([row])
-        return min((int(deaths.nearest(deaths.after(at, rows))[0]) for _, _, deaths in self._dying), default=NEVER)
+        at = np.array([num_computed])
+        return min((int(deaths.nearest(deaths.after(at))[0]) for _, _, deaths in self._dying), default=NEVER)
 
     def _release_dead(self, rows: Rows, before: Counts, num_computed: Counts) -> None:
         """Release the blocks of rows that died since ``before`` computed tokens. Inputs are computed with the first."""
         nearest = []
         for s, stack, deaths in self._dying:
-            start, stop = deaths.after(np.minimum(before, num_computed), rows), deaths.after(num_computed, rows)
+            start, stop = deaths.after(np.minimum(before, num_computed)), deaths.after(num_computed)
             places, which, blocks = deaths.between(start, stop)
             if len(blocks):
                 self._release_each(s, stack, places, rows[which], blocks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import TypeVar
 
 import attrs
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from kvframe.contract.errors import SpecError
 from kvframe.contract.specs import AttentionMask, KVCacheSpec
 from kvframe.planning.answers import Answers
-from kvframe.planning.memory import allocating
 
 T = TypeVar("T")
 Positions = npt.NDArray[np.int64]
@@ -28,8 +27,6 @@ Pages = npt.NDArray[np.int32]
 """``[num_blocks], int32, host``: the page of each block of a prefix, 0 for none."""
 NEVER = sys.maxsize
 """A position that no request reaches."""
-_MOST_PROMPTS = 64
-"""The lengths of prompts for which deaths are kept."""
 
 
 @attrs.frozen(eq=False)
@@ -40,14 +37,11 @@ class LiveRange:
         deaths: ``[max_blocks], int64, host``: the number of computed tokens from which on no token needs the block, at
             least the block's end; ``NEVER`` if the longest request needs it to its end.
         is_by_mask: Whether a mask agrees with the live ranges at all sampled positions.
-        for_prompt: Returns the live range of requests whose prompt has so many tokens; None if that makes no
-            difference. These deaths are then those in a prompt without an end.
     """
 
     block_size: int
     deaths: Positions
     is_by_mask: bool
-    for_prompt: Callable[[int], LiveRange] | None = None
 
     @classmethod
     def of(cls, answers: Answers, max_tokens: int) -> LiveRange:
@@ -62,15 +56,12 @@ class LiveRange:
         is_by_mask = deaths is not None
         if deaths is None:
             deaths = _deaths_by_asking(answers, num_blocks, max_tokens)
-        for_prompt = None
-        if answers.depends_on_prompt:
-            for_prompt = lru_cache(_MOST_PROMPTS)(lambda length: cls.of(answers.for_prompt(length), max_tokens))
-        return cls(size, np.where(deaths > max_tokens, NEVER, deaths), is_by_mask, for_prompt)
+        return cls(size, np.where(deaths > max_tokens, NEVER, deaths), is_by_mask)
 
     @property
     def never_dies(self) -> bool:
-        """Whether every block is needed until its request ends, for prompts of any length."""
-        return self.for_prompt is None and bool((self.deaths == NEVER).all())
+        """Whether every block is needed until its request ends."""
+        return bool((self.deaths == NEVER).all())
 
     @property
     def needs_last(self) -> bool:
@@ -114,49 +105,28 @@ class LiveRange:
 class DeathLists:
     """The deaths of the blocks of some groups: one list for each group, in the order of the deaths.
 
-    The blocks of a group die at the same numbers of computed tokens in every request, and in the same order. If that
-    depends on the length of the prompt in some group, there is a list for each group and row, which is written when the
-    row's request starts. The lists give the blocks that died between two commits, for many rows and groups at once.
+    The blocks of a group die at the same numbers of computed tokens in every request, and in the same order. The lists
+    give the blocks that died between two commits, for many rows and groups at once.
     """
 
-    def __init__(self, live: Sequence[tuple[int, LiveRange]], max_num_seqs: int) -> None:
-        """Sort the deaths of groups, each given with a number, for so many rows."""
+    def __init__(self, live: Sequence[tuple[int, LiveRange]]) -> None:
+        """Sort the deaths of groups, each given with a number."""
         self._places = np.array([place for place, _ in live], dtype=np.int64)
-        self._live = [each for _, each in live]
-        self._is_by_row = any(each.for_prompt is not None for each in self._live)
-        num_rows = max_num_seqs if self._is_by_row else 1
         # Each list ends with a death that no row reaches. All lists are searched as one array, in which the numbers of
         # each list are larger than those of the list before.
-        self._size = size = max(len(each.deaths) for each in self._live) + 1
-        self._span = max(each.block_size * size for each in self._live) + 2
-        self._start = self._span * np.arange(len(live) * num_rows).reshape(len(live), num_rows)
-        num_bytes = 24 * size * self._start.size
-        with allocating(num_bytes, f"for when blocks of {num_rows} requests die", "a smaller max_num_seqs"):
-            self._at = np.full(size * self._start.size, NEVER)
-            self._blocks = np.zeros(len(self._at), dtype=np.int64)
-            self._keys = (self._start.reshape(-1) + (self._span - 1)).repeat(size)
-        if not self._is_by_row:
-            self._write(0, self._live)
+        size = max(len(ranges.deaths) for _, ranges in live) + 1
+        span = max(ranges.block_size * size for _, ranges in live) + 2
+        self._start = span * np.arange(len(live))[:, None]
+        lists, indices = np.full((len(live), size), NEVER), np.zeros((len(live), size), dtype=np.int64)
+        for at, blocks, (_, ranges) in zip(lists, indices, live, strict=True):
+            order = np.argsort(ranges.deaths, kind="stable")
+            blocks[: len(order)], at[: len(order)] = order, ranges.deaths[order]
+        self._keys = (np.minimum(lists, span - 1) + self._start).reshape(-1)
+        self._at, self._blocks = lists.reshape(-1), indices.reshape(-1)
 
-    def begin(self, row: int, num_prompt_tokens: int) -> None:
-        """Write a row's lists, if each row has its own; a spec's wrong answer raises a ``SpecError`` before."""
-        if self._is_by_row:
-            of_prompt = [each.for_prompt(num_prompt_tokens) if each.for_prompt else each for each in self._live]
-            self._write(row, of_prompt)
-
-    def _write(self, row: int, live: Sequence[LiveRange]) -> None:
-        """Sort the deaths of each group into its list of a row."""
-        for start, each in zip(self._start[:, row].tolist(), live, strict=True):
-            order = np.argsort(each.deaths, kind="stable")
-            first = start // self._span * self._size
-            part = slice(first, first + len(order))
-            self._blocks[part], self._at[part] = order, each.deaths[order]
-            self._keys[part] = np.minimum(self._at[part], self._span - 1) + start
-
-    def after(self, num_computed: Positions, rows: Positions) -> Positions:
+    def after(self, num_computed: Positions) -> Positions:
         """Return ``[num_groups, n]``: the position in the lists of the first death after each row's computed tokens."""
-        start = self._start[:, rows] if self._is_by_row else self._start
-        after: Positions = self._keys.searchsorted(start + num_computed, "right")
+        after: Positions = self._keys.searchsorted(self._start + num_computed, "right")
         return after
 
     def nearest(self, after: Positions) -> Positions:
@@ -252,7 +222,7 @@ def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, 
 def _deaths_by_mask(mask: AttentionMask, size: int, num_blocks: int) -> Positions:
     blocks = np.arange(num_blocks)
     ends = (blocks + 1) * size
-    if mask.window and not mask.keeps_prompt:
+    if mask.window:
         deaths = ends + (mask.window - 1)
     elif mask.chunk:
         deaths = -(-ends // mask.chunk) * mask.chunk

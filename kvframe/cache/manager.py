@@ -147,13 +147,11 @@ class KVCacheManager:
         salt: str = "",
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
-        num_prompt_tokens: int | None = None,
         ranges: Sequence[TokenRange] = (),
     ) -> int:
         """Add a request to the table, referencing its longest cached prefix and its cached inputs.
 
-        The last token is always computed, because the request needs its logits. If the live range of some type depends
-        on the length of the prompt, the prompt's last token is computed, and no other request finds generated tokens.
+        The last token is always computed, because the request needs its logits.
 
         Args:
             request_id: Its name, which no request in the table or swapped out has (``duplicate_id``).
@@ -162,8 +160,6 @@ class KVCacheManager:
             salt: As in every verb.
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
             inputs: As in every verb.
-            num_prompt_tokens: The number of its prompt's tokens, if it has generated the others (``bad_count``); None
-                if all are the prompt's.
             ranges: Ranges of tokens, sorted and disjoint, that see each other in both directions: no prefix ends within
                 one. Give ``RangedTokens`` with them, so that no prompt with other ranges has the same tokens.
 
@@ -177,16 +173,11 @@ class KVCacheManager:
         self._check_new(request_id)
         row = self._rows.next_free()
         namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
-        if num_prompt_tokens is not None:
-            num_prompt_tokens = check_count("num_prompt_tokens", num_prompt_tokens, 1, len(token_ids))
         entry = Entry(namespace, token_ids, of_inputs, ranges=ranges, row=row, num_resets=self._num_resets)
-        if self.plan.depends_on_prompt:
-            entry.num_prompt_tokens = num_prompt_tokens or len(token_ids)
         hit = NO_HIT
         if self.prefix_caching and use_prefix:
             entry.asked_tokens = len(token_ids)
-            most = (entry.num_prompt_tokens or len(token_ids)) - 1
-            hit = self._find_hit(namespace, token_ids, most, of_inputs, ranges)
+            hit = self._find_hit(namespace, token_ids, len(token_ids) - 1, of_inputs, ranges)
             entry.uncounted = hit
         self._coordinator.start_row(row, entry, hit)
         self._rows.take()

@@ -28,9 +28,8 @@ class _Cursor:
         node: The leaf that grows with it, or the node that contained its offset when it was last looked at; None to
             search from the root.
         offset: The tokens whose full blocks were published, by it or by others, before a leaf grew with it.
-        stop: The first token that it does not publish: one that cannot be read; the end of its prompt, if no other
-            request can use the state of later tokens; or the start of a range of tokens that see each other, if another
-            request has a range that begins with the same tokens.
+        stop: The first token that it does not publish: one that cannot be read, or the start of a range of tokens that
+            see each other, if another request has a range that begins with the same tokens.
     """
 
     node: RadixNode | None
@@ -78,8 +77,6 @@ class Publisher:
         self._leaf_owner = np.full(max_num_seqs, NO_OWNER, dtype=np.int32)
         self._leaf_start = np.full(max_num_seqs, NEVER, dtype=np.int64)
         self.unreadable: dict[int, RequestError] = {}
-        # The first token of each row whose state no other request can use; None if nothing depends on prompts.
-        self._own_start = np.full(max_num_seqs, NEVER) if kinds.plan.depends_on_prompt else None
         self._states = numbers.states
         self._computed_of, self._next_publication = numbers.computed_of, numbers.publication_of
         self._cursors: list[_Cursor | None] = [None] * max_num_seqs
@@ -106,11 +103,6 @@ class Publisher:
 
     def _begin(self, row: int, cursor: _Cursor) -> None:
         """Begin to publish a row's blocks after a cursor's offset."""
-        own_start = self._states[row].num_prompt_tokens
-        if self._own_start is not None:
-            self._own_start[row] = NEVER if own_start is None else own_start
-        if own_start is not None:
-            cursor.stop = min(cursor.stop, own_start)
         self._cursors[row] = cursor
         self._next_publication[row] = cursor.next_publication(self._tree.unit)
 
@@ -282,8 +274,6 @@ class Publisher:
         # The leaf of a fork may begin before the pages that the row was given.
         is_of_leaf &= self._flat[s][at] == pages
         is_of_leaf &= self._tree.is_needed[s][places, blocks]
-        if self._own_start is not None:
-            is_of_leaf &= (blocks + 1) * self._tree.sizes[s] <= self._own_start[rows]
         if pool.free_list.is_nearly_full:
             is_of_leaf &= pool.reference_counts(pages) > 1
         owners = self._leaf_owner[rows]

@@ -178,8 +178,6 @@ class Swapper:
     def _find_cached(self, state: RowState, stored: StoredRow, found: Sequence[BlockIds]) -> None:
         """Write per group, by block, the cached pages with the content of a row's copies into ``found``."""
         tree, most = self._cache.tree, stored.num_computed
-        if state.num_prompt_tokens is not None:
-            most = min(most, state.num_prompt_tokens)
         try:
             match = tree.match_prefix(state.namespace, state.token_ids, most)
         except RequestError:

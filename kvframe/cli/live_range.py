@@ -15,8 +15,6 @@ def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
     """Return in words which past tokens a spec needs, from its live ranges near the end of the longest request only."""
     if spec.sequence != TOKENS:
         return f"every {spec.sequence} token"
-    if spec.depends_on_prompt and (kept := _words_of_prompt(spec, max_model_len - 1)):
-        return kept
     n = max_model_len - 1
     if n and not spec.live_ranges(n):
         n -= 1  # the first token of a chunk has no past; the last token of the chunk before has the longest past
@@ -32,21 +30,6 @@ def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
     if None in words:
         return f"at token {n}: " + " and ".join(f"{start} to {stop - 1}" for start, stop in now)
     return " and ".join(word for word in words if word is not None) or "nothing"
-
-
-def _words_of_prompt(spec: KVCacheSpec, n: int) -> str:
-    """Return which past tokens a spec needs that depends on the prompt's length; empty if no words fit.
-
-    Prompts that are much shorter than the request are tried, so that a window does not reach into them.
-    """
-    for num_prompt in (n // 2, n // 4, 1) if n > 4 else ():
-        of_prompt, of_longer = spec.for_prompt(num_prompt), spec.for_prompt(num_prompt + 1)
-        now, before, longer = of_prompt.live_ranges(n), of_prompt.live_ranges(n - 1), of_longer.live_ranges(n)
-        if now[:1] == ((0, num_prompt),) and longer == ((0, num_prompt + 1), *now[1:]):
-            others = [_range_in_words(index, n, now, before) for index in range(1, len(now))]
-            if None not in others:
-                return " and ".join(["the prompt", *(each for each in others if each is not None)])
-    return ""
 
 
 def _chunk_len(spec: KVCacheSpec, n: int) -> int | None:

@@ -40,10 +40,8 @@ class Capabilities:
             which no other word includes), ``window``, ``sink_tokens``, ``chunk``; ``mask_function`` for every mask that
             ``KVCacheSpec.mask_function`` describes; ``live_range`` for every mask at all, derived from
             ``KVCacheSpec.live_ranges``; ``sparse`` for ``KVCacheSpec.mask_function`` also if a query sees fewer tokens
-            than are live; ``prompt`` if what a query sees may depend on the length of the request's prompt. It then
-            reads the extension ``NUM_PROMPT_TOKENS``, and takes ``KVCacheSpec.for_prompt`` of it with the mask
-            ``live_range``, otherwise masks with ``keeps_prompt``; ``ranges`` if it reads the extension ``RANGE_ENDS``,
-            which no layer needs: prompts that state such ranges are refused without it.
+            than are live; ``ranges`` if it reads the extension ``RANGE_ENDS``, which no layer needs: prompts that state
+            such ranges are refused without it.
         extensions: Extensions of the batch metadata that it supports (``{"seq_starts"}``).
         state: Names of the state tensors that it reads in the plain format. ``{"k", "v"}`` are keys and values, of one
             dtype: ``[block_size, num_kv_heads, head_size]`` and ``[block_size, num_kv_heads, head_size_v]``. A type
@@ -152,23 +150,16 @@ class Capabilities:
         for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
             refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
         has_function = spec.mask_function is not None
-        if spec.depends_on_prompt:
-            # A mask function knows positions only.
-            has_function = False
-            if "prompt" not in self.masks:
-                refuse("mask_prompt", f"has no mask prompt, and cannot tell a prompt's end ({listed(self.masks)})")
         if spec.is_sparse:
             if "sparse" not in self.masks:
                 refuse("mask_sparse", f"has no mask sparse, and would see every live token ({listed(self.masks)})")
-            if spec.depends_on_prompt and "live_range" not in self.masks:
-                refuse("mask_live_range", f"knows masks by positions, and not by prompts ({listed(self.masks)})")
         elif spec.mask is not None and spec.mask.lookahead is not None:
             # Live ranges do not show later tokens, and backends that take functions may call none that is not causal.
             if "bidirectional_window" not in self.masks:
                 refuse("mask_bidirectional_window", f"has no mask bidirectional_window ({listed(self.masks)})")
         elif not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
             if spec.mask is not None:
-                for feature in sorted(spec.mask.features - self.masks - {"prompt"}):
+                for feature in sorted(spec.mask.features - self.masks):
                     refuse(f"mask_{feature}", f"has no mask {feature} ({listed(self.masks)})")
             elif has_function:
                 refuse("mask_function", f"takes no mask function ({listed(self.masks)})")

@@ -15,20 +15,16 @@ import torch
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError, UnknownNameError
 from kvframe.contract.formats import ITEM_BYTES
-from kvframe.contract.metadata import (
-    NUM_PROMPT_TOKENS,
-    RANGE_ENDS,
-    SEQ_STARTS,
-)
+from kvframe.contract.metadata import RANGE_ENDS, SEQ_STARTS
 
 MASK_FEATURES = (
-    *("causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt", "ranges"),
+    *("causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "ranges"),
     *("mask_function", "live_range", "sparse"),
 )
 """Every word for a mask: the features of ``AttentionMask``, what a request may add to any mask (``ranges``), and the
 three general ways to say which tokens are seen."""
 
-EXTENSIONS = (SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS)
+EXTENSIONS = (SEQ_STARTS, RANGE_ENDS)
 """The extensions of the batch metadata that kvframe itself makes. Wrappers of plugins may make others."""
 
 USUAL_DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "mtia", "xla", "xpu")

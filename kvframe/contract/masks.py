@@ -31,8 +31,6 @@ class AttentionMask:
         num_sink_tokens: Tokens at the start that every later query sees, with any window.
         chunk: Tokens per chunk; a query sees its own chunk only: at ``n`` it sees ``[n - n % chunk, n]``. None for no
             chunks. Only for a causal mask without a window.
-        keeps_prompt: Whether every query sees all earlier tokens of the request's prompt, those outside of the window
-            too. Only for a mask with a window. Then the mask of a request is ``for_prompt`` of its prompt's length.
         lookahead: How many later tokens a query of a bidirectional mask with a window sees; None in other masks.
     """
 
@@ -40,7 +38,6 @@ class AttentionMask:
     window: int | None = None
     num_sink_tokens: int = 0
     chunk: int | None = None
-    keeps_prompt: bool = False
     lookahead: int | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -60,14 +57,12 @@ class AttentionMask:
                 "a bidirectional mask has a window and a lookahead or neither, and a causal mask has no lookahead "
                 f"(here the window is {self.window}, and the lookahead {self.lookahead})"
             )
-        if self.lookahead is not None and (self.num_sink_tokens or self.keeps_prompt):
-            raise SpecError("a window in both directions has no sink tokens and keeps no prompt")
+        if self.lookahead is not None and self.num_sink_tokens:
+            raise SpecError("a window in both directions has no sink tokens")
         if self.chunk is not None and (not self.causal or self.window is not None or self.num_sink_tokens):
             raise SpecError(
                 "a mask of chunks is causal and has no window and no sink tokens: give the spec no mask instead"
             )
-        if self.keeps_prompt and self.window is None:
-            raise SpecError("a mask without a window hides no token of a prompt: leave keeps_prompt out")
 
     @property
     def sees_all(self) -> bool:
@@ -78,7 +73,7 @@ class AttentionMask:
     def features(self) -> frozenset[str]:
         """The mask features that a backend needs.
 
-        They are some of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``, ``prompt``; or
+        They are some of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``; or
         ``bidirectional_window`` alone.
         """
         if self.lookahead is not None:
@@ -90,18 +85,10 @@ class AttentionMask:
             names.append("sink_tokens")
         if self.chunk is not None:
             names.append("chunk")
-        if self.keeps_prompt:
-            names.append("prompt")
         return frozenset(names)
 
-    def for_prompt(self, num_prompt_tokens: int) -> AttentionMask:
-        """Return the mask of a request whose prompt has so many tokens: the prompt's tokens are sink tokens."""
-        if not self.keeps_prompt:
-            return self
-        return AttentionMask(window=self.window, num_sink_tokens=max(self.num_sink_tokens, num_prompt_tokens))
-
     def sees(self, query: Any, key: Any) -> Any:
-        """Return whether queries see keys: this mask as a ``MaskFunction``; with ``keeps_prompt``, within the prompt.
+        """Return whether queries see keys: this mask as a ``MaskFunction``.
 
         Args:
             query: Positions of queries; a bidirectional mask without a window does not depend on them.
@@ -114,7 +101,7 @@ class AttentionMask:
         seen = key <= query
         if self.chunk is not None:
             return seen & (key // self.chunk == query // self.chunk)
-        if self.window is not None and not self.keeps_prompt:
+        if self.window is not None:
             in_window = key > query - self.window
             seen = seen & (in_window | (key < self.num_sink_tokens))
         return seen

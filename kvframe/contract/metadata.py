@@ -54,8 +54,7 @@ most the length of that sequence. Only backends that declare this extension are 
 
 NUM_PROMPT_TOKENS = "num_prompt_tokens"
 """Extension ``[num_reqs], int32``, with a copy on the host: tokens of each request's prompt; what was generated follows
-them. It is given to groups with a layer whose live range depends on it (``KVCacheSpec.depends_on_prompt``), and to no
-others."""
+them. No layer needs it, so a host may leave it out, and kvframe's own engine does."""
 
 RANGE_ENDS = "range_ends"
 """Extension ``[num_tokens], int32``, with a copy on the host: for each new token, the token after the last one of the

@@ -81,9 +81,6 @@ class KVCacheSpec(Growing, ABC):
     * *forgetting*: what is not live at ``n`` is not live at any later position
       (``live(n + 1)`` is contained in ``live(n)`` and token ``n``).
 
-    A type whose live range depends on the length of the request's prompt says so by overriding ``for_prompt``. Its own
-    answers are then those for a prompt without an end.
-
     Attributes:
         block_size: Tokens per block.
     """
@@ -130,28 +127,6 @@ class KVCacheSpec(Growing, ABC):
         None if only ``live_ranges`` describes the pattern.
         """
         return None if self.mask is None else self.mask.sees
-
-    def for_prompt(self, num_prompt_tokens: int) -> KVCacheSpec:
-        """Return the spec of a request whose prompt has so many tokens; itself unless the live range depends on that.
-
-        The returned spec stores the same state, in a type of its own or the same, and depends on no prompt. A third law
-        holds for it. *Prompt*: while the prompt is computed, at ``n < num_prompt_tokens``, its live ranges are those of
-        this spec, so that prompts that begin alike share the state of these tokens. At later positions it has no live
-        token that this spec has not. Called at set-up and when a request starts, never in a step.
-
-        Args:
-            num_prompt_tokens: The tokens that the request was given, at least one; what it generates follows them.
-        """
-        return self
-
-    @property
-    def depends_on_prompt(self) -> bool:
-        """Whether the live range depends on the length of the request's prompt: whether the type has ``for_prompt``.
-
-        The state of a generated token then depends on that length too. So requests share the blocks of their prompts
-        only, and only backends that declare the mask ``prompt`` serve such a type.
-        """
-        return type(self).for_prompt is not KVCacheSpec.for_prompt
 
     @property
     def is_sparse(self) -> bool:

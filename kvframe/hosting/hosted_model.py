@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
+from kvframe.attention.layers import Layers
 from kvframe.config.proposer_choice import make_proposer
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import LayerSpec
-from kvframe.hosting.hosted_layers import HostedLayers
 from kvframe.hosting.setup import Setup
 from kvframe.loading.registry import Registry
 from kvframe.selection.skipping import find_skippable_layers
@@ -84,7 +84,7 @@ class HostedModel:
         self.layers: Mapping[str, LayerSpec] = {layer.name: layer for layer in made}
         self.skipped = frozenset(skippable if skips else ())
 
-    def serve(self, names: Sequence[str], block_size: int, device: torch.device) -> HostedLayers:
+    def serve(self, names: Sequence[str], block_size: int, device: torch.device) -> Layers:
         """Choose wrappers and backends for layers that share one cache group of the host.
 
         Args:
@@ -93,12 +93,12 @@ class HostedModel:
             device: Where the host computes.
 
         Raises:
-            BackendError: As for ``HostedLayers``.
-            WrapperError: As for ``HostedLayers``.
+            BackendError: As for ``Layers.on_host_pages``.
+            WrapperError: As for ``Layers.on_host_pages``.
         """
         layers = [self._in_blocks(name, block_size) for name in names]
         elsewhere = {layer.shares_with for layer in layers if layer.shares_with is not None} - {*names}
-        return HostedLayers(
+        return Layers.on_host_pages(
             layers,
             self._stack,
             self._registry,

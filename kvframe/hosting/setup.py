@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from glob import escape
 from pathlib import Path
@@ -14,20 +14,23 @@ from kvframe.config.eviction_choice import make_policy
 from kvframe.config.options import Rule, Use
 from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.formats import PLAIN
-from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts
+from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.layer_file import is_layer_file
 from kvframe.planning.machine import with_dtype
+from kvframe.planning.ranks import plan_ranks
 from kvframe.planning.recognise import describe_model
 from kvframe.planning.retyping import retyped_layers
-from kvframe.planning.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
+from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.selection.skipping import DRAFTING, Skipping, find_skipping
 
 if TYPE_CHECKING:
+    from kvframe.attention.layers import Layers
     from kvframe.config.stack import Stack
     from kvframe.contract.backend import KVCache
     from kvframe.contract.description import ModelDescription
     from kvframe.contract.eviction import EvictionPolicy
+    from kvframe.contract.model import LoadedModel
     from kvframe.contract.proposer import Proposer
     from kvframe.contract.specs import LayerSpec
     from kvframe.loading.registry import Registry
@@ -184,6 +187,29 @@ class Setup:
             self.num_local_ranks,
         )
 
+    def plan_shares(
+        self, layers: Sequence[Sequence[LayerSpec]], memory_bytes: Sequence[int]
+    ) -> tuple[KVCachePlan, ...]:
+        """Return the plans of ranks that have shares of the same layers, with the slabs of the rank with least memory.
+
+        Args:
+            layers: For each rank, ``all_layers`` of its set-up.
+            memory_bytes: For each rank, the most bytes that it allocates.
+
+        Raises:
+            SpecError: The shares of a layer differ in more than their layout.
+            PlanError: A rank has too little memory.
+        """
+        return plan_ranks(
+            layers,
+            memory_bytes=memory_bytes,
+            max_model_len=self.plan.max_model_len,
+            max_num_batched_tokens=self.plan.max_num_batched_tokens,
+            max_input_lens=self.plan.max_input_lens,
+            hybrid=self.stack.cache.hybrid,
+            tensor_parallel_size=len(layers),
+        ).plans
+
     def num_host_slabs(self, plan: KVCachePlan) -> int:
         """Return the number of slabs for preempted requests in CPU memory; 0 if requests are not swapped.
 
@@ -212,6 +238,48 @@ class Setup:
         """
         return make_proposer(self.stack, self.registry)
 
+    def make_layers(
+        self,
+        views: Mapping[str, KVCache],
+        plan: KVCachePlan | None = None,
+        choices: Sequence[Choice] | None = None,
+        layers: Sequence[LayerSpec] | None = None,
+    ) -> Layers:
+        """Return the attention layers of the model, and its state layers, on the pages of a pool.
+
+        Args:
+            views: Each layer's state tensors in the pool (``KVCacheStorage.views``).
+            plan: The plan of the pool; ``plan`` unless several ranks agreed on another one.
+            choices: Other wrapper chains and backends for the layers that attend; ``choices`` unless given.
+            layers: Which of the model's layers; all unless given.
+
+        Raises:
+            BackendError: A backend could not be set up.
+            PlanError: The device has no memory for the scratch pages of layers that keep nothing of the past.
+        """
+        import torch
+
+        from kvframe.attention.layers import Layers
+        from kvframe.attention.local import LocalCaches
+        from kvframe.selection.choice import layers_on_copies
+
+        choices = self.choices if choices is None else choices
+        layers = self.layers if layers is None else layers
+        limits, device = self.stack.limits, torch.device(self.stack.model.device)
+        local = LocalCaches(layers, device, max_tokens=limits.max_num_batched_tokens, max_reqs=limits.max_num_seqs)
+        copied = copied_bytes(plan or self.plan, self.grouping, layers_on_copies(layers, choices))
+        return Layers(
+            layers,
+            choices,
+            self.grouping,
+            views,
+            device,
+            self.skipping.layers,
+            local,
+            copied,
+            audited=self.stack.cache.audit,
+        )
+
     def retyped_layers(self, description: ModelDescription) -> tuple[str, ...]:
         """Return the names of the layers that attend by another mask than the model's own forward.
 
@@ -237,6 +305,25 @@ class Setup:
         stack = attrs.evolve(self.stack, rules=(*self.stack.rules, rule))
         (choice,) = attrs.evolve(self, stack=stack)._choose((layer,), self.skipping)
         return choice
+
+    def load_draft(self, model: LoadedModel) -> LoadedModel | None:
+        """Return the prediction heads of the model, or the draft model that the stack's proposer names.
+
+        Each rank may have a part of the weights that heads share with the model, so every rank has to load them.
+
+        Args:
+            model: The model that is served; the set-up has layers that draft.
+
+        Returns:
+            The heads or the draft model; None if the model's adapter has no heads to run.
+
+        Raises:
+            StackError: The draft model cannot be loaded, or cannot continue the model's requests.
+            ModelError: The heads cannot be loaded.
+        """
+        if self.drafts.are_heads:
+            return model.load_prediction_heads()
+        return load_draft_model(model, self.draft_layers, self.stack, self.registry)
 
     def of_draft(self, description: ModelDescription) -> Setup:
         """Return the set-up of the layers that draft, by the names that the draft model knows, in the same plan.

@@ -30,7 +30,7 @@ kvframe-ngram plugin:ngram proposer:ngram
 kvframe-numba plugin:numba backend:numba
 kvframe-scan-resistant plugin:scan_resistant eviction:scan_resistant
 kvframe-serve plugin:serve command:serve
-kvframe-sliding-window plugin:sliding_window spec:prompt_and_window spec:sliding_window
+kvframe-sliding-window plugin:sliding_window spec:sliding_window
 kvframe-torch plugin:torch backend:torch backend:torch_varlen
 kvframe-transformers plugin:transformers model_adapter:transformers
 kvframe-triton plugin:triton backend:triton backend:triton_mla

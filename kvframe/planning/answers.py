@@ -17,8 +17,6 @@ from kvframe.contract.specs import TOKENS, AttentionMask, KVCacheSpec, StateTens
 
 _MOST_KNOWN = 1 << 14
 """The number of positions whose answers are kept."""
-_MOST_PROMPTS = 1 << 8
-"""The number of prompts' lengths for which answers are kept."""
 
 Ranges = tuple[TokenRange, ...]
 T = TypeVar("T")
@@ -93,8 +91,6 @@ def ask_mask(spec: KVCacheSpec) -> AttentionMask | None:
     if mask.lookahead is not None and spec.sequence != TOKENS:
         expected = f"no lookahead, because a query has no place among the tokens of the {spec.sequence} sequence"
         raise wrong_answer(spec, "mask", mask, expected)
-    if mask.keeps_prompt and not spec.depends_on_prompt:
-        raise wrong_answer(spec, "mask", mask, "keeps_prompt = False, because the spec has no for_prompt")
     return mask
 
 
@@ -115,46 +111,6 @@ def ask_state_tensors(spec: KVCacheSpec) -> Mapping[str, StateTensor]:
 
 def _is_shape(shape: object) -> bool:
     return isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
-
-
-def spec_for_prompt(spec: KVCacheSpec, num_prompt_tokens: int) -> KVCacheSpec:
-    """Return ``spec.for_prompt(num_prompt_tokens)``, and check its law around the prompt's end.
-
-    Raises:
-        SpecError: The call raises. Or its result is no spec, depends on prompts itself, has another block size or
-            another mask than that of ``spec`` gives, or breaks the law of the prompt near the prompt's end.
-    """
-    if not spec.depends_on_prompt:
-        return spec
-    question = f"for_prompt({num_prompt_tokens})"
-    made = ask(spec, question, partial(spec.for_prompt, num_prompt_tokens))
-    if getattr(made, "depends_on_prompt", True) or made.block_size != spec.block_size:
-        raise wrong_answer(spec, question, made, "a cache spec of the same block size that depends on no prompt")
-    end, size = num_prompt_tokens, spec.block_size
-    if (mask := ask_mask(spec)) is not None and made.mask != mask.for_prompt(end):
-        raise wrong_answer(spec, f"{question}.mask", made.mask, f"{mask.for_prompt(end)}, which its own mask gives")
-    for n in sorted({0, end // 2, end - 1, end, end + 1, end + size, 2 * end, 2 * end + size}):
-        check_law_of_prompt(made, end, n, ask_live_ranges(made, n), ask_live_ranges(spec, n))
-    return made
-
-
-def check_law_of_prompt(made: KVCacheSpec, num_prompt_tokens: int, n: int, given: Ranges, own: Ranges) -> None:
-    """Check the live ranges that a spec for prompts of one length gives at a position.
-
-    Args:
-        made: The spec, which another one's ``for_prompt`` returned.
-        num_prompt_tokens: The length.
-        n: The position.
-        given: Its live ranges there.
-        own: Those of the spec that it was made of.
-
-    Raises:
-        SpecError: They differ before the prompt's end, or are more after it.
-    """
-    if (n < num_prompt_tokens and lacks(own, given) is not None) or lacks(given, own) is not None:
-        expected = f"{own}, as without an end of the prompt" if n < num_prompt_tokens else f"only tokens of {own}"
-        question = f"live_ranges({n}) of the spec for a prompt of {num_prompt_tokens} tokens"
-        raise wrong_answer(made, question, given, expected)
 
 
 def are_ranges(given: Any, first: int, last: int) -> bool:
@@ -203,7 +159,7 @@ def seen_by(mask: AttentionMask, n: int) -> Ranges:
     ranges: Ranges
     if mask.chunk is not None:
         ranges = ((n - n % mask.chunk, n),)
-    elif mask.window is None or mask.keeps_prompt:
+    elif mask.window is None:
         ranges = ((0, n),)
     else:
         start = max(0, n - mask.window + 1)
@@ -216,47 +172,17 @@ class Answers:
 
     Invariant: a returned answer keeps the laws: it names past tokens only, it names no token at the next position that
     it does not name at this one, and the mask shows only live tokens.
-
-    Attributes:
-        depends_on_prompt: Whether they differ by the length of a request's prompt: ``for_prompt``.
     """
 
-    def __init__(self, spec: KVCacheSpec, made_of: tuple[Answers, int] | None = None) -> None:
-        """Begin with no answers.
-
-        Args:
-            spec: The spec.
-            made_of: The answers of the spec that it was made of, and the length of the prompts that it is for; None for
-                any other spec. Answers are then checked by the law of the prompt too.
-        """
+    def __init__(self, spec: KVCacheSpec) -> None:
+        """Begin with no answers."""
         self._spec = spec
-        self._made_of = made_of
-        self.depends_on_prompt = spec.depends_on_prompt
         self._ranges: dict[int, Ranges] = {}
         self._blocks: dict[int, Ranges] = {}
         self._mask: AttentionMask | None = None
         self._has_mask = False
         self._num_checked = 0
         self._fault: SpecError | None = None
-        self._by_prompt: dict[int, Answers] = {}
-
-    def for_prompt(self, num_prompt_tokens: int | None) -> Answers:
-        """Return the answers about a request whose prompt has so many tokens; these, if that makes no difference.
-
-        Without a number, all tokens are the prompt's.
-
-        Raises:
-            SpecError: As ``spec_for_prompt`` raises it.
-        """
-        if num_prompt_tokens is None or not self.depends_on_prompt:
-            return self
-        found = self._by_prompt.get(num_prompt_tokens)
-        if found is None:
-            if len(self._by_prompt) >= _MOST_PROMPTS:
-                self._by_prompt.clear()
-            made = spec_for_prompt(self._spec, num_prompt_tokens)
-            found = self._by_prompt[num_prompt_tokens] = Answers(made, (self, num_prompt_tokens))
-        return found
 
     @property
     def block_size(self) -> int:
@@ -362,9 +288,6 @@ class Answers:
             if len(self._ranges) >= _MOST_KNOWN:
                 self._ranges.clear()
             found = ask_live_ranges(self._spec, n)
-            if self._made_of is not None:
-                answers, num_prompt_tokens = self._made_of
-                check_law_of_prompt(self._spec, num_prompt_tokens, n, found, answers.live_ranges(n))
             self._ranges[n] = found
         return found
 

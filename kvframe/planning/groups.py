@@ -20,7 +20,7 @@ from kvframe.contract.errors import (
 from kvframe.contract.foreign import call
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
-from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks, spec_for_prompt
+from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks
 from kvframe.planning.retyping import retyped
 from kvframe.planning.rollback import RollbackSpec
 
@@ -70,14 +70,11 @@ class Grouping:
         follows: For each layer that shares a cache, the layer whose cache it reads.
         step_local: The layers that attend to a request's own tokens and keep none of them: a step has to compute all
             tokens of such a request.
-        depends_on_prompt: Whether what some layer sees depends on the length of a request's prompt. Then so does the
-            state of generated tokens, in every layer.
     """
 
     groups: tuple[KVCacheGroup, ...]
     follows: Mapping[str, str]
     step_local: tuple[str, ...] = ()
-    depends_on_prompt: bool = False
 
     @property
     def whole_prompts(self) -> bool:
@@ -256,7 +253,6 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
         groups=tuple(groups),
         follows=follows,
         step_local=tuple(layer.name for layer in layers if is_step_local(layer)),
-        depends_on_prompt=any(layer.spec is not None and layer.spec.depends_on_prompt for layer in layers),
     )
 
 
@@ -366,12 +362,9 @@ def _check_readable(layer: LayerSpec, owner: LayerSpec) -> None:
             f"layer {layer.name!r} reads the format {layer.spec.kv_format} and shares the cache of {owner.name!r}, "
             f"which is stored as {owner.spec.kv_format}"
         )
-    by_prompt = layer.spec.depends_on_prompt or owner.spec.depends_on_prompt
     for n in _probed_positions(layer.spec, owner.spec):
         specs = (layer.spec, owner.spec)
         lost = lacks(*(ask_live_ranges(spec, n) for spec in specs))
-        for length in {1, n // 2, n - 1, n} - {0} if by_prompt and lost is None else ():
-            lost = lost or lacks(*(ask_live_ranges(spec_for_prompt(spec, length), n) for spec in specs))
         if lost is not None:
             raise SpecError(
                 f"layer {layer.name!r} shares the cache of {owner.name!r}, which no longer keeps all of the tokens "

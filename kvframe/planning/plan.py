@@ -14,8 +14,9 @@ from typing import Any
 import attrs
 
 from kvframe.contract.errors import PlanError
-from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, align_up
-from kvframe.planning.answers import Answers, spec_for_prompt
+from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, align_up, num_covered
+from kvframe.loading.checks import parse_bytes
+from kvframe.planning.answers import Answers
 from kvframe.planning.groups import Grouping, KVCacheGroup
 from kvframe.planning.spec_check import check_spec_at_set_up, peak_of
 
@@ -62,6 +63,10 @@ class PlannedGroup:
         """Bytes of one part of a page. ``layer_offsets`` count within it. A page with one part is the part itself."""
         return self.page_bytes // self.num_parts
 
+    def keeps_all(self, num_tokens: int) -> bool:
+        """Return whether it keeps all of so many tokens for the next one."""
+        return num_covered(self.answers.live_ranges(num_tokens)) >= num_tokens
+
     @property
     def is_of_input(self) -> bool:
         """Whether it keeps state of an input, and not of the request's own tokens."""
@@ -87,7 +92,6 @@ class KVCachePlan:
         max_model_len: The longest request, in tokens, that the plan is for.
         max_num_batched_tokens: The most tokens that one step computes.
         max_input_lens: The most tokens of each input sequence, such as an encoder's, by name.
-        depends_on_prompt: As in ``Grouping``: then requests share the blocks of their prompts only.
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -99,7 +103,6 @@ class KVCachePlan:
     max_model_len: int
     max_num_batched_tokens: int
     max_input_lens: Mapping[str, int] = attrs.field(factory=dict)
-    depends_on_prompt: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -149,21 +152,16 @@ class KVCachePlan:
         lost = sum(share * (self.slab_bytes - group.pages_per_slab * group.page_bytes) for share, group in shares)
         return lost / (slabs * self.slab_bytes)
 
-    def peak_blocks(
-        self, num_tokens: int, input_lens: Mapping[str, int] | None = None, num_prompt_tokens: int | None = None
-    ) -> tuple[int, ...]:
+    def peak_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """Return the most blocks per group that a request ever holds.
 
         Args:
             num_tokens: Its final length.
             input_lens: The lengths of its inputs, by sequence; None for the longest ones.
-            num_prompt_tokens: How many of its tokens are its prompt; None for any number.
         """
-        return self._most_blocks(num_tokens, self.max_num_batched_tokens, input_lens, num_prompt_tokens)
+        return self._most_blocks(num_tokens, self.max_num_batched_tokens, input_lens)
 
-    def generating_blocks(
-        self, num_tokens: int, input_lens: Mapping[str, int] | None = None, num_prompt_tokens: int | None = None
-    ) -> tuple[int, ...]:
+    def generating_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """Return the most blocks per group that a request holds while it generates.
 
         A step then computes one token, and the draft tokens for which states are planned. The blocks are fewer than
@@ -172,32 +170,22 @@ class KVCachePlan:
         Args:
             num_tokens: Its final length.
             input_lens: The lengths of its inputs, by sequence; None for the longest ones.
-            num_prompt_tokens: How many of its tokens are its prompt; None for any number.
         """
         specs = [group.spec for group in self.groups]
         num_drafts = max((max(spec.num_rollback_states, spec.states_per_block - 1) for spec in specs), default=0)
-        return self._most_blocks(num_tokens, 1 + num_drafts, input_lens, num_prompt_tokens)
+        return self._most_blocks(num_tokens, 1 + num_drafts, input_lens)
 
     def _most_blocks(
-        self,
-        num_tokens: int,
-        max_new_tokens: int,
-        input_lens: Mapping[str, int] | None,
-        num_prompt_tokens: int | None,
+        self, num_tokens: int, max_new_tokens: int, input_lens: Mapping[str, int] | None
     ) -> tuple[int, ...]:
         lens = self.max_input_lens if input_lens is None else input_lens
-        any_prompt = num_prompt_tokens is None or not self.depends_on_prompt
-        is_planned = any_prompt and (num_tokens, max_new_tokens) == (self.max_model_len, self.max_num_batched_tokens)
+        is_planned = (num_tokens, max_new_tokens) == (self.max_model_len, self.max_num_batched_tokens)
         return tuple(
             -(-lens.get(group.spec.sequence, 0) // group.block_size)
             if group.is_of_input
             else group.peak_blocks
             if is_planned
-            else peak_of(
-                group.spec if any_prompt else spec_for_prompt(group.spec, num_prompt_tokens or 1),
-                num_tokens,
-                max_new_tokens,
-            )
+            else peak_of(group.spec, num_tokens, max_new_tokens)
             for group in self.groups
         )
 
@@ -212,18 +200,21 @@ class KVCachePlan:
             return 0
         return (_MAX_BLOCK_ID * self.block_id_bytes - self.null_bytes) // self.slab_bytes
 
-    def resized(self, memory_bytes: int) -> KVCachePlan:
+    def resized(self, memory: str | int) -> KVCachePlan:
         """Return a plan of the same layout for another amount of memory: with more slabs of this size, or fewer.
 
+        Args:
+            memory: The most bytes, or a size such as ``"2GiB"``.
+
         Raises:
+            StackError: ``memory`` is not a size.
             PlanError: The memory does not hold one slab for each group, or there are too many slabs for a block id.
         """
+        memory_bytes = parse_bytes(memory)
         num_slabs = _num_slabs(memory_bytes, self.null_bytes, self.slab_bytes, self.block_id_bytes, len(self.groups))
         return attrs.evolve(self, num_slabs=num_slabs, memory_bytes=memory_bytes)
 
-    def fits(
-        self, num_tokens: int, input_lens: Mapping[str, int] | None = None, num_prompt_tokens: int | None = None
-    ) -> bool:
+    def fits(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> bool:
         """Return whether one request that grows to ``num_tokens`` tokens fits the pool.
 
         If it fits, a request that runs alone gets the pages for every step, for any division of its tokens into steps
@@ -239,9 +230,8 @@ class KVCachePlan:
         Args:
             num_tokens: Its final length.
             input_lens: The lengths of its inputs, by sequence; None for the longest ones.
-            num_prompt_tokens: How many of its tokens are its prompt; None for any number.
         """
-        return self.num_slabs_for(self.peak_blocks(num_tokens, input_lens, num_prompt_tokens)) <= self.num_slabs
+        return self.num_slabs_for(self.peak_blocks(num_tokens, input_lens)) <= self.num_slabs
 
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
         """Return how many requests of ``num_tokens`` tokens fit at once; None if no state is kept (no limit).
@@ -411,7 +401,6 @@ def lay_out_cache(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_input_lens=input_lens,
-        depends_on_prompt=grouping.depends_on_prompt,
     )
 
 

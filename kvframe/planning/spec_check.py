@@ -23,9 +23,7 @@ from kvframe.planning.answers import (
     ask_live_ranges,
     ask_mask,
     ask_state_tensors,
-    check_law_of_prompt,
     lacks,
-    spec_for_prompt,
     wrong_answer,
 )
 
@@ -109,32 +107,11 @@ def _check(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
                 most, needs_most = held, step
         kept, before = ranges, n
     _warn_of_many_ranges(spec, max_tokens)
-    for length in _sampled_prompts(spec, max_tokens):
-        _check_for_prompt(spec, spec_for_prompt(spec, length), length, max_tokens, max_new_tokens)
     peak = peak_of(spec, max_tokens, max_new_tokens)
     if peak < most:
         raise wrong_answer(
             spec, f"peak_blocks({max_tokens}, {max_new_tokens})", peak, f"{most} at least, which {needs_most} needs"
         )
-
-
-def _sampled_prompts(spec: KVCacheSpec, max_tokens: int) -> list[int]:
-    """Return the lengths of prompts for which a spec is checked; none if its live range does not depend on them."""
-    if not spec.depends_on_prompt or max_tokens < 1:
-        return []
-    size, source = spec.block_size, random.Random(_SEED)
-    lengths = {1, size, size + 1, max_tokens // 2, max_tokens, source.randint(1, max_tokens)}
-    return sorted(length for length in lengths if 1 <= length <= max_tokens)
-
-
-def _check_for_prompt(spec: KVCacheSpec, made: KVCacheSpec, length: int, max_tokens: int, max_new_tokens: int) -> None:
-    """Check the spec of requests with prompts of a length by the laws of any spec, and against what it was made of."""
-    call = f"for_prompt({length})"
-    if dict(made.state_tensors()) != dict(spec.state_tensors()) or made.kv_format != spec.kv_format:
-        raise wrong_answer(spec, call, made, "a spec that stores the same tensors in the same format")
-    check_spec_at_set_up(made, max_tokens, max_new_tokens)
-    for n in sampled_positions(made, max_tokens):
-        check_law_of_prompt(made, length, n, ask_live_ranges(made, n), ask_live_ranges(spec, n))
 
 
 def sampled_positions(spec: KVCacheSpec, max_tokens: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import PluginError, WrapperError
 from kvframe.contract.foreign import call, safe_repr
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS, SEQ_STARTS
+from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 
@@ -65,8 +65,6 @@ def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, 
 
 def _needed_extensions(layer: LayerSpec) -> Iterator[tuple[str, str]]:
     """Yield the extensions that a layer's steps have with any backend, each with the reason."""
-    if layer.spec is not None and layer.spec.depends_on_prompt:
-        yield NUM_PROMPT_TOKENS, "what it sees depends on the length of a request's prompt"
     if layer.query is not None and layer.query.first_token:
         yield SEQ_STARTS, f"its queries see no token before {layer.query.first_token}"
 

@@ -9,7 +9,6 @@ import attrs
 
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     CommonAttentionMetadata,
@@ -69,12 +68,9 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
     if SEQ_STARTS in metadata.extensions:
         hidden = metadata.extensions[SEQ_STARTS].values.tolist()
     ends = metadata.extensions[RANGE_ENDS].values.tolist() if RANGE_ENDS in metadata.extensions else None
-    specs = [spec] * metadata.num_reqs
-    if spec.depends_on_prompt:
-        specs = [spec.for_prompt(length) for length in metadata.extensions[NUM_PROMPT_TOKENS].values.tolist()]
     found: list[set[int]] = []
     for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
-        spec, blocks = specs[request], tables[request]
+        blocks = tables[request]
         num_new = starts[request + 1] - starts[request]
         for position in range(seq_len - num_new, seq_len):
             ranges: tuple[tuple[int, int], ...] = ((0, seq_len),)

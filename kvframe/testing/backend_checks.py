@@ -36,7 +36,6 @@ _FEATURES: Mapping[str, Mapping[str, Any]] = {
     "windows": {"window": 5},
     "sink tokens": {"window": 5, "num_sink_tokens": 3},
     "chunks": {"chunk": 6},
-    "kept prompts": {"window": 5, "keeps_prompt": True},
     "bidirectional": {"causal": False},
     "windows in both directions": {"causal": False, "window": 5, "lookahead": 3},
     "mask functions": {"stride": 6, "has_function": True},
@@ -182,8 +181,6 @@ def _of_mask(spec: KVCacheSpec) -> Iterator[str]:
         yield "full attention" if mask.window is None else "windows"
         if mask.num_sink_tokens:
             yield "sink tokens"
-        if mask.keeps_prompt:
-            yield "kept prompts"
 
 
 def _of_layer(case: Case, with_lse: bool) -> Iterator[str]:

@@ -24,8 +24,6 @@ class Request:
         num_hidden: Cached tokens at its start that its queries do not see (``SEQ_STARTS``).
         num_keys: Tokens of another sequence, all in the cache, that its queries attend to instead of their own tokens;
             None if they attend to their own. Either all requests of a step have it, or none.
-        num_prompt: Tokens of its prompt, for types whose live range depends on that. If it has more tokens, the others
-            were generated; if it has fewer, its prompt is not computed to its end.
         ranges: Ranges of its new tokens that see each other in both directions (``RANGE_ENDS``).
     """
 
@@ -34,7 +32,6 @@ class Request:
     num_generating: int = 1
     num_hidden: int = 0
     num_keys: int | None = None
-    num_prompt: int = 20
     ranges: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -52,8 +52,6 @@ LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
     f"full{RANGES}": lambda block_size: {},
     "window": lambda block_size: {"window": 5},
     f"window{RANGES}": lambda block_size: {"window": 5},
-    "window and kept prompt": lambda block_size: {"window": 5, "keeps_prompt": True},
-    f"window and kept prompt{RANGES}": lambda block_size: {"window": 5, "keeps_prompt": True},
     "window and sink tokens": lambda block_size: {"window": 5, "num_sink_tokens": 3},
     "chunks of whole blocks": lambda block_size: {"chunk": 2 * block_size},
     "chunks that end within a block": lambda block_size: {"chunk": block_size + 3},
@@ -101,9 +99,6 @@ RANGE_STEPS: Mapping[str, tuple[Request, ...]] = {
     "unfinished": (Request(0, 9, 0, ranges=((1, 8),)), Request(7, 6, 0)),
 }
 """Likewise with ranges of prompts that see each other in both directions."""
-
-NUM_PROMPT = 4
-"""The length of the prompts, for layers that keep them."""
 
 NUM_PADDING = 2
 
@@ -222,7 +217,6 @@ def make_cases_of(chain: WrapperChain, label: str, layer: LayerSpec, causal: boo
     """Yield the steps of a layer of this kind after a chain, also padded if its shapes are known beforehand."""
     steps = CROSS_STEPS if CROSS in label else RANGE_STEPS if RANGES in label else STEPS
     for step, requests in steps.items():
-        requests = tuple(attrs.evolve(each, num_prompt=NUM_PROMPT) for each in requests)
         name = f"{label}: {step}"
         case = Case(name=name, layer=layer, requests=requests, causal=causal, wrappers=chain)
         yield case

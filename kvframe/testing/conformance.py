@@ -233,7 +233,7 @@ def dense_arguments(case: Case, inputs: Sequence[Inputs], learned: Learned) -> I
     for request, tensors in zip(case.requests, inputs, strict=True):
         visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
         if not sees_all:
-            visible = visible_tokens(spec.for_prompt(request.num_prompt), request.num_computed, request.seq_len)
+            visible = visible_tokens(spec, request.num_computed, request.seq_len)
             for start, stop in request.ranges:
                 for position in range(start, stop):
                     visible[position - request.num_computed, position:stop] = True

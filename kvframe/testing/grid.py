@@ -56,9 +56,6 @@ CACHE_OWNER = "owner"
 
 NUM_PADDING = 3
 
-PROMPT_LENS = (20, 1, 33, 400)
-"""The lengths of the prompts of a batch's requests, in turn, for types that depend on that."""
-
 FORMAT_BATCHES = ("decode", "mixed")
 """The batches that are computed for each format, beside those of the main masks."""
 
@@ -233,7 +230,6 @@ def make_masks(block_size: int) -> dict[str, Mapping[str, Any]]:
         **{f"window={window}": {"window": window} for window in windows},
         "window=1-sink_tokens=2": {"window": 1, "num_sink_tokens": 2},
         f"window=6-sink_tokens={block_size + 1}": {"window": 6, "num_sink_tokens": block_size + 1},
-        **{f"window={window}-prompt": {"window": window, "keeps_prompt": True} for window in (1, 5, block_size + 2)},
         **{
             f"window={window}-lookahead={lookahead}": {"causal": False, "window": window, "lookahead": lookahead}
             for window, lookahead in ((5, 3), (1, 2), (3, 0), (block_size + 1, block_size))
@@ -280,9 +276,6 @@ def usual_dtypes(capabilities: Capabilities) -> list[str]:
 
 def _cases(name: str, layer: LayerSpec, batches: Mapping[str, tuple[Request, ...]]) -> Iterator[Case]:
     for batch, requests in batches.items():
-        if layer.spec is not None and layer.spec.depends_on_prompt:
-            prompts = cycle(PROMPT_LENS)
-            requests = tuple(attrs.evolve(each, num_prompt=next(prompts)) for each in requests)
         yield Case(name=f"{name}-{batch}", layer=layer, requests=requests)
         if batch in PADDED_BATCHES:
             yield Case(name=f"{name}-{batch}-padded", layer=layer, requests=requests, num_padding=NUM_PADDING)

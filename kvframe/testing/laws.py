@@ -30,8 +30,6 @@ def masked_tokens(mask: AttentionMask, position: int) -> set[int]:
     first = 0 if mask.window is None else position - mask.window + 1
     if mask.chunk is not None:
         first = position - position % mask.chunk
-    if mask.keeps_prompt:  # of a prompt without an end
-        first = 0
     return {token for token in range(position) if token >= first or token < mask.num_sink_tokens}
 
 
@@ -230,37 +228,6 @@ def _check_retained(asked: _Asked) -> None:
         _require(not lost, spec, f"retain_all() loses tokens {sorted(lost)} at {n}")
 
 
-def _check_prompts(asked: _Asked) -> None:
-    """Check the specs for prompts of some lengths: by all other laws, and against the spec that they were made of."""
-    spec, max_tokens = asked.spec, asked.max_tokens
-    mask = spec.mask
-    if not spec.depends_on_prompt:
-        keeps_prompt = mask is not None and mask.keeps_prompt
-        _require(not keeps_prompt, spec, "its mask has keeps_prompt, and the type has no for_prompt")
-        return
-    size = spec.block_size
-    for length in sorted({1, size, size + 1, max_tokens // 2, max_tokens} - {0}):
-        made, what = spec.for_prompt(length), f"for_prompt({length})"
-        _require(not made.depends_on_prompt, spec, f"{what} is {made}, whose type has for_prompt too")
-        same = made.block_size == size and dict(made.state_tensors()) == dict(spec.state_tensors())
-        _require(same and made.kv_format == spec.kv_format, spec, f"{what} is {made}, which stores other state")
-        if mask is not None:
-            _require_equal(spec, f"the mask of {what}", mask.for_prompt(length), made.mask)
-        for n, own in enumerate(asked.live):
-            given = _ask(made, n)
-            if n < length:
-                _require(
-                    _tokens(given) == _tokens(own),
-                    spec,
-                    f"law of the prompt: {what} has live {given} at {n}, and the type {own}",
-                )
-            new = sorted(_tokens(given) - _tokens(own))
-            _require(not new, spec, f"law of the prompt: {what} has live tokens {new} at {n}, and the type has not")
-        for law in LAWS:
-            if law != "prompts":
-                check_law(law, made, max_tokens, num_refused=asked.num_refused)
-
-
 def _check_layout(asked: _Asked) -> None:
     """Check that no field of the layout changes which tokens are live, and that each changes what a block stores."""
     spec, fields = asked.spec, {field.name: field for field in attrs.fields(type(asked.spec)) if field.init}
@@ -355,7 +322,6 @@ LAWS: Mapping[str, Callable[[_Asked], None]] = {
     "derivations": _check_derivations,
     "stored blocks": _check_stored,
     "retaining all": _check_retained,
-    "prompts": _check_prompts,
     "layout": _check_layout,
     "state": _check_state,
     "queries": _check_queries,

@@ -43,8 +43,7 @@ def give_pages(manager: KVCacheManager, case: Case) -> None:
     size, longest = case.spec.block_size, _longest(case)
     requests = {str(index): request for index, request in reversed([*enumerate(case.requests)])}
     for name in (*requests, "leaves"):
-        num_prompt = requests[name].num_prompt if name in requests else longest
-        manager.start(name, [0] * longest, num_prompt_tokens=min(num_prompt, longest))
+        manager.start(name, [0] * longest)
     for length in range(size, longest + size, size):
         for name, request in requests.items():
             _extend(manager, name, min(length, request.num_cached))
@@ -67,7 +66,7 @@ def _extend(manager: KVCacheManager, name: str, num_tokens: int) -> None:
 
 def written_tokens(backend_class: type[AttentionBackend], case: Case, request: Request) -> list[int]:
     """Return the cached tokens that are written: live ones, and others in their pages if a backend reads those too."""
-    spec, end = case.spec.for_prompt(request.num_prompt), request.num_cached
+    spec, end = case.spec, request.num_cached
     ranges = spec.live_ranges(end)
     if backend_class.capabilities.reads_dead_tokens:
         size = spec.block_size

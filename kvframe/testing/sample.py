@@ -143,7 +143,7 @@ def _visible(spec: KVCacheSpec) -> Hashable:
     if mask is None:
         return spec.mask_function is not None, spec.is_sparse
     sizes = mask.window, mask.lookahead, mask.chunk, mask.num_sink_tokens or None
-    return mask.causal, mask.keeps_prompt, *(size is None for size in sizes)
+    return mask.causal, *(size is None for size in sizes)
 
 
 def _kind(requests: Sequence[Request]) -> Hashable:
@@ -172,7 +172,7 @@ def _steps(number: int, *ends: int) -> int:
 
 def _num_live(spec: KVCacheSpec, request: Request) -> int:
     """Return how many tokens are live for the last query of a request."""
-    ranges = spec.for_prompt(request.num_prompt).live_ranges(request.num_cached)
+    ranges = spec.live_ranges(request.num_cached)
     return num_covered(ranges)
 
 

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.layers import Layers
 from kvframe.attention.staging import HOST
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
@@ -143,7 +143,7 @@ class _Served:
             for number, name in enumerate(sorted(names | {_BYSTANDER}), start=1)
         }
         choices = [choose(layer, backend_class) for layer in layers]
-        self._attention = AttentionLayers(layers, choices, grouping, self._storage.views, device)
+        self._attention = Layers(layers, choices, grouping, self._storage.views, device)
         self._contents = {layer.name: _Content.draw(run, layer) for layer in layers}
         for name, content in self._contents.items():
             if parameters := content.learned.to(device).parameters:

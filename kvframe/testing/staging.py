@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layer import AttentionLayer
-from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.layers import Layers
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST
 from kvframe.attention.storage import KVCacheStorage
@@ -167,7 +167,7 @@ def _copies_of_a_step(
     memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)
     plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_LEN)
     views = KVCacheStorage(plan, grouping, META).views
-    attention = AttentionLayers(layers, [choose(each, backend_class) for each in layers], grouping, views, META)
+    attention = Layers(layers, [choose(each, backend_class) for each in layers], grouping, views, META)
     cases = {each.name: Case(name=each.name, layer=each, requests=(), form=form) for each in layers}
     learned = {name: Learned.draw(case, torch.Generator()).to(META) for name, case in cases.items()}
     for name, each in learned.items():

@@ -50,7 +50,6 @@ class AnyMask:
         has_function: Whether the spec has a mask function for that pattern.
         dilation: A query sees every ``dilation``-th token of a window of as many times ``window`` tokens (Longformer,
             arXiv 2004.05150), whose other tokens are live too; 1 for a window without gaps.
-        keeps_prompt: As in ``AttentionMask``.
         lookahead: As in ``AttentionMask``.
     """
 
@@ -61,13 +60,10 @@ class AnyMask:
     stride: int | None = None
     has_function: bool = False
     dilation: int = 1
-    keeps_prompt: bool = False
     lookahead: int | None = None
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the chunk's tokens, the pattern's, or the sinks and the window; all of a prompt that is kept."""
-        if self.keeps_prompt:
-            return ((0, n),) if n else ()
+        """Return the chunk's tokens, the pattern's, or the sinks and the window."""
         run = self.stride or self.chunk
         if run is not None:
             start = n - n % run
@@ -89,21 +85,8 @@ class AnyMask:
             window=self.window,
             num_sink_tokens=self.num_sink_tokens,
             chunk=self.chunk,
-            keeps_prompt=self.keeps_prompt,
             lookahead=self.lookahead,
         )
-
-    @property
-    def depends_on_prompt(self) -> bool:
-        """Whether the prompt is kept beside the window."""
-        return self.keeps_prompt
-
-    def for_prompt(self, num_prompt_tokens: int) -> Any:
-        """Return the mask of a request with such a prompt."""
-        if not self.keeps_prompt:
-            return self
-        num_sink_tokens = max(self.num_sink_tokens, num_prompt_tokens)
-        return attrs.evolve(self, num_sink_tokens=num_sink_tokens, keeps_prompt=False)
 
     @property
     def mask_function(self) -> Any:
@@ -131,9 +114,7 @@ class AnyMask:
 
     def retain_all(self) -> Any:
         """Return full attention over the same state."""
-        return attrs.evolve(
-            self, window=None, num_sink_tokens=0, chunk=None, stride=None, dilation=1, keeps_prompt=False
-        )
+        return attrs.evolve(self, window=None, num_sink_tokens=0, chunk=None, stride=None, dilation=1)
 
 
 @attrs.frozen(kw_only=True)

@@ -40,9 +40,8 @@ def make_metadata_of_groups(
         generating_indices=np.concatenate(generating),
         extensions=extensions,
         range_ends=_range_ends(case),
-        num_prompt_tokens=np.array([request.num_prompt for request in case.requests]),
     )
-    built = build_metadata(batch, manager.tables, device, (0,) if case.spec.depends_on_prompt else ())
+    built = build_metadata(batch, manager.tables, device)
     return tuple(_as_asked(metadata, case, manager, rows) for metadata in built)
 
 

@@ -67,9 +67,6 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
         for batch, metadata in _variants(name, make_metadata(requests, layer.spec.block_size)):
             for axis in _open_axes(bound):
                 taken += _check_batch(bound, layer, batch, _extend(bound, metadata, axis), results)
-        # No other host can say where prompts end.
-        if layer.spec.depends_on_prompt:
-            continue
         for batch, metadata in _of_another_host(name, make_metadata(requests, layer.spec.block_size)):
             _check_batch(bound, layer, batch, metadata, results)
     if not taken:

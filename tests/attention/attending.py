@@ -13,7 +13,7 @@ import torch
 
 import kvframe
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
-from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.layers import Layers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -123,9 +123,7 @@ class Bench:
         scratch = LocalCaches(layers, CPU, max_tokens=64, max_reqs=8)
         scratch.is_poisoned = True
         audited = stack.cache.audit
-        self.attention = AttentionLayers(
-            layers, choices, self.grouping, storage.views, CPU, skipped, scratch, audited=audited
-        )
+        self.attention = Layers(layers, choices, self.grouping, storage.views, CPU, skipped, scratch, audited=audited)
 
     def groups(self) -> list[tuple[str, ...]]:
         """Return the names of each attention group's layers."""

@@ -167,7 +167,6 @@ def _draw_layer(
             {"window": _window(rng)},
             {"window": _window(rng), "num_sink_tokens": rng.choice((_size(rng, 50), _window(rng)))},
             {"chunk": _window(rng)},
-            {"window": _window(rng), "keeps_prompt": True, "num_sink_tokens": rng.choice((0, 3))},
         )
     )
     if rng.random() < 0.2:
@@ -224,8 +223,6 @@ def _draw_requests(
         changes: dict[str, Any] = {}
         if hides:
             changes["num_hidden"] = rng.randint(0, num_keys if num_keys is not None else computed)
-        if layer.spec.depends_on_prompt:
-            changes["num_prompt"] = _size(rng, request.seq_len + 5)
         if in_ranges and num_new > 1:
             changes["ranges"] = _draw_ranges(rng, computed, computed + num_new)
         requests.append(attrs.evolve(request, **changes))

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from kvframe import FullAttentionSpec, HostedLayers, Registry, Stack, load_plugins
+from kvframe import FullAttentionSpec, Layers, Registry, Stack, load_plugins
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.config.options import ModelOptions
 from kvframe.contract import (
@@ -83,11 +83,11 @@ def expected(
 
 
 def test_prompts_and_decodes_are_computed_in_the_hosts_pages_into_its_output(registry: Registry) -> None:
-    hosted = HostedLayers([layer("a"), layer("b")], stack({"backend": "torch"}), registry, CPU)
+    hosted = Layers.on_host_pages([layer("a"), layer("b")], stack({"backend": "torch"}), registry, CPU)
     caches = {name: memory() for name in "ab"}
     for seed, requests in enumerate((PROMPTS, DECODES)):
         metadata = batch(requests)
-        step = hosted.begin_step(metadata)
+        step = hosted.begin_step([metadata])
         for name, kv_cache in caches.items():
             query, key, value = draw(metadata, seed)
             hosted.write(step, name, key, value, kv_cache)
@@ -99,9 +99,9 @@ def test_prompts_and_decodes_are_computed_in_the_hosts_pages_into_its_output(reg
 
 
 def test_several_steps_may_begin_before_the_first_is_computed(registry: Registry) -> None:
-    hosted = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    hosted = Layers.on_host_pages([layer("a")], stack({"backend": "torch"}), registry, CPU)
     kv_cache, batches = memory(), [batch(PROMPTS), batch(DECODES)]
-    steps = [hosted.begin_step(each) for each in batches]
+    steps = [hosted.begin_step([each]) for each in batches]
     for seed, (step, metadata) in enumerate(zip(steps, batches, strict=True)):
         query, key, value = draw(metadata, seed)
         hosted.write(step, "a", key, value, kv_cache)
@@ -115,12 +115,12 @@ def test_layers_of_one_group_of_the_host_may_have_different_backends_and_masks(r
     )
     layers = [layer("full"), layer("windowed", window), layer("capped", soft_cap=2.0)]
     rules = [{"backend": "torch"}, {"layers": "capped", "backend": "torch_reference"}]
-    hosted = HostedLayers(layers, stack(*rules), registry, CPU)
+    hosted = Layers.on_host_pages(layers, stack(*rules), registry, CPU)
     assert ["kvframe-torch:torch", "kvframe-torch:torch", "kvframe:torch_reference"] == [
         choice.backend for choice in hosted.choices
     ]
     metadata = batch(PROMPTS)
-    step = hosted.begin_step(metadata)
+    step = hosted.begin_step([metadata])
     query, key, value = draw(metadata, 1)
     found = {}
     for each in layers:
@@ -134,10 +134,10 @@ def test_layers_of_one_group_of_the_host_may_have_different_backends_and_masks(r
 
 def test_a_layer_that_shares_a_cache_writes_nothing(registry: Registry) -> None:
     sharing = attrs.evolve(layer("b"), shares_with="a")
-    hosted = HostedLayers([layer("a"), sharing], stack({"backend": "torch"}), registry, CPU)
+    hosted = Layers.on_host_pages([layer("a"), sharing], stack({"backend": "torch"}), registry, CPU)
     metadata, kv_cache = batch(PROMPTS), memory()
     query, key, value = draw(metadata, 1)
-    step = hosted.begin_step(metadata)
+    step = hosted.begin_step([metadata])
     hosted.write(step, "a", key, value, kv_cache)
     before = kv_cache["k"].clone()
     hosted.write(step, "b", 2 * key, value, kv_cache)
@@ -152,14 +152,14 @@ def test_a_skipped_layer_computes_the_tokens_that_generate(registry: Registry, i
     sharing = attrs.evolve(layer("b"), shares_with="a")
     skipping = attrs.evolve(stack({"backend": "torch"}), model=ModelOptions(prefill_skipping="decode_only"))
     layers, owners = ([sharing], [layer("a")]) if is_elsewhere else ([layer("a"), sharing], [])
-    hosted = HostedLayers(layers, skipping, registry, CPU, skipped=["b"], owners=owners)
-    keeping = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    hosted = Layers.on_host_pages(layers, skipping, registry, CPU, skipped=["b"], owners=owners)
+    keeping = Layers.on_host_pages([layer("a")], stack({"backend": "torch"}), registry, CPU)
     last = torch.tensor([8, 9, 15])
     metadata, kv_cache = batch(PROMPTS), memory()
     query, key, value = draw(metadata, 1)
-    keeping.write(keeping.begin_step(metadata), "a", key, value, kv_cache)
+    keeping.write(keeping.begin_step([metadata]), "a", key, value, kv_cache)
     step = hosted.begin_step(
-        attrs.evolve(metadata, generating_indices=last, generating_indices_cpu=last, num_generating=3)
+        [attrs.evolve(metadata, generating_indices=last, generating_indices_cpu=last, num_generating=3)]
     )
     hosted.write(step, "b", 2 * key, value, kv_cache)  # it writes nothing
     found = hosted.attend(step, "b", query[last], kv_cache)
@@ -170,23 +170,23 @@ def test_a_skipped_layer_computes_the_tokens_that_generate(registry: Registry, i
 
 def test_a_captured_step_is_replayed_in_the_same_tensors() -> None:
     registry = load_plugins(plugins=[plugin("captured", backends={"own": CapturableReference})]).registry
-    hosted = HostedLayers([layer("a")], stack({"backend": "own"}), registry, CPU)
+    hosted = Layers.on_host_pages([layer("a")], stack({"backend": "own"}), registry, CPU)
     first, second = (
         attrs.evolve(batch(each, is_bound=False), static_shapes=True, max_seq_len=64) for each in (DECODES, LATER)
     )
-    step = hosted.capture_step(first)
-    (read,) = step.reads
+    step = hosted.capture_step([first])
+    (read,) = step.groups
     addresses = [read.metadata.block_table.data_ptr(), read.metadata.seq_lens.data_ptr()]
     kv_cache = {name: torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, 8) for name in "kv"}
     for metadata in (first, second):
-        hosted.replay_step(step, metadata)
+        hosted.replay_step(step, [metadata])
         query, key, value = draw(metadata, 3)
         hosted.write(step, "a", key, value, kv_cache)
         found = hosted.attend(step, "a", query, kv_cache)[:-1]
         torch.testing.assert_close(found, expected(layer("a"), query, kv_cache, metadata))
         assert addresses == [read.metadata.block_table.data_ptr(), read.metadata.seq_lens.data_ptr()]
     with pytest.raises(NotReplayableError):
-        hosted.replay_step(step, attrs.evolve(batch(PROMPTS, is_bound=False), static_shapes=True))
+        hosted.replay_step(step, [attrs.evolve(batch(PROMPTS, is_bound=False), static_shapes=True)])
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -194,56 +194,53 @@ def test_a_captured_step_is_replayed_in_the_same_tensors() -> None:
 
 def test_a_layer_that_no_backend_serves_is_refused_when_it_is_set_up(registry: Registry) -> None:
     with pytest.raises(BackendError, match="reads the state tensors latent, not k, v"):
-        HostedLayers([layer("a", soft_cap=1.0)], stack({"backend": "mla"}), registry, CPU)
+        Layers.on_host_pages([layer("a", soft_cap=1.0)], stack({"backend": "mla"}), registry, CPU)
 
 
 def test_an_unknown_layer_is_named_with_those_that_exist(registry: Registry) -> None:
-    hosted = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
-    step = hosted.begin_step(batch(PROMPTS))
+    hosted = Layers.on_host_pages([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    step = hosted.begin_step([batch(PROMPTS)])
     with pytest.raises(BackendError, match=r"no layer 'b' here; there are 'a'"):
         hosted.attend(step, "b", torch.zeros(17, 4, 8), memory())
 
 
-def test_an_unknown_layer_is_bound_nothing(registry: Registry) -> None:
-    hosted = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
-    with pytest.raises(BackendError, match=r"no layer 'b' here"):
-        hosted.bind("b", {})
-
-
 def test_a_step_that_was_not_captured_is_not_replayed(registry: Registry) -> None:
-    hosted = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    hosted = Layers.on_host_pages([layer("a")], stack({"backend": "torch"}), registry, CPU)
     with pytest.raises(NotReplayableError, match="was not captured"):
-        hosted.replay_step(hosted.begin_step(batch(PROMPTS)), batch(PROMPTS))
+        hosted.replay_step(hosted.begin_step([batch(PROMPTS)]), [batch(PROMPTS)])
 
 
 def test_a_batch_with_blocks_of_another_size_is_refused(registry: Registry) -> None:
-    hosted = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    hosted = Layers.on_host_pages([layer("a")], stack({"backend": "torch"}), registry, CPU)
     with pytest.raises(BackendError, match="blocks of 8 tokens, and the layers' specs have 4"):
-        hosted.begin_step(attrs.evolve(batch(PROMPTS), block_size=8))
+        hosted.begin_step([attrs.evolve(batch(PROMPTS), block_size=8)])
 
 
 def test_a_layer_that_does_not_attend_is_refused(registry: Registry) -> None:
     keeping = LayerSpec(name="state", spec=SPEC, query=None)
     with pytest.raises(BackendError, match="'state' cannot be hosted"):
-        HostedLayers([layer("a"), keeping], stack({"backend": "torch"}), registry, CPU)
+        Layers.on_host_pages([layer("a"), keeping], stack({"backend": "torch"}), registry, CPU)
 
 
 def test_a_layer_without_its_bias_is_refused_until_it_is_bound(registry: Registry) -> None:
     bias = RelativeBias(num_buckets=8, max_distance=16, bidirectional=False)
-    hosted = HostedLayers([layer("a", relative_bias=bias)], stack({"backend": "torch"}), registry, CPU)
+    hosted = Layers.on_host_pages([layer("a", relative_bias=bias)], stack({"backend": "torch"}), registry, CPU)
     metadata, kv_cache = batch(PROMPTS), memory()
     query, key, value = draw(metadata, 1)
-    step = hosted.begin_step(metadata)
-    with pytest.raises(BackendError, match=r"'a' needs learned tensors, and none were bound; call bind\(\)"):
-        hosted.write(step, "a", key, value, kv_cache)
-    hosted.bind("a", {"relative_bias": torch.randn(8, 4)})
+    for begin in (hosted.begin_step, hosted.capture_step):
+        with pytest.raises(
+            BackendError, match="'a' need learned tensors, and the model bound none; it has to call bind"
+        ):
+            begin([metadata])
+    hosted["a"].bind({"relative_bias": torch.randn(8, 4)})
+    step = hosted.begin_step([metadata])
     hosted.write(step, "a", key, value, kv_cache)
     assert torch.isfinite(hosted.attend(step, "a", query, kv_cache)[:-1]).all()
 
 
 def test_a_batch_that_is_not_causal_as_a_whole_is_refused(registry: Registry) -> None:
-    hosted = HostedLayers([layer("a")], stack({"backend": "torch"}), registry, CPU)
+    hosted = Layers.on_host_pages([layer("a")], stack({"backend": "torch"}), registry, CPU)
     causal: Any = torch.tensor([True, False, True])
     with pytest.raises(BackendError, match="as a whole") as caught:
-        hosted.begin_step(attrs.evolve(batch(PROMPTS), causal=causal))
+        hosted.begin_step([attrs.evolve(batch(PROMPTS), causal=causal)])
     assert "causal_per_request" == caught.value.code

@@ -14,7 +14,7 @@ import torch
 
 import kvframe
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
-from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.layers import Layers
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
@@ -261,7 +261,7 @@ def test_a_wrappers_wrong_option_names_its_options() -> None:
         select_backends(attending("a"), stack, host.registry, "cpu")
 
 
-def run_layers(layers: Sequence[LayerSpec], stack: Stack) -> tuple[AttentionLayers, KVCacheStorage]:
+def run_layers(layers: Sequence[LayerSpec], stack: Stack) -> tuple[Layers, KVCacheStorage]:
     host = load_plugins(plugins=[registering()])
     grouping = group_layers(layers)
     plan = plan_cache(grouping, memory_bytes=20_000, max_model_len=32, max_num_batched_tokens=8)
@@ -269,9 +269,7 @@ def run_layers(layers: Sequence[LayerSpec], stack: Stack) -> tuple[AttentionLaye
     manager = KVCacheManager(plan, max_num_seqs=1)
     manager.start("r", [1, 2, 3])
     assert manager.extend("r", 3)
-    attention = AttentionLayers(
-        layers, select_backends(layers, stack, host.registry, "cpu"), grouping, storage.views, CPU
-    )
+    attention = Layers(layers, select_backends(layers, stack, host.registry, "cpu"), grouping, storage.views, CPU)
     batch = StepBatch(
         rows=np.array([0]), num_computed=np.array([0]), query_lens=np.array([3]), generating_indices=np.array([2])
     )

@@ -20,7 +20,7 @@ from kvframe_torch.backend import TorchBackend
 from kvframe_triton.backend import TritonBackend
 
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.layers import Layers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
@@ -126,7 +126,7 @@ class Decoder(LoadedModel):
             name="decoder", layers=(), max_model_len=64, vocab_size=8, max_input_lens={"encoder": 16}
         )
 
-    def attach(self, layers: AttentionLayers) -> None:
+    def attach(self, layers: Layers) -> None:
         self.layers = layers
 
     def detach(self) -> None:
@@ -187,7 +187,7 @@ def copies_of_a_step(
         layers, stack, load_plugins(stack.plugins, [ordered]).registry, "cpu", Skipping(tuple(skipped))
     )
     scratch = LocalCaches(layers, META, max_tokens=64, max_reqs=8)
-    attention = AttentionLayers(layers, choices, grouping, views, META, skipped, scratch)
+    attention = Layers(layers, choices, grouping, views, META, skipped, scratch)
     assert 5 == len(grouping.groups)
     manager = KVCacheManager(plan, max_num_seqs=8, prefix_caching=False)
     model = Decoder(layers)

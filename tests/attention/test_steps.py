@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 
 from kvframe.attention.batch_metadata import split_mapping
-from kvframe.attention.layers import AttentionLayers
+from kvframe.attention.layers import Layers
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.builtin.torch_reference import TorchReferenceBackend
@@ -100,7 +100,7 @@ def test_memory_for_an_output_that_no_kernel_can_write_to_is_refused() -> None:
     query, key, value = tensors((3, 2, 4), (3, 1, 4), (3, 1, 4))
     full_layer = bench.attention["full"]
     full_layer(query, key, value)
-    kv_cache, read = full_layer._kv_cache, full_layer.step.read
+    kv_cache, read = full_layer.kv_cache, full_layer.step.read
     for out in (torch.zeros(3, 2, 4, dtype=torch.float64), torch.zeros(3, 4, 2).mT):
         with pytest.raises(BackendError, match="has to be contiguous and of the query's dtype"):
             full_layer.attend(query, kv_cache, read, None, out)
@@ -391,5 +391,5 @@ def test_every_batch_of_a_graphs_sizes_has_metadata_of_the_same_shapes(
 
 
 def test_layers_are_listed_in_the_models_order() -> None:
-    attention: AttentionLayers = Bench(eight_layers(), hybrid=False).attention
+    attention: Layers = Bench(eight_layers(), hybrid=False).attention
     assert [f"L{index}" for index in range(8)] == list(attention)

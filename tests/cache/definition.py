@@ -18,7 +18,6 @@ from tests.cache.plans import StateSpec
 
 Page = tuple[int, int]
 """A group and a block id."""
-NO_LIMIT = 1 << 30
 
 
 @attrs.define(kw_only=True)
@@ -35,7 +34,6 @@ class Life:
         is_encoded: Whether the state of its input is computed.
         branch: The position at which its tokens differ from an earlier request's.
         lookups: Per group, the result of its lookup when it started, until it runs.
-        num_prompt: The number of its tokens that are its prompt, if a type depends on that; otherwise no limit.
     """
 
     salt: str
@@ -47,17 +45,13 @@ class Life:
     is_encoded: bool
     branch: int = 0
     lookups: list[list[int]] = attrs.field(factory=list)
-    num_prompt: int = NO_LIMIT
 
     def content(self, num_tokens: int, tokens: Sequence[int] | None = None) -> Any:
         """Return all that the state after ``num_tokens`` tokens depends on."""
-        what = tuple((self.tokens if tokens is None else tokens)[:num_tokens])
-        # What a generated token sees, and with it its state, depends on where the prompt ended.
-        return self.salt, self.encoder, what if num_tokens <= self.num_prompt else (*what, -self.num_prompt)
+        return self.salt, self.encoder, tuple((self.tokens if tokens is None else tokens)[:num_tokens])
 
     def live_tokens(self, group: PlannedGroup, n: int) -> set[int]:
-        spec = group.spec if self.num_prompt == NO_LIMIT else group.spec.for_prompt(self.num_prompt)
-        return {token for start, stop in spec.live_ranges(n) for token in range(start, stop)}
+        return {token for start, stop in group.spec.live_ranges(n) for token in range(start, stop)}
 
     def live_blocks(self, group: PlannedGroup, n: int) -> set[int]:
         return {token // group.block_size for token in self.live_tokens(group, n)}
@@ -133,7 +127,7 @@ class CacheModel:
         if not (self.is_caching and use_prefix):
             return blocks
         # The last token of the prompt is always computed.
-        most = min(len(life.tokens), life.num_prompt) - 1
+        most = len(life.tokens) - 1
         hit = max((n for n in range(0, most + 1, self.alignment) if self.all_hold(life, n)), default=0)
         life.computed = hit if self.of_tokens else 0
         known = self.known(life, most)
@@ -167,8 +161,7 @@ class CacheModel:
 
         Tokens are known as long as a page of a later block can be found, or longer.
         """
-        end = min(len(life.tokens), life.num_prompt)
-        longer = range(life.computed + self.alignment, end, self.alignment) if self.is_sparse else ()
+        longer = range(life.computed + self.alignment, len(life.tokens), self.alignment) if self.is_sparse else ()
         kept = [
             what
             for index, (salt, encoder, what) in self.findable
@@ -219,7 +212,7 @@ class CacheModel:
     def is_ever_needed(self, group: PlannedGroup, block: int) -> bool:
         """Return whether a hit that ends anywhere could need a block, or the group keeps every block of any request."""
         end, most = (block + 1) * group.block_size, self.plan.max_model_len
-        keeps_all = not group.spec.depends_on_prompt and live_tokens(group, most) == {*range(most)}
+        keeps_all = live_tokens(group, most) == {*range(most)}
         hits = (n for n in range(0, most + 1, self.alignment) if end <= n < end + self.alignment)
         return keeps_all or any(block in live_blocks(group, n) for n in hits)
 
@@ -280,7 +273,7 @@ class CacheModel:
         if self.is_caching and life.num_resets == self.num_resets:
             for group in self.of_tokens:
                 size = group.block_size
-                num_full = min(num_computed, life.num_prompt) // size
+                num_full = num_computed // size
                 for block in range(life.offered[group.index], num_full):
                     page = block_ids[group.index][block]
                     if page and self.is_ever_needed(group, block) and (group.index, page) not in self.freed:

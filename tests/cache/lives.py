@@ -28,7 +28,6 @@ from tests.cache.definition import CacheModel, HostCopies, Life, Page, is_sparse
 from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache.plans import (
     StateSpec,
-    by_prompt,
     encoder,
     evict,
     full,
@@ -36,7 +35,6 @@ from tests.cache.plans import (
     masked,
     ranged,
     state,
-    with_prompt,
 )
 
 MAX_LEN, CHUNK, MAX_ENCODER_LEN, MOST_RUNNING = 40, 8, 9, 4
@@ -51,9 +49,6 @@ KINDS: tuple[tuple[Callable[..., KVCacheSpec], dict[str, tuple[int, ...]]], ...]
     (full, {"block_size": _EITHER, "num_kv_heads": _TO_THREE}),
     (full, {"block_size": (1,)}),
     *((make, options) for make in (ranged, masked) for options in (_WINDOW, _SINKS, _CHUNK)),
-    (by_prompt, {"block_size": _EITHER, "num_kv_heads": _TO_THREE, "window": _TO_NINE, "parts_kept": (0, 1, 2)}),
-    (by_prompt, {"block_size": _EITHER, "window": _TO_NINE, "parts_kept": (0, 1), "prompt_window": _TO_NINE}),
-    (with_prompt, {"block_size": _EITHER, "num_kv_heads": _TO_THREE, "window": _TO_NINE}),
     (state, {"block_size": (2, 3, 4), "every": (0, 1, 2, 3), "num_drafts": (0, 1, 2, 3, 4)}),
     (state, {"block_size": _EITHER, "every": (0, 1, 2), "num_drafts": (4,)}),
     (state, {"block_size": (1, 2, 3, 4), "every": (0, 1, 2), "num_rollback": (1, 2, 3, 4)}),
@@ -204,10 +199,6 @@ class Lives:
             num_resets=self.model.num_resets,
             is_encoded=encoder is None,
         )
-        # A request that was preempted has generated some of its tokens.
-        num_prompt = self.draw.choice([len(life.tokens), self.draw.randint(1, len(life.tokens))])
-        if self.plan.depends_on_prompt:
-            life.num_prompt = num_prompt
         self.model.let_go(set(self.manager.published()), self.shared)
         expected = self.model.start(life, use_prefix)
         hit = self.manager.start(
@@ -216,7 +207,6 @@ class Lives:
             salt=salt,
             use_prefix=use_prefix,
             inputs=inputs_of(encoder),
-            num_prompt_tokens=num_prompt,
         )
         self.did("start")
         assert life.computed == hit

@@ -54,63 +54,6 @@ class MaskedSpec(RangeSpec):
 
 
 @attrs.frozen(kw_only=True)
-class ByPromptSpec(AttentionSpec):
-    """A window of a prompt, or all of it; from its end on, a part of that and a window of what was generated.
-
-    It is defined by live ranges only.
-
-    Attributes:
-        window: Tokens that the query of a generated token sees.
-        parts_kept: How many halves of the prompt it sees beside these.
-        prompt_window: Tokens that the query of a prompt's token sees; 0 for all before it.
-        num_prompt: The prompt's length; None for no end.
-    """
-
-    kind = "by_prompt"
-
-    window: int
-    parts_kept: int = 2
-    prompt_window: int = 0
-    num_prompt: int | None = None
-
-    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        start = max(0, n - self.prompt_window + 1) if self.prompt_window else 0
-        seen = set(range(start, n))
-        if self.num_prompt is not None and n >= self.num_prompt:
-            kept = self.num_prompt * self.parts_kept // 2
-            seen = {token for token in seen if token < kept or token > n - self.window}
-        starts = sorted(token for token in seen if token - 1 not in seen)
-        stops = sorted(token + 1 for token in seen if token + 1 not in seen)
-        return tuple(zip(starts, stops, strict=True))
-
-    def for_prompt(self, num_prompt_tokens: int) -> KVCacheSpec:
-        fields = {field.name: getattr(self, field.name) for field in attrs.fields(ByPromptSpec)}
-        return EndedSpec(**{**fields, "num_prompt": num_prompt_tokens})
-
-
-@attrs.frozen(kw_only=True)
-class EndedSpec(ByPromptSpec):
-    """The same after a prompt of a known length."""
-
-    for_prompt = KVCacheSpec.for_prompt
-
-
-@attrs.frozen(kw_only=True)
-class WithPromptSpec(ByPromptSpec):
-    """All of the prompt and a window of what was generated, with a mask."""
-
-    kind = "with_prompt"
-
-    @property
-    def mask(self) -> AttentionMask:
-        return AttentionMask(window=self.window, keeps_prompt=True)
-
-    def for_prompt(self, num_prompt_tokens: int) -> KVCacheSpec:
-        stored = {field.name: getattr(self, field.name) for field in attrs.fields(AttentionSpec)}
-        return MaskedSpec(**stored, window=self.window, num_sink_tokens=num_prompt_tokens)
-
-
-@attrs.frozen(kw_only=True)
 class StateSpec(KVCacheSpec):
     """A state that is overwritten at each token; it is kept at every few block ends, and where tokens differ."""
 
@@ -165,14 +108,6 @@ def ranged(block_size: int = 4, num_kv_heads: int = 1, **options: Any) -> RangeS
 
 def masked(block_size: int = 4, num_kv_heads: int = 1, **options: Any) -> MaskedSpec:
     return MaskedSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, **options)
-
-
-def by_prompt(block_size: int = 4, num_kv_heads: int = 1, **options: Any) -> ByPromptSpec:
-    return ByPromptSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, **options)
-
-
-def with_prompt(block_size: int = 4, num_kv_heads: int = 1, window: int = 4) -> WithPromptSpec:
-    return WithPromptSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, window=window)
 
 
 def state(block_size: int = 4, **options: int) -> StateSpec:

@@ -18,7 +18,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
-from tests.cache.plans import by_prompt, encoder, full, make_plan, masked, state
+from tests.cache.plans import encoder, full, make_plan, masked, state
 from tests.cache.test_manager import SPECS
 
 SYSTEM = list(range(100, 112))
@@ -88,19 +88,6 @@ def test_without_prefix_caching_nothing_is_restored() -> None:
     assert (0, [], 0) == (pin.num_tokens, fetched, manager.num_held_pages)
     compute(manager, SYSTEM, inputs=inputs)
     assert 0 == manager.num_held_pages
-
-
-def test_a_restored_prefix_is_whole_whatever_the_prompt_before_it_in_its_row() -> None:
-    plan = make_plan(by_prompt(window=4, parts_kept=0), num_slabs=6, max_model_len=24)
-    manager, prompt = KVCacheManager(plan, max_num_seqs=1, audited=True), [1, 2, 3, 4]
-    manager.start("short", prompt)
-    assert manager.extend("short", 4)
-    manager.commit("short", prompt, 4)
-    manager.free("short")
-    # After the short prompt its blocks would die, and in a full pool dead blocks are freed.
-    pin = manager.restore(range(10, 34), [[*range(1, 7)]], lambda *copied: None)
-    assert pin is not None
-    assert (24, 6) == (pin.num_tokens, manager.num_held_pages)
 
 
 def test_the_input_of_an_encoder_is_pinned_with_the_prefix() -> None:

@@ -17,7 +17,6 @@ import torch
 from click.testing import CliRunner, Result
 from kvframe_engine.commands import generate as generating
 from kvframe_engine.engine import Engine
-from kvframe_sliding_window import PromptAndWindowSpec
 from kvframe_transformers.testing import save_tiny, tiny_config
 
 from kvframe.cache.stats import GroupLookups
@@ -184,16 +183,6 @@ def test_a_chunk_is_said_in_words(max_model_len: int) -> None:
 def test_a_model_as_long_as_a_chunk_sees_every_token() -> None:
     spec = Chunked(block_size=16, num_kv_heads=1, head_size=8)
     assert "every past token" == describe_live_range(spec, 101) == describe_live_range(spec, 100)
-
-
-def test_a_prompt_that_is_kept_is_said_in_words() -> None:
-    def words(window: int, max_model_len: int) -> str:
-        spec = PromptAndWindowSpec(block_size=16, num_kv_heads=1, head_size=8, window=window)
-        return describe_live_range(spec, max_model_len)
-
-    assert ["the prompt and the last 3", "the prompt"] == [words(4, 100), words(1, 4096)]
-    # A window that is almost as long as the longest request reaches into every prompt that is not shorter.
-    assert ["the prompt and the last 999", "every past token"] == [words(1000, 1024), words(2000, 1024)]
 
 
 def test_a_live_range_that_neither_stays_nor_slides_is_said_by_example() -> None:

@@ -90,7 +90,6 @@ def test_names_of_a_plugins_own_are_taken() -> None:
 def test_every_feature_of_a_mask_and_every_usual_device_is_known() -> None:
     masks = [
         AttentionMask(window=2, num_sink_tokens=1),
-        AttentionMask(window=2, keeps_prompt=True),
         AttentionMask(chunk=2),
         AttentionMask(causal=False),
         AttentionMask(causal=False, window=2, lookahead=1),

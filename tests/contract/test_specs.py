@@ -127,7 +127,6 @@ def test_mask_features_say_what_a_backend_needs() -> None:
         {"causal": False, "lookahead": 3},
         {"window": 3, "lookahead": 3},
         {"causal": False, "window": 3, "lookahead": 3, "num_sink_tokens": 1},
-        {"causal": False, "window": 3, "lookahead": 3, "keeps_prompt": True},
         {"causal": False, "chunk": 3},
     ],
 )

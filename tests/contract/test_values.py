@@ -13,7 +13,6 @@ from kvframe.attention.padding import pad_metadata
 from kvframe.attention.shapes import find_misfit
 from kvframe.attention.values import find_contradiction, find_foreign_id, find_wrong_tensor
 from kvframe.contract.metadata import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     Axis,
@@ -25,7 +24,7 @@ from kvframe.testing.metadata import make_metadata
 
 NUM_BLOCK_IDS = 7
 
-EXTENSIONS = {SEQ_STARTS: Axis.REQUEST, NUM_PROMPT_TOKENS: Axis.REQUEST, RANGE_ENDS: Axis.TOKEN}
+EXTENSIONS = {SEQ_STARTS: Axis.REQUEST, RANGE_ENDS: Axis.TOKEN}
 
 
 def step() -> CommonAttentionMetadata:
@@ -63,7 +62,6 @@ RIGHT: dict[str, Mapping[str, Any]] = {
     "starts at the ends, if the mask is not causal": {SEQ_STARTS: [11, 3], "causal": False},
     "ranges that end with their requests": {RANGE_ENDS: [11, 11, 2, 2, 0]},
     "ranges of a step that is not causal, which no kernel reads": {RANGE_ENDS: [99, 0, 0, 0, 0], "causal": False},
-    "prompts of no tokens": {NUM_PROMPT_TOKENS: [0, 99]},
     "fewer keys than queries, if the mask is not causal": {"seq_lens": [11, 2], "causal": False},
 }
 
@@ -104,7 +102,6 @@ WRONG: dict[str, tuple[Mapping[str, Any], str]] = {
     ),
     "a range that ends before its token": ({RANGE_ENDS: [0, 0, 0, 0, 2]}, "the extension 'range_ends' does not"),
     "a range that ends below 0": ({RANGE_ENDS: [-1, 0, 0, 0, 0]}, "the extension 'range_ends' does not lie"),
-    "a prompt of fewer than no tokens": ({NUM_PROMPT_TOKENS: [4, -1]}, "'num_prompt_tokens' names -1 tokens"),
     "a start after the end": ({SEQ_STARTS: [12, 3], "causal": False}, "the extension 'seq_starts' does not lie betwe"),
 }
 

@@ -45,7 +45,6 @@ class CountingCache:
         salt: str = "",
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
-        num_prompt_tokens: int | None = None,
         ranges: Sequence[tuple[int, int]] = (),
     ) -> int:
         assert request_id not in self.held
@@ -413,7 +412,6 @@ class ScatteredCache(CountingCache):
         salt: str = "",
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
-        num_prompt_tokens: int | None = None,
         ranges: Sequence[tuple[int, int]] = (),
     ) -> int:
         found = super().start(request_id, token_ids, salt=salt, use_prefix=use_prefix, inputs=inputs)

@@ -246,7 +246,6 @@ class PaddedLayers:
     """Replaces the layers; the last ones run at a size that is always two rows too large."""
 
     skipped = ("layer",)
-    prompt_groups: frozenset[int] = frozenset()
     local = LocalCaches((), torch.device("cpu"), max_tokens=0, max_reqs=0)
     kept_rows: torch.Tensor
 

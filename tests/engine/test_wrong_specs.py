@@ -15,7 +15,7 @@ import attrs
 import pytest
 import torch
 
-from kvframe import Engine, HostedLayers, RequestOutput, Setup, Stack, load_plugins
+from kvframe import Engine, Layers, RequestOutput, Setup, Stack, load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import SpecError
@@ -296,7 +296,7 @@ def test_a_wrong_answer_about_learned_tensors_is_refused_when_backends_are_set_u
     spec = NeedySpec(block_size=4, num_kv_heads=2, head_size=8, dtype="float32", window=9, answer=answer)
     layer = LayerSpec(name="a", spec=spec, query=QuerySpec(num_heads=4, head_size=8, scale=0.5))
     with pytest.raises(SpecError, match=rf"the cache spec 'needy': parameters\(query\) failed: {failure}.* correct"):
-        HostedLayers([layer], Stack(), load_plugins().registry, torch.device("cpu"))
+        Layers.on_host_pages([layer], Stack(), load_plugins().registry, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("mask", [7, "all"])
@@ -304,7 +304,7 @@ def test_a_mask_that_is_none_is_the_fault_of_its_spec_and_of_no_backend(mask: An
     spec = Variant(block_size=4, num_kv_heads=2, head_size=8, dtype="float32", window=9, said=Said("mask", mask))
     layer = LayerSpec(name="a", spec=spec, query=QuerySpec(num_heads=4, head_size=8, scale=0.5))
     with pytest.raises(SpecError, match=r"^the cache spec 'variant': mask is .*; expected None or an AttentionMask"):
-        HostedLayers([layer], Stack(), load_plugins().registry, torch.device("cpu"))
+        Layers.on_host_pages([layer], Stack(), load_plugins().registry, torch.device("cpu"))
 
 
 # --- while requests run -----------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def run_in_a_newer_kvframe(version: str) -> dict[str, Any]:
     """Likewise, in a process that changes the contract before anything else imports it."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(FROZEN / version), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(FROZEN / version), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-W", "error", "-m", "tests.frozen.run_plugins", "--newer"]

@@ -66,7 +66,7 @@ def launches() -> dict[str, Launch]:
     add("float16", dtype=torch.float16, shapes=ENDS)
     add("page=128", block_size=128, shapes=ENDS)
     add("window", window=1024, num_sink_tokens=4, shapes=ENDS)
-    add("window-kept_prompt-ranges", window=1024, keeps_prompt=True, has_ranges=True, shapes=ENDS)
+    add("window-ranges", window=1024, has_ranges=True, shapes=ENDS)
     add("chunk", chunk=8192, shapes=slice(-1, None))
     add("bidirectional", causal=False, shapes=slice(-1, None))
     add("soft_cap-sinks", soft_cap=30.0, has_sinks=True, shapes=ENDS)
@@ -137,7 +137,6 @@ def _launches(
             causal=attention.causal,
             sinks=tensor(num_heads) if has_sinks else None,
             bias=bias,
-            prompt_lens=tensor(64, of=torch.int32) if attention.keeps_prompt else None,
             range_ends=tensor(NUM_TOKENS, of=torch.int32) if has_ranges else None,
         )
         found[f"rows={tiling.block_m}" if tiling.mask_all else f"prompt-rows={tiling.block_m}"] = attend

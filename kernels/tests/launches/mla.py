@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from kvframe_kernels.triton.attention_tiles import Batch
+from kvframe_kernels.triton.attention_plan import Batch
 from kvframe_kernels.triton.launch import Launch
 from kvframe_kernels.triton.mla import LatentAttention
 

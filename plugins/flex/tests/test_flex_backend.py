@@ -84,7 +84,7 @@ def test_it_computes_some_of_the_grid_compiled(case: Case) -> None:
     check_backend(Compiled, case)
 
 
-@pytest.mark.parametrize("mask", ["full", "window=5-sink_tokens=3", "window=5-prompt", "chunk=6"])
+@pytest.mark.parametrize("mask", ["full", "window=5-sink_tokens=3", "chunk=6"])
 def test_a_range_may_go_on_in_the_next_tile(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MAX_TILE_QUERIES", 32)
     check_backend(FlexBackend, CASES[f"{mask}-block=16-long_ranges"])

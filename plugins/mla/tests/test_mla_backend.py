@@ -16,7 +16,7 @@ from kvframe_mla.testing import Latents
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvframe import HostedLayers, Stack, load_plugins
+from kvframe import Layers, Stack, load_plugins
 from kvframe.contract import BackendError, LayerSpec, QuerySpec, Slots
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
@@ -250,13 +250,12 @@ def test_latents_and_rotated_parts_lie_side_by_side() -> None:
 )
 def test_an_up_projection_that_does_not_fit_is_refused(parameters: dict[str, torch.Tensor], found: str) -> None:
     stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": "mla"}]})
-    hosted = HostedLayers([layer()], stack, load_plugins().registry, torch.device("cpu"))
+    hosted = Layers.on_host_pages([layer()], stack, load_plugins().registry, torch.device("cpu"))
     expected = rf"'layer' needs the learned tensor 'kv_up' of shape \(4, 16, 16\), and the model bound {found};"
     with pytest.raises(BackendError, match=expected):
-        hosted.bind("layer", parameters)
-    step = hosted.begin_step(make_metadata([Request(0, 3)], 4))
-    with pytest.raises(BackendError, match="'layer' needs learned tensors, and none were bound"):
-        hosted.attend(step, "layer", torch.ones(3, 4, 12), {"latent": torch.ones(2, 4, 20)})
+        hosted["layer"].bind(parameters)
+    with pytest.raises(BackendError, match="'layer' need learned tensors, and the model bound none"):
+        hosted.begin_step([make_metadata([Request(0, 3)], 4)])
 
 
 def test_a_cache_in_fewer_bits_is_read_in_the_dtype_of_the_queries() -> None:

@@ -11,7 +11,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvframe_sliding_window import PromptAndWindowSpec, SlidingWindowSpec
+from kvframe_sliding_window import SlidingWindowSpec
 
 import kvframe
 from kvframe import FullAttentionSpec
@@ -98,23 +98,6 @@ class TestSlidingWindow(SpecTests):
         {"window": window, "num_sink_tokens": num_sink_tokens}
         for window, num_sink_tokens in ((1, 0), (4, 0), (5, 0), (1, 2), (4, 1), (6, 5), (7, 40))
     )
-
-
-# --- the prompt and a window ------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_is_kept_beside_the_window() -> None:
-    spec = PromptAndWindowSpec(block_size=4, num_kv_heads=1, head_size=8, window=4)
-    assert ((0, 100),) == spec.live_ranges(100)
-    assert [((0, 9),), ((0, 10),), ((0, 13),), ((0, 10), (11, 14)), ((0, 10), (97, 100))] == [
-        spec.for_prompt(10).live_ranges(n) for n in (9, 10, 13, 14, 100)
-    ]
-    assert AttentionMask(window=4, num_sink_tokens=10) == spec.mask.for_prompt(10) == spec.for_prompt(10).mask
-
-
-class TestPromptAndWindow(SpecTests):
-    spec = "prompt_and_window"
-    options = ({"window": 1}, {"window": 4}, {"window": 7})
 
 
 # --- the distribution -------------------------------------------------------------------------------------------------

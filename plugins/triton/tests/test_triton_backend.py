@@ -257,7 +257,6 @@ def test_queries_that_lie_apart_are_read_as_they_are() -> None:
         {"window": 2**40, "num_sink_tokens": 2**31},
         {"window": 5, "num_sink_tokens": 2**31},
         {"chunk": 2**31},
-        {"window": 2**31, "keeps_prompt": True},
         {"scale": 0.0},
         {"scale": 0.0, "window": 3},
         {"scale": 0.0, "soft_cap": 2.0},

@@ -86,7 +86,7 @@ def main() -> None:
         calls["attend"][name] += 1
         rows[name] += len(query)
         note_pages(name, pages)
-        # A backend that cannot write to the memory that it is given is copied by HostedLayers.
+        # A backend that cannot write to the memory that it is given is copied by Layers.
         copies["output"] += copied[out.data_ptr()] + (result is not out)
         return result
 
@@ -102,9 +102,9 @@ def main() -> None:
         return result
 
     torch.Tensor.copy_ = note_copy
-    count_calls(kvframe.HostedLayers, "write", note_write)
-    original_attend = kvframe.HostedLayers.attend
-    kvframe.HostedLayers.attend = attend
+    count_calls(kvframe.Layers, "write", note_write)
+    original_attend = kvframe.Layers.attend
+    kvframe.Layers.attend = attend
     if "foreign" in settings:
         keep_foreign(settings["foreign"])
     llm = LLM(

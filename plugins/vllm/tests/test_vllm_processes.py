@@ -18,13 +18,13 @@ import os
 
 def register():
     import kvframe
-    original = kvframe.HostedLayers.attend
+    original = kvframe.Layers.attend
 
     def attend(self, step, layer, *args, **options):
         open(os.path.join(os.environ["RAN"], f"{os.getpid()} {layer}"), "a").close()
         return original(self, step, layer, *args, **options)
 
-    kvframe.HostedLayers.attend = attend
+    kvframe.Layers.attend = attend
 """
 PARALLEL: dict[str, dict[str, Any]] = {
     "engine": {},

@@ -43,7 +43,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
         *((name, _Plane) for name in PLANES),
         *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "seq_starts", "block_table")),
-        *((name, ctypes.c_void_p) for name in ("prompt_lens", "range_ends")),
+        ("range_ends", ctypes.c_void_p),
         ("block_table_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("sinks", "bias", "slopes", "lse")),
         *((name, ctypes.c_int64) for name in ("max_distance", "num_reqs", "num_tokens", "block_size")),
@@ -67,7 +67,6 @@ class Batch:
         block_table: ``[num_reqs, max_blocks]``: block ids by block index.
         seq_starts: ``[num_reqs]``: keys before this one are hidden; None if none are.
         causal: Whether queries see only their own and earlier positions, within the mask; if not, all keys.
-        prompt_lens: ``[num_reqs]``: so many tokens at the start are seen in spite of the window; None for none.
         range_ends: ``[num_tokens]``: a causal query in a range of queries that all see one another also sees the later
             keys before this one, the end of its range; 0 for a query in none. None if there are no ranges.
     """
@@ -77,7 +76,6 @@ class Batch:
     block_table: torch.Tensor
     seq_starts: torch.Tensor | None = None
     causal: bool = True
-    prompt_lens: torch.Tensor | None = None
     range_ends: torch.Tensor | None = None
 
 
@@ -172,7 +170,6 @@ def paged_attention(
         raise ValueError(f"keys are {key.dtype} and values are {value.dtype}; they must have one dtype")
     starts, lens = _whole("query_start_loc", batch.query_start_loc), _whole("seq_lens", batch.seq_lens)
     hidden = None if batch.seq_starts is None else _whole("seq_starts", batch.seq_starts)
-    prompt_lens = None if batch.prompt_lens is None else _whole("prompt_lens", batch.prompt_lens)
     range_ends = None if batch.range_ends is None else _whole("range_ends", batch.range_ends)
     table = batch.block_table
     if table.dtype != torch.int32 or (table.stride(1) != 1 and table.shape[1] > 1):
@@ -195,7 +192,6 @@ def paged_attention(
         seq_lens=lens.data_ptr(),
         seq_starts=None if hidden is None else hidden.data_ptr(),
         block_table=table.data_ptr(),
-        prompt_lens=None if prompt_lens is None else prompt_lens.data_ptr(),
         range_ends=None if range_ends is None else range_ends.data_ptr(),
         block_table_stride=table.stride(0),
         sinks=None if sinks is None else sinks.data_ptr(),

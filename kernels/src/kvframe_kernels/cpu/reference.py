@@ -39,8 +39,7 @@ def paged_attention(
         positions = length - (stop - start) + torch.arange(stop - start)
         visible = None
         if batch.causal:
-            num_prompt = 0 if batch.prompt_lens is None else int(batch.prompt_lens[request])
-            visible = _visible(positions, tokens, scoring, num_prompt)
+            visible = _visible(positions, tokens, scoring)
             if batch.range_ends is not None:
                 later = tokens[None] > positions[:, None]
                 visible |= later & (tokens[None] < batch.range_ends[start:stop, None])
@@ -78,12 +77,12 @@ def numbers(
     return found if low is None else found + low.to(dtype).unsqueeze(-1)
 
 
-def _visible(positions: torch.Tensor, tokens: torch.Tensor, scoring: Scoring, num_prompt: int) -> torch.Tensor:
+def _visible(positions: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """Return which earlier tokens the queries at these positions see, ``[num_queries, num_tokens], bool``."""
     positions, tokens = positions[:, None], tokens[None]
     visible = tokens <= positions
     if scoring.window is not None:
-        visible &= (tokens > positions - scoring.window) | (tokens < max(scoring.num_sink_tokens, num_prompt))
+        visible &= (tokens > positions - scoring.window) | (tokens < scoring.num_sink_tokens)
     if scoring.chunk is not None:
         visible &= tokens >= positions - positions % scoring.chunk
     return visible

@@ -68,7 +68,6 @@ def plan(
     num_heads: int,
     num_kv_heads: int,
     num_threads: int,
-    prompt_lens: IntArray | None = None,
     range_ends: IntArray | None = None,
 ) -> Work:
     """Return a step's work items.
@@ -82,7 +81,6 @@ def plan(
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         num_threads: The number of threads in the pool.
-        prompt_lens: ``[num_reqs]``: with a window, so many tokens of each request are sink tokens too; None for none.
         range_ends: ``[num_tokens]``: each query of a causal mask also sees the later tokens before this one, the end of
             its range; 0 for none. None if there are no ranges.
     """
@@ -99,8 +97,6 @@ def plan(
     first_sink = stop_sink = low
     first_query = starts[:-1][request] + skipped
     num_sinks = np.full_like(low, mask.num_sink_tokens)
-    if prompt_lens is not None and mask.window:
-        num_sinks = np.maximum(num_sinks, prompt_lens[request])
     if mask.causal:
         stop = position + queries
         if range_ends is not None:

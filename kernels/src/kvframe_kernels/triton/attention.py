@@ -17,9 +17,15 @@ import triton.language as tl
 from triton import knobs
 
 from kvframe_kernels.triton import attention_kernel
-from kvframe_kernels.triton.attention_parts import Mask
-from kvframe_kernels.triton.attention_plan import Programs, StepPlanner, Work, planner_for
-from kvframe_kernels.triton.attention_tiles import Batch, Tiling
+from kvframe_kernels.triton.attention_plan import (
+    Batch,
+    Mask,
+    Programs,
+    StepPlanner,
+    Tiling,
+    Work,
+    planner_for,
+)
 from kvframe_kernels.triton.attention_tilings import suitable_tilings
 from kvframe_kernels.triton.launch import Launch
 
@@ -58,7 +64,6 @@ class PagedAttention:
         causal: Whether queries see only their own and earlier positions; a batch may override it, so that they see all.
         window: The number of positions that a query sees, counted back from its own, at most ``UNBOUNDED``; 0 for all.
         num_sink_tokens: Tokens at the start that are seen in spite of the window; at most ``UNBOUNDED``.
-        keeps_prompt: Whether the tokens of each request's prompt are sink tokens too; a batch says how many these are.
         chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; at most
             ``UNBOUNDED``, 0 for none.
         soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
@@ -80,7 +85,6 @@ class PagedAttention:
     causal: bool = True
     window: int = 0
     num_sink_tokens: int = 0
-    keeps_prompt: bool = False
     chunk: int = 0
     soft_cap: float | None = None
     max_distance: int = 0
@@ -94,8 +98,6 @@ class PagedAttention:
     @property
     def mask(self) -> Mask:
         """The mask of past tokens."""
-        if self.keeps_prompt:
-            return Mask(self.window, self.chunk, self.num_sink_tokens, keeps_prompt=True)
         return Mask(self.window, self.chunk)
 
     def planner(self, dtype: torch.dtype) -> StepPlanner:
@@ -134,7 +136,6 @@ class PagedAttention:
         sinks: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
-        prompt_lens: torch.Tensor | None = None,
         range_ends: torch.Tensor | None = None,
     ) -> Iterator[Launch]:
         """Yield the kernel calls that write a step's ``output``, in their order.
@@ -155,7 +156,6 @@ class PagedAttention:
                 multiplied. None for none.
             lse: ``[num_tokens, num_heads], float32, device``, contiguous: every row is written: the natural logarithm
                 of each softmax's denominator, -inf for a query that sees nothing. None if it is not wanted.
-            prompt_lens: ``[num_reqs], int32, device``: those of the planned batch.
             range_ends: ``[num_tokens], int32, device``: those of the planned batch.
         """
         kind = FORMATS[self.format]
@@ -192,7 +192,6 @@ class PagedAttention:
             "output": output,
             "lse": lse,
             "block_table": block_table,
-            "prompt_lens": prompt_lens,
             "range_ends": range_ends,
             "score_scale": score_scale * LOG2_E,
             "value_scale": self.v_scale,
@@ -218,7 +217,6 @@ class PagedAttention:
             "WINDOW": self.window if causal else 0,
             "NUM_SINK_TOKENS": self.num_sink_tokens if causal and self.window else 0,
             "CHUNK": self.chunk if causal else 0,
-            "KEEPS_PROMPT": causal and self.window > 0 and self.keeps_prompt and prompt_lens is not None,
             "HAS_RANGES": causal and range_ends is not None,
             "HAS_STARTS": has_starts,
             "HAS_SOFT_CAP": self.soft_cap is not None,

@@ -41,7 +41,6 @@ def attend(
     numbers,
     first_item,
     block_table,
-    prompt_lens,
     range_ends,
     score_scale,
     value_scale,
@@ -73,7 +72,6 @@ def attend(
     WINDOW: tl.constexpr,
     NUM_SINK_TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
-    KEEPS_PROMPT: tl.constexpr,
     HAS_RANGES: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -154,12 +152,6 @@ def attend(
         low = tl.maximum(low, position - position % CHUNK)
         last_low = tl.maximum(last_low, last_position - last_position % CHUNK)
     num_sinks = NUM_SINK_TOKENS
-    if KEEPS_PROMPT:
-        num_sinks = tl.maximum(tl.load(prompt_lens + table_row), NUM_SINK_TOKENS)
-        # If no token lies between the kept ones and the last query's window, no query hides any.
-        is_whole = num_sinks >= last_low
-        low = tl.where(is_whole, seq_start, low)
-        last_low = tl.where(is_whole, seq_start, last_low)
     # The tokens after the last ones that the queries see.
     first_stop = position + 1
     stops = positions + 1
@@ -185,21 +177,10 @@ def attend(
         bias_rows = tl.load(bias + heads, mask=is_row, other=0.0)
 
     # Up to four runs of blocks: sink tokens, blocks seen in part, blocks that all queries see, blocks seen in part.
-    if CAUSAL and WINDOW and (NUM_SINK_TOKENS or KEEPS_PROMPT):
+    if CAUSAL and WINDOW and NUM_SINK_TOKENS:
         sink_lo = seq_start // BLOCK_N * BLOCK_N
         sink_hi = tl.minimum((num_sinks + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.maximum(low, 0) // BLOCK_N * BLOCK_N)
-        if KEEPS_PROMPT:
-            # A prompt may be long, so parts divide the sink tokens, too: as if they were just before the others.
-            num_before = tl.maximum(sink_hi - sink_lo, 0)
-            part_lo = part * part_blocks * BLOCK_N
-            part_hi = tl.where(part_blocks == 0, num_before + stop, part_lo + part_blocks * BLOCK_N)
-            after = low // BLOCK_N * BLOCK_N
-            lo = after + tl.maximum(part_lo - num_before, 0)
-            hi = tl.minimum(stop, after + tl.maximum(part_hi - num_before, 0))
-            sink_hi = sink_lo + tl.minimum(part_hi, num_before)
-            sink_lo += tl.minimum(part_lo, num_before)
-        else:
-            sink_hi = tl.where(part == 0, sink_hi, sink_lo)
+        sink_hi = tl.where(part == 0, sink_hi, sink_lo)
     if MASK_ALL:
         full_lo = hi
         full_hi = hi
@@ -214,7 +195,7 @@ def attend(
         full_hi = tl.maximum(full_hi, full_lo)
     for run in tl.static_range(4):
         if (
-            (run == 0 and CAUSAL and WINDOW != 0 and (NUM_SINK_TOKENS != 0 or KEEPS_PROMPT))
+            (run == 0 and CAUSAL and WINDOW != 0 and NUM_SINK_TOKENS != 0)
             or (run == 1 and (MASK_ALL or (CAUSAL and (WINDOW != 0 or CHUNK != 0)) or HAS_STARTS))
             or (run >= 2 and not MASK_ALL)
         ):

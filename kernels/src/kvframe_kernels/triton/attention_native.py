@@ -6,7 +6,6 @@ Like Triton's own launchers, it is built by the compiler that Triton needs, into
 from __future__ import annotations
 
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -20,14 +19,19 @@ def source() -> str:
 
 
 @cache
-def load() -> ModuleType | None:
-    """Return the compiled module; None if it cannot be built, which is reported once in one line on stderr."""
+def load() -> ModuleType:
+    """Return the compiled module.
+
+    Raises:
+        RuntimeError: It cannot be built. Triton cannot build its launchers then either.
+    """
     try:
-        # A version of Triton may have it elsewhere, or Triton may be missing.
         from triton.runtime.build import compile_module_from_src
 
         module: ModuleType = compile_module_from_src(source(), "kvframe_kernels_plan")
     except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
-        print(f"kvframe-kernels: steps are planned by NumPy, which takes longer: {error}", file=sys.stderr, flush=True)
-        return None
+        raise RuntimeError(
+            f"the C code that plans Triton's steps cannot be built: {error}; install a C compiler and the headers of "
+            "Python, which Triton needs too"
+        ) from error
     return module

@@ -1,8 +1,9 @@
 """The host side of paged attention: divides a step into work items of about equal length, from host arrays only.
 
-A tile that sees much more than a program's fair share of the step is split over the tokens that it sees. All requests
-and layers are planned by the same NumPy calls. The result is one array for each mask, so that one tensor is copied to
-the device.
+A tile is as many consecutive queries of one request as fill a program's rows. A tile that sees much more than a
+program's fair share of the step is split into parts over the tokens that it sees, and the parts are merged afterwards
+(Flash-Decoding; the shares are as in FlashInfer's planner, arXiv 2501.01005). C code plans a step for the masks of all
+layers. The result is one array for each mask, so that one tensor is copied to the device.
 """
 
 from __future__ import annotations
@@ -13,34 +14,89 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvframe_kernels.triton import attention_native
-from kvframe_kernels.triton.attention_parts import (
-    NUM_SPLIT_FIELDS,
-    Items,
-    Mask,
-    longest_parts,
-    masks_in_effect,
-    num_tokens_read,
-    split,
-)
-from kvframe_kernels.triton.attention_tiles import (
-    ALIGNMENT,
-    MAX_SMALL_ROWS,
-    NUM_ITEM_FIELDS,
-    Batch,
-    IntArray,
-    Shape,
-    Tiles,
-    Tiling,
-    tiles_of,
-)
 
-NO_PARTS = np.zeros((0, NUM_ITEM_FIELDS), dtype=np.int32)
-NO_SPLITS = np.zeros((0, NUM_SPLIT_FIELDS), dtype=np.int32)
+IntArray = npt.NDArray[np.int32]
+
+NUM_ITEM_FIELDS = 8
+"""Numbers of a work item: row in the block table, first query, queries, position of the first query, end of the seen
+tokens, end of the hidden tokens, index of the part of a tile, and blocks of tokens of a part; the last two are 0 for a
+whole tile."""
+NUM_SPLIT_FIELDS = 4
+"""Numbers of a split tile: its first query, its queries, the slot of its first part, its parts."""
+MAX_SMALL_ROWS = 64
+"""The most rows (queries times query heads of a program) for which a request is one tile of a small program."""
+UNBOUNDED = 1 << 30
+"""More tokens than a sequence has: a window, a chunk or sink tokens of this number hide nothing. It fits 32 bits."""
 FEWEST_ITEMS_PER_CORE = 4
 """The fewest work items of a multiprocessor with which the largest shape for prompts is the fastest."""
+
+
+class Mask(NamedTuple):
+    """The past tokens that a layer hides, sink tokens aside: they are so few that they do not count.
+
+    Attributes:
+        window: The number of positions that a query sees, counted back from its own; 0 for all.
+        chunk: Tokens of a chunk that its queries stay within; 0 for none.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+
+ALL = Mask()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """The shape of a kind of programs.
+
+    Attributes:
+        block_m: Rows: queries times query heads.
+        block_n: Tokens of an iteration, a power of two.
+        num_warps: Warps.
+        num_stages: Iterations whose loads are in flight.
+        programs_per_core: Programs that a multiprocessor runs at the same time.
+        min_split: The fewest tokens of a part.
+        mask_all: Whether every block is masked. With few rows, masks cost nothing, and one loop is shorter than three.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_core: int
+    min_split: int
+    mask_all: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A step's requests, on the host.
+
+    Attributes:
+        query_start_loc: ``[num_reqs + 1]``: the start of each request's new tokens.
+        seq_lens: ``[num_reqs]``: tokens of the sequence that its queries attend to.
+        seq_starts: ``[num_reqs]``: tokens before this one are hidden; None for none.
+        num_tokens: Packed tokens, including padding after the requests' tokens.
+        causal: Whether queries see only their own and earlier positions.
+        max_query_len: The most new tokens of one request; with ``static``, the most in any batch of this graph.
+        static: Whether the work's shapes must follow from the other sizes and ``max_query_len`` only.
+        range_ends: ``[num_tokens]``: if the batch is causal, each query also sees the later tokens before this one, the
+            end of its range; 0 for none. None if there are no ranges.
+    """
+
+    query_start_loc: IntArray
+    seq_lens: IntArray
+    seq_starts: IntArray | None
+    num_tokens: int
+    causal: bool
+    max_query_len: int
+    static: bool = False
+    range_ends: IntArray | None = None
 
 
 @dataclass(frozen=True)
@@ -148,14 +204,10 @@ class StepPlanner:
         return self._planner(batch)._plan(batch, masks)
 
     def _plan(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
-        native = attention_native.load()
-        if native is None:
-            return self._plan_with_numpy(batch, masks)
-        found, places = native.plan(
+        works, places = attention_native.load().plan(
             batch.query_start_loc,
             batch.seq_lens,
             batch.seq_starts,
-            batch.prompt_lens,
             batch.range_ends,
             batch.num_tokens,
             batch.causal,
@@ -165,14 +217,14 @@ class StepPlanner:
             self.heads,
             self._shapes,
         )
-        works = [
+        found = [
             Work(
                 np.frombuffer(numbers, dtype=np.int32),
                 tuple([Programs(self.tilings[tiling], self.heads, *place) for tiling, *place in programs]),
             )
-            for numbers, programs in found
+            for numbers, programs in works
         ]
-        return [works[place] for place in places]
+        return [found[place] for place in places]
 
     @cached_property
     def _shapes(self) -> bytes:
@@ -184,107 +236,9 @@ class StepPlanner:
         """Return the number of work items that run at the same time."""
         return max(1, self.num_cores * tiling.programs_per_core // self._programs)
 
-    def plan_with_numpy(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
-        """Return the same as ``plan``, without compiled code."""
-        return self._planner(batch)._plan_with_numpy(batch, masks)
-
-    def _plan_with_numpy(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
-        tiles = tiles_of(batch, self.heads, self.tilings)
-        waves = [self._wave(shape.tiling) for shape in tiles.shapes]
-        in_effect = masks_in_effect(batch, masks)
-        every = tuple(dict.fromkeys(in_effect))
-        num_tokens = num_tokens_read(tiles, batch, every)
-        lengths = longest_parts(tiles, num_tokens, waves)
-        if batch.static:
-            found = [every.index(mask) for mask in in_effect]
-            return [self._with_capacity(tiles, num_tokens[row], lengths[row], batch, waves) for row in found]
-        whole: Work | None = None
-        works: dict[Mask, Work] = {}
-        for mask, reads, most in zip(every, num_tokens, lengths, strict=True):
-            if any(most):
-                works[mask] = self._in_parts(tiles, reads, most)
-            else:
-                whole = works[mask] = self._in_parts(tiles, reads, most) if whole is None else whole
-        return [works[mask] for mask in in_effect]
-
-    def _in_parts(self, tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> Work:
-        items = _items_of(tiles, num_tokens, lengths)
-        capacities = [
-            Capacity(len(each.parts) + len(each.whole), len(each.parts), len(each.splits), shape.max_queries)
-            for each, shape in zip(items, tiles.shapes, strict=True)
-        ]
-        return _packed(tiles.shapes, items, capacities, self.heads)
-
-    def _with_capacity(
-        self, tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None], batch: Batch, waves: Sequence[int]
-    ) -> Work:
-        capacities = []
-        for shape, wave in zip(tiles.shapes, waves, strict=True):
-            queries_per_tile = shape.tiling.block_m // self.heads
-            num_tiles = min(batch.num_tokens, len(batch.seq_lens) + 1 + batch.num_tokens // queries_per_tile)
-            # The parts of all split tiles fill at most two waves.
-            max_queries = min(queries_per_tile, batch.max_query_len)
-            capacities.append(Capacity(num_tiles + wave, 2 * wave, min(wave, num_tiles), max_queries))
-        return _packed(tiles.shapes, _items_of(tiles, num_tokens, lengths), capacities, self.heads)
-
 
 @cache
 def planner_for(num_kv_heads: int, group: int, tilings: tuple[Tiling, ...], num_cores: int) -> StepPlanner:
     """Return the planner for these arguments; equal arguments give the same object."""
     attention_native.load()  # at set-up, and not in the first step
     return StepPlanner(num_kv_heads, group, tilings, num_cores)
-
-
-class Capacity(NamedTuple):
-    """The sizes for which an array has capacity; the fields are those of ``Programs``."""
-
-    num_items: int
-    num_slots: int
-    num_splits: int
-    split_queries: int
-
-
-def _items_of(tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> list[Items]:
-    """Return the work items of programs of each shape, with no parts longer than ``lengths``."""
-    found = []
-    for shape, length in zip(tiles.shapes, lengths, strict=True):
-        rows = slice(shape.first, shape.first + shape.num_tiles)
-        whole = tiles.items[rows]
-        if length is None:
-            found.append(Items(NO_PARTS, whole, NO_SPLITS))
-        else:
-            found.append(split(whole, num_tokens[rows], length, shape.tiling.block_n))
-    return found
-
-
-def _packed(shapes: Sequence[Shape], items: Sequence[Items], capacities: Sequence[Capacity], heads: int) -> Work:
-    """Return the work of all programs as one array, with zeros in unused capacity."""
-    programs: list[Programs] = []
-    end = 0
-    for shape, capacity in zip(shapes, capacities, strict=True):
-        first_split = end + _aligned(capacity.num_items * NUM_ITEM_FIELDS)
-        programs.append(
-            Programs(
-                shape.tiling,
-                heads,
-                end,
-                capacity.num_items,
-                capacity.num_slots,
-                first_split,
-                capacity.num_splits,
-                capacity.split_queries if capacity.num_splits else 0,
-            )
-        )
-        end = first_split + _aligned(capacity.num_splits * NUM_SPLIT_FIELDS)
-    numbers = np.zeros(end, dtype=np.int32)
-    for each, place in zip(items, programs, strict=True):
-        first_whole = place.first_item + each.parts.size
-        numbers[first_whole : first_whole + each.whole.size] = each.whole.reshape(-1)
-        if each.parts.size:
-            numbers[place.first_item : first_whole] = each.parts.reshape(-1)
-            numbers[place.first_split : place.first_split + each.splits.size] = each.splits.reshape(-1)
-    return Work(numbers, tuple(programs))
-
-
-def _aligned(num_numbers: int) -> int:
-    return -(-num_numbers // ALIGNMENT) * ALIGNMENT

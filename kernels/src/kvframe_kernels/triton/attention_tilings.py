@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from kvframe_kernels.triton.attention_tiles import Tiling
+from kvframe_kernels.triton.attention_plan import Tiling
 
 _DECODE_PART, _PROMPT_PART = 256, 1024
 """The fewest tokens of a part: the merge of a part costs as much as a few dozen tokens."""

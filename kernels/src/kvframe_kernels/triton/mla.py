@@ -16,9 +16,15 @@ import triton
 
 from kvframe_kernels.triton import mla_kernel
 from kvframe_kernels.triton.attention import LOG2_E, dot_dtype, join_launch
-from kvframe_kernels.triton.attention_parts import ALL
-from kvframe_kernels.triton.attention_plan import Programs, StepPlanner, Work, planner_for
-from kvframe_kernels.triton.attention_tiles import Batch, Tiling
+from kvframe_kernels.triton.attention_plan import (
+    ALL,
+    Batch,
+    Programs,
+    StepPlanner,
+    Tiling,
+    Work,
+    planner_for,
+)
 from kvframe_kernels.triton.launch import Launch
 
 

@@ -11,7 +11,6 @@ from kvframe_kernels.cpu.build import BuildError, load_library
 from kvframe_kernels.cpu.write import write_kv
 
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
@@ -36,13 +35,12 @@ class CpuMetadataBuilder(AttentionMetadataBuilder):
     def __init__(self, mask: AttentionMask) -> None:
         """Keep the layers' mask."""
         self._sees_all = mask.sees_all
-        self._keeps_prompt = mask.keeps_prompt
         self._lookahead = mask.lookahead
 
     @property
     def reuse_key(self) -> Hashable:
         """What the builder uses of the layers' mask."""
-        return self._sees_all, self._keeps_prompt, self._lookahead
+        return self._sees_all, self._lookahead
 
     def build(self, metadata: CommonAttentionMetadata) -> Batch:
         """Return the step's requests."""
@@ -56,7 +54,6 @@ class CpuMetadataBuilder(AttentionMetadataBuilder):
             block_table=metadata.block_table,
             seq_starts=found.get(SEQ_STARTS),
             causal=metadata.causal and not self._sees_all,
-            prompt_lens=found[NUM_PROMPT_TOKENS] if self._keeps_prompt else None,
             range_ends=range_ends,
         )
 
@@ -72,9 +69,9 @@ class CpuBackend(AttentionBackend):
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
         masks=frozenset(
-            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt", "ranges"}
+            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "ranges"}
         ),
-        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
+        extensions=frozenset({SEQ_STARTS, RANGE_ENDS}),
         formats=frozenset({"plain", "fp8_tensor", "fp8_token_head", "int8_token_head", "int4_token_head"}),
         soft_cap=True,
         sinks=True,

@@ -47,7 +47,7 @@ def check_densely(assembly: Assembly, layers: Sequence[LayerSpec], retyped: Sequ
         )
     specs = {layer.name: layer for layer in layers}
     prompts = _make_prompts(assembly, [spec for each in retyped if (spec := specs[each].spec) is not None])
-    packed = run_packed(assembly, prompts, prompt_len_of=_prompt_len)
+    packed = run_packed(assembly, prompts)
     model.detach()
     try:
         model.attach(_DenseLayers(assembly, specs))
@@ -83,17 +83,12 @@ def _make_prompts(assembly: Assembly, specs: Sequence[KVCacheSpec]) -> list[list
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _prompt_len(num_tokens: int) -> int:
-    """Return how many of a prompt's tokens count as its prompt, for types that keep other generated tokens."""
-    return -(-num_tokens // 2)
-
-
 class _DenseLayers:
     """Layers for a model that runs one whole prompt alone; states, and other state than keys and values, are paged."""
 
     def __init__(self, assembly: Assembly, specs: Mapping[str, LayerSpec]) -> None:
         self._paged, self._specs = assembly.layers, specs
-        self._follows = assembly.grouping.follows
+        self._follows = assembly.setup.grouping.follows
         self._stored: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.skipped: tuple[str, ...] = self._paged.skipped
         self.dtypes: frozenset[torch.dtype] = self._paged.dtypes
@@ -153,7 +148,7 @@ class _DenseLayer:
             positions = torch.arange(len(query), device=scores.device)
             distances = (positions[:, None] - positions).abs()
             scores = scores - scores.new_tensor(layer.query.alibi_slopes)[:, None, None] * distances
-        visible = _visible(layer.spec.for_prompt(_prompt_len(len(query))), len(query)).to(scores.device)
+        visible = _visible(layer.spec, len(query)).to(scores.device)
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(query), 1)], dim=-1)

@@ -9,7 +9,7 @@ from functools import partial
 
 import attrs
 
-from kvframe import Choice, Registry, Setup, make_layers
+from kvframe import Choice, Registry, Setup
 from kvframe.contract.errors import BackendError, ModelError, WrapperError
 from kvframe_engine.assembly import Assembly
 from kvframe_engine.dense_check import check_densely
@@ -84,7 +84,7 @@ def _explain(error: ModelError, assembly: Assembly) -> ModelError | BackendError
 
 def _passes(assembly: Assembly, choices: Sequence[Choice]) -> bool:
     """Return whether the model passes its self-check with other choices of wrappers and backends, in the same cache."""
-    layers = make_layers(assembly.setup, assembly.plan, assembly.views, choices)
+    layers = assembly.setup.make_layers(assembly.views, assembly.plan, choices)
     assembly.model.detach()
     assembly.model.attach(layers)
     try:

@@ -21,7 +21,6 @@ def run_packed(
     prompts: list[list[int]],
     last_only: bool = False,
     inputs: Sequence[Mapping[str, ModelInput]] = (),
-    prompt_len_of: Callable[[int], int] = int,
     in_one_step: bool = False,
 ) -> list[torch.Tensor]:
     """Return the logits ``[len(prompt), vocab_size]`` of each prompt, with as many prompts per batch as the pool holds.
@@ -36,8 +35,6 @@ def run_packed(
         prompts: Token ids; tokens beyond the length of the longest request are cut off.
         last_only: Let only the last token of each prompt generate, and return its logits ``[1, vocab_size]``.
         inputs: For each prompt, its inputs beside the tokens, by sequence; none unless given.
-        prompt_len_of: Returns for the length of a prompt how many of its tokens count as prompt: the others count as
-            generated, for types whose live ranges depend on that.
         in_one_step: Compute all tokens of a batch in one step. So it is always for ``last_only``, and for a model whose
             tokens see later ones.
 
@@ -64,7 +61,6 @@ def run_packed(
         _Prompt(
             token_ids=prompt[:max_len],
             inputs=brought,
-            prompt_len=prompt_len_of(len(prompt[:max_len])),
             ranges=((0, len(prompt[:max_len])),) if is_range and len(prompt) > 1 else (),
         )
         for prompt, brought in zip(prompts, inputs or [NO_INPUTS] * num_prompts, strict=True)
@@ -84,17 +80,16 @@ def run_packed(
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Prompt:
-    """A prompt of the self-check: its tokens, its other inputs, how many count as prompt, and its ranges."""
+    """A prompt of the self-check: its tokens, its other inputs, and its ranges."""
 
     token_ids: list[int]
     inputs: Mapping[str, ModelInput]
-    prompt_len: int
     ranges: tuple[tuple[int, int], ...]
 
     def start(self, manager: KVCacheManager, request_id: str) -> None:
         """Add it to the manager's table."""
         brought = input_sequences(self.inputs)
-        manager.start(request_id, self.token_ids, inputs=brought, num_prompt_tokens=self.prompt_len, ranges=self.ranges)
+        manager.start(request_id, self.token_ids, inputs=brought, ranges=self.ranges)
 
 
 def _num_fitting(manager: KVCacheManager, fits: Callable[[Sequence[int]], bool], prompts: Sequence[_Prompt]) -> int:
@@ -122,7 +117,7 @@ def _run_together(
     for index, prompt in enumerate(prompts):
         prompt.start(manager, str(index))
         rows.append(manager.row(str(index)))
-        runner.set_row(rows[-1], prompt.token_ids, prompt.inputs, prompt.prompt_len, prompt.ranges)
+        runner.set_row(rows[-1], prompt.token_ids, prompt.inputs, prompt.ranges)
     for step in _steps([len(prompt.token_ids) for prompt in prompts], is_whole=is_whole):
         new_inputs: dict[str, dict[int, ModelInput]] = {}
         for index, (start, stop) in step.items():

@@ -12,7 +12,6 @@ import torch
 from torch.nn.functional import pad
 
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
@@ -54,13 +53,12 @@ class FlexBackend(AttentionBackend):
                 "window",
                 "sink_tokens",
                 "chunk",
-                "prompt",
                 "ranges",
                 "mask_function",
                 "sparse",
             }
         ),
-        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
+        extensions=frozenset({SEQ_STARTS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,
@@ -80,9 +78,6 @@ class FlexBackend(AttentionBackend):
         assert spec is not None
         assert query is not None
         sees = spec.mask_function
-        if spec.mask is not None and spec.mask.keeps_prompt:
-            # The function of such a mask holds within a prompt only.
-            sees = attrs.evolve(spec.mask, keeps_prompt=False).sees
         assert sees is not None
         live_ranges = spec.live_ranges if spec.is_sparse else None
         self._visibility = Visibility(sees, spec.mask, query.has_sinks, live_ranges)

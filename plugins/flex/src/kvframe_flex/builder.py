@@ -34,7 +34,7 @@ class DenseBatch:
         key_positions: ``[num_tiles * num_keys], int32, device``: the positions of the gathered tokens, or ``HIDDEN``,
             or ``SINK``.
         query_positions: ``[num_tiles * num_queries], int32, device``: the positions of the queries.
-        query_ends: ``[2, num_tiles * num_queries], int32, device``: as in ``HostDenseBatch``; None likewise.
+        query_ends: ``[num_tiles * num_queries], int32, device``: as in ``HostDenseBatch``; None likewise.
         sizes: ``[4], int64, device``: as in ``Places``.
         places: These positions as the kernel reads them; None until the dense batch is copied to the device.
     """
@@ -90,7 +90,7 @@ class DenseBatch:
 
     def _places(self, visibility: Visibility) -> Places:
         keys, queries, ends = self.key_positions, self.query_positions, self.query_ends
-        every = [keys, queries] if ends is None else [keys, queries, ends.view(-1)]
+        every = [keys, queries] if ends is None else [keys, queries, ends]
         num_positions = sum(map(len, every))
         positions = keys.new_empty(max(MIN_CAPACITY, 1 << (num_positions - 1).bit_length()))
         torch.cat(every, out=positions[:num_positions])
@@ -99,8 +99,7 @@ class DenseBatch:
         key, query = keys.view(self.num_tiles, 1, -1), queries.view(self.num_tiles, -1, 1)
         seen = (key >= 0).expand(-1, self.num_queries, -1)
         if self.causal and ends is not None:
-            prompt_end, range_end = ends.view(2, self.num_tiles, -1, 1)
-            seen = seen & seen_with_ends(visibility.sees, query, key, prompt_end, range_end)
+            seen = seen & seen_with_ends(visibility.sees, query, key, ends.view(self.num_tiles, -1, 1))
         elif self.causal:
             seen = seen & visibility.sees(query, key)
         if visibility.has_sinks:

@@ -78,7 +78,7 @@ class Places:
 
     Attributes:
         positions: ``[capacity], int32, device``: those of the tokens, tile after tile, then those of the queries; then,
-            with ``has_ends``, the queries' prompt ends, and their range ends, as ``seen_with_ends`` takes them.
+            with ``has_ends``, the queries' range ends, as ``seen_with_ends`` takes them.
         sizes: ``[4], int64, device``: the start of the queries' positions, queries per tile, tokens per tile, queries.
         num_blocks: ``[num_tiles, 1, query_blocks], int32, device``: blocks of tokens that some query sees in part.
         blocks: ``[num_tiles, 1, query_blocks, key_blocks], int32, device``: the indices of these, then of the others.
@@ -283,8 +283,7 @@ class Kernel:
             seen = position >= 0
             if causal and places.has_ends:
                 place = sizes[0] + tile * sizes[1] + query_index
-                ends = positions[place + sizes[3]], positions[place + 2 * sizes[3]]
-                seen = seen & seen_with_ends(sees, positions[place], position, *ends)
+                seen = seen & seen_with_ends(sees, positions[place], position, positions[place + sizes[3]])
             elif causal:
                 seen = seen & sees(position_of_query(tile, query_index), position)
             return seen | (position == SINK) if scores.has_sinks else seen
@@ -307,17 +306,16 @@ class Kernel:
         return score if scores.change_scores else None, is_seen
 
 
-def seen_with_ends(sees: MaskFunction, query: Any, key: Any, prompt_end: Any, range_end: Any) -> Any:
-    """Return whether queries see keys, which are also seen before a prompt's end, and up to the end of a range.
+def seen_with_ends(sees: MaskFunction, query: Any, key: Any, range_end: Any) -> Any:
+    """Return whether queries see keys, which are also seen up to the end of a range.
 
     Args:
         sees: A causal mask function.
         query: Positions of queries.
         key: Positions of keys.
-        prompt_end: A query sees all earlier keys before this one.
         range_end: A query sees all later keys before this one.
     """
-    return sees(query, key) | ((key < query) & (key < prompt_end)) | ((key > query) & (key < range_end))
+    return sees(query, key) | ((key > query) & (key < range_end))
 
 
 def missing_compiler(device: torch.device) -> str:

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionMask,
@@ -47,7 +46,7 @@ class Visibility:
     """The visible tokens of a group's queries.
 
     Attributes:
-        sees: The layers' mask function, without what a prompt's length or its ranges add.
+        sees: The layers' mask function, without what a prompt's ranges add.
         mask: Their mask, from which the pages to read follow faster; None if there is only the function.
         has_sinks: Whether each query also sees a learned logit.
         live_ranges: Their live ranges by position, if they see only some of the live tokens; otherwise None.
@@ -57,11 +56,6 @@ class Visibility:
     mask: AttentionMask | None
     has_sinks: bool
     live_ranges: Callable[[int], tuple[TokenRange, ...]] | None = None
-
-    @property
-    def keeps_prompt(self) -> bool:
-        """Whether queries also see all earlier tokens of the request's prompt."""
-        return self.mask is not None and self.mask.keeps_prompt
 
     @property
     def lookahead(self) -> int | None:
@@ -103,7 +97,6 @@ class Tiles:
         num_queries: The tile's queries, at least one.
         start: The first token that is not hidden.
         stop: The token after the last visible one.
-        num_prompt: Tokens at the start that are seen in spite of a window; 0 for none.
     """
 
     request: IntArray
@@ -112,19 +105,14 @@ class Tiles:
     num_queries: IntArray
     start: IntArray
     stop: IntArray
-    num_prompt: IntArray
 
     @classmethod
-    def of(
-        cls, metadata: CommonAttentionMetadata, causal: bool, keeps_prompt: bool = False, lookahead: int | None = None
-    ) -> Tiles:
+    def of(cls, metadata: CommonAttentionMetadata, causal: bool, lookahead: int | None = None) -> Tiles:
         """Return the tiles of a step: none for a request without a new token or without a visible one."""
         first_row = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         num_queries, seq_len = np.diff(first_row), metadata.seq_lens_cpu.numpy().astype(np.int64)
         start = host_values(metadata, SEQ_STARTS)
         start = np.zeros_like(seq_len) if start is None else start
-        num_prompt = host_values(metadata, NUM_PROMPT_TOKENS) if keeps_prompt and causal else None
-        num_prompt = np.zeros_like(seq_len) if num_prompt is None else num_prompt
         ends = host_values(metadata, RANGE_ENDS)
         request = np.flatnonzero((num_queries > 0) & (seq_len > start))
         counts = -(-num_queries[request] // MAX_TILE_QUERIES)
@@ -144,7 +132,6 @@ class Tiles:
             num_queries=taken,
             start=start[request],
             stop=stop,
-            num_prompt=num_prompt[request],
         )
 
     def take(self, index: IntArray | slice) -> Tiles:
@@ -180,7 +167,7 @@ class Reads:
                 low = np.maximum(low, tiles.position - tiles.position % mask.chunk)
             if mask.window is not None:
                 low = np.maximum(low, tiles.position + 1 - mask.window)
-                sink_top = -(-np.maximum(tiles.num_prompt, mask.num_sink_tokens) // block_size)
+                sink_top = np.full_like(top, -(-mask.num_sink_tokens // block_size))
         first = low // block_size
         first_sink = np.minimum(tiles.start // block_size, first)
         sinks = np.maximum(np.minimum(sink_top, first) - first_sink, 0)
@@ -220,8 +207,8 @@ class HostDenseBatch:
         outputs: ``[num_outputs]``: the queries that are not repetitions.
         key_positions: ``[num_tiles * num_keys]``: the positions of the gathered tokens, or ``HIDDEN``, or ``SINK``.
         hidden: ``[num_hidden]``: the gathered tokens that no query sees.
-        query_ends: ``[2, num_tiles * num_queries]``: each query also sees the earlier tokens before the first number,
-            and the later ones before the second; None if the mask function shows all.
+        query_ends: ``[num_tiles * num_queries]``: each query also sees the later tokens before this one; None if the
+            mask function shows all.
     """
 
     num_queries: int
@@ -252,7 +239,7 @@ def make_dense_batches(
         causal: Whether they see only their own and earlier positions.
         num_heads_at_once: The number of heads whose scores are in memory at once; a factor in the bound on memory.
     """
-    tiles = Tiles.of(metadata, causal, visibility.keeps_prompt, visibility.lookahead)
+    tiles = Tiles.of(metadata, causal, visibility.lookahead)
     if not len(tiles.request):
         return
     reads = Reads.of(tiles, visibility, causal, metadata.block_size)
@@ -291,7 +278,7 @@ def _lay_out(
     seen = is_read.repeat(size, axis=1) & (key >= tiles.start[:, None]) & (key < tiles.stop[:, None])
     if causal:
         first = tiles.position[:, None]
-        seen &= (key >= first) | (key < tiles.num_prompt[:, None]) | visibility.seen_from(first, key)
+        seen &= (key >= first) | visibility.seen_from(first, key)
     key_positions = np.where(seen, key, HIDDEN)
     if visibility.has_sinks:
         key_positions[:, -1] = SINK
@@ -300,10 +287,7 @@ def _lay_out(
     within = np.minimum(query, tiles.num_queries[:, None] - 1)
     query_rows = (tiles.first_row[:, None] + within).reshape(-1)
     has_ends = causal and visibility.lookahead is None
-    query_ends, range_ends = None, host_values(metadata, RANGE_ENDS) if has_ends else None
-    if range_ends is not None or (causal and visibility.keeps_prompt):
-        range_ends = np.zeros_like(query_rows) if range_ends is None else range_ends[query_rows]
-        query_ends = np.stack([tiles.num_prompt.repeat(num_queries), range_ends])
+    range_ends = host_values(metadata, RANGE_ENDS) if has_ends else None
     return HostDenseBatch(
         num_queries=num_queries,
         num_keys=num_pages * size,
@@ -314,7 +298,7 @@ def _lay_out(
         outputs=np.flatnonzero(query < tiles.num_queries[:, None]),
         key_positions=key_positions.reshape(-1),
         hidden=np.flatnonzero(~seen),
-        query_ends=query_ends,
+        query_ends=None if range_ends is None else range_ends[query_rows],
     )
 
 

@@ -11,7 +11,6 @@ from kvframe_kernels.jit.attention import Batch, paged_attention
 from kvframe_kernels.jit.plan import IntArray, Mask, plan
 
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
@@ -41,7 +40,6 @@ class NumbaMetadataBuilder(AttentionMetadataBuilder):
             num_sink_tokens=mask.num_sink_tokens,
             chunk=mask.chunk or 0,
         )
-        self._keeps_prompt = mask.keeps_prompt
         self._lookahead = mask.lookahead
         self._num_heads = layer.query.num_heads
         self._num_kv_heads = layer.spec.state_tensors()["k"].shape[1]
@@ -49,7 +47,7 @@ class NumbaMetadataBuilder(AttentionMetadataBuilder):
     @property
     def reuse_key(self) -> Hashable:
         """The properties of the mask and of the layers' heads that the division depends on."""
-        return self._mask, self._keeps_prompt, self._lookahead, self._num_heads, self._num_kv_heads
+        return self._mask, self._lookahead, self._num_heads, self._num_kv_heads
 
     def build(self, metadata: CommonAttentionMetadata) -> Batch:
         """Return the step's work items."""
@@ -68,7 +66,6 @@ class NumbaMetadataBuilder(AttentionMetadataBuilder):
             self._num_heads,
             self._num_kv_heads,
             torch.get_num_threads(),
-            _host_values(metadata, NUM_PROMPT_TOKENS) if self._keeps_prompt else None,
             range_ends,
         )
         return Batch(work=work, block_table=metadata.block_table, mask=mask, range_ends=ends)
@@ -95,9 +92,9 @@ class NumbaBackend(AttentionBackend):
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
         masks=frozenset(
-            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt", "ranges"}
+            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "ranges"}
         ),
-        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
+        extensions=frozenset({SEQ_STARTS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,

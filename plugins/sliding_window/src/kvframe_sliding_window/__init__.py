@@ -1,5 +1,5 @@
 """Sliding-window attention for kvframe, with and without sink tokens."""
 
-from kvframe_sliding_window.spec import PromptAndWindowSpec, SlidingWindowSpec
+from kvframe_sliding_window.spec import SlidingWindowSpec
 
-__all__ = ["PromptAndWindowSpec", "SlidingWindowSpec"]
+__all__ = ["SlidingWindowSpec"]

@@ -7,6 +7,5 @@ from kvframe.contract import Register, hookimpl
 
 @hookimpl
 def kvframe_register_specs(register: Register) -> None:
-    """Register the sliding-window specs."""
+    """Register the sliding-window spec."""
     register("sliding_window", "kvframe_sliding_window.spec:SlidingWindowSpec")
-    register("prompt_and_window", "kvframe_sliding_window.spec:PromptAndWindowSpec")

@@ -1,4 +1,4 @@
-"""Sliding-window attention: the last ``window`` tokens are live, and sink tokens at the start, or the whole prompt."""
+"""Sliding-window attention: the last ``window`` tokens are live, and sink tokens at the start."""
 
 from __future__ import annotations
 
@@ -72,45 +72,3 @@ class SlidingWindowSpec(AttentionSpec):
         return max(
             self.num_resident_blocks(n, min(max_new_tokens, num_tokens - n)) for n in (max(0, widest), last_full_step)
         )
-
-
-@attrs.frozen(kw_only=True)
-class PromptAndWindowSpec(AttentionSpec):
-    """Keys and values of the whole prompt, and of a moving window of what was generated.
-
-    In a request with a prompt of ``p`` tokens the live range at ``n`` is ``[0, min(n, p))`` and
-    ``[max(0, n - window + 1), n)``: that of a sliding window whose sink tokens are the prompt.
-
-    Attributes:
-        window: Tokens that the query of a generated token sees beside the prompt, its own included.
-    """
-
-    kind: ClassVar[str] = "prompt_and_window"
-
-    window: int = positive_int
-
-    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return ``[0, n)``, as one range: the live range in a prompt without an end."""
-        return ((0, n),) if n else ()
-
-    def for_prompt(self, num_prompt_tokens: int) -> SlidingWindowSpec:
-        """Return a sliding window with the prompt as its sink tokens."""
-        stored = {field.name: getattr(self, field.name) for field in attrs.fields(AttentionSpec)}
-        return SlidingWindowSpec(**stored, window=self.window, num_sink_tokens=num_prompt_tokens)
-
-    @property
-    def mask(self) -> AttentionMask:
-        """A causal mask with this window, which keeps the prompt."""
-        return AttentionMask(window=self.window, keeps_prompt=True)
-
-    def retain_all(self) -> FullAttentionSpec:
-        """Return full attention over the same keys and values."""
-        return FullAttentionSpec.over(self)
-
-    def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
-        """Return the blocks of ``n + num_new_tokens`` tokens, which may all be the prompt's."""
-        return -(-(n + num_new_tokens) // self.block_size)
-
-    def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return the blocks of all tokens, which may all be the prompt's."""
-        return -(-num_tokens // self.block_size)

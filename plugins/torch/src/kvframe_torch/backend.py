@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.merging import lse_dtype
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS, RANGE_ENDS, SEQ_STARTS
+from kvframe.contract.metadata import RANGE_ENDS, SEQ_STARTS
 from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe_torch.builder import Batch, TorchMetadata, TorchMetadataBuilder
 
@@ -29,10 +29,8 @@ class TorchBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
-        masks=frozenset(
-            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "prompt", "ranges"}
-        ),
-        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
+        masks=frozenset({"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "ranges"}),
+        extensions=frozenset({SEQ_STARTS, RANGE_ENDS}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,

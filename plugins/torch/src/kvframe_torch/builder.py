@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS, RANGE_ENDS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import RANGE_ENDS, SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec
 from kvframe_torch.tiles import IntArray, Rules, Spans, batch_edges, ranges
@@ -181,7 +181,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         """
         alike: dict[Hashable, dict[Rules, list[int]]] = {}
         for index, (builder, step) in enumerate(builds):
-            extensions = (step.extensions.get(name) for name in (SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS))
+            extensions = (step.extensions.get(name) for name in (SEQ_STARTS, RANGE_ENDS))
             values = map(id, (step.query_start_loc_cpu, step.seq_lens_cpu, *extensions))
             rules = builder._rules.reached(step)
             key = rules.alike, step.block_size, _flat(step.block_table)[1], *values

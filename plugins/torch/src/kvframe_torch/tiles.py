@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe.contract.metadata import NUM_PROMPT_TOKENS, RANGE_ENDS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import RANGE_ENDS, SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.specs import AttentionMask, LayerSpec
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
@@ -94,7 +94,7 @@ class Rules(NamedTuple):
     @property
     def has_sinks(self) -> bool:
         """Whether there may be sink tokens."""
-        return self.mask.num_sink_tokens > 0 or self.mask.keeps_prompt
+        return self.mask.num_sink_tokens > 0
 
 
 class Spans(NamedTuple):
@@ -136,8 +136,7 @@ class Spans(NamedTuple):
         low = np.maximum(position + 1 - window, start)[None]
         stop = np.broadcast_to(end, low.shape)
         if rules[0].has_sinks:
-            of_prompts = _values(step, NUM_PROMPT_TOKENS)[request] * [[mask.keeps_prompt] for mask in masks]
-            sink_stop = np.minimum(np.maximum(of_prompts, [[mask.num_sink_tokens] for mask in masks]), end)
+            sink_stop = np.minimum([[mask.num_sink_tokens] for mask in masks], end)
             low = np.array([low[0], np.minimum(start, sink_stop)])
             stop = np.array([stop[0], sink_stop])
         skipped, stop_page = low // step.block_size, -(-stop // step.block_size)

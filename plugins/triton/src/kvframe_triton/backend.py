@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from kvframe_kernels.triton.attention import FORMATS, LOG2_E, PagedAttention
-from kvframe_kernels.triton.attention_parts import UNBOUNDED
+from kvframe_kernels.triton.attention_plan import UNBOUNDED
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     PLAIN,
     RANGE_ENDS,
     SEQ_STARTS,
@@ -37,9 +36,9 @@ class TritonBackend(AttentionBackend):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
         masks=frozenset(
-            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "prompt", "ranges"}
+            {"causal", "bidirectional", "bidirectional_window", "window", "sink_tokens", "chunk", "ranges"}
         ),
-        extensions=frozenset({SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS}),
+        extensions=frozenset({SEQ_STARTS, RANGE_ENDS}),
         formats=frozenset(FORMATS),
         takes_copies=True,
         soft_cap=True,
@@ -81,7 +80,6 @@ class TritonBackend(AttentionBackend):
             causal=not mask.sees_all,
             window=min(mask.window or 0, UNBOUNDED),
             num_sink_tokens=min(mask.num_sink_tokens, UNBOUNDED),
-            keeps_prompt=mask.keeps_prompt,
             chunk=min(mask.chunk or 0, UNBOUNDED),
             soft_cap=query.soft_cap,
             max_distance=0 if query.relative_bias is None else query.relative_bias.max_distance,
@@ -157,7 +155,6 @@ class TritonBackend(AttentionBackend):
             sinks=sinks,
             bias=self.bias_tables.get(layer.name, self._slopes),
             lse=lse,
-            prompt_lens=metadata.prompt_lens,
             range_ends=metadata.range_ends,
         )
         for launch in launches:

@@ -8,11 +8,9 @@ from typing import Any, Self
 import attrs
 import torch
 from kvframe_kernels.triton.attention import PagedAttention
-from kvframe_kernels.triton.attention_plan import Programs, Work
-from kvframe_kernels.triton.attention_tiles import Batch, IntArray
+from kvframe_kernels.triton.attention_plan import Batch, IntArray, Programs, Work
 
 from kvframe.contract import (
-    NUM_PROMPT_TOKENS,
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionMetadataBuilder,
@@ -32,7 +30,6 @@ class TritonMetadata:
         programs: The programs, by shape.
         causal: Whether queries see only their own and earlier positions.
         has_starts: Whether the batch has hidden tokens.
-        prompt_lens: ``[num_reqs], int32, device``: tokens of each request's prompt; None if no layer keeps them.
         range_ends: ``[num_tokens], int32, device``: the ends of the tokens' ranges; None for none.
     """
 
@@ -41,7 +38,6 @@ class TritonMetadata:
     programs: tuple[Programs, ...]
     causal: bool
     has_starts: bool
-    prompt_lens: torch.Tensor | None = None
     range_ends: torch.Tensor | None = None
 
     @classmethod
@@ -54,17 +50,15 @@ class TritonMetadata:
             batch: The step as it was planned.
             work: Its work.
             block_table: ``[num_reqs, max_blocks], int32, device``.
-            metadata: The step; None if neither prompts nor ranges count.
+            metadata: The step; None if ranges do not count.
         """
-        extensions = {} if metadata is None else metadata.extensions
-        prompt_lens, range_ends = extensions.get(NUM_PROMPT_TOKENS), extensions.get(RANGE_ENDS)
+        range_ends = None if metadata is None else metadata.extensions.get(RANGE_ENDS)
         return cls(
             with_whole_rows(block_table),
             work.tensor,
             work.programs,
             batch.causal,
             batch.seq_starts is not None,
-            None if batch.prompt_lens is None or prompt_lens is None else prompt_lens.values,
             None if batch.range_ends is None or range_ends is None else range_ends.values,
         )
 
@@ -142,7 +136,6 @@ def batch_of(metadata: CommonAttentionMetadata, causal: bool, lookahead: int | N
         causal=metadata.causal and causal,
         max_query_len=metadata.max_query_len,
         static=metadata.static_shapes,
-        prompt_lens=_host_values(metadata, NUM_PROMPT_TOKENS),
         range_ends=range_ends,
     )
 
@@ -159,7 +152,7 @@ def _host_values(metadata: CommonAttentionMetadata, name: str) -> IntArray | Non
 
 def batch_key(metadata: CommonAttentionMetadata, causal: bool) -> Hashable:
     """Return a key that is equal for equal results of ``batch_of``, among values that exist at the same time."""
-    extensions = (metadata.extensions.get(name) for name in (SEQ_STARTS, NUM_PROMPT_TOKENS, RANGE_ENDS))
+    extensions = (metadata.extensions.get(name) for name in (SEQ_STARTS, RANGE_ENDS))
     return (
         id(metadata.query_start_loc_cpu),
         id(metadata.seq_lens_cpu),

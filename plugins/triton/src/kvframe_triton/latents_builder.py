@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import torch
 from kvframe_kernels.triton.attention import PagedAttention
-from kvframe_kernels.triton.attention_tiles import Batch
+from kvframe_kernels.triton.attention_plan import Batch
 from kvframe_kernels.triton.mla import LatentAttention
 
 from kvframe.contract import (

@@ -26,7 +26,6 @@ struct Step {
   Plane key_scale, value_scale, key_min, value_min;
   // The batch, all int32.
   const int32_t *query_start_loc, *seq_lens, *seq_starts, *block_table;
-  const int32_t* prompt_lens;  // [num_reqs] or null: so many tokens are seen in spite of the window
   const int32_t* range_ends;   // [num_tokens] or null: each query sees the later tokens before this one
   int64_t block_table_stride;
   const float* sinks;  // [num_heads] or null
@@ -68,9 +67,7 @@ struct Visible {
         chunk((int)step.chunk),
         causal(step.causal != 0),
         first_position(seq_len - (step.query_start_loc[request + 1] - step.query_start_loc[request])),
-        range_ends(step.range_ends ? step.range_ends + step.query_start_loc[request] : nullptr) {
-    if (step.prompt_lens && causal && window) num_sinks = std::max(num_sinks, (int)step.prompt_lens[request]);
-  }
+        range_ends(step.range_ends ? step.range_ends + step.query_start_loc[request] : nullptr) {}
 
   // The tokens that the query at `position` sees, without the sinks before them. Neither end decreases with `position`:
   // ranges are disjoint, and a query sees no token after its own range.

@@ -1,13 +1,12 @@
-// Splits tiles that see much more than a program's fair share into parts, with the numbers of attention_parts.py.
+// Splits tiles that see much more than a program's fair share into parts.
 
 // Return an equivalent mask for the batch: one that hides no token if `mask` is too wide to hide one.
 static Mask in_effect(Mask mask, const Batch *batch, int64_t longest) {
-    if (mask.keeps_prompt && !batch->prompt_lens.buf) mask = (Mask){mask.window, mask.chunk, 0, 0};
     if (batch->causal && (batch->is_static || longest > (mask.window ? mask.window : mask.chunk))) return mask;
-    return (Mask){0, 0, 0, 0};
+    return (Mask){0, 0};
 }
 
-static void read_tokens(Shape *shape, Mask mask, int32_t block_n, const Batch *batch) {
+static void read_tokens(Shape *shape, Mask mask, int32_t block_n) {
     for (int64_t index = 0; index < shape->num_tiles; index++) {
         Item tile = shape->tiles[index];
         int32_t low = 0;
@@ -16,14 +15,7 @@ static void read_tokens(Shape *shape, Mask mask, int32_t block_n, const Batch *b
         else if (mask.window)
             low = tile.position + 1 - mask.window;
         low = (int32_t)most(low, tile.start);
-        int64_t num_kept = 0;  // tokens of kept blocks before the block of `low`
-        if (mask.keeps_prompt) {
-            int64_t kept = most(at(&batch->prompt_lens, tile.row), mask.num_sink_tokens);
-            int64_t last_low = most((int64_t)tile.position + tile.num_queries - mask.window, tile.start);
-            if (kept >= last_low) low = tile.start;
-            num_kept = most(least(ceil_div(kept, block_n) * block_n, low & -block_n) - (tile.start & -block_n), 0);
-        }
-        shape->num_tokens[index] = tile.stop - (low & -block_n) + num_kept;
+        shape->num_tokens[index] = tile.stop - (low & -block_n);
     }
 }
 

@@ -80,7 +80,7 @@ static Py_ssize_t work_for(Mask mask, const Batch *batch, Shape *shapes, int num
     int is_split = 0;
     for (int s = 0; s < num_shapes; s++) {
         Tiling tiling = tilings[shapes[s].tiling];
-        read_tokens(&shapes[s], mask, tiling.block_n, batch);
+        read_tokens(&shapes[s], mask, tiling.block_n);
         shapes[s].length = longest_part(&shapes[s], tiling);
         is_split |= shapes[s].length > 0;
     }
@@ -97,8 +97,7 @@ static Py_ssize_t work_for(Mask mask, const Batch *batch, Shape *shapes, int num
 }
 
 static int is_same(Mask one, Mask other) {
-    return one.window == other.window && one.chunk == other.chunk && one.num_sink_tokens == other.num_sink_tokens &&
-           one.keeps_prompt == other.keeps_prompt;
+    return one.window == other.window && one.chunk == other.chunk;
 }
 
 // Return (works, the index of each mask's work).
@@ -113,9 +112,7 @@ static PyObject *works_for(PyObject *masks, const Batch *batch, Shape *shapes, i
     if (!known || !found || !works || !places) goto done;
     for (Py_ssize_t index = 0; index < num_masks; index++) {
         Mask mask;
-        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(masks, index), "iiip", &mask.window, &mask.chunk,
-                              &mask.num_sink_tokens, &mask.keeps_prompt))
-            goto done;
+        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(masks, index), "ii", &mask.window, &mask.chunk)) goto done;
         known[index] = mask = in_effect(mask, batch, longest);
         found[index] = -1;
         for (Py_ssize_t other = 0; other < index && !batch->is_static; other++)
@@ -146,12 +143,12 @@ static int numbers_of(PyObject *array, int64_t least_length, Py_buffer *found) {
 }
 
 static PyObject *plan(PyObject *self, PyObject *arguments) {
-    PyObject *query_start_loc, *seq_lens, *seq_starts, *prompt_lens, *range_ends, *masks, *result = NULL;
+    PyObject *query_start_loc, *seq_lens, *seq_starts, *range_ends, *masks, *result = NULL;
     Py_buffer tilings = {0};
     long long num_tokens, max_query_len, heads;
     Batch batch = {0};
-    if (!PyArg_ParseTuple(arguments, "OOOOOLppLOLy*", &query_start_loc, &seq_lens, &seq_starts, &prompt_lens, &range_ends,
-                          &num_tokens, &batch.causal, &batch.is_static, &max_query_len, &masks, &heads, &tilings))
+    if (!PyArg_ParseTuple(arguments, "OOOOLppLOLy*", &query_start_loc, &seq_lens, &seq_starts, &range_ends, &num_tokens,
+                          &batch.causal, &batch.is_static, &max_query_len, &masks, &heads, &tilings))
         return NULL;
     batch.num_tokens = num_tokens, batch.max_query_len = max_query_len;
     Item *items = NULL;
@@ -162,7 +159,6 @@ static PyObject *plan(PyObject *self, PyObject *arguments) {
     batch.num_reqs = batch.seq_lens.shape[0];
     if (!numbers_of(query_start_loc, batch.num_reqs + 1, &batch.query_start_loc)) goto done;
     if (seq_starts != Py_None && !numbers_of(seq_starts, batch.num_reqs, &batch.seq_starts)) goto done;
-    if (prompt_lens != Py_None && !numbers_of(prompt_lens, batch.num_reqs, &batch.prompt_lens)) goto done;
     if (range_ends != Py_None && !numbers_of(range_ends, batch.num_tokens, &batch.range_ends)) goto done;
     int num_tilings = (int)(tilings.len / sizeof(Tiling));
     int num_shapes = tiles_of(&batch, heads, tilings.buf, num_tilings, shapes, &items);
@@ -186,7 +182,6 @@ done:
     PyBuffer_Release(&batch.query_start_loc);
     PyBuffer_Release(&batch.seq_lens);
     PyBuffer_Release(&batch.seq_starts);
-    PyBuffer_Release(&batch.prompt_lens);
     PyBuffer_Release(&batch.range_ends);
     return result;
 }

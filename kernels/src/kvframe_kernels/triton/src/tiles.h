@@ -1,4 +1,4 @@
-// Divides a step's requests into tiles, with the numbers of attention_tiles.py.
+// Divides a step's requests into tiles, with the numbers of attention_plan.py.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -24,12 +24,11 @@ typedef struct {
 } Tiling;
 
 typedef struct {
-    int32_t window, chunk, num_sink_tokens;
-    int keeps_prompt;
+    int32_t window, chunk;
 } Mask;
 
 typedef struct {
-    Py_buffer query_start_loc, seq_lens, seq_starts, prompt_lens, range_ends;
+    Py_buffer query_start_loc, seq_lens, seq_starts, range_ends;
     int64_t num_reqs, num_tokens, max_query_len;
     int causal, is_static;
 } Batch;

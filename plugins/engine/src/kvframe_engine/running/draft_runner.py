@@ -18,7 +18,7 @@ from typing import ClassVar, cast
 import numpy as np
 import torch
 
-from kvframe import AttentionLayers, StepBatch
+from kvframe import Layers, StepBatch
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.order import IntArray
 from kvframe_engine.graphs.sizes import Rows, UsualStep
@@ -42,7 +42,7 @@ class DraftRunner:
 
     _failure: ClassVar[str] = "the draft model failed, and is set aside: it continues no more requests"
 
-    def __init__(self, runner: ModelRunner, layers: AttentionLayers) -> None:
+    def __init__(self, runner: ModelRunner, layers: Layers) -> None:
         """Take the draft model.
 
         Args:

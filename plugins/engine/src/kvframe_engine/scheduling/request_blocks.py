@@ -123,7 +123,6 @@ class RequestBlocks(Generic[RequestT]):
                 salt=request.cache_salt,
                 use_prefix=request.uses_prefix,
                 inputs=request.input_sequences,
-                num_prompt_tokens=request.num_prompt_tokens,
                 ranges=request.ranges,
             )
             if request.inputs:

@@ -22,7 +22,6 @@ class RequestCache(Protocol):
         salt: str = "",
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
-        num_prompt_tokens: int | None = None,
         ranges: Sequence[TokenRange] = (),
     ) -> int:
         """Add a request; return the number of tokens that a cached prefix covers, fewer than ``token_ids``."""

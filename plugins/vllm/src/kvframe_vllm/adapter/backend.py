@@ -1,4 +1,4 @@
-"""Implement vLLM's interfaces of a backend, of one layer's attention and of a builder by ``kvframe.HostedLayers``."""
+"""Implement vLLM's interfaces of a backend, of one layer's attention and of a builder by ``kvframe.Layers``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MLAAttentionImpl
 
-from kvframe import HostedLayers, HostedModel, HostedStep
+from kvframe import HostedModel, Layers, Step
 from kvframe.contract import BackendError, CommonAttentionMetadata, KVCache
 from kvframe_vllm.adapter.batch_check import NUM_CHECKED, check_batch
 from kvframe_vllm.names import is_untested
@@ -53,8 +53,8 @@ class HostedMetadata:
         num_logits_indices: The number of these rows without padding; None for all rows.
     """
 
-    hosted: HostedLayers
-    step: HostedStep
+    hosted: Layers
+    step: Step
     num_actual_tokens: int
     logits_indices_padded: torch.Tensor | None
     num_logits_indices: int | None
@@ -181,7 +181,7 @@ class HostedBuilder(AttentionMetadataBuilder):
         for name in layer_names:
             if "latent" in modules[name].impl.stored:
                 up = torch.cat([modules[name].W_UK_T, modules[name].W_UV.transpose(1, 2)], dim=1)
-                self._hosted.bind(name, {"kv_up": up})
+                self._hosted[name].bind({"kv_up": up})
         backends = ", ".join(sorted({choice.backend for choice in self._hosted.choices}))
         served = len(layer_names), self._block_size, backends
         LOGGER.info("kvframe serves %d layers in blocks of %d tokens by %s", *served)
@@ -199,17 +199,16 @@ class HostedBuilder(AttentionMetadataBuilder):
         rows, num_rows = (batch.logits_indices_padded, batch.num_logits_indices) if self._skips else (None, None)
         generating = None if rows is None else rows[:num_rows]
         num_computed = batch.num_actual_tokens if num_rows is None else num_rows
-        step = self._hosted.begin_step(
-            CommonAttentionMetadata(
-                **{name: getattr(batch, name) for name in SAME},
-                seq_lens_cpu=batch.seq_lens_cpu_upper_bound,
-                exact_lens=False,
-                block_table=batch.block_table_tensor,
-                slot_mapping=batch.slot_mapping[: batch.num_actual_tokens],
-                block_size=self._block_size,
-                num_generating=num_computed,
-                generating_indices=generating,
-                generating_indices_cpu=None if generating is None else generating.cpu(),
-            )
+        common = CommonAttentionMetadata(
+            **{name: getattr(batch, name) for name in SAME},
+            seq_lens_cpu=batch.seq_lens_cpu_upper_bound,
+            exact_lens=False,
+            block_table=batch.block_table_tensor,
+            slot_mapping=batch.slot_mapping[: batch.num_actual_tokens],
+            block_size=self._block_size,
+            num_generating=num_computed,
+            generating_indices=generating,
+            generating_indices_cpu=None if generating is None else generating.cpu(),
         )
+        step = self._hosted.begin_step([common])
         return HostedMetadata(self._hosted, step, num_computed, rows, num_rows)

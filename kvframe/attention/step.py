@@ -1,4 +1,4 @@
-"""The tensors that a captured graph reads: they stay where they are, and each replayed step writes its values there."""
+"""A step that was begun. If a graph is captured of it, its tensors stay: each replayed step writes its values there."""
 
 from __future__ import annotations
 
@@ -18,58 +18,41 @@ from kvframe.contract.state import StateStep
 
 
 @attrs.frozen(eq=False)
-class CapturedStep:
-    """A step that a graph was captured of.
+class Step:
+    """A step of a model's layers that was begun.
 
-    Invariant: the tensors that the graph reads are those of ``groups``, ``kept_rows``, ``states`` and ``inputs``, from
-    the capture on.
+    Invariant: the tensors of a captured step stay where they are. A graph reads them there.
 
     Attributes:
-        memory: The tensors that came from the host.
         groups: What the layers of each attention group read.
-        kept_rows: The rows that the skipped layers compute; None for all.
         inputs: The step's further tensors, on the device.
-        states: What the state layers compute; its tensors are in the memory.
+        kept_rows: The rows that the skipped layers compute; None for all.
+        states: What the state layers compute.
+        memory: Of a captured step, the memory of the tensors that came from the host; otherwise None.
     """
 
-    memory: StagedMemory
     groups: Sequence[GroupMetadata]
-    kept_rows: torch.Tensor | None
     inputs: tuple[torch.Tensor, ...]
-    states: Sequence[StateStep] = ()
+    kept_rows: torch.Tensor | None
+    states: Sequence[StateStep]
+    memory: StagedMemory | None = None
 
-    @classmethod
-    def of(
-        cls,
-        memory: StagedMemory,
-        groups: Sequence[GroupMetadata],
-        kept_rows: torch.Tensor | None,
-        inputs: tuple[torch.Tensor, ...],
-        states: Sequence[StateStep] = (),
-    ) -> CapturedStep:
-        """Return a step whose tensors stay where they are: in the memory, or in copies of their own.
+    def kept_in(self, memory: StagedMemory) -> Step:
+        """Return the step with its tensors in the memory that it was staged into, or in copies of their own."""
+        groups, kept_rows = replace_tensors((self.groups, self.kept_rows), lambda tensor: _keep(tensor, memory))
+        return attrs.evolve(self, groups=groups, kept_rows=kept_rows, memory=memory)
 
-        Args:
-            memory: The memory that the step was staged into.
-            groups: What was built of the step.
-            kept_rows: The rows that the skipped layers compute; None for all.
-            inputs: The step's further tensors, in the memory.
-            states: What the state layers compute, in the memory.
-        """
-        groups, kept_rows = replace_tensors((groups, kept_rows), lambda tensor: _keep(tensor, memory))
-        return cls(memory, groups, kept_rows, inputs, states)
-
-    def refresh(self, groups: Sequence[GroupMetadata], kept_rows: torch.Tensor | None) -> None:
-        """Write another step's values, which was staged into the same memory, into the tensors of this one.
+    def refresh(self, step: Step) -> None:
+        """Write another step's values into the tensors of this one, which was captured.
 
         Args:
-            groups: What was built of the other step.
-            kept_rows: The rows that the skipped layers compute in it; None for all.
+            step: The other step, staged into the same memory.
 
         Raises:
             NotReplayableError: Something other than the values of tensors differs.
         """
-        refresh((self.groups, self.kept_rows), (groups, kept_rows), self.memory.memory, "the step")
+        assert self.memory is not None
+        refresh((self.groups, self.kept_rows), (step.groups, step.kept_rows), self.memory.memory, "the step")
 
 
 def _keep(tensor: torch.Tensor, memory: StagedMemory) -> torch.Tensor:
