@@ -19,8 +19,11 @@ from tests.compatibility.environments import Environment, beside_this, in_vllm, 
 
 PASSED = "passed"
 
-_OF_OLD_RELEASES = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-"""A warning of torch about code of transformers before 5.21 (GPT-BigCode's). In tests, warnings are errors."""
+_WARNINGS = (
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",
+    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
+)
+"""Warnings of torch about code of transformers before 5.21 (GPT-BigCode's), and about a Python. Others are errors."""
 
 
 @attrs.frozen
@@ -148,7 +151,7 @@ def _tested(environment: Environment, suites: Mapping[str, Sequence[str]]) -> di
     """Run the tests of all suites once, and return what is to be said of each suite."""
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports) / "report.xml"
-        options = ["-q", "-p", "no:cacheprovider", "-W", _OF_OLD_RELEASES, f"--junit-xml={report}"]
+        options = ["-q", "-p", "no:cacheprovider", *(f"-W{each}" for each in _WARNINGS), f"--junit-xml={report}"]
         paths = sorted({path for paths in suites.values() for path in paths})
         done = environment.run("-m", "pytest", *options, *paths)
         if not report.is_file():
