@@ -33,8 +33,8 @@ def generate_densely(model: Any, spec: KVCacheSpec, prompt: list[int]) -> list[i
     layer = LayerSpec(name="dense", spec=spec, query=query_side)
 
     def attend(module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        rows = (tensor[0].transpose(0, 1).double() for tensor in (query, key, value))
-        return spec.dense_attention(layer, *rows, {}).to(query.dtype).unsqueeze(0), None
+        rows, keys, values = (tensor[0].transpose(0, 1).double() for tensor in (query, key, value))
+        return spec.dense_attention(layer, rows, keys, values, {}).to(query.dtype).unsqueeze(0), None
 
     AttentionInterface.register("dense_definition", attend)
     model.set_attn_implementation("dense_definition")
