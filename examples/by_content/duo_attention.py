@@ -61,8 +61,8 @@ class DuoSpec(AttentionSpec):
     def entries(self) -> Mapping[str, KVCacheSpec]:
         """The keys and values of the other heads, in a window with the first tokens."""
         sizes: dict[str, Any] = {"block_size": self.block_size, "head_size": self.head_size, "dtype": self.dtype}
-        window = {"window": self.window, "num_sink_tokens": self.num_first}
-        return {"near": SlidingWindowSpec(num_kv_heads=self.num_kv_heads - self.num_full, **window, **sizes)}
+        sizes |= {"window": self.window, "num_sink_tokens": self.num_first}
+        return {"near": SlidingWindowSpec(num_kv_heads=self.num_kv_heads - self.num_full, **sizes)}
 
     def near(self, position: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         """Return what queries of the other heads read."""
