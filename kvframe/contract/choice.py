@@ -7,7 +7,7 @@ sparse attention, arXiv 2512.02556; MoBA, arXiv 2502.13189). The live range stay
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -104,21 +104,28 @@ def find_chosen(chosen: ChosenTokens, metadata: CommonAttentionMetadata, sees: M
     Args:
         chosen: The choices.
         metadata: The step, of the layer's cache group.
-        sees: The mask of the layer's type (``KVCacheSpec.mask_function``).
+        sees: The mask of the layer's type (``KVCacheSpec.mask_function``). A batch that is not causal overrides it.
     """
     import torch
 
-    from kvframe.contract.metadata import SEQ_STARTS
+    from kvframe.contract.metadata import RANGE_ENDS, SEQ_STARTS
 
     positions = chosen.positions()
     starts = metadata.query_start_loc.long()
     token = torch.arange(positions.shape[0], device=positions.device)
     request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp(max=metadata.num_reqs - 1)
-    query = (metadata.seq_lens.long()[request] - starts[request + 1] + token)[:, None, None]
-    seen = (positions >= 0) & (positions <= query) & sees(query, positions.clamp(min=0))
-    starts_seen: Any = metadata.extensions.get(SEQ_STARTS)
-    if starts_seen is not None:
-        seen &= positions >= starts_seen.values.long()[request][:, None, None]
+    lens = metadata.seq_lens.long()[request]
+    query = (lens - starts[request + 1] + token)[:, None, None]
+    seen = (positions >= 0) & (positions < lens[:, None, None])
+    if metadata.causal:
+        shown: torch.Tensor = sees(query, positions.clamp(min=0))
+        ends = metadata.extensions.get(RANGE_ENDS)
+        if ends is not None:
+            shown = shown | ((positions > query) & (positions < ends.values.long()[:, None, None]))
+        seen &= shown
+    first = metadata.extensions.get(SEQ_STARTS)
+    if first is not None:
+        seen &= positions >= first.values.long()[request][:, None, None]
     positions = positions.masked_fill(~seen, 0)
     index = torch.div(positions, metadata.block_size, rounding_mode="floor")
     blocks = metadata.block_table.long()[request[:, None, None], index].masked_fill(~seen, 0)

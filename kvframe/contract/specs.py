@@ -436,7 +436,7 @@ class AttentionSpec(KVCacheSpec):
         return state_of(self.format, self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype)
 
     def check_query(self, query: QuerySpec) -> None:
-        """Refuse queries whose heads cannot share the key heads evenly, or that are of another size than keys."""
+        """Refuse queries whose heads or choices cannot share the key heads evenly, or of another size than keys."""
         if query.num_heads % self.num_kv_heads:
             raise SpecError(
                 f"{query.num_heads} query heads do not share {self.num_kv_heads} KV heads evenly; the query heads must "
@@ -446,6 +446,11 @@ class AttentionSpec(KVCacheSpec):
             raise SpecError(
                 f"a query has {query.head_size} elements, and a key {self.head_size}; they must be equal, since each "
                 "score is their product"
+            )
+        if query.choice is not None and self.num_kv_heads % query.choice.num_choosers:
+            raise SpecError(
+                f"{query.choice.num_choosers} choices for each query do not belong to {self.num_kv_heads} KV heads "
+                "evenly; the KV heads must be a multiple of num_choosers"
             )
 
 

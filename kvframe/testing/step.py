@@ -20,7 +20,8 @@ from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST, Staging
 from kvframe.attention.wrapping import apply_chain
 from kvframe.cache.manager import KVCacheManager
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, MoreInputs
+from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import Slots
@@ -140,28 +141,42 @@ def run_step(
     guard.check("a wrapper wrote to the batch metadata")
     kept = _kept_rows(chain, metadata, wrapped)
     query = packed(lambda each: each.query).index_select(0, kept.to(device))
+    more = None if case.query.choice is None else MoreInputs(chosen=_choices(case, device))
     common, back = wrapped, None
     if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
         common, permutation = permute(wrapped, builder.batch_order)
         query, back = query.index_select(0, permutation.tokens), permutation.inverse
+        if more is not None and more.chosen is not None:
+            more = MoreInputs(chosen=more.chosen.rows(lambda rows: rows.index_select(0, permutation.tokens)))
     query = host.rows(query)
     guard = WriteGuard([storage.pool, query, *tensors_of(metadata), *tensors_of(common)])
+
+    def back_in_order(values: torch.Tensor) -> torch.Tensor:
+        return values if back is None else values.index_select(0, back)
 
     def attend(built: Any, made: str) -> torch.Tensor:
         out = host.make_output((len(query), case.query.num_heads, case.form.head_size_v(case.spec)), query)
         try:
+            if more is not None:
+                values = backend.forward_more(seen, query, kv_cache, built, learned.sinks, more)[0]
+                return back_in_order(check_output(values, case, query))
             values = check_output(backend.forward(seen, query, kv_cache, built, learned.sinks, out), case, query)
             host.take_output(values)
         except ConformanceError as error:
             raise ConformanceError(f"{made}{error}") from error
-        return values if back is None else values.index_select(0, back)
+        return back_in_order(values)
 
     def attend_with_lse(built: Any, made: str, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         try:
-            output, lse = check_outputs(backend.forward_with_lse(seen, query, kv_cache, built, sinks), case, query)
+            pair = (
+                backend.forward_with_lse(seen, query, kv_cache, built, sinks)
+                if more is None
+                else backend.forward_more(seen, query, kv_cache, built, sinks, more)
+            )
+            output, lse = check_outputs(pair, case, query)
         except (ConformanceError, BackendError) as error:
             raise ConformanceError(f"{made}{error}") from error
-        return (output, lse) if back is None else (output.index_select(0, back), lse.index_select(0, back))
+        return back_in_order(output), back_in_order(lse)
 
     lent, take_back = host.lend(common)
     built = _build(builder, lent)
@@ -176,6 +191,14 @@ def run_step(
     guard.check("it wrote to the cache, the query or the batch metadata")
     learned_guard.check("it wrote to the learned tensors")
     return Output(values=values, with_lse=with_lse, rows=kept[: wrapped.num_actual_tokens])
+
+
+def _choices(case: Case, device: torch.device) -> ChosenTokens:
+    """Return what the step's queries read, those of padding too."""
+    assert case.query.choice is not None
+    rows = torch.cat([case.chosen(index) for index in range(len(case.requests))])
+    padding = rows.new_zeros(case.num_padding, *rows.shape[1:])
+    return ChosenTokens(torch.cat([rows, padding]).to(device), case.query.choice.block_size)
 
 
 def _turns(num_tokens: int, host: Host) -> Iterator[torch.Tensor]:

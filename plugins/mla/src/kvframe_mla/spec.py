@@ -74,6 +74,8 @@ class MLASpec(KVCacheSpec):
                 f"a query has {query.head_size} elements, and must have more than the rotated part of a key, "
                 f"{self.rope_size}"
             )
+        if query.choice is not None and query.choice.num_choosers > 1:
+            raise SpecError("latents are those of all heads, so there is one choice for each query")
 
     def parameters(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
         """Add the up-projection ``kv_up`` to the learned tensors."""
