@@ -140,11 +140,11 @@ def check_parts(*, newer: bool) -> dict[str, list[str]]:
 def serve_a_model() -> dict[str, Any]:
     """Return whether the frozen parts serve the frozen adapter's model, with the tokens of kvframe's own parts."""
     import torch
+    from kvframe_engine import adapter_checks
     from kvframe_frozen.adapter import FrozenAdapter
     from kvframe_frozen.model import Model
 
     from kvframe import Engine, SamplingParams, Stack
-    from kvframe.testing.adapter_checks import adapter_checks
     from kvframe.testing.checks import run_checks
 
     config = {"vocab_size": 64, "size": 32, "num_heads": 2, "num_layers": 2, "max_model_len": 128}
