@@ -193,11 +193,11 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
     """Return the checks of a part of any kind."""
     from kvframe.testing.backend_checks import backend_checks
     from kvframe.testing.eviction import policy_checks
-    from kvframe.testing.format_checks import format_checks
+    from kvframe.testing.formats import format_checks
     from kvframe.testing.logits_processors import logits_processor_checks
     from kvframe.testing.proposers import proposer_checks
     from kvframe.testing.spec_checks import spec_checks
-    from kvframe.testing.wrapper_checks import wrapper_checks
+    from kvframe.testing.wrappers import wrapper_checks
 
     options, registry = _parse(asked.options), host.registry
     whole = asked.whole or asked.only is not None

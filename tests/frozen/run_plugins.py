@@ -111,10 +111,10 @@ def check_parts(*, newer: bool) -> dict[str, list[str]]:
     from kvframe.testing.backend_checks import backend_checks
     from kvframe.testing.checks import run_checks
     from kvframe.testing.eviction import policy_checks
-    from kvframe.testing.format_checks import format_checks
+    from kvframe.testing.formats import format_checks
     from kvframe.testing.proposers import proposer_checks
     from kvframe.testing.spec_checks import spec_checks
-    from kvframe.testing.wrapper_checks import wrapper_checks
+    from kvframe.testing.wrappers import wrapper_checks
 
     host = load_plugins()
     registry = host.registry
