@@ -3,7 +3,7 @@
 ``laws`` checks a spec. ``grid`` makes a backend's cases from its declared capabilities, alone and after wrapper chains,
 with the ``batches``. ``conformance`` runs a case and compares it with ``reference``. ``staging`` counts the copies of a
 step to the device. ``runs`` makes steps of several layers at the sizes of real models, and ``serving`` computes them.
-``wrappers`` checks a wrapper on host metadata (``metadata``), with the tensors of ``guard``, and compares the slots that
+``wrappers`` checks a wrapper on host ``metadata``, with the tensors of ``guard``, and compares the slots that
 queries attend to (``attended``). ``framework`` has the functions of the host that plugins' tests call. The kit needs no
 test framework and no engine: a broken contract raises ``ConformanceError``.
 
