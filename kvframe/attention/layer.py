@@ -161,13 +161,8 @@ class AttentionLayer:
                 sinks or ``out`` have other shapes than the layer (``wrong_input``); or the backend raised something
                 (``failed``), or returned something else than was agreed (``wrong_output``).
         """
-        if query.shape[0] != read.num_rows:
-            raise BackendError(
-                f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
-                f"{read.num_rows} in this step; a model that skips rows takes them from kept_rows"
-            )
-        if query.shape[1:] != self._query_shape:
-            raise self._wrong_input("queries", (query,), [(read.num_rows, *self._query_shape)])
+        if query.shape != (read.num_rows, *self._query_shape):
+            raise self._wrong_query(query, read.num_rows)
         if sinks is not None and sinks.shape != self._query_shape[:1]:
             raise self._wrong_input("sinks", (sinks,), [self._query_shape[:1]])
         if out is not None and not (out.dtype == query.dtype and out.is_contiguous()):
@@ -194,6 +189,14 @@ class AttentionLayer:
         if order is not None:
             return torch.index_select(output, 0, order.inverse, out=out)
         return output if output is out else out.copy_(output)
+
+    def _wrong_query(self, query: torch.Tensor, num_rows: int) -> BackendError:
+        if query.shape[0] == num_rows:
+            return self._wrong_input("queries", (query,), [(num_rows, *self._query_shape)])
+        return BackendError(
+            f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
+            f"{num_rows} in this step; a model that skips rows takes them from kept_rows"
+        )
 
     def _wrong_input(
         self, what: str, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]

@@ -20,15 +20,13 @@ import venv
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import attrs
 import pytest
 from click.testing import CliRunner
-from kvframe_transformers.testing import save_tiny
 
-from kvframe import Engine, SamplingParams
 from kvframe.cli import main
 from kvframe.config.stack import Stack
 from kvframe.contract.hookspecs import HookSpecs
@@ -37,6 +35,7 @@ from kvframe.testing import grid
 from kvframe.testing import runs as kit_runs
 from kvframe.testing.sample import sample
 from tests.programs import IMPORTED, commands_in_forks
+from tests.project.import_graph import SOURCES, run_in_a_step
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -469,39 +468,13 @@ def test_the_reference_has_every_name_of_the_contract() -> None:
     assert {name: module for module, name in exported} | {"HookSpecs": "hookspecs"} == found
 
 
-SOURCES = (ROOT / "kvframe", ROOT / "plugins" / "engine" / "src")
-
-
-def run_in_a_step(model: Path) -> tuple[list[str], set[str]]:
-    """Return what one decode step of four requests runs: files of core and engine by first use, and the values made."""
-    stack = Stack.from_mapping({"cache": {"memory": "16MiB"}, "engine": {"self_check": False}})
-    found: dict[str, None] = {}
-
-    def record(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            found[frame.f_code.co_filename] = None
-
-    with Engine.from_pretrained(model, stack=stack) as engine:
-        for request in range(4):
-            engine.add_request([1 + request, 2, 3, 4, 5], SamplingParams(max_new_tokens=16, ignore_eos=True))
-        for _ in range(4):
-            engine.step()
-        sys.setprofile(record)
-        engine.step()
-        sys.setprofile(None)
-    files = [
-        Path(name).relative_to(root).as_posix() for name in found for root in SOURCES if Path(name).is_relative_to(root)
-    ]
-    # What attrs generates for a class is no file.
-    generated = [re.fullmatch(r"<attrs generated methods kvframe(?:_engine)?\..*\.(\w+)>", name) for name in found]
-    return files, {match[1] for match in generated if match is not None}
-
-
-def test_the_files_and_the_values_of_a_step_are_those_that_run(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
+def test_the_files_and_the_values_of_a_step_are_those_that_run() -> None:
     _, always, at_times = read("docs/a_step.md").split("\n## ")[0].split("| file |")
     values = {quoted(row[0])[0] for row in table("docs/a_step.md", "The values of a step")}
-    assert ([*re.findall(r"^\| `([^`]+)`", always, re.MULTILINE)], values) == run_in_a_step(tmp_path)
+    lines_run, made = run_in_a_step()
+    assert ([*re.findall(r"^\| `([^`]+)`", always, re.MULTILINE)], values) == ([*lines_run], made)
+    assert 15 >= len(lines_run)
+    assert 448 >= sum(lines_run.values())
     others = [name for row in at_times.splitlines() for name in quoted(row.split("|")[1] if "|" in row else "")]
     assert [] == [name for name in others if name in always or not any((root / name).exists() for root in SOURCES)]
 

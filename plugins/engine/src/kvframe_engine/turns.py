@@ -27,10 +27,8 @@ class HeldInterrupts:
     Only the main thread handles signals. In another thread, or if no Python handler is set, nothing is done.
     """
 
-    def __init__(self) -> None:
-        """Hold nothing yet."""
-        self._handler: Any = None
-        self._pending: tuple[int, FrameType | None] | None = None
+    _handler: Any = None
+    _pending: tuple[int, FrameType | None] | None = None
 
     def hold(self) -> None:
         """Delay interrupts, unless they are delayed already."""
@@ -179,12 +177,13 @@ class Turn:
         undo: What to undo if the result does not reach the caller; None for nothing.
     """
 
+    undo: Callable[[], None] | None = None
+
     def __init__(self, turns: Turns, verb: str, *, runs_when_closed: bool = False) -> None:
         """Prepare a call; ``__enter__`` starts it."""
         self.verb = verb
         self.runs_when_closed = runs_when_closed
         self.held = HeldInterrupts()
-        self.undo: Callable[[], None] | None = None
         self._turns = turns
 
     def __enter__(self) -> Self:

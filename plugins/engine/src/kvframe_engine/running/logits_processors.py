@@ -24,7 +24,7 @@ from kvframe_engine.requests.request import Request
 def process_logits(
     logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None
 ) -> torch.Tensor:
-    """Return the logits from which tokens are chosen: a copy if a request changes its own, otherwise ``logits``.
+    """Return the logits from which tokens are chosen, as a copy.
 
     Args:
         logits: ``[num_rows, vocab_size], device``: for each request, the row of its last known token, then one row for
@@ -32,8 +32,6 @@ def process_logits(
         requests: The requests.
         drafts: The drafts of each; none unless given.
     """
-    if not any(request.params.changes_logits for request in requests):
-        return logits
     # As in generate(), in float32 at least.
     logits, row = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True), 0
     for index, request in enumerate(requests):

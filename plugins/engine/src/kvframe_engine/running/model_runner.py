@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,8 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import BlockTables, InputBatch, Layers, StepBatch, allocating, build_metadata
+from kvframe import BlockTables, Layers, StepBatch, allocating
 from kvframe.contract.errors import ModelError
-from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TokenRange
@@ -26,8 +25,6 @@ from kvframe_engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
 
 if TYPE_CHECKING:
     from kvframe_engine.running.draft_runner import DraftRunner
-
-_CPU = torch.device("cpu")
 
 SkipPolicy = Callable[[StepBatch], bool]
 """Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
@@ -195,8 +192,11 @@ class ModelRunner:
             ModelError: The model did.
         """
         if self.input_lens:
-            inputs = {name: self._input_batch(name, batch.rows, new_inputs) for name in self.input_lens}
-            batch = attrs.evolve(batch, inputs=inputs)
+            batch = attrs.evolve(
+                batch,
+                input_lens={name: lens[batch.rows] for name, lens in self.input_lens.items()},
+                stores_input={name: np.isin(batch.rows, [*new_inputs.get(name, ())]) for name in self.input_lens},
+            )
         if self.ranges:
             batch = attrs.evolve(batch, range_ends=self._range_ends(batch))
         num_tokens = len(batch.token_positions[1])
@@ -210,14 +210,14 @@ class ModelRunner:
     ) -> torch.Tensor:
         rows = batch.rows
         requests, positions = batch.token_positions
-        metadata = self._build_metadata(batch)
+        metadata = self._layers.build_metadata(batch, self._tables)
         tensors = (self.tokens[rows[requests], positions], positions, logits_indices)
         sizes = None if self.graphs is None else self.graphs.sizes_for(batch, len(logits_indices))
         with torch.inference_mode():
             if self.input_lens:
                 self._model.compute_inputs(
                     {
-                        name: [new_inputs[name][row] for row in rows[batch.inputs[name].is_new].tolist()]
+                        name: [new_inputs[name][row] for row in rows[batch.stores_input[name]].tolist()]
                         for name in new_inputs
                     }
                 )
@@ -271,28 +271,6 @@ class ModelRunner:
             f"{self._model.description.name}: its model adapter's forward returned {found}, and not a tensor "
             f"[{num_rows}, vocab_size]: this is a mistake in the model adapter"
         )
-
-    def _build_metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
-        """Return a step's metadata, on the host unless an extension has no host copy."""
-        device = _CPU
-        if batch.extensions:
-            extensions = {
-                name: attrs.evolve(extension, values=extension.values_cpu)
-                for name, extension in batch.extensions.items()
-                if extension.values_cpu is not None
-            }
-            if len(extensions) < len(batch.extensions):
-                device = self.device
-            else:
-                batch = attrs.evolve(batch, extensions=extensions)
-        metadata = build_metadata(batch, self._tables, device)
-        return metadata if not self._layers.local.places else (*metadata, *self._layers.local.metadata(batch))
-
-    def _input_batch(self, name: str, rows: IntArray, new_inputs: Mapping[str, Collection[int]]) -> InputBatch:
-        lens = self.input_lens[name]
-        is_new = np.zeros(len(lens), dtype=np.bool_)
-        is_new[list(new_inputs.get(name, ()))] = True
-        return InputBatch(lens=lens[rows], is_new=is_new[rows])
 
     def _range_ends(self, batch: StepBatch) -> IntArray | None:
         """Return where the range of each packed token ends, ``[num_tokens]``, 0 for none; None if none is in one."""
@@ -367,15 +345,17 @@ class TokenRunner(ModelRunner):
             logits = logits[self.to_device(packed.sampled)]
         if not len(packed.sampled):
             return []
-        requests: Sequence[Request] = packed.requests
-        rows = packed.rows
+        requests, rows = packed.requests, packed.rows
         if not packed.is_sampled.all():
             requests = list(compress(requests, packed.is_sampled))
             rows = rows[packed.is_sampled]
         num_known = (packed.num_computed + packed.query_lens)[packed.is_sampled]
-        if packed.drafts:
-            drafts = list(compress(packed.drafts, packed.is_sampled))
-            runs = accept_drafts(process_logits(logits, requests, drafts), requests, drafts)
+        drafts = list(compress(packed.drafts, packed.is_sampled)) if packed.drafts else None
+        processed = logits
+        if any(request.params.changes_logits for request in requests):
+            processed = process_logits(logits, requests, drafts)
+        if drafts is not None:
+            runs = accept_drafts(processed, requests, drafts)
             if self.hidden_states is not None:
                 self._keep_hidden_states(packed, requests, runs, [1 + len(each) for each in drafts])
             if any(request.params.logprobs for request in requests):
@@ -385,7 +365,7 @@ class TokenRunner(ModelRunner):
             places = np.arange(int(num_new.sum())) + np.repeat(first + num_new - np.cumsum(num_new), num_new)
             self.tokens[np.repeat(rows, num_new), places] = [*chain.from_iterable(runs)]
             return runs if packed.places is None else [runs[place] for place in packed.places]
-        token_ids = sample(process_logits(logits, requests), requests)
+        token_ids = sample(processed, requests)
         if self.hidden_states is not None:
             self._keep_hidden_states(packed, requests, [[each] for each in token_ids], [1] * len(requests))
         if any(request.params.logprobs for request in requests):

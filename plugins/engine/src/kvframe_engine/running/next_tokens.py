@@ -63,15 +63,13 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], places: Sequence[i
             then read and not used up.
     """
     token_ids, maxima = _greatest(logits)
-    sound = [isfinite(value) for value in maxima]
     full: list[int] = []
     truncated: list[int] = []
     for index, request in enumerate(requests):
-        params = request.params
-        if not sound[index]:
+        if not isfinite(maxima[index]):
             token_ids[index] = FAILED
-        elif params.temperature > 0:
-            (truncated if params.truncates else full).append(index)
+        elif request.params.temperature > 0:
+            (truncated if request.params.truncates else full).append(index)
     # There are two ways to draw. A row's own parameters choose the way, so that other rows cannot change its token.
     for rows, truncate in ((full, False), (truncated, True)):
         if rows:

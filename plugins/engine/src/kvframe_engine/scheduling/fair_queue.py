@@ -18,13 +18,16 @@ class FairQueue(Generic[RequestT]):
     Every method but ``first_of`` and the iterator takes the same time for any number of owners and of waiting requests.
     A queue of another order is a class with the same methods.
 
+    Attributes:
+        queues: The waiting requests of each owner that has some, by request id; only the queue changes them.
+
     Invariant: an owner is in a ring if one of its requests waits, and that is the ring of its number of running
     requests.
     """
 
     def __init__(self) -> None:
         """Start without requests."""
-        self._queues: dict[str, OrderedDict[str, RequestT]] = {}
+        self.queues: dict[str, OrderedDict[str, RequestT]] = {}
         self._num_running: dict[str, int] = {}
         # There are few rings: the different numbers add up to at most the running requests.
         self._rings: dict[int, OrderedDict[str, None]] = {}
@@ -34,13 +37,13 @@ class FairQueue(Generic[RequestT]):
     def first(self) -> RequestT:
         """The request to admit next. The queue must not be empty."""
         owner = next(iter(self._rings[min(self._rings)]))
-        return next(iter(self._queues[owner].values()))
+        return next(iter(self.queues[owner].values()))
 
     def first_of(self, is_ready: Callable[[RequestT], bool]) -> RequestT | None:
         """Return the request to admit next among those that ``is_ready`` accepts; None if it accepts none."""
         for count in sorted(self._rings):
             for owner in self._rings[count]:
-                for request in self._queues[owner].values():
+                for request in self.queues[owner].values():
                     if is_ready(request):
                         return request
         return None
@@ -48,7 +51,7 @@ class FairQueue(Generic[RequestT]):
     @property
     def has_several_owners(self) -> bool:
         """Whether the waiting and the running requests belong to several owners."""
-        waiting, running = self._queues, self._num_running
+        waiting, running = self.queues, self._num_running
         if len(waiting) > 1 or len(running) > 1:
             return True
         return bool(waiting and running) and next(iter(waiting)) not in running
@@ -80,25 +83,25 @@ class FairQueue(Generic[RequestT]):
     def remove(self, request: RequestT) -> None:
         """Remove a waiting request."""
         owner = request.owner
-        queue = self._queues[owner]
+        queue = self.queues[owner]
         del queue[request.request_id]
         self._num_waiting -= 1
         if not queue:
-            del self._queues[owner]
+            del self.queues[owner]
             self._leave_ring(owner)
 
     def _queue_of(self, owner: str) -> OrderedDict[str, RequestT]:
         """Return the queue of an owner, to which the caller adds a request."""
         self._num_waiting += 1
-        queue = self._queues.get(owner)
+        queue = self.queues.get(owner)
         if queue is None:
-            queue = self._queues[owner] = OrderedDict()
+            queue = self.queues[owner] = OrderedDict()
             self._enter_ring(owner)
         return queue
 
     def _count(self, owner: str, change: int) -> None:
         """Change the number of running requests of an owner."""
-        is_waiting = owner in self._queues
+        is_waiting = owner in self.queues
         if is_waiting:
             self._leave_ring(owner)
         count = self.num_running(owner) + change
@@ -122,5 +125,5 @@ class FairQueue(Generic[RequestT]):
         return self._num_waiting
 
     def __iter__(self) -> Iterator[RequestT]:
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             yield from queue.values()

@@ -158,7 +158,7 @@ class Scheduler(Generic[RequestT]):
         return failed
 
     def _schedule(self) -> ScheduledStep[RequestT] | None:
-        if self.waiting and self.running and self.waiting.has_several_owners:
+        if self.waiting.queues and self.running and self.waiting.has_several_owners:
             self._preempt_for_waiting()
         preempted = self.stats.preemptions
         continuing = self._continue_running() if self.running else NO_ROWS
@@ -166,7 +166,7 @@ class Scheduler(Generic[RequestT]):
         admitted: list[RequestT] = []
         counts: list[int] = []
         # A request that was just preempted would be preempted again. But if none runs, one has to start.
-        may_admit = self.waiting and budget and len(continuing) == len(self.running)
+        may_admit = self.waiting.queues and budget and len(continuing) == len(self.running)
         if may_admit and (preempted == self.stats.preemptions or not self.running):
             budget = self._admit_waiting(budget, admitted, counts)
         num_reqs = len(continuing) + len(admitted)
@@ -249,12 +249,12 @@ class Scheduler(Generic[RequestT]):
         num_known = step.num_known.copy()
         num_known[generating] = [len(request.token_ids) for request in generated]
         self.running.advance(num_computed, num_known)
-        for request in ended:
-            self._blocks.release(request)
-            self.waiting.note_stop(request)
-            if self._drafting is not None:
-                self._drafting.forget(request)
         if ended:
+            for request in ended:
+                self._blocks.release(request)
+                self.waiting.note_stop(request)
+                if self._drafting is not None:
+                    self._drafting.forget(request)
             self.running.drop_ended()
         for request in reversed(again):
             self._compute_anew(request)
@@ -346,13 +346,12 @@ class Scheduler(Generic[RequestT]):
             self._pausing = [each for each in self._pausing if each.row >= 0 and each.num_computed < each.last_pause]
             for request in self._pausing:
                 counts[self.running.index(request)] = request.next_stop - request.num_computed
-        if int(counts.sum()) <= budget:
-            pass
-        elif not self._ranged and self.waiting.has_several_owners:
-            counts = self._divide(counts)
-        else:
-            counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
-            counts = counts[counts > 0]
+        if int(counts.sum()) > budget:
+            if not self._ranged and self.waiting.has_several_owners:
+                counts = self._divide(counts)
+            else:
+                counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
+                counts = counts[counts > 0]
         if self._ranged:
             counts = self._without_parts(counts)
         try:
