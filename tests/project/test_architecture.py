@@ -113,7 +113,9 @@ def core_files() -> dict[str, Path]:
 
 @cache
 def engine_files() -> dict[str, Path]:
-    return {module_name(path, ENGINE): path for path in sorted(ENGINE.rglob("*.py"))}
+    """Return the engine's modules without its part of the test kit, by name."""
+    files = {module_name(path, ENGINE): path for path in sorted(ENGINE.rglob("*.py"))}
+    return {module: path for module, path in files.items() if not module.startswith("testing")}
 
 
 @cache
