@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import click
@@ -15,7 +16,16 @@ from benchmarks.harness.pages import heading, medians, page, spread, table
 from benchmarks.harness.process import timed
 from benchmarks.harness.record import benchmark, by_turns, counted, ratios
 from kvframe import FullAttentionSpec, Stack, load_plugins
-from kvframe.contract import ChosenTokens, CommonAttentionMetadata, KVCacheSpec, LayerSpec, MoreInputs, QuerySpec
+from kvframe.contract import (
+    AttentionBackend,
+    ChosenTokens,
+    CommonAttentionMetadata,
+    KVCache,
+    KVCacheSpec,
+    LayerSpec,
+    MoreInputs,
+    QuerySpec,
+)
 from kvframe.selection.select import select_backends
 
 CPU = torch.device("cpu")
@@ -23,7 +33,7 @@ BLOCK_SIZE = 16
 INDEX_HEADS, INDEX_SIZE = 64, 128
 """The sizes of DeepSeek V3.2's indexer."""
 
-SHAPES: Mapping[str, tuple[type[KVCacheSpec], dict[str, int], dict[str, int]]] = {
+SHAPES: Mapping[str, tuple[type[KVCacheSpec], dict[str, int], dict[str, Any]]] = {
     "keys": (FullAttentionSpec, {"num_kv_heads": 8, "head_size": 128}, {"num_heads": 32, "head_size": 128}),
     "latents": (
         MLASpec,
@@ -62,7 +72,7 @@ def calls(shape: str, backend: str, num_tokens: int, num_chosen: int) -> dict[st
     )
     query = torch.randn(1, query_sizes["num_heads"], query_sizes["head_size"], generator=generator)
     chosen = torch.randperm(num_tokens, generator=generator)[:num_chosen].int().view(1, 1, -1)
-    made = {}
+    made: dict[str, Callable[[], Any]] = {}
     for name, choice in (("all", None), ("chosen", {"max_chosen": num_chosen})):
         side = QuerySpec(scale=query_sizes["head_size"] ** -0.5, choice=choice, **query_sizes)
         layer = LayerSpec(name="layer", spec=spec, query=side)
@@ -71,21 +81,28 @@ def calls(shape: str, backend: str, num_tokens: int, num_chosen: int) -> dict[st
         instance = selected.backend_class([layer], CPU)
         needed = spec.parameters(side)
         instance.bind(layer, {key: torch.randn(size, generator=generator) * 0.05 for key, size in needed.items()})
-        builder = instance.make_builder()
-        if choice is None:
-            made[name] = lambda instance=instance, layer=layer, builder=builder: instance.forward(
-                layer, query, views, builder.finish(builder.build(step)), None
-            )
-        else:
-            more = MoreInputs(chosen=ChosenTokens(chosen))
-            made[name] = lambda instance=instance, layer=layer, builder=builder, more=more: instance.forward_more(
-                layer, query, views, builder.finish(builder.build(step)), None, more
-            )[0]
+        made[name] = partial(_attend, instance, layer, query, views, step, chosen if choice else None)
     keys = torch.randn(num_tokens, INDEX_SIZE, generator=generator)
     index_query = torch.randn(INDEX_HEADS, INDEX_SIZE, generator=generator)
     weights = torch.randn(INDEX_HEADS, generator=generator)
     made["scores"] = lambda: (weights @ torch.relu(index_query @ keys.T)).topk(num_chosen).indices
     return made
+
+
+def _attend(
+    backend: AttentionBackend,
+    layer: LayerSpec,
+    query: torch.Tensor,
+    views: KVCache,
+    step: CommonAttentionMetadata,
+    chosen: torch.Tensor | None,
+) -> torch.Tensor:
+    """Build a step's metadata, and attend to all tokens or to the chosen ones."""
+    builder = backend.make_builder()
+    built = builder.finish(builder.build(step))
+    if chosen is None:
+        return backend.forward(layer, query, views, built, None)
+    return backend.forward_more(layer, query, views, built, None, MoreInputs(chosen=ChosenTokens(chosen)))[0]
 
 
 def render(record: Mapping[str, Any]) -> str:
@@ -102,10 +119,14 @@ def render(record: Mapping[str, Any]) -> str:
     columns = ["state", "backend", "all, ms", "chosen, ms", "scores of an indexer, ms", "times as fast"]
     text = (
         f"One decode step of one request of {record['num_tokens']:,} tokens, in one layer: attention over all of "
-        f"them, and over {record['num_chosen']:,} chosen ones. Beside them, the scores of an indexer with {INDEX_HEADS} heads "
-        f"of {INDEX_SIZE}, and the choice of the best."
+        f"them, and over {record['num_chosen']:,} chosen ones. Beside them, the scores of an indexer with "
+        f"{INDEX_HEADS} heads of {INDEX_SIZE}, and the choice of the best."
     )
     return page(heading("Attention over chosen tokens", record, medians(record)), text, table(columns, rows))
+
+
+def _time(made: Mapping[str, Callable[[], Any]], name: str, _: int) -> float:
+    return timed(made[name])[0]
 
 
 @benchmark("chosen_tokens", render)
@@ -119,7 +140,7 @@ def main(repeats: int, threads: int, num_tokens: int, num_chosen: int) -> dict[s
     for shape, backends in BACKENDS.items():
         for backend in backends:
             made = calls(shape, backend, num_tokens, num_chosen)
-            turns = by_turns([*made], repeats, lambda name, _, made=made: timed(made[name])[0], warm_up=True)
+            turns = by_turns([*made], repeats, partial(_time, made), warm_up=True)
             found = counted(turns)
             rows.append({"shape": shape, "backend": backend, **found})
     return {"num_tokens": num_tokens, "num_chosen": num_chosen, "repeats": repeats, "rows": rows}

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from kvframe_engine.testing.suites import AdapterTests
 from kvframe_transformers.testing import save_tiny
-
-from kvframe.testing.suites import AdapterTests
 
 
 class OfAFamily(AdapterTests):
