@@ -6,7 +6,7 @@ with a cache spec, a live range, pages and a block table of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -128,3 +128,19 @@ class EntryStep:
         blocks = self.metadata.block_table[request, first : -(-stop // size)]
         part = slice(start - first * size, stop - first * size)
         return {name: pages.index_select(0, blocks).flatten(0, 1)[part] for name, pages in self.pages.items()}
+
+    def read_together(self, requests: Sequence[int]) -> Rows:
+        """Return the entries of several requests, by name ``[num_requests, max_entries, *shape], device``: copies.
+
+        Args:
+            requests: Their rows in the batch. Their entries are live from the first one on. What follows the last
+                entry of a request means nothing, and may be NaN.
+        """
+        longest = max(int(self.metadata.seq_lens_cpu[request]) for request in requests) // self.tokens_per_entry
+        num_blocks = -(-longest // self.entries_per_block)
+        index = torch.tensor(requests, device=self.metadata.block_table.device)
+        blocks = self.metadata.block_table[index, :num_blocks]
+        return {
+            name: pages.index_select(0, blocks.flatten()).unflatten(0, blocks.shape).flatten(1, 2)[:, :longest]
+            for name, pages in self.pages.items()
+        }

@@ -39,6 +39,13 @@ def test_a_request_reads_the_entries_that_its_tokens_wrote() -> None:
     assert [3, 4] == step.read(0, 3, 5)["key"].flatten().tolist()
 
 
+def test_several_requests_are_read_together() -> None:
+    step = step_of(1, [6, 2], [6, 2])
+    step.write(key=torch.arange(8.0)[:, None])
+    first, second = step.read_together([0, 1])["key"][..., 0].tolist()
+    assert ([0, 1, 2, 3, 4, 5], [6, 7]) == (first, second[:2])
+
+
 def test_some_tokens_write_their_entries_alone() -> None:
     step = step_of(1, [3, 2], [3, 2])
     step.write(slice(3, 5), key=torch.tensor([[5.0], [6.0]]))

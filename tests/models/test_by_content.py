@@ -10,8 +10,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import transformers
 from kvframe_transformers.indexers import IndexDriver
 
+from kvframe import KVCachePlan, Setup, Stack, load_plugins
 from kvframe.contract import ChosenTokens, EntryStep
 from kvframe.contract.errors import ModelError, StackError
 from tests.covering import cover_pairs, cover_values, few
@@ -117,12 +119,12 @@ def test_a_choice_that_lacks_one_token_changes_tokens(
 def test_a_choice_by_the_keys_of_one_token_before_changes_tokens(
     models: Callable[[str], TinyModel], expected: Expected, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, read = expected(family), EntryStep.read
+    tokens, read = expected(family), EntryStep.read_together
 
     def stale(step: EntryStep, *arguments: Any) -> dict[str, torch.Tensor]:
-        return {name: tensor.roll(1, 0) for name, tensor in read(step, *arguments).items()}
+        return {name: tensor.roll(1, 1) for name, tensor in read(step, *arguments).items()}
 
-    monkeypatch.setattr(EntryStep, "read", stale)
+    monkeypatch.setattr(EntryStep, "read_together", stale)
     with models(family).engine(block_size=4) as engine:
         assert tokens != served(engine)
 
@@ -180,3 +182,30 @@ def test_outside_of_steps_the_model_computes_as_transformers_made_it(models: Cal
         with tiny.engine() as engine:
             served(engine)
             torch.testing.assert_close(before, tiny.loaded.model(tokens).logits, rtol=0, atol=0)
+
+
+def planned(path: Path, model_type: str) -> KVCachePlan:
+    """Return the plan of a model of the published size, from its config alone."""
+    config = transformers.AutoConfig.for_model(model_type)
+    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(path)
+    tables = {"cache": {"memory": "64GiB"}, "model": {"dtype": "bfloat16", "device": "cuda"}}
+    return Setup.read(path, Stack.from_mapping(tables), load_plugins().registry, runs_here=False).plan
+
+
+def test_the_published_deepseek_v3_2_keeps_latents_and_index_keys_of_each_token(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "deepseek_v32")
+    assert 61 * (512 + 64 + 128) * 2 == plan.bytes_per_token
+
+
+def test_the_published_deepseek_v4_keeps_few_bytes_of_an_old_token(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "deepseek_v4")
+    kept = {(group.spec.kind, group.spec.tokens_per_entry, len(group.layers)): group for group in plan.groups}
+    # 23 layers keep one key of 512 for 128 tokens; 20 layers keep one of 512, and one of 128 to choose by, for 4.
+    assert 23 * 512 * 2 == kept["token_entries", 128, 23].page_bytes
+    assert 20 * (512 + 128) * 2 * 4 == kept["token_entries", 4, 40].page_bytes
+    assert {"sliding_window", "unfinished_group", "token_entries"} == {kind for kind, _, _ in kept}
+    # The windows and unfinished groups of a long request take the same blocks at any length.
+    bounded = [group for (kind, _, _), group in kept.items() if kind != "token_entries"]
+    at_16k, at_64k = (plan.generating_blocks(length) for length in (16384, 65536))
+    assert [at_16k[group.index] for group in bounded] == [at_64k[group.index] for group in bounded]

@@ -240,7 +240,7 @@ class CompressorDriver:
         }
         found = []
         for new in next(iter(kept.values())).tokens.requests:
-            own = {name: rows_of(value, new.rows) for name, value in arguments.items()}
+            own = {name: rows_of(value, [new.rows]) for name, value in arguments.items()}
             own[self.call.cache] = _PagedCache(kept, new, self._module.compress_rate)
             entries, bias = self._forward(**own)
             found.append(CompressedKeys(new.rows, entries[0, 0], None if bias is None else bias[0, 0]))

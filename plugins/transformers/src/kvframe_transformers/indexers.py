@@ -74,26 +74,37 @@ class IndexerKind:
             return torch.empty(1, self.num_choosers, num_tokens, self.max_chosen, dtype=torch.int64, device=device)
         return torch.empty(1, num_tokens, self.max_chosen, dtype=torch.int32, device=device)
 
-    def mask(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
-        """Return the mask of the last queries of a sequence, True for what they see; None if it takes none."""
+    @property
+    def takes_batches(self) -> bool:
+        """Whether it takes several sequences, whose keys are followed by others that their queries do not see."""
+        return not self.returns_mask and self.mask_dims != 2
+
+    def mask(self, positions: torch.Tensor, num_keys: int) -> torch.Tensor | None:
+        """Return a mask, True for what queries see; None if it takes none.
+
+        Args:
+            positions: ``[num_requests, num_queries], device``: those of the queries.
+            num_keys: Keys of the longest request.
+        """
         if not self.mask_dims:
             return None
         if self.mask_dims == 2:
-            return torch.ones(1, num_queries, dtype=torch.bool, device=device)
-        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
-        return seen.view(*[1] * (self.mask_dims - 2), num_queries, num_keys)
+            return torch.ones_like(positions, dtype=torch.bool)
+        seen = torch.arange(num_keys, device=positions.device) <= positions[..., None]
+        return seen if self.mask_dims == 3 else seen.unsqueeze(1)
 
     def indices(self, result: torch.Tensor) -> torch.Tensor:
-        """Return what is chosen, ``[num_tokens, num_choosers, at most max_chosen], int32``; -1 for none."""
+        """Return what is chosen, ``[num_requests, num_new, num_choosers, at most max_chosen], int32``; -1 for none."""
         if self.block_size > 1:
-            return result[0].transpose(0, 1).int()
+            return result.transpose(1, 2).int()
         if not self.returns_mask:
-            return result[0].unsqueeze(1).int()
-        chosen = result[0, 0]
-        positions = torch.arange(chosen.shape[1], device=chosen.device, dtype=torch.int32).expand_as(chosen)
+            return result.unsqueeze(2).int()
+        chosen = result[:, 0]
+        num_keys = chosen.shape[-1]
+        positions = torch.arange(num_keys, device=chosen.device, dtype=torch.int32).expand_as(chosen)
         # The chosen ones come first, because the others are larger than any position.
-        first = positions.masked_fill(~chosen, chosen.shape[1]).sort(-1).values[:, : self.max_chosen]
-        return first.masked_fill(first == chosen.shape[1], -1).unsqueeze(1)
+        first = positions.masked_fill(~chosen, num_keys).sort(-1).values[..., : self.max_chosen]
+        return first.masked_fill(first == num_keys, -1).unsqueeze(2)
 
 
 class IndexerCall:
@@ -213,11 +224,15 @@ class IndexDriver:
         """Return what the step's queries read, for the arguments of a packed call."""
         step, arguments = self._entry.step, self._call.bind(args, kwargs)
         tokens = next(iter(arguments.values()))
-        parts = [self._choose_for(step, new, arguments) for new in step.requests]
-        width = max((part.shape[2] for part in parts), default=1)
+        alike: dict[Any, list[NewTokens]] = {}
+        for new in step.requests:
+            alike.setdefault(new.stop - new.first if self.kind.takes_batches else (new.request,), []).append(new)
+        parts = [(some, self._choose_for(step, some, arguments)) for some in alike.values()]
+        width = max((part.shape[-1] for _, part in parts), default=1)
         indices = tokens.new_full((tokens.shape[1], self.kind.num_choosers, width), -1, dtype=torch.int32)
-        for new, part in zip(step.requests, parts, strict=True):
-            indices[new.rows, :, : part.shape[2]] = part
+        for some, part in parts:
+            for new, chosen in zip(some, part, strict=True):
+                indices[new.rows, :, : part.shape[-1]] = chosen
         return ChosenTokens(indices, self.kind.block_size)
 
     def nothing(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ChosenTokens:
@@ -226,26 +241,30 @@ class IndexDriver:
         empty = tokens.new_full((tokens.shape[1], self.kind.num_choosers, 1), -1, dtype=torch.int32)
         return ChosenTokens(empty, self.kind.block_size)
 
-    def _choose_for(self, step: EntryStep, new: NewTokens, arguments: Mapping[str, Any]) -> torch.Tensor:
-        rows, length, num_queries = new.rows, new.stop, new.stop - new.first
+    def _choose_for(self, step: EntryStep, some: Sequence[NewTokens], arguments: Mapping[str, Any]) -> torch.Tensor:
+        """Return what requests with equally many new tokens read, ``[num_requests, num_new, num_choosers, …]``."""
+        lengths, num_queries = [new.stop for new in some], some[0].stop - some[0].first
+        longest, device = max(lengths), arguments_device(arguments)
 
         def update(keys: torch.Tensor) -> torch.Tensor:
-            step.write(rows, **{ENTRY: keys[0]})
-            return step.read(new.request)[ENTRY].unsqueeze(0)
+            for new, own_keys in zip(some, keys, strict=True):
+                step.write(new.rows, **{ENTRY: own_keys})
+            return step.read_together([new.request for new in some])[ENTRY]
 
-        own = {name: rows_of(value, rows) for name, value in arguments.items()}
-        own[_CACHE] = IndexCache(update, lambda: length)
+        own = {name: rows_of(value, [new.rows for new in some]) for name, value in arguments.items()}
+        own[_CACHE] = IndexCache(update, lambda: longest)
+        # The positions of the queries, and the keys that each of them sees.
+        positions = torch.tensor([new.first for new in some], device=device)[:, None]
+        positions = positions + torch.arange(num_queries, device=device)
         if "attention_mask" in own:
-            own["attention_mask"] = self.kind.mask(num_queries, length, arguments_device(arguments))
+            own["attention_mask"] = self.kind.mask(positions, longest)
         if self._rotary is not None:
-            positions = torch.arange(length, device=arguments_device(arguments)).view(1, 1, -1).expand(3, 1, -1)
-            own["position_embeddings"] = self._rotary(next(iter(own.values())), positions)
+            full = torch.arange(longest, device=device).view(1, 1, -1).expand(3, 1, -1)
+            own["position_embeddings"] = self._rotary(next(iter(own.values())), full)
         indices = self.kind.indices(self._forward(**own))
-        if self.kind.block_size == 1 and not self.kind.returns_mask and self.kind.mask_dims == 3:
-            # Fewer live tokens than are chosen: the rest are later ones.
-            positions = torch.arange(new.first, length, device=indices.device)
-            indices = indices.masked_fill(indices > positions[:, None, None], -1)
-        return indices
+        # With fewer live tokens than are chosen, the rest are later ones.
+        last = positions.div(self.kind.block_size, rounding_mode="floor")
+        return indices.masked_fill(indices > last[..., None, None], -1)
 
 
 def arguments_device(arguments: Mapping[str, Any]) -> torch.device:
@@ -254,11 +273,16 @@ def arguments_device(arguments: Mapping[str, Any]) -> torch.device:
     return device
 
 
-def rows_of(value: Any, rows: slice) -> Any:
-    """Return the rows of one request of an argument whose tensors are ``[1, num_tokens, …]``."""
+def rows_of(value: Any, rows: Sequence[slice]) -> Any:
+    """Return the rows of some requests, equally many of each, of an argument whose tensors are ``[1, num_tokens, …]``.
+
+    They are ``[num_requests, num_rows, …]``.
+    """
     if isinstance(value, tuple):
         return tuple(rows_of(each, rows) for each in value)
-    return value[:, rows] if isinstance(value, torch.Tensor) and value.ndim > 1 else value
+    if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        return value
+    return torch.cat([value[:, part] for part in rows]) if len(rows) > 1 else value[:, rows[0]]
 
 
 class Indexers:
