@@ -169,7 +169,7 @@ def _import(name: str, host: PluginHost, claims: Sequence[Claim]) -> Any:
 def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence[Any]) -> dict[str, Any]:
     """Return what was found about one part, as plain values."""
     from kvframe.contract.errors import KVFrameError
-    from kvframe.loading.deprecated import warnings_of
+    from kvframe.loading.deprecations import warnings_of
     from kvframe.testing.checks import run_checks
 
     found: dict[str, Any] = {"kind": entry.kind, "name": entry.name, "owner": entry.owner}

@@ -16,7 +16,7 @@ import attrs
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.loading.declarations import find_misdeclared, find_undefined
-from kvframe.loading.deprecated import uses_of_class, warn_of
+from kvframe.loading.deprecations import uses_of_class, warn_of
 from kvframe.loading.targets import find_problem
 
 BUILTIN_OWNER = "kvframe"

@@ -142,10 +142,8 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
     config = path / "config.json"
     if config.is_file():
         parse_file(config)  # raises for invalid JSON, which is why no adapter recognised the folder
-    asked = f"no model that a plugin recognises (asked: {', '.join(names)})"
-    raise ModelError(
-        "; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"])
-    )
+    sentence = f"{path} is no model that a plugin recognises (asked: {', '.join(names)})"
+    raise ModelError("; ".join([sentence, *unusable, "a Hugging Face model is a folder with a config.json"]))
 
 
 def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory:

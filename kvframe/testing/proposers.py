@@ -34,11 +34,11 @@ def check_proposer(make: Callable[[], Proposer], *, hidden_states: HiddenStates 
       are not negative; it raises nothing, for prompts of any length, and with or without tokens of its draft model;
     * *reading*: it does not change the requests' tokens;
     * *alone*: with requests of other salts beside it, a request gets the same drafts as without them;
-    * *ends*: it takes the end of requests that it knows, and of those that it was never asked about.
+    * *ends*: ``forget`` accepts requests that it knows, and requests that it was never asked about.
 
     Args:
         make: Makes a proposer that knows no request.
-        hidden_states: Makes the hidden states of requests that have grown; None for none.
+        hidden_states: Makes the hidden states of the tokens that a request got since the last step; None for none.
 
     Raises:
         ConformanceError: A law does not hold; the error is about the first one.
