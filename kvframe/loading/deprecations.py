@@ -39,11 +39,7 @@ _warned: dict[tuple[str, str], str] = {}
 
 
 def uses_of_hooks(callers: Collection[pluggy.HookCaller]) -> Iterator[str]:
-    """Yield the deprecated hooks that a plugin implements, and the deprecated arguments that it takes.
-
-    Args:
-        callers: The callers of the hooks that it implements.
-    """
+    """Yield the deprecated hooks that a plugin implements, and the deprecated arguments that it takes."""
     for caller in callers:
         arguments = {name for implementation in caller.get_hookimpls() for name in implementation.argnames}
         yield from _known(caller.name, arguments)
