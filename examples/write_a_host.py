@@ -16,9 +16,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import KVCacheManager, KVCacheStorage, Stack, StepBatch, build_metadata, load_model
-
-CPU = torch.device("cpu")
+from kvframe import KVCacheManager, KVCacheStorage, Stack, StepBatch, load_model
 
 
 @attrs.define(eq=False)
@@ -114,7 +112,7 @@ class Host:
         token_ids = np.concatenate(
             [request.token_ids[request.num_computed : request.num_computed + num_new] for request, num_new in chosen]
         ).astype(np.int64)
-        metadata = build_metadata(batch, self.manager.tables, CPU)
+        metadata = self.layers.build_metadata(batch, self.manager.tables)
         inputs = (token_ids, batch.token_positions[1], batch.generating_indices)
         with torch.inference_mode():
             tensors = tuple(map(torch.from_numpy, inputs))

@@ -1,12 +1,9 @@
 """The names of ``kvframe``, each under the module that defines it."""
 
-from .attention.batch_metadata import InputBatch as InputBatch
 from .attention.batch_metadata import StepBatch as StepBatch
 from .attention.batch_metadata import build_metadata as build_metadata
 from .attention.group import AttentionGroup as AttentionGroup
 from .attention.layers import Layers as Layers
-from .attention.padding import pad_step as pad_step
-from .attention.state import StateLayers as StateLayers
 from .attention.step import Step as Step
 from .attention.storage import HostStorage as HostStorage
 from .attention.storage import KVCacheStorage as KVCacheStorage
@@ -20,12 +17,9 @@ from .cache.events import BlocksRemoved as BlocksRemoved
 from .cache.events import BlocksStored as BlocksStored
 from .cache.events import CacheCleared as CacheCleared
 from .cache.events import CacheEvent as CacheEvent
-from .cache.events import EventLog as EventLog
 from .cache.input_index import InputSequence as InputSequence
 from .cache.keys import content_key as content_key
 from .cache.keys import prefix_key as prefix_key
-from .cache.keys import secret_check as secret_check
-from .cache.live_range import LiveBlocks as LiveBlocks
 from .cache.manager import KVCacheManager as KVCacheManager
 from .cache.pins import Pin as Pin
 from .cache.ranged_tokens import RangedTokens as RangedTokens
@@ -33,7 +27,6 @@ from .cache.stats import FoundPrefix as FoundPrefix
 from .cache.stats import GroupLookups as GroupLookups
 from .cache.stats import KVCacheStats as KVCacheStats
 from .config.hub import find_model as find_model
-from .config.options import EngineOptions as EngineOptions
 from .config.options import Use as Use
 from .config.stack import Stack as Stack
 from .contract.errors import KVFrameError as KVFrameError
@@ -44,15 +37,12 @@ from .engine import Engine as Engine
 from .engine import Prompt as Prompt
 from .engine import RequestOutput as RequestOutput
 from .engine import SamplingParams as SamplingParams
-from .hosting.draft_models import load_draft_model as load_draft_model
 from .hosting.hosted_model import HostedModel as HostedModel
+from .hosting.hosted_model import LiveBlocks as LiveBlocks
 from .hosting.models import load_model as load_model
-from .hosting.models import take_model as take_model
 from .hosting.setup import Setup as Setup
-from .loading.checks import parse_bytes as parse_bytes
 from .loading.plugins import load_plugins as load_plugins
 from .loading.registry import Registry as Registry
-from .planning.answers import ask_live_ranges as ask_live_ranges
 from .planning.groups import Grouping as Grouping
 from .planning.groups import KVCacheGroup as KVCacheGroup
 from .planning.groups import group_layers as group_layers
@@ -64,5 +54,4 @@ from .planning.plan import KVCachePlan as KVCachePlan
 from .planning.plan import plan_cache as plan_cache
 from .planning.ranks import plan_ranks as plan_ranks
 from .planning.recognise import describe as describe
-from .planning.retyping import EditLayer as EditLayer
 from .selection.choice import Choice as Choice

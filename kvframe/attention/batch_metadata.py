@@ -24,21 +24,7 @@ from kvframe.contract.order import IntArray
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import TOKENS
 
-
-@attrs.frozen(kw_only=True, eq=False)
-class InputBatch:
-    """One input sequence of a step's requests, on the host.
-
-    Attributes:
-        lens: ``[num_reqs]``: its tokens; 0 for a request that has none.
-        is_new: ``[num_reqs], bool``: whether the step stores its state; false if it was stored before.
-    """
-
-    lens: IntArray
-    is_new: npt.NDArray[np.bool_]
-
-
-NO_INPUTS: Mapping[str, InputBatch] = MappingProxyType({})
+NO_INPUTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -52,7 +38,9 @@ class StepBatch:
         generating_indices: ``[num_generating]``: the packed tokens that generate, in order; those of a request are its
             last ones.
         extensions: Further inputs of the step, by name; they reach the wrappers and backends of every group.
-        inputs: The inputs beside tokens, by sequence; a sequence that is missing, no request has.
+        input_lens: For each input sequence beside tokens, ``[num_reqs]``: its tokens; 0 for a request that has none. No
+            request has a sequence that is missing.
+        stores_input: Likewise, ``[num_reqs], bool``: whether the step stores its state; false if it was stored before.
         range_ends: ``[num_tokens]``: the extension ``RANGE_ENDS``; None if no new token is in a range.
     """
 
@@ -61,7 +49,8 @@ class StepBatch:
     query_lens: IntArray
     generating_indices: IntArray
     extensions: Mapping[str, Extension] = NO_EXTENSIONS
-    inputs: Mapping[str, InputBatch] = NO_INPUTS
+    input_lens: Mapping[str, IntArray] = NO_INPUTS
+    stores_input: Mapping[str, npt.NDArray[np.bool_]] = NO_INPUTS
     range_ends: IntArray | None = None
 
     @cached_property
@@ -158,8 +147,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
 
 def _seen_of_input(batch: StepBatch, sequence: str, there: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return the metadata fields that say what queries see of an input sequence: all of it, in no order."""
-    inputs = batch.inputs.get(sequence)
-    lens = np.zeros(len(batch.rows), np.int32) if inputs is None else inputs.lens.astype(np.int32)
+    lens = batch.input_lens.get(sequence, np.zeros(len(batch.rows))).astype(np.int32)
     lens_cpu = torch.from_numpy(lens)
     return {
         "seq_lens": there(lens_cpu),
@@ -188,10 +176,10 @@ def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> 
     """
     found: dict[int, torch.Tensor] = {}
     for stack in tables.stacks:
-        inputs = batch.inputs.get(stack.sequence)
-        if inputs is None or not inputs.is_new.any():
+        is_new = batch.stores_input.get(stack.sequence)
+        if is_new is None or not is_new.any():
             continue
-        lens = np.where(inputs.is_new, inputs.lens, 0)
+        lens = np.where(is_new, batch.input_lens[stack.sequence], 0)
         of_request = np.repeat(np.arange(len(lens)), lens)
         starts = np.cumsum(lens) - lens
         positions = np.arange(len(of_request)) - starts[of_request]

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from kvframe.attention.batch_metadata import StepBatch, input_slots, split_mapping
+from kvframe.attention.batch_metadata import StepBatch, build_metadata, input_slots, split_mapping
 from kvframe.attention.build import MetadataPlan, PreparedStep
 from kvframe.attention.copies import CopyScratch
 from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.layer import AttentionLayer, GroupStep
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import replace_tensors
+from kvframe.attention.padding import pad_step
 from kvframe.attention.request_order import find_order
 from kvframe.attention.staging import HOST, StagedMemory, Staging
 from kvframe.attention.state import StateLayers
@@ -58,7 +59,6 @@ class Layers(Mapping[str, AttentionLayer]):
         skipped: The layers that compute only the generating tokens of a step, in the order in which they run.
         copies: Memory for copies of pages, for backends that do not read the format of their layers.
         dtypes: The dtypes of the layers' caches, as they are read.
-        of_inputs: The indices of the cache groups that keep state of an input sequence.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. Before the first of these layers, the model drops the other rows of its
             hidden states. It gives logits for exactly these rows.
@@ -129,8 +129,8 @@ class Layers(Mapping[str, AttentionLayer]):
         num_cache_groups = len(grouping.groups) + self.local.num_places
         self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
         stores = {group.cache_group for group in self.groups if group.writes}
-        self.of_inputs = frozenset(group.index for group in grouping.groups if group.spec.sequence != TOKENS)
-        self._stores_tokens, self._stores_inputs = sorted(stores - self.of_inputs), bool(stores & self.of_inputs)
+        self._of_inputs = frozenset(group.index for group in grouping.groups if group.spec.sequence != TOKENS)
+        self._stores_tokens, self._stores_inputs = sorted(stores - self._of_inputs), bool(stores & self._of_inputs)
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
         orders = [group.builder.batch_order for group in by_size]
         self._orders = tuple(dict.fromkeys(order for order in orders if order is not None))
@@ -209,6 +209,63 @@ class Layers(Mapping[str, AttentionLayer]):
         return find_order(self._orders, num_computed, query_lens) if self._orders else None
 
     # --- a step -------------------------------------------------------------------------------------------------------
+
+    def build_metadata(self, batch: StepBatch, tables: BlockTables) -> tuple[CommonAttentionMetadata, ...]:
+        """Return a step's metadata, as ``begin_step`` takes it: on the host unless an extension has no host copy.
+
+        Args:
+            batch: At least one request, each with at least one token.
+            tables: The groups' block tables, with blocks for every token of the batch and of its inputs.
+        """
+        device = HOST
+        if batch.extensions:
+            extensions = {
+                name: attrs.evolve(extension, values=extension.values_cpu)
+                for name, extension in batch.extensions.items()
+                if extension.values_cpu is not None
+            }
+            if len(extensions) < len(batch.extensions):
+                device = self._staging.device
+            else:
+                batch = attrs.evolve(batch, extensions=extensions)
+        metadata = build_metadata(batch, tables, device)
+        return metadata if not self.local.places else (*metadata, *self.local.metadata(batch))
+
+    def pad_metadata(
+        self,
+        metadata: Sequence[CommonAttentionMetadata],
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        num_generating: int,
+        max_query_len: int,
+        max_seq_len: int,
+        max_input_len: int = 0,
+    ) -> tuple[CommonAttentionMetadata, ...]:
+        """Return a step's metadata at a graph's sizes, as ``capture_step`` and ``replay_step`` take it.
+
+        Added requests have no tokens, added tokens lie in the null page, added generating rows repeat the last one.
+
+        Args:
+            metadata: What ``build_metadata`` returned; never written to.
+            num_reqs: The graph's requests.
+            num_tokens: Its packed tokens.
+            num_generating: Its generating rows, at least one.
+            max_query_len: The most new tokens of a request in any batch that it is replayed for.
+            max_seq_len: The longest request in any such batch.
+            max_input_len: The longest input beside the tokens in any such batch.
+
+        Raises:
+            BatchError: The step does not fit into these sizes, or the sizes do not fit together.
+        """
+        return pad_step(
+            metadata,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_generating=num_generating,
+            max_query_len=max_query_len,
+            max_seq_lens=[max_input_len if index in self._of_inputs else max_seq_len for index in range(len(metadata))],
+        )
 
     def begin_step(
         self,

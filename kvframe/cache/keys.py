@@ -25,7 +25,6 @@ KEY_BYTES = 32
 PREFIX = b"kvframe.prefix.1"
 INPUT = b"kvframe.inputs.1"
 CONTENT = b"kvframe.content1"
-CHECK = b"kvframe.checks.1"
 
 NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
 
@@ -75,11 +74,6 @@ def content_key(secret: bytes, content: bytes) -> bytes:
         content: The content's hash, as the model adapter makes it (``ModelInput.key``).
     """
     return blake2b(content, digest_size=KEY_BYTES, key=secret, person=CONTENT).digest()
-
-
-def secret_check(secret: bytes) -> str:
-    """Return a value that tells secrets apart and reveals nothing: the keyed BLAKE2b of no bytes, in hexadecimal."""
-    return blake2b(digest_size=KEY_BYTES, key=secret, person=CHECK).hexdigest()
 
 
 def input_key(secret: bytes, blocks: InputBlocks, num_tokens: int) -> bytes:

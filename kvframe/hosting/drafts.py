@@ -20,15 +20,19 @@ from kvframe.contract.errors import KVFrameError, StackError, shown
 from kvframe.contract.foreign import call
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import is_step_local
-from kvframe.planning.recognise import describe_model
+from kvframe.planning.machine import with_dtype
+from kvframe.planning.recognise import describe_model, find_adapter
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
+    from kvframe.contract.model import LoadedModel
     from kvframe.contract.proposer import Proposer
     from kvframe.loading.registry import Registry
 
 PREFIX = "draft:"
 """Begins the names of the layers that draft. No module's path has a colon."""
+NUM_COMPARED_TOKENS = 256
+"""Tokens that the served model and the draft model must read alike."""
 
 
 @attrs.frozen
@@ -163,4 +167,49 @@ def check_draft_layers(layers: Sequence[LayerSpec], stack: Stack) -> None:
             raise StackError(
                 f"{stack.source}: model.drafts: the draft model's layer {layer.name!r} keeps nothing of the tokens "
                 "before, so it can continue no request; name a decoder"
+            )
+
+
+def load_draft_model(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> LoadedModel:
+    """Return the draft model that the stack's proposer names. It is loaded whole, on each rank.
+
+    Args:
+        model: The model that is served.
+        layers: The layers of the draft model, by their names in the plan.
+        stack: Its proposer, device and dtype.
+        registry: Where the proposer and model adapters are looked up.
+
+    Raises:
+        StackError: The draft model cannot be loaded, or cannot continue the model's requests.
+    """
+    where, proposer = f"{stack.source}: model.drafts", make_proposer(stack, registry)
+    path = None if proposer is None else draft_path(proposer, stack)
+    assert path is not None
+    try:
+        dtype = with_dtype(stack, path, registry).model.dtype
+        draft = find_adapter(path, registry).load(path, device=stack.model.device, dtype=dtype, whole=True)
+    except KVFrameError as error:
+        raise StackError(f"{where}: the draft model: {error}") from error
+    check_draft_model(draft.description, model.description, stack)
+    if {layer.name for layer in layers} != {PREFIX + layer.name for layer in draft.description.layers}:
+        raise StackError(
+            f"{where}: the draft model {draft.description.name} has other layers than its config describes"
+        )
+    _check_same_tokens(draft, model, where)
+    return draft
+
+
+def _check_same_tokens(draft: LoadedModel, model: LoadedModel, where: str) -> None:
+    """Raise ``StackError`` if both models have tokenizers, and these read some token ids differently."""
+    size = model.description.vocab_size
+    if size is None:
+        return
+    for token_id in range(0, size, max(1, size // NUM_COMPARED_TOKENS)):
+        read, wanted = draft.decode([token_id]), model.decode([token_id])
+        if read is None or wanted is None:
+            return
+        if read != wanted:
+            raise StackError(
+                f"{where}: the draft model {draft.description.name} reads the token {token_id} as {shown(read)}, and "
+                f"{model.description.name} as {shown(wanted)}; name a draft model with the same tokens"
             )

@@ -20,17 +20,20 @@ from kvframe.planning.retyping import EditLayer, edited
 
 
 def load_model(
-    path: str | Path,
+    source: Any,
     stack: Stack | None = None,
     *,
+    tokenizer: Any = None,
     plugins: Sequence[ModuleType] = (),
     edit: EditLayer | None = None,
 ) -> tuple[LoadedModel, Setup]:
-    """Load a model from disk, and set it up. The model is not attached to any layers.
+    """Load a model from disk, or take one that is in memory, and set it up. It is not attached to any layers.
 
     Args:
-        path: A model's folder, of a kind that an installed plugin recognises.
-        stack: What to use; the defaults unless given.
+        source: The path of a model's folder, of a kind that an installed plugin recognises. Or a model in memory: a
+            transformers model, or what an installed plugin knows.
+        stack: What to use; the defaults unless given. The device and dtype of a model in memory replace the stack's.
+        tokenizer: The tokenizer of a model in memory; None if prompts are token ids.
         plugins: Manifest modules to use beside the installed plugins.
         edit: Changes the types of layers: takes each layer that the model describes, and returns it, or one of the same
             name with another ``kind`` and ``options``. The stack's rules come after. None for the model's own types.
@@ -38,33 +41,19 @@ def load_model(
     Raises:
         KVFrameError: The stack, a plugin that it names, or the model is wrong.
     """
-    path, stack = Path(path), (Stack() if stack is None else stack).with_device()
-    registry = _registry_of(stack, plugins)
-    stack.check_device()
-    stack = with_dtype(stack, path, registry)
-    model = find_adapter(path, registry).load(path, device=stack.model.device, dtype=stack.model.dtype)
-    return model, Setup.of(edited(model.description, edit, registry), stack, registry)
-
-
-def take_model(
-    model: Any, tokenizer: Any = None, stack: Stack | None = None, *, plugins: Sequence[ModuleType] = ()
-) -> tuple[LoadedModel, Setup]:
-    """Take a model that is in memory, and set it up. The model is not attached to any layers.
-
-    Args:
-        model: A transformers model, or what an installed plugin knows.
-        tokenizer: Its tokenizer; None if prompts are token ids.
-        stack: What to use; the defaults unless given. The model's own device and dtype replace the stack's.
-        plugins: Manifest modules to use beside the installed plugins.
-
-    Raises:
-        KVFrameError: The stack, a plugin that it names, or the model is wrong.
-    """
     stack = Stack() if stack is None else stack
-    registry = _registry_of(stack, plugins)
-    adopted = adopt_model(model, tokenizer, registry)
-    stack = attrs.evolve(stack, model=attrs.evolve(stack.model, device=adopted.device, dtype=adopted.dtype))
-    return adopted.model, Setup.of(adopted.model.description, stack, registry)
+    if isinstance(source, str | Path):
+        path, stack = Path(source), stack.with_device()
+        registry = _registry_of(stack, plugins)
+        stack.check_device()
+        stack = with_dtype(stack, path, registry)
+        model = find_adapter(path, registry).load(path, device=stack.model.device, dtype=stack.model.dtype)
+    else:
+        registry = _registry_of(stack, plugins)
+        adopted = adopt_model(source, tokenizer, registry)
+        model = adopted.model
+        stack = attrs.evolve(stack, model=attrs.evolve(stack.model, device=adopted.device, dtype=adopted.dtype))
+    return model, Setup.of(edited(model.description, edit, registry), stack, registry)
 
 
 def _registry_of(stack: Stack, plugins: Sequence[ModuleType]) -> Registry:

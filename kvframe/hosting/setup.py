@@ -14,10 +14,11 @@ from kvframe.config.eviction_choice import make_policy
 from kvframe.config.options import Rule, Use
 from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.formats import PLAIN
-from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts
+from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.layer_file import is_layer_file
 from kvframe.planning.machine import with_dtype
+from kvframe.planning.ranks import plan_ranks
 from kvframe.planning.recognise import describe_model
 from kvframe.planning.retyping import retyped_layers
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvframe.contract.backend import KVCache
     from kvframe.contract.description import ModelDescription
     from kvframe.contract.eviction import EvictionPolicy
+    from kvframe.contract.model import LoadedModel
     from kvframe.contract.proposer import Proposer
     from kvframe.contract.specs import LayerSpec
     from kvframe.loading.registry import Registry
@@ -185,6 +187,29 @@ class Setup:
             self.num_local_ranks,
         )
 
+    def plan_shares(
+        self, layers: Sequence[Sequence[LayerSpec]], memory_bytes: Sequence[int]
+    ) -> tuple[KVCachePlan, ...]:
+        """Return the plans of ranks that have shares of the same layers, with the slabs of the rank with least memory.
+
+        Args:
+            layers: For each rank, ``all_layers`` of its set-up.
+            memory_bytes: For each rank, the most bytes that it allocates.
+
+        Raises:
+            SpecError: The shares of a layer differ in more than their layout.
+            PlanError: A rank has too little memory.
+        """
+        return plan_ranks(
+            layers,
+            memory_bytes=memory_bytes,
+            max_model_len=self.plan.max_model_len,
+            max_num_batched_tokens=self.plan.max_num_batched_tokens,
+            max_input_lens=self.plan.max_input_lens,
+            hybrid=self.stack.cache.hybrid,
+            tensor_parallel_size=len(layers),
+        ).plans
+
     def num_host_slabs(self, plan: KVCachePlan) -> int:
         """Return the number of slabs for preempted requests in CPU memory; 0 if requests are not swapped.
 
@@ -218,16 +243,15 @@ class Setup:
         views: Mapping[str, KVCache],
         plan: KVCachePlan | None = None,
         choices: Sequence[Choice] | None = None,
-        *,
-        with_states: bool = True,
+        layers: Sequence[LayerSpec] | None = None,
     ) -> Layers:
         """Return the attention layers of the model, and its state layers, on the pages of a pool.
 
         Args:
             views: Each layer's state tensors in the pool (``KVCacheStorage.views``).
             plan: The plan of the pool; ``plan`` unless several ranks agreed on another one.
-            choices: Other wrapper chains and backends for the same layers; ``choices`` unless given.
-            with_states: Whether the layers that keep a state and do not attend are among them.
+            choices: Other wrapper chains and backends for the layers that attend; ``choices`` unless given.
+            layers: Which of the model's layers; all unless given.
 
         Raises:
             BackendError: A backend could not be set up.
@@ -240,7 +264,7 @@ class Setup:
         from kvframe.selection.choice import layers_on_copies
 
         choices = self.choices if choices is None else choices
-        layers = [layer for layer in self.layers if with_states or layer.query is not None]
+        layers = self.layers if layers is None else layers
         limits, device = self.stack.limits, torch.device(self.stack.model.device)
         local = LocalCaches(layers, device, max_tokens=limits.max_num_batched_tokens, max_reqs=limits.max_num_seqs)
         copied = copied_bytes(plan or self.plan, self.grouping, layers_on_copies(layers, choices))
@@ -281,6 +305,25 @@ class Setup:
         stack = attrs.evolve(self.stack, rules=(*self.stack.rules, rule))
         (choice,) = attrs.evolve(self, stack=stack)._choose((layer,), self.skipping)
         return choice
+
+    def load_draft(self, model: LoadedModel) -> LoadedModel | None:
+        """Return the prediction heads of the model, or the draft model that the stack's proposer names.
+
+        Each rank may have a part of the weights that heads share with the model, so every rank has to load them.
+
+        Args:
+            model: The model that is served; the set-up has layers that draft.
+
+        Returns:
+            The heads or the draft model; None if the model's adapter has no heads to run.
+
+        Raises:
+            StackError: The draft model cannot be loaded, or cannot continue the model's requests.
+            ModelError: The heads cannot be loaded.
+        """
+        if self.drafts.are_heads:
+            return model.load_prediction_heads()
+        return load_draft_model(model, self.draft_layers, self.stack, self.registry)
 
     def of_draft(self, description: ModelDescription) -> Setup:
         """Return the set-up of the layers that draft, by the names that the draft model knows, in the same plan.

@@ -14,7 +14,8 @@ from typing import Any
 import attrs
 
 from kvframe.contract.errors import PlanError
-from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, align_up
+from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, align_up, num_covered
+from kvframe.loading.checks import parse_bytes
 from kvframe.planning.answers import Answers
 from kvframe.planning.groups import Grouping, KVCacheGroup
 from kvframe.planning.spec_check import check_spec_at_set_up, peak_of
@@ -61,6 +62,10 @@ class PlannedGroup:
     def part_bytes(self) -> int:
         """Bytes of one part of a page. ``layer_offsets`` count within it. A page with one part is the part itself."""
         return self.page_bytes // self.num_parts
+
+    def keeps_all(self, num_tokens: int) -> bool:
+        """Return whether it keeps all of so many tokens for the next one."""
+        return num_covered(self.answers.live_ranges(num_tokens)) >= num_tokens
 
     @property
     def is_of_input(self) -> bool:
@@ -195,12 +200,17 @@ class KVCachePlan:
             return 0
         return (_MAX_BLOCK_ID * self.block_id_bytes - self.null_bytes) // self.slab_bytes
 
-    def resized(self, memory_bytes: int) -> KVCachePlan:
+    def resized(self, memory: str | int) -> KVCachePlan:
         """Return a plan of the same layout for another amount of memory: with more slabs of this size, or fewer.
 
+        Args:
+            memory: The most bytes, or a size such as ``"2GiB"``.
+
         Raises:
+            StackError: ``memory`` is not a size.
             PlanError: The memory does not hold one slab for each group, or there are too many slabs for a block id.
         """
+        memory_bytes = parse_bytes(memory)
         num_slabs = _num_slabs(memory_bytes, self.null_bytes, self.slab_bytes, self.block_id_bytes, len(self.groups))
         return attrs.evolve(self, num_slabs=num_slabs, memory_bytes=memory_bytes)
 

@@ -13,7 +13,7 @@ import torch
 from kvframe_cross_attention import CrossAttentionSpec
 
 from kvframe import Prompt, SamplingParams
-from kvframe.attention.batch_metadata import InputBatch, StepBatch, build_metadata, input_slots
+from kvframe.attention.batch_metadata import StepBatch, build_metadata, input_slots
 from kvframe.attention.layers import Layers
 from kvframe.attention.request_order import is_ordered
 from kvframe.attention.storage import KVCacheStorage
@@ -79,12 +79,8 @@ class Bench:
             num_computed=np.array(num_computed),
             query_lens=np.array(num_new),
             generating_indices=np.cumsum(num_new) - 1,
-            inputs={
-                "encoder": InputBatch(
-                    lens=np.array([self.lens[name] for name in names]),
-                    is_new=np.array([bool(self.manager.missing_inputs(name)) for name in names]),
-                )
-            },
+            input_lens={"encoder": np.array([self.lens[name] for name in names])},
+            stores_input={"encoder": np.array([bool(self.manager.missing_inputs(name)) for name in names])},
         )
 
     def step(self, names: Sequence[str], num_computed: Sequence[int], num_new: Sequence[int]) -> torch.Tensor:
@@ -240,9 +236,8 @@ def test_metadata_and_slots_of_inputs_take_no_loop_over_requests() -> None:
             num_computed=np.zeros(num_reqs, dtype=np.int64),
             query_lens=np.ones(num_reqs, dtype=np.int64),
             generating_indices=np.arange(num_reqs),
-            inputs={
-                "encoder": InputBatch(lens=np.arange(num_reqs) % 20, is_new=np.arange(num_reqs) % 3 > 0),
-            },
+            input_lens={"encoder": np.arange(num_reqs) % 20},
+            stores_input={"encoder": np.arange(num_reqs) % 3 > 0},
         )
         counts.append(
             count_instructions(lambda: (build_metadata(batch, tables, CPU), input_slots(batch, tables, CPU)))  # noqa: B023

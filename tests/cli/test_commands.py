@@ -345,6 +345,12 @@ def test_prompts_come_from_one_place(given: tuple[str, ...]) -> None:
     assert "give prompts by one of --prompt, --prompts and --prompt-token-ids" in result.stderr
 
 
+def test_a_prompt_without_its_option_is_shown_with_it() -> None:
+    result = run("generate", "a-model", "Hello there")
+    assert 2 == result.exit_code
+    assert "a prompt needs an option: --prompt 'Hello there'" in result.stderr
+
+
 def test_generate_is_quiet_without_a_terminal(model: Path, prompts: Path) -> None:
     arguments = ["generate", str(model), "--prompt-token-ids", str(prompts), "--max-new-tokens", "2"]
     done = run_program("-m", "kvframe", *arguments)

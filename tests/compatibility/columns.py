@@ -19,8 +19,11 @@ from tests.compatibility.environments import Environment, beside_this, in_vllm, 
 
 PASSED = "passed"
 
-_OF_OLD_RELEASES = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-"""A warning of torch about code of transformers before 5.21 (GPT-BigCode's). In tests, warnings are errors."""
+_WARNINGS = (
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",
+    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
+)
+"""Warnings of torch about code of transformers before 5.21 (GPT-BigCode's), and about a Python. Others are errors."""
 
 
 @attrs.frozen
@@ -46,6 +49,10 @@ _SMALL = {
     "models in the engine": ["tests/models/test_generate.py"],
     "frozen plugins in the engine": ["tests/frozen"],
 }
+_ADAPTER = {
+    "the adapter kit": ["plugins/transformers/tests/test_adapter.py"],
+    "the tests of kvframe-transformers": ["plugins/transformers/tests"],
+}
 
 PACKAGES: Mapping[str, Package] = MappingProxyType(
     {
@@ -54,8 +61,7 @@ PACKAGES: Mapping[str, Package] = MappingProxyType(
             make=beside_this,
             compares_families=True,
             suites={
-                "the adapter kit": ["plugins/transformers/tests/test_adapter.py"],
-                "the tests of kvframe-transformers": ["plugins/transformers/tests"],
+                **_ADAPTER,
                 "the tests of prediction heads": ["tests/models/test_prediction_heads.py"],
                 "frozen plugins in the engine": ["tests/frozen"],
             },
@@ -70,7 +76,9 @@ PACKAGES: Mapping[str, Package] = MappingProxyType(
             },
         ),
         "torch": Package(distributions=["torch"], make=beside_this, compares_families=False, suites=_SMALL),
-        "Python": Package(distributions=["python"], make=of_python, compares_families=False, suites=_SMALL),
+        "Python": Package(
+            distributions=["python"], make=of_python, compares_families=True, suites={**_SMALL, **_ADAPTER}
+        ),
     }
 )
 
@@ -143,7 +151,7 @@ def _tested(environment: Environment, suites: Mapping[str, Sequence[str]]) -> di
     """Run the tests of all suites once, and return what is to be said of each suite."""
     with tempfile.TemporaryDirectory() as reports:
         report = Path(reports) / "report.xml"
-        options = ["-q", "-p", "no:cacheprovider", "-W", _OF_OLD_RELEASES, f"--junit-xml={report}"]
+        options = ["-q", "-p", "no:cacheprovider", *(f"-W{each}" for each in _WARNINGS), f"--junit-xml={report}"]
         paths = sorted({path for paths in suites.values() for path in paths})
         done = environment.run("-m", "pytest", *options, *paths)
         if not report.is_file():

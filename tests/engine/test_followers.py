@@ -15,7 +15,7 @@ from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader, LeadingHostStorage, LeadingStorage
 from kvframe_engine.ranks.messages import StepMessage, TableEntries
 
-from kvframe.attention.batch_metadata import InputBatch, StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.storage import HostStorage, KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
@@ -138,7 +138,8 @@ def test_a_rank_computes_the_steps_of_rank_0(two: Two, wanted: list[int] | None)
         num_computed=np.array([3]),
         query_lens=np.array([3]),
         generating_indices=np.array([2]),
-        inputs={"encoder": InputBatch(lens=np.array([5]), is_new=np.array([True]))},
+        input_lens={"encoder": np.array([5])},
+        stores_input={"encoder": np.array([True])},
     )
     indices: Any = batch.generating_indices if wanted is None else np.array(wanted)
     new_inputs: Any = {"encoder": {1: "an input"}}

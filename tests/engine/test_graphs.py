@@ -22,7 +22,7 @@ from kvframe_engine.graphs.step_graphs import StepGraphs
 from kvframe_engine.requests.request import SamplingParams
 
 from kvframe import Engine, Stack, load_plugins
-from kvframe.attention.batch_metadata import InputBatch, StepBatch
+from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.state import StateLayers
 from kvframe.attention.step import refresh
 from kvframe.config.options import ModelOptions
@@ -230,8 +230,8 @@ def test_a_step_of_inputs_is_captured_unless_it_computes_one() -> None:
     choice = graphs_for(GraphCapture.ALWAYS, max_input_len=3000)._choice
 
     def with_inputs(lens: list[int], is_new: list[bool]) -> GraphSizes | None:
-        inputs = {"encoder": InputBatch(lens=np.array(lens), is_new=np.array(is_new))}
-        return choice.of(attrs.evolve(batch_of((5, 1), (9, 1)), inputs=inputs), 2)
+        inputs = {"input_lens": {"encoder": np.array(lens)}, "stores_input": {"encoder": np.array(is_new)}}
+        return choice.of(attrs.evolve(batch_of((5, 1), (9, 1)), **inputs), 2)
 
     assert [1024, 3000] == [
         found.max_input_len

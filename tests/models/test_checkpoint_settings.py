@@ -139,11 +139,11 @@ def test_settings_that_cannot_be_meant_are_refused_at_the_start(
 
 
 def test_settings_that_are_not_served_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(folder, num_beams=4, guidance_scale=1.5, epsilon_cutoff=0.0, length_penalty=2.0)
+    write(folder, num_beams=4, forced_decoder_ids=[[1, 7]], epsilon_cutoff=0.0, length_penalty=2.0)
     with caplog.at_level(logging.WARNING, "kvframe"), Engine.from_pretrained(folder, stack=STACK):
         pass
     assert [
-        "m: its generation config has entries that are not served: guidance_scale = 1.5, num_beams = 4"
+        "m: its generation config has entries that are not served: forced_decoder_ids = [[1, 7]], num_beams = 4"
     ] == caplog.messages
 
 

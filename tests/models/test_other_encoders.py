@@ -11,9 +11,9 @@ from kvframe_transformers import apart, model
 from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.testing import spread_weights
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSeq2SeqLM
 
-from kvframe import Embedder, Stack
+from kvframe import Embedder, Engine, Prompt, SamplingParams, Stack
 from kvframe.contract import ModelError
 from tests.covering import keep
 from tests.models.census.compare import Verdict, compare
@@ -24,7 +24,7 @@ STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "limits": {"max_num_bat
 WINDOWS = ("modernbert", "neomme", "ultrabert", "t5gemma")
 MIXING = ("mobilebert", "convbert")
 OTHERS = ("ibert", "layoutlm", "nystromformer", "xmod")
-OWN = ("deberta-v2", "deberta", "longformer", "fnet", "mra", "yoso")
+OWN = ("deberta-v2", "deberta", "longformer", "big_bird", "fnet", "mra", "yoso")
 OWN_CODE = "its own code computes the texts of a step one after the other, on no backend"
 
 
@@ -58,6 +58,31 @@ def test_embedding_gemma_has_windows_in_both_directions(tmp_path: Path) -> None:
         sizes = {(layer.options.get("window"), layer.kind) for layer in embedder.model.description.layers}
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
     assert {(5, "encoder_only"), (None, "encoder_only")} == sizes
+
+
+def test_big_bird_attends_sparsely_in_a_long_text_after_a_short_one(tmp_path: Path) -> None:
+    """Its own code attends to all tokens of every text after a short one."""
+    saved(tmp_path, "big_bird", block_size=4)
+    texts, expected = [ids(1, 5), ids(2, 60)], []
+    for text in texts:
+        plain = AutoModel.from_pretrained(tmp_path).eval()
+        with torch.inference_mode():
+            expected.append(plain(torch.tensor([text])).last_hidden_state[0].mean(0))
+    with Embedder.from_pretrained(tmp_path, stack=STACK, pooling="mean", normalize=False) as embedder:
+        found = torch.tensor([output.embedding for output in embedder.embed(texts)])
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_the_encoder_of_big_bird_pegasus_chooses_its_attention_by_each_text(tmp_path: Path) -> None:
+    config = tiny_config("bigbird_pegasus", block_size=4)
+    with quiet():
+        AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    with Engine.from_pretrained(tmp_path, stack=STACK) as engine:
+        encoder, kinds = engine.model.model.get_encoder(), []
+        encoder.register_forward_hook(lambda *_: kinds.append(encoder.attention_type))
+        for text in (ids(1, 5), ids(2, 60)):
+            engine.generate([Prompt(encoder=text, decoder=[2])], SamplingParams(max_new_tokens=1))
+    assert ["original_full", "block_sparse"] == kinds
 
 
 @pytest.mark.parametrize("family", MIXING)

@@ -22,8 +22,14 @@ POSITIONS = [
     ("encoder-decoders", "seamless_m4t"),
     ("speech", "speech_to_text"),
 ]
-# The last two keep their states in attributes of modules, and in an argument and the result of a module.
-STATES = [("decoders", "lfm3"), ("decoders", "minimax"), ("decoders", "recurrent_gemma"), ("decoders", "xlstm")]
+# The last three keep their states in attributes of modules, and in an argument and the result of a module.
+STATES = [
+    ("decoders", "lfm3"),
+    ("decoders", "minimax"),
+    ("decoders", "recurrent_gemma"),
+    ("decoders", "rwkv"),
+    ("decoders", "xlstm"),
+]
 # Their decoders read more of the encoder's output than its states.
 ENCODED = [("speech", "moonshine"), ("speech", "canary"), ("speech", "cohere_asr")]
 # Models of two models, whose configs say not how long an encoder's output may be.

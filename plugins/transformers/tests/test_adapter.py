@@ -6,9 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar
 
+from kvframe_engine.testing.suites import AdapterTests
 from kvframe_transformers.testing import save_tiny
-
-from kvframe.testing.suites import AdapterTests
 
 
 class OfAFamily(AdapterTests):

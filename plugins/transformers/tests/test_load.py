@@ -137,6 +137,8 @@ def test_of_several_processes_each_loads_its_share_of_a_model_unless_one_runs_it
 
     monkeypatch.setattr("kvframe_transformers.adapter.load_weights", without_other_processes)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    # A torch that was built for GPUs names one on a machine without any.
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
     whole = TransformersAdapter().describe(tmp_path)
     share = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
     alone = TransformersAdapter().load_whole(tmp_path, device="cpu", dtype="bfloat16")

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 SIZES: dict[str, dict[str, Any]] = {
     "gemma2": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
     "recurrent_gemma": {"hidden_size": 64, "lru_width": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "rwkv": {"hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 2},
     "xlstm": {"embedding_dim": 64, "hidden_size": 64, "num_blocks": 2, "num_heads": 4, "qk_dim_factor": 1.0},
 }
 
@@ -25,7 +26,8 @@ def model_of(family: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "names"), [("recurrent_gemma", ["temporal_block"]), ("xlstm", ["blocks"]), ("gemma2", [])]
+    ("family", "names"),
+    [("recurrent_gemma", ["temporal_block"]), ("rwkv", ["blocks"]), ("xlstm", ["blocks"]), ("gemma2", [])],
 )
 def test_the_outermost_modules_with_states_are_found(family: str, names: list[str]) -> None:
     model = model_of(family)
@@ -63,6 +65,19 @@ def test_states_in_an_argument_continue_a_sequence() -> None:
         parts = [forward(x=tokens[:, at : at + 1], **{PASSED: view})[0] for at in range(6)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
     assert ["recurrent_0", "recurrent_1", "recurrent_2"] == sorted(view.named())
+
+
+def test_a_block_of_rwkv_continues_each_sequence_of_a_batch() -> None:
+    """Its own code computes single tokens of one sequence only, on a tensor with the states of all layers."""
+    model = model_of("rwkv")
+    forward = forward_with_states(list(keeping_own_states(model))[1])
+    assert forward is not None
+    tokens, view = torch.randn(3, 6, model.config.hidden_size), StateView()
+    with torch.inference_mode():
+        whole = forward(hidden=tokens, **{PASSED: StateView()})[0]
+        parts = [forward(hidden=tokens[:, at : at + 1], **{PASSED: view})[0] for at in range(6)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+    assert [(3, 64)] * 5 == [tuple(state.shape) for state in view.named().values()]
 
 
 def test_other_modules_keep_no_states() -> None:

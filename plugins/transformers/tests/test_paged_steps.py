@@ -11,7 +11,8 @@ from kvframe_transformers import mixers
 from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.testing import save_tiny
-from triton import knobs
+
+knobs = pytest.importorskip("triton").knobs
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="a CUDA device is there, on which models run")
 

@@ -122,6 +122,7 @@ SPECIAL: dict[str, Mapping[str, Any]] = {
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"] * 2, **_GROUPED_EXPERTS}},
     "hunyuan_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}},
     "step3p7": {"text_config": {"sliding_window": 8}},
+    "perceiver": {"num_latents": 8, "d_latents": 64, "num_self_attends_per_block": 2},
     "luke": {"entity_vocab_size": 128, "entity_emb_size": 64},
     "granite4_vision": {
         "deepstack_layer_map": [[0, 0]],
@@ -169,6 +170,7 @@ SPECIAL: dict[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "rwkv": {"rescale_every": 2},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},

@@ -11,16 +11,13 @@ import torch
 
 from kvframe import (
     Choice,
-    Grouping,
     HostStorage,
     KVCachePlan,
     KVCacheStorage,
     Layers,
     Setup,
     Stack,
-    StateLayers,
     check_host_bytes,
-    load_draft_model,
 )
 from kvframe.contract.backend import KVCache, PageCopier
 from kvframe.contract.errors import PluginError, StackError
@@ -68,12 +65,7 @@ class Assembly:
     host: HostStorage | None
     layers: Layers
     draft: Assembly | None = None
-    kept: StateLayers | None = None
-
-    @property
-    def grouping(self) -> Grouping:
-        """The cache groups."""
-        return self.setup.grouping
+    kept: Layers | None = None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -130,7 +122,7 @@ def assemble(model: LoadedModel, setup: Setup, ranks: Leader | Follower | None =
 def _load_draft(model: LoadedModel, setup: Setup, ranks: Leader | Follower | None) -> LoadedModel | None:
     """Return what drafts for the model; None on another rank than 0, which loads only its share of the heads."""
     is_follower = isinstance(ranks, Follower)
-    draft = None if is_follower and not setup.drafts.are_heads else load_draft_model(model, setup)
+    draft = None if is_follower and not setup.drafts.are_heads else setup.load_draft(model)
     return None if is_follower else draft
 
 
@@ -146,13 +138,14 @@ def _assemble_draft(assembly: Assembly, draft: LoadedModel) -> Assembly:
     # What heads keep between steps is read and written by their runner, and not in their forward.
     has_heads = isinstance(draft, PredictionHeads)
     kept = [layer for layer in setup.layers if layer.query is None] if has_heads else []
+    layers = [layer for layer in setup.layers if layer not in kept]
     return attrs.evolve(
         assembly,
         model=draft,
         setup=setup,
         views=views,
-        kept=StateLayers(kept, setup.grouping, views) if has_heads else None,
-        layers=setup.make_layers(views, assembly.plan, with_states=not has_heads),
+        kept=setup.make_layers(views, assembly.plan, (), kept) if has_heads else None,
+        layers=setup.make_layers(views, assembly.plan, layers=layers),
     )
 
 

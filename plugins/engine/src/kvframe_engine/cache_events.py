@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from kvframe import CacheEvent, EventLog, KVCacheManager
+from kvframe import CacheEvent, KVCacheManager
 
 _log = logging.getLogger("kvframe")
 
@@ -34,7 +34,7 @@ class CacheEventDelivery:
         self._let_through = let_through
         self._manager = manager
         self._secret = secret
-        self._events: EventLog | None = None
+        self._take_events: Callable[[], Sequence[CacheEvent]] | None = None
         self.listener: CacheListener | None = None
         self._must_resend = False
 
@@ -42,7 +42,7 @@ class CacheEventDelivery:
         """Let a listener replace the one before, and deliver all that is cached to it; None for no listener."""
         self.listener = listener
         if listener is None:
-            self._events = None
+            self._take_events = None
             self._manager.stop_events()
         else:
             self._must_resend = True
@@ -55,10 +55,10 @@ class CacheEventDelivery:
         """
         if self.listener is None:
             return
-        if self._must_resend or self._events is None:
-            self._events = self._manager.record_events(self._secret)
+        if self._must_resend or self._take_events is None:
+            self._take_events = self._manager.record_events(self._secret).take
         self._must_resend = True
-        if events := self._events.take():
+        if events := self._take_events():
             try:
                 with self._let_through():
                     self.listener(events)

@@ -12,7 +12,8 @@ from typing import Any, Generic, Literal, Protocol, Self, get_args
 
 import attrs
 
-from kvframe import Choice, EditLayer, Grouping, KVCachePlan, Setup, Stack, load_model, parse_bytes, take_model
+from kvframe import Choice, KVCachePlan, Setup, Stack, load_model
+from kvframe.contract.description import LayerDescription
 from kvframe.contract.errors import EngineError, KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
@@ -112,7 +113,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._secret = stack.read_secret()
         assembly = assemble(model, setup, ranks)
         self.model, self.stack, self._registry = model, stack, setup.registry
-        self.grouping: Grouping = assembly.grouping
+        self.setup, self.grouping = assembly.setup, assembly.setup.grouping
         self.plan: KVCachePlan = assembly.plan
         self.choices: tuple[Choice, ...] = assembly.choices
         self._max_model_len = assembly.max_model_len
@@ -178,7 +179,7 @@ class EngineCore(ABC, Generic[RequestT]):
         *,
         stack: Stack | None = None,
         plugins: Sequence[ModuleType] = (),
-        layers: EditLayer | None = None,
+        layers: Callable[[LayerDescription], LayerDescription] | None = None,
         poison_freed: bool = False,
         skip_policy: SkipPolicy | None = None,
     ) -> Self:
@@ -237,7 +238,7 @@ class EngineCore(ABC, Generic[RequestT]):
         cls, model: Any, tokenizer: Any, stack: Stack | None, plugins: Sequence[ModuleType], **options: Any
     ) -> Self:
         """Make an engine with ``options`` for a model that is in memory."""
-        return cls(*take_model(model, tokenizer, stack, plugins=plugins), **options)
+        return cls(*load_model(model, stack, tokenizer=tokenizer, plugins=plugins), **options)
 
     @classmethod
     def _set_up(
@@ -245,7 +246,7 @@ class EngineCore(ABC, Generic[RequestT]):
         path: str | Path,
         stack: Stack | None,
         plugins: Sequence[ModuleType],
-        edit: EditLayer | None = None,
+        edit: Callable[[LayerDescription], LayerDescription] | None = None,
         **options: Any,
     ) -> Self:
         """Load a model and make an engine with ``options`` for it, on every rank; only rank 0 returns it."""
@@ -406,7 +407,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         going_on = [request for request in self._requests.values() if request.finish_reason is None]
         try:
-            plan = resize(self._manager, self._storage, self._scheduler, going_on, parse_bytes(memory))
+            plan = resize(self._manager, self._storage, self._scheduler, going_on, memory)
         finally:
             self._cache_events.deliver()
         if plan.total_bytes != self.plan.total_bytes:

@@ -88,7 +88,7 @@ class _DenseLayers:
 
     def __init__(self, assembly: Assembly, specs: Mapping[str, LayerSpec]) -> None:
         self._paged, self._specs = assembly.layers, specs
-        self._follows = assembly.grouping.follows
+        self._follows = assembly.setup.grouping.follows
         self._stored: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.skipped: tuple[str, ...] = self._paged.skipped
         self.dtypes: frozenset[torch.dtype] = self._paged.dtypes

@@ -9,8 +9,8 @@ from typing import Any, Self, get_args
 
 import attrs
 
-from kvframe import EditLayer, Setup, Stack
-from kvframe.contract.description import Pooling, PoolingMode
+from kvframe import Setup, Stack
+from kvframe.contract.description import LayerDescription, Pooling, PoolingMode
 from kvframe.contract.errors import KVFrameError, RequestError, StackError
 from kvframe.contract.model import LoadedModel
 from kvframe_engine.assembly import Assembly
@@ -100,7 +100,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         *,
         stack: Stack | None = None,
         plugins: Sequence[ModuleType] = (),
-        layers: EditLayer | None = None,
+        layers: Callable[[LayerDescription], LayerDescription] | None = None,
         pooling: PoolingMode | None = None,
         normalize: bool | None = None,
         poison_freed: bool = False,

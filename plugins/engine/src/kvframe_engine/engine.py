@@ -60,7 +60,8 @@ class Engine(EngineCore[Request]):
     Attributes:
         model: The model.
         stack: The stack that was asked for.
-        grouping: The cache groups.
+        setup: What the stack does with the model.
+        grouping: Its cache groups.
         plan: The cache plan.
         choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
     """
@@ -492,7 +493,7 @@ class Engine(EngineCore[Request]):
         return PrefixFiles(
             self._manager,
             self._prompt_prefixes,
-            self.grouping,
+            self.setup,
             self._storage,
             lambda: self._fingerprint,
             self.model.description.vocab_size,

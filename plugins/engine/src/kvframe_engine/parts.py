@@ -24,13 +24,13 @@ def make_admission(assembly: Assembly, secret: bytes) -> Admission:
         assembly: The set-up.
         secret: 32 bytes, for the keys of inputs.
     """
-    max_prompt_len = assembly.stack.limits.max_num_batched_tokens if assembly.grouping.whole_prompts else None
+    max_prompt_len = assembly.stack.limits.max_num_batched_tokens if assembly.setup.grouping.whole_prompts else None
     return Admission(
         assembly.model,
         assembly.plan,
         assembly.max_model_len,
         secret,
-        assembly.stack.engine,
+        assembly.stack,
         max_prompt_len=max_prompt_len,
         without_ranges=assembly.layers.without_ranges,
     )
@@ -47,7 +47,7 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
     manager = KVCacheManager(
         assembly.plan,
         max_num_seqs=assembly.stack.limits.max_num_seqs,
-        prefix_caching=cache.prefix_caching and not assembly.grouping.whole_prompts,
+        prefix_caching=cache.prefix_caching and not assembly.setup.grouping.whole_prompts,
         host_pages=assembly.host,
         copier=storage.copy_pages,
         audited=cache.audit,
@@ -91,7 +91,7 @@ def make_scheduler(assembly: Assembly, manager: KVCacheManager, *, proposes: boo
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         shared_block_size=assembly.plan.alignment if manager.prefix_caching else 0,
-        whole_prompts=assembly.grouping.whole_prompts,
+        whole_prompts=assembly.setup.grouping.whole_prompts,
         reserve_prompts=assembly.stack.engine.reserve_prompts,
         drafting=drafting,
     )

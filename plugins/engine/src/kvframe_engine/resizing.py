@@ -15,7 +15,7 @@ def resize(
     storage: KVCacheStorage,
     scheduler: Scheduler[RequestT],
     requests: Iterable[RequestProgress],
-    memory_bytes: int,
+    memory: str | int,
 ) -> KVCachePlan:
     """Move the cache to a pool of another size, between steps; return its plan.
 
@@ -26,13 +26,14 @@ def resize(
         storage: The bytes of its pages.
         scheduler: The scheduler.
         requests: All unfinished requests.
-        memory_bytes: The most bytes that the cache may take.
+        memory: The most bytes that the cache may take, or a size such as ``"2GiB"``.
 
     Raises:
+        StackError: ``memory`` is not a size.
         PlanError: The cache would be too small for the groups, for a request or for the pinned prefixes, or the device
             does not have enough memory; the cache is unchanged.
     """
-    plan = manager.plan.resized(memory_bytes)
+    plan = manager.plan.resized(memory)
     for request in requests:
         input_lens = {name: each.num_tokens for name, each in request.inputs.items()}
         if not plan.fits(request.num_final_tokens, input_lens):

@@ -16,7 +16,7 @@ from kvframe_transformers.alibi import PARAMETER as SLOPES
 from kvframe_transformers.alibi import slopes_of
 from kvframe_transformers.calls import name_of_call, path_of
 from kvframe_transformers.direct_recording import hides_keys_from_all
-from kvframe_transformers.encoders import counts_positions, has_table_of_waves
+from kvframe_transformers.encoders import attends_sparsely, counts_positions, has_table_of_waves
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
@@ -59,6 +59,8 @@ def discover_layers(
         ModelError: The model keeps state, or masks attention, in a way that no cache spec describes, or it cannot take
             the positions of a packed batch.
     """
+    if not generates and attends_sparsely(model):
+        raise ModelError(f"{name} ({type(model).__name__}) attends to some tokens of long texts only")
     recording = record(model, name, inputs, values, PROBE_TOKENS if values is None else max_model_len)
     layers = _Reader(model, name, max_model_len, recording, generates).layers()
     attends = any(layer.query for layer in layers)

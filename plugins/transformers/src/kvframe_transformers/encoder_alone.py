@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvframe.contract import AttachedLayers, ModelError
+from kvframe_transformers.encoders import choose_attention_anew
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.self_check import RunPacked
 
@@ -15,7 +16,7 @@ class EncoderAlone(TransformersModel):
     """Runs an encoder by its own forward, one text of a step after the other.
 
     An encoder keeps nothing between steps, so nothing of it needs a cache or a backend (DeBERTa, arXiv 2006.03654;
-    Longformer, arXiv 2004.05150; FNet, arXiv 2105.03824).
+    Longformer, arXiv 2004.05150; BigBird, arXiv 2007.14062; FNet, arXiv 2105.03824).
     """
 
     def attach(self, layers: AttachedLayers) -> None:
@@ -39,13 +40,16 @@ class EncoderAlone(TransformersModel):
         self.model.eval()
         try:
             with torch.inference_mode():
-                rows = [
-                    self._body(input_ids=input_ids[start:stop][None]).last_hidden_state[0]
-                    for start, stop in zip(starts, [*starts[1:], len(input_ids)], strict=True)
-                ]
+                ends = [*starts[1:], len(input_ids)]
+                rows = [self._states_of(input_ids[start:stop]) for start, stop in zip(starts, ends, strict=True)]
                 return torch.cat(rows)[logits_indices]
         finally:
             self.model.train(is_training)
+
+    def _states_of(self, text: torch.Tensor) -> torch.Tensor:
+        choose_attention_anew(self._body)
+        states: torch.Tensor = self._body(input_ids=text[None]).last_hidden_state[0]
+        return states
 
     def self_check(self, run_packed: RunPacked) -> None:
         """Check that each text has a row for each token.

@@ -19,6 +19,7 @@ from kvframe.contract import (
     RequestError,
 )
 from kvframe_transformers.discovery import takes_decoder_positions
+from kvframe_transformers.encoders import choose_attention_anew
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input
 from kvframe_transformers.recording import EncoderOutput, width_of_encoder
@@ -160,6 +161,7 @@ class EncoderDecoderModel(TransformersModel):
             for indices in alike.values():
                 batch = torch.stack([inputs[index].data for index in indices]).to(self.model.device)
                 batch = batch.to(self.model.dtype) if batch.is_floating_point() else batch
+                choose_attention_anew(self._encoder)
                 output = self._encoder(**{self._input_name: batch}).last_hidden_state
                 for index, one in zip(indices, output, strict=True):
                     states[index] = one

@@ -48,6 +48,17 @@ _EARLIER_TOKENS = {"past_key_values_length", "cache_length"}
 """The parameters for a number of earlier tokens: the second since transformers 5.24."""
 
 
+def attends_sparsely(model: Any) -> bool:
+    """Return whether a model attends to all tokens of short texts, and to some of long ones (BigBird)."""
+    return hasattr(model, "set_attention_type") and bool(model.config.attention_type == "block_sparse")
+
+
+def choose_attention_anew(model: Any) -> None:
+    """Let such a model choose by its next text; after a short one, it would attend to all tokens of any text."""
+    if attends_sparsely(model):
+        model.set_attention_type("block_sparse")
+
+
 def is_text_encoder(config: Any) -> bool:
     """Return whether a config's model is the encoder of an encoder-decoder model, saved alone, such as T5's."""
     encoder = MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(config.model_type)

@@ -34,6 +34,7 @@ _OTHERS: Mapping[str, tuple[Any, ...]] = {
     "eta_cutoff": (0.0,),
     "exponential_decay_length_penalty": (),
     "force_words_ids": (),
+    "forced_decoder_ids": ([],),
     "forced_eos_token_id": (),
     "guidance_scale": (1.0,),
     "min_length": (0,),

@@ -16,6 +16,9 @@ from transformers import PreTrainedModel
 
 from kvframe_transformers.states import HELD, PASSED, Forward, StateView, own_forward
 
+_OF_ALL_LAYERS = "RwkvBlock"
+"""The class of modules that take one tensor with the states of all layers, and not those of their own."""
+
 
 def held_states(module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the states that a module's forward keeps in attributes of itself and of its parts; none if it keeps none.
@@ -51,7 +54,10 @@ def forward_with_states(module: nn.Module) -> Forward | None:
     """Return the forward of a module with its states in a ``StateView``; None if it keeps no states of its own."""
     if held := held_states(module):
         return _with_held_states(own_forward(module), held)
-    return _with_passed_states(own_forward(module)) if passes_states(module) else None
+    if not passes_states(module):
+        return None
+    own = own_forward(module)
+    return _with_columns(module, own) if type(module).__name__ == _OF_ALL_LAYERS else _with_passed_states(own)
 
 
 def _with_held_states(forward: Forward, held: list[tuple[nn.Module, str]]) -> Forward:
@@ -85,6 +91,34 @@ def _with_passed_states(forward: Forward) -> Forward:
         return (output, None, *others)
 
     return run
+
+
+def _with_columns(module: Any, forward: Forward) -> Forward:
+    """Return the forward of a block of RWKV, which takes the states of all layers, and changes its own column of them.
+
+    Its code computes single tokens for one sequence only, so each sequence of a batch is computed by itself.
+    """
+
+    def run(hidden: torch.Tensor, **inputs: Any) -> Any:
+        view: StateView = inputs.pop(PASSED)
+        if not view.recurrent:
+            view.recurrent = dict(enumerate(_first_columns(hidden)))
+        outputs = []
+        for index, row in enumerate(hidden.split(1)):
+            columns = [state[index : index + 1, :, None] for _, state in sorted(view.recurrent.items())]
+            # Every column is the same memory, so the block changes the view's states.
+            states = [column.expand(-1, -1, module.layer_id + 1) for column in columns]
+            outputs.append(forward(row, **{**inputs, PASSED: states})[0])
+        return torch.cat(outputs), None, None
+
+    return run
+
+
+def _first_columns(hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Return a block's states before the first token: two of earlier inputs, and the parts of a weighted mean."""
+    inputs = hidden.new_zeros(2, hidden.shape[0], hidden.shape[2])
+    sums = hidden.new_zeros(2, hidden.shape[0], hidden.shape[2], dtype=torch.float32)
+    return [*inputs.unbind(), *sums.unbind(), torch.full_like(sums[0], -1e30)]
 
 
 def _places(held: list[tuple[nn.Module, str]]) -> Iterator[tuple[nn.Module, str, str, int]]:

@@ -35,7 +35,7 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.render import log_lines, print_json, progress
 from kvframe_engine.commands import prefixes
-from kvframe_engine.commands.prompts import prompt_options, read_given_prompts
+from kvframe_engine.commands.prompts import PromptCommand, prompt_options, read_given_prompts
 from kvframe_engine.commands.sampling import sampling_options
 from kvframe_engine.commands.streaming import is_textless, print_stream
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvframe_engine.requests.request import RequestOutput
 
 
-@click.command(short_help="Generate text with a model on disk.")
+@click.command(cls=PromptCommand, short_help="Generate text with a model on disk.")
 @click.argument("model", type=click.Path(path_type=Path))
 @prompt_options
 @click.option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,19 @@ _Prompt = TypeVar("_Prompt", str, list[int])
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class PromptCommand(click.Command):
+    """A command whose prompts come from options; the error for a text without one shows the option."""
+
+    allow_extra_args = True
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the command line; raise ``UsageError`` for a text without an option."""
+        texts = super().parse_args(ctx, args)
+        if texts and not ctx.resilient_parsing:
+            raise click.UsageError(f"a prompt needs an option: --prompt {shlex.quote(shorten(texts[0], 60))}", ctx)
+        return texts
 
 
 _OPTIONS = (

@@ -24,7 +24,7 @@ from kvframe.cli.options import (
     stack_option,
 )
 from kvframe.cli.render import format_bytes, is_drawn_on, line_width, log_lines, make_console
-from kvframe_engine.commands.prompts import prompt_options, read_given_prompts
+from kvframe_engine.commands.prompts import PromptCommand, prompt_options, read_given_prompts
 from kvframe_engine.commands.snapshot import Snapshot, UnreachableError, fetch, metrics_url, read_metrics, snapshot_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _GONE_EXIT_CODE = 1
 Show = Callable[[Snapshot], None]
 
 
-@click.command(short_help="Show live what the cache does.")
+@click.command(cls=PromptCommand, short_help="Show live what the cache does.")
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @click.option("--url", metavar="URL", help="Watch the server of `kvframe serve` at this address, instead of a MODEL.")
 @prompt_options

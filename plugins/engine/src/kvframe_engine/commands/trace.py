@@ -20,7 +20,7 @@ from kvframe.cli.options import (
 )
 from kvframe.cli.pages import write_page
 from kvframe.cli.render import log_lines, print_facts, progress
-from kvframe_engine.commands.prompts import prompt_options, read_given_prompts
+from kvframe_engine.commands.prompts import PromptCommand, prompt_options, read_given_prompts
 
 if TYPE_CHECKING:
     from kvframe import Use
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvframe_engine.step_trace import StepTrace
 
 
-@click.command(short_help="Run prompts, and draw each step on a page.")
+@click.command(cls=PromptCommand, short_help="Run prompts, and draw each step on a page.")
 @click.argument("model", type=click.Path(path_type=Path))
 @prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")

@@ -109,10 +109,10 @@ class SizeChoice:
         # A prompt's first token continues from no state.
         if self.max_rounds is not None and (longest > self.max_rounds or not batch.num_computed.all()):
             return None
-        if any(inputs.is_new.any() for inputs in batch.inputs.values()):
+        if any(is_new.any() for is_new in batch.stores_input.values()):
             return None
         max_input_len = _next(
-            self.max_input_lens, max((int(inputs.lens.max()) for inputs in batch.inputs.values()), default=0)
+            self.max_input_lens, max((int(lens.max()) for lens in batch.input_lens.values()), default=0)
         )
         assert max_input_len is not None, "an input is no longer than the plan allows"
         rows = num_reqs, num_reqs * query_len

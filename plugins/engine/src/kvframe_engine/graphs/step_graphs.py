@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import BlockTables, Layers, Stack, Step, StepBatch, build_metadata, pad_step
+from kvframe import BlockTables, Layers, Stack, Step, StepBatch
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
@@ -23,8 +23,6 @@ from kvframe.contract.order import IntArray
 from kvframe.contract.state import StateStep
 from kvframe_engine.graphs.device_graphs import CaptureError, Output, StepGraph, graph_factory
 from kvframe_engine.graphs.sizes import GraphSizes, Rows, SizeChoice, UsualStep, asked_sizes, context_sizes
-
-_CPU = torch.device("cpu")
 
 _log = logging.getLogger("kvframe")
 
@@ -211,7 +209,7 @@ class StepGraphs:
                 )
                 states = self._layers.states.rounds(None, tables, sizes.num_reqs, sizes.query_len)
                 assert states is not None
-                metadata = build_metadata(batch, tables, _CPU)
+                metadata = self._layers.build_metadata(batch, tables)
                 wanted = generating[: sizes.num_wanted]
                 self._run(sizes, tables, metadata, states, np.zeros_like(places), places + first, wanted)
         _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)
@@ -232,7 +230,7 @@ class StepGraphs:
             sizes: What ``sizes_for`` returned for the step.
             batch: The step.
             tables: The block tables of all cache groups.
-            metadata: What ``build_metadata`` made of both, on the host.
+            metadata: What ``Layers.build_metadata`` made of both, on the host.
             token_ids: ``[num_tokens]``.
             positions: ``[num_tokens]``.
             wanted: ``[num_wanted]``: the packed tokens whose logits are wanted.
@@ -256,16 +254,14 @@ class StepGraphs:
         positions: IntArray,
         wanted: IntArray,
     ) -> Output | None:
-        padded = pad_step(
+        padded = self._layers.pad_metadata(
             metadata,
             num_reqs=sizes.num_reqs,
             num_tokens=sizes.num_tokens,
             num_generating=sizes.num_generating,
             max_query_len=sizes.query_len,
-            max_seq_lens=[
-                sizes.max_input_len if index in self._layers.of_inputs else sizes.max_seq_len
-                for index in range(len(metadata))
-            ],
+            max_seq_len=sizes.max_seq_len,
+            max_input_len=sizes.max_input_len,
         )
         inputs = (
             torch.from_numpy(np.pad(token_ids, (0, sizes.num_tokens - len(token_ids)))),

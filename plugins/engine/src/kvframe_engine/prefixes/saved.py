@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe import Grouping, KVCacheManager, KVCachePlan, KVCacheStorage, Pin, RangedTokens, secret_check
+from kvframe import KVCacheManager, KVCachePlan, KVCacheStorage, Pin, RangedTokens, Setup
 from kvframe.contract.errors import PrefixFileError, RequestError, shown
 from kvframe_engine.prefixes.file_format import FilePrefix, Places
 from kvframe_engine.prefixes.file_reader import PrefixFileReader
@@ -68,7 +68,7 @@ class PrefixFiles:
         self,
         manager: KVCacheManager,
         prefixes: PromptPrefixes,
-        grouping: Grouping,
+        setup: Setup,
         storage: KVCacheStorage,
         fingerprint: Callable[[], Mapping[str, str]],
         vocab_size: int | None,
@@ -80,7 +80,7 @@ class PrefixFiles:
         Args:
             manager: The cache manager.
             prefixes: Computes the prefixes that are saved.
-            grouping: The cache groups.
+            setup: What the stack does with the model.
             storage: The bytes of the pages.
             fingerprint: Returns the digests that identify the model.
             vocab_size: Token ids are below it; None if unknown.
@@ -91,11 +91,11 @@ class PrefixFiles:
         self._let_through = let_through
         self._manager = manager
         self._prefixes = prefixes
-        self._grouping = grouping
+        self._grouping = setup.grouping
         self._storage = storage
         self._fingerprint = fingerprint
         self._vocab_size = vocab_size
-        self._key = None if shared_secret is None else secret_check(shared_secret)
+        self._key = None if shared_secret is None else _secret_check(shared_secret)
 
     @property
     def _pool(self) -> torch.Tensor:
@@ -346,6 +346,11 @@ class PrefixFiles:
     @staticmethod
     def _damaged(file: PrefixFileReader, why: str) -> PrefixFileError:
         return PrefixFileError(f"{file.path} is damaged: {why}", code="damaged")
+
+
+def _secret_check(secret: bytes) -> str:
+    """Return a value that tells secrets apart and reveals nothing: the keyed BLAKE2b of no bytes, in hexadecimal."""
+    return hashlib.blake2b(digest_size=32, key=secret, person=b"kvframe.checks.1").hexdigest()
 
 
 def _summary(planned: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import attrs
 
-from kvframe import KVCachePlan, Setup, Stack, plan_ranks
+from kvframe import KVCachePlan, Setup, Stack
 from kvframe.contract.errors import BackendError, PlanError, StackError, listed
 from kvframe.contract.specs import LayerSpec
 from kvframe_engine.ranks.fingerprint import Fingerprint, check_equal
@@ -67,15 +67,7 @@ def agree(ranks: Leader | Follower, setup: Setup, fingerprint: Fingerprint) -> K
     _check_stacks(setups)
     check_equal([setup.fingerprint for setup in setups])
     _check_chosen(setups)
-    plans = plan_ranks(
-        [setup.layers for setup in setups],
-        memory_bytes=[setup.memory_bytes for setup in setups],
-        max_model_len=plan.max_model_len,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_input_lens=plan.max_input_lens,
-        hybrid=stack.cache.hybrid,
-        tensor_parallel_size=ranks.num_ranks,
-    ).plans
+    plans = setup.plan_shares([each.layers for each in setups], [each.memory_bytes for each in setups])
     for rank, each in enumerate(plans):
         # Rank 0's block ids are used on every rank.
         if [group.page_bytes for group in each.groups] != [group.page_bytes for group in plans[0].groups]:

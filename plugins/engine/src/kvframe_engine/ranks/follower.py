@@ -153,8 +153,8 @@ def _run(step: StepMessage, runner: ModelRunner, tables: BlockTables, limit: Ste
     batch = step.batch()
     requests, positions = batch.token_positions
     runner.tokens[batch.rows[requests], positions] = step.tokens
-    for name, inputs in step.inputs.items():
-        runner.input_lens[name][batch.rows] = inputs.lens
+    for name, lens in step.input_lens.items():
+        runner.input_lens[name][batch.rows] = lens
     wanted = batch.generating_indices if step.logits_indices is None else step.logits_indices
     with limit:
         runner.compute(batch, wanted, step.new_inputs)

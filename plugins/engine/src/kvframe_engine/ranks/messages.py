@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe import BlockTables, InputBatch, StepBatch
+from kvframe import BlockTables, StepBatch
 from kvframe.contract.model import ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TOKENS
@@ -57,7 +57,8 @@ class StepMessage:
         generating_indices: As in ``StepBatch``.
         logits_indices: The packed tokens whose logits are wanted; None if they are the generating ones.
         tokens: ``[num_tokens], int64``: the packed tokens.
-        inputs: By sequence, the requests' inputs.
+        input_lens: As in ``StepBatch``.
+        stores_input: As in ``StepBatch``.
         new_inputs: By sequence and row, the inputs that the step computes.
         entries: For each stack of block tables, what changed.
         range_ends: As in ``StepBatch``.
@@ -69,7 +70,8 @@ class StepMessage:
     generating_indices: IntArray
     logits_indices: IntArray | None
     tokens: IntArray
-    inputs: Mapping[str, InputBatch]
+    input_lens: Mapping[str, IntArray]
+    stores_input: Mapping[str, npt.NDArray[np.bool_]]
     new_inputs: Mapping[str, Mapping[int, ModelInput]]
     entries: Sequence[Entries]
     range_ends: IntArray | None = None
@@ -100,7 +102,8 @@ class StepMessage:
             generating_indices=batch.generating_indices,
             logits_indices=None if logits_indices is batch.generating_indices else logits_indices,
             tokens=tokens[batch.rows[requests], positions],
-            inputs=dict(batch.inputs),
+            input_lens=dict(batch.input_lens),
+            stores_input=dict(batch.stores_input),
             new_inputs={name: dict(each) for name, each in new_inputs.items()},
             entries=entries.take(batch),
             range_ends=batch.range_ends,
@@ -113,6 +116,7 @@ class StepMessage:
             num_computed=self.num_computed,
             query_lens=self.query_lens,
             generating_indices=self.generating_indices,
-            inputs=self.inputs,
+            input_lens=self.input_lens,
+            stores_input=self.stores_input,
             range_ends=self.range_ends,
         )

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from kvframe import EngineOptions, KVCachePlan, RangedTokens, ask_live_ranges, content_key
+from kvframe import KVCachePlan, RangedTokens, Stack, content_key
 from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
 from kvframe.contract.foreign import safe_text
 from kvframe.contract.model import LoadedModel, ModelInput
-from kvframe.contract.specs import ENCODER, TOKENS, TokenRange, num_covered
+from kvframe.contract.specs import ENCODER, TokenRange
 from kvframe_engine.requests.params import SamplingParams, bad_params
 from kvframe_engine.requests.progress import NO_INPUTS
 from kvframe_engine.requests.prompt import AnyPrompt, Prompt, unpacked
@@ -37,7 +37,7 @@ class Admission:
         plan: KVCachePlan,
         max_model_len: int,
         secret: bytes,
-        options: EngineOptions,
+        stack: Stack,
         max_prompt_len: int | None = None,
         without_ranges: str | None = None,
     ) -> None:
@@ -48,7 +48,7 @@ class Admission:
             plan: The cache plan.
             max_model_len: The most tokens of a request.
             secret: 32 bytes, for the keys of inputs.
-            options: For the most samples and characters of stop strings.
+            stack: For the most samples and characters of stop strings.
             max_prompt_len: The most tokens of a prompt, if a prompt must be computed in one step; otherwise None.
             without_ranges: A layer that does not honour bidirectional ranges of prompts, in words; None for none.
 
@@ -68,7 +68,7 @@ class Admission:
         except BaseException as error:
             raise ModelError(f"the tokenizer of {model.description.name} cannot decode: {safe_text(error)}") from error
         self._model = model
-        self._options = options
+        self._options = stack.engine
         self.plan = plan
         self._max_model_len = max_model_len
         self._secret = secret
@@ -154,8 +154,7 @@ class Admission:
         """Refuse a prompt that is a bidirectional range as a whole if a layer does not keep all of its tokens."""
         last = num_tokens - 1
         for group in self.plan.groups:
-            spec = group.spec
-            if spec.sequence == TOKENS and num_covered(ask_live_ranges(spec, last)) < last:
+            if not group.is_of_input and not group.keeps_all(last):
                 raise RequestError(
                     f"the prompt has {num_tokens} tokens, which all see each other in {self._model.description.name}; "
                     f"layers such as {group.layers[0]!r} do not keep so many",

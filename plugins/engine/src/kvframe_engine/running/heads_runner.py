@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvframe import BlockTables, Layers, StateLayers, StepBatch
+from kvframe import BlockTables, Layers, StepBatch
 from kvframe.contract.metadata import SEQ_STARTS, Axis, Extension
 from kvframe.contract.model import PredictionHeads
 from kvframe.contract.order import IntArray
@@ -59,7 +59,7 @@ class HeadsRunner(DraftRunner):
         self,
         heads: PredictionHeads,
         layers: Layers,
-        states: StateLayers,
+        kept: Layers,
         tables: BlockTables,
         served: TokenRunner,
         make_graphs: Callable[[Forward, Collection[UsualStep]], StepGraphs | None],
@@ -70,7 +70,7 @@ class HeadsRunner(DraftRunner):
         Args:
             heads: The heads, to be attached to ``layers``.
             layers: Their attention layers.
-            states: The layer that keeps hidden states, alone.
+            kept: The layer that keeps hidden states, alone.
             tables: The block tables of all cache groups.
             served: Runs the served model; its steps give the hidden states of all tokens.
             make_graphs: Makes the graphs of a head, if the stack asks for graphs: ``make_graphs(forward, steps)``,
@@ -79,7 +79,7 @@ class HeadsRunner(DraftRunner):
         """
         self._heads, self._served, self._tables = heads, served, tables
         self._num_heads = heads.description.num_prediction_heads
-        self._last = LastHiddenStates(states, tables, served.to_device)
+        self._last = LastHiddenStates(kept, tables, served.to_device)
         self._inputs: torch.Tensor
         max_num_seqs, max_model_len = served.tokens.shape
         self.runners: list[ModelRunner] = []

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import BlockTables, StateLayers, StepBatch
+from kvframe import BlockTables, Layers, StepBatch
 from kvframe.contract.order import IntArray
 from kvframe.contract.state import StateStep
 from kvframe_engine.running.model_runner import NONE_WANTED
@@ -20,16 +20,16 @@ from kvframe_engine.running.model_runner import NONE_WANTED
 class LastHiddenStates:
     """The pages of the layer that keeps hidden states, and the places of requests in them."""
 
-    def __init__(self, states: StateLayers, tables: BlockTables, to_device: Callable[[IntArray], torch.Tensor]) -> None:
+    def __init__(self, kept: Layers, tables: BlockTables, to_device: Callable[[IntArray], torch.Tensor]) -> None:
         """Take the layer.
 
         Args:
-            states: The layer, alone.
+            kept: The layer, alone.
             tables: The block tables of all cache groups.
             to_device: Copies to the device of the pages.
         """
-        self._states, self._tables, self._to_device = states, tables, to_device
-        (self._layer,) = states.values()
+        self._states, self._tables, self._to_device = kept.states, tables, to_device
+        (self._layer,) = kept.states.values()
 
     @property
     def pages(self) -> torch.Tensor:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
 import torch
 
-from kvframe import BlockTables, InputBatch, Layers, StepBatch, allocating, build_metadata
+from kvframe import BlockTables, Layers, StepBatch, allocating
 from kvframe.contract.errors import ModelError
-from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TokenRange
@@ -23,11 +22,6 @@ from kvframe_engine.requests.request import Request
 from kvframe_engine.running.logits_processors import process_logits
 from kvframe_engine.running.next_tokens import accept_drafts, add_logprobs, sample, token_logprobs
 from kvframe_engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
-
-if TYPE_CHECKING:
-    from kvframe_engine.running.draft_runner import DraftRunner
-
-_CPU = torch.device("cpu")
 
 SkipPolicy = Callable[[StepBatch], bool]
 """Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
@@ -195,8 +189,11 @@ class ModelRunner:
             ModelError: The model did.
         """
         if self.input_lens:
-            inputs = {name: self._input_batch(name, batch.rows, new_inputs) for name in self.input_lens}
-            batch = attrs.evolve(batch, inputs=inputs)
+            batch = attrs.evolve(
+                batch,
+                input_lens={name: lens[batch.rows] for name, lens in self.input_lens.items()},
+                stores_input={name: np.isin(batch.rows, [*new_inputs.get(name, ())]) for name in self.input_lens},
+            )
         if self.ranges:
             batch = attrs.evolve(batch, range_ends=self._range_ends(batch))
         num_tokens = len(batch.token_positions[1])
@@ -210,14 +207,14 @@ class ModelRunner:
     ) -> torch.Tensor:
         rows = batch.rows
         requests, positions = batch.token_positions
-        metadata = self._build_metadata(batch)
+        metadata = self._layers.build_metadata(batch, self._tables)
         tensors = (self.tokens[rows[requests], positions], positions, logits_indices)
         sizes = None if self.graphs is None else self.graphs.sizes_for(batch, len(logits_indices))
         with torch.inference_mode():
             if self.input_lens:
                 self._model.compute_inputs(
                     {
-                        name: [new_inputs[name][row] for row in rows[batch.inputs[name].is_new].tolist()]
+                        name: [new_inputs[name][row] for row in rows[batch.stores_input[name]].tolist()]
                         for name in new_inputs
                     }
                 )
@@ -272,28 +269,6 @@ class ModelRunner:
             f"[{num_rows}, vocab_size]: this is a mistake in the model adapter"
         )
 
-    def _build_metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
-        """Return a step's metadata, on the host unless an extension has no host copy."""
-        device = _CPU
-        if batch.extensions:
-            extensions = {
-                name: attrs.evolve(extension, values=extension.values_cpu)
-                for name, extension in batch.extensions.items()
-                if extension.values_cpu is not None
-            }
-            if len(extensions) < len(batch.extensions):
-                device = self.device
-            else:
-                batch = attrs.evolve(batch, extensions=extensions)
-        metadata = build_metadata(batch, self._tables, device)
-        return metadata if not self._layers.local.places else (*metadata, *self._layers.local.metadata(batch))
-
-    def _input_batch(self, name: str, rows: IntArray, new_inputs: Mapping[str, Collection[int]]) -> InputBatch:
-        lens = self.input_lens[name]
-        is_new = np.zeros(len(lens), dtype=np.bool_)
-        is_new[list(new_inputs.get(name, ()))] = True
-        return InputBatch(lens=lens[rows], is_new=is_new[rows])
-
     def _range_ends(self, batch: StepBatch) -> IntArray | None:
         """Return where the range of each packed token ends, ``[num_tokens]``, 0 for none; None if none is in one."""
         found: IntArray | None = None
@@ -317,6 +292,19 @@ class ModelRunner:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
+class Drafts(Protocol):
+    """What runs a draft model, or prediction heads, beside the served model (``DraftRunner``)."""
+
+    def warm_up(self) -> None:
+        """Capture the usual graphs."""
+
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs."""
+
+    def follow(self, step: ScheduledStep[Request], outcomes: Outcomes) -> None:
+        """Compute the state of what a step keeps."""
+
+
 class TokenRunner(ModelRunner):
     """Runs a step to the next tokens of its requests.
 
@@ -325,7 +313,7 @@ class TokenRunner(ModelRunner):
         packed: The batch of the last step.
     """
 
-    draft: DraftRunner | None = None
+    draft: Drafts | None = None
     packed: StepBatch
 
     def warm_up(self) -> None:
