@@ -1,4 +1,4 @@
-"""The choice for one layer: its wrappers, its backend, their identities, and the reason against every other candidate."""
+"""The choice for one layer: its wrappers, its backend, their identities, and the reason against each other candidate."""
 
 from __future__ import annotations
 
