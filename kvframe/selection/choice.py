@@ -1,4 +1,4 @@
-"""The choice for one layer: its wrappers, its backend, their identities, and the reason against each other candidate."""
+"""The choice for one layer: its wrappers, its backend, their identities, and the reason against each other backend."""
 
 from __future__ import annotations
 
