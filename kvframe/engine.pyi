@@ -6,3 +6,4 @@ from kvframe_engine import Engine as Engine
 from kvframe_engine import Prompt as Prompt
 from kvframe_engine import RequestOutput as RequestOutput
 from kvframe_engine import SamplingParams as SamplingParams
+from kvframe_engine import adapter_checks as adapter_checks

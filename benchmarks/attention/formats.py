@@ -34,7 +34,7 @@ from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.sizing import plan_for_stack
 from kvframe.selection.select import select_backends
-from kvframe.testing.formats import installed_formats
+from kvframe.testing.grid import installed_formats
 
 TEXT_TOKENS = 384
 LEARNED, OTHER = ("shlex", "textwrap"), ("cmd", "getopt")

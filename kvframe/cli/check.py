@@ -191,14 +191,13 @@ def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence
 
 def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
     """Return the checks of a part of any kind."""
-    from kvframe.testing.adapter_checks import adapter_checks
     from kvframe.testing.backend_checks import backend_checks
     from kvframe.testing.eviction import policy_checks
-    from kvframe.testing.format_checks import format_checks
+    from kvframe.testing.formats import format_checks
     from kvframe.testing.logits_processors import logits_processor_checks
     from kvframe.testing.proposers import proposer_checks
     from kvframe.testing.spec_checks import spec_checks
-    from kvframe.testing.wrapper_checks import wrapper_checks
+    from kvframe.testing.wrappers import wrapper_checks
 
     options, registry = _parse(asked.options), host.registry
     whole = asked.whole or asked.only is not None
@@ -212,6 +211,8 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
     if entry.kind == "model_adapter":
         if asked.model is None:
             raise PluginError("a model adapter is checked with a small model that it reads: give --model PATH")
+        from kvframe.engine import adapter_checks
+
         return adapter_checks(part, asked.model, name=entry.name, plugins=modules)
     of_kind: Mapping[str, Callable[..., Checks]] = {
         "wrapper": wrapper_checks,

@@ -88,6 +88,7 @@ def render(name: str, kind: str) -> dict[str, str]:
         "OwnPart": "".join(part.capitalize() for part in name.split("_")),
         "{description}": _DESCRIPTIONS[kind],
         "{api}": f"v{API_VERSION.replace('.', '_')}",
+        "{test}": '"kvframe-engine>=0.1,<0.2", "pytest>=8"' if kind == "adapter" else '"pytest>=8"',
     }
     return {
         str(path.relative_to(root)).removesuffix(SUFFIX).replace("own_part", name): _replaced(path, words)

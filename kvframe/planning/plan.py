@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -232,7 +233,14 @@ class KVCachePlan:
             num_tokens: Its final length.
             input_lens: The lengths of its inputs, by sequence; None for the longest ones.
         """
+        if num_tokens <= self.max_model_len and self.longest_fits:
+            return True
         return self.num_slabs_for(self.peak_blocks(num_tokens, input_lens)) <= self.num_slabs
+
+    @cached_property
+    def longest_fits(self) -> bool:
+        """Whether a request of ``max_model_len`` tokens with the longest inputs fits the pool; then all do."""
+        return self.num_slabs_for(group.peak_blocks for group in self.groups) <= self.num_slabs
 
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
         """Return how many requests of ``num_tokens`` tokens fit at once; None if no state is kept (no limit).

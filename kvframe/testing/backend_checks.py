@@ -15,16 +15,15 @@ from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.selection.chains import WrapperChain
+from kvframe.testing.batches import is_served
 from kvframe.testing.case import Case
 from kvframe.testing.checks import Check, Checks
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.formats import installed_formats
-from kvframe.testing.grid import MAIN_DTYPES, in_format, make_cases, make_layer
+from kvframe.testing.grid import MAIN_DTYPES, in_format, installed_formats, make_cases, make_layer
 from kvframe.testing.hosts import OtherHost, in_other_hosts
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.runs import TRAITS, Run, make_runs, sample_runs
 from kvframe.testing.sample import TOGETHER, sample
-from kvframe.testing.served import is_served
 from kvframe.testing.serving import check_run
 from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm, form_of
 

@@ -12,17 +12,21 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 
-from kvframe.contract.errors import KVFrameError, UnknownNameError
-from kvframe.contract.foreign import safe_reason
+from kvframe.config.options import make_with_options
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.errors import KVFrameError, PluginError, UnknownNameError
+from kvframe.contract.foreign import call, safe_reason
+from kvframe.loading.registry import Registry
 from kvframe.testing.laws import ConformanceError
 
 _KIT = Path(__file__).parent
 
 Verdict = Literal["works", "refused", "wrong"]
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -119,6 +123,26 @@ class Report:
     failures: Mapping[str, str]
     errors: Mapping[str, Exception]
     num_checks: int
+
+
+def make_part(part: str, part_class: type[T], options: Mapping[str, Any] | None) -> T:
+    """Return a part, made with options; raise ``ConformanceError`` with its name for people if it cannot be made."""
+    try:
+        return make_with_options(part_class, options or {})
+    except (KVFrameError, ValueError) as error:
+        raise ConformanceError(
+            f"{part} cannot be made with {dict(options or {})}: {error}; give other options"
+        ) from error
+
+
+def find_backend(registry: Registry, name: str) -> type[AttentionBackend] | str:
+    """Return a registered backend; if it cannot run here, the code of the reason."""
+    try:
+        backend_class: type[AttentionBackend] = registry.backends.load(name)
+        reason = call("unusable_reason()", backend_class.unusable_reason)
+    except PluginError:
+        return "import"
+    return "environment" if reason else backend_class
 
 
 def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done: None) -> Report:

@@ -1,45 +1,19 @@
-"""Tries every installed wrapper chain with every backend: each pair computes attention or is refused with a code.
-
-``python -m kvframe.testing.composition plugins/COMPOSITION.md`` writes the matrix. With ``--check``, it reports whether
-the file is up to date.
-"""
+"""The layers and steps on which a wrapper chain is checked before a backend."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from kvframe.attention.group import honours_ranges
-from kvframe.attention.wrapping import MISTAKES
-from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
-from kvframe.contract.errors import FileError, PluginError, WrapperError
-from kvframe.contract.files import as_text, check_place, read_bytes, write_text
 from kvframe.contract.specs import LayerSpec, align_up
-from kvframe.loading.plugins import load_plugins
-from kvframe.loading.registry import Registry
 from kvframe.selection.chains import WrapperChain, chain_capture
 from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import chain_refusals, make_layer, share_cache
-from kvframe.testing.laws import ConformanceError
-from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, SOFT_CAP, StateForm, form_of
-
-EQUAL = "equal"
-WRONG = "WRONG"
-
-MISSING = ("environment", "import")
-"""Verdicts on a backend that cannot run at all on this machine."""
-
-MAX_CHAIN = 2
-"""The most wrappers of a chain. The matrix has every pair, including a wrapper with itself."""
+from kvframe.testing.grid import make_layer, share_cache
+from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, SOFT_CAP, StateForm
 
 NOT_CAUSAL = ", batch not causal"
 CROSS = ", keys of another sequence"
@@ -102,115 +76,12 @@ RANGE_STEPS: Mapping[str, tuple[Request, ...]] = {
 
 NUM_PADDING = 2
 
-INTRODUCTION = """\
-# Which wrappers and backends compose
-
-Every chain of up to two wrappers, before every backend, on every kind of layer that stores what the backend reads. A
-layer that shares another's cache has a row of its own if its results differ. A cell says one of two things:
-
-- equal: mixed batches, decodes with draft tokens and unfinished prefills, also padded to the sizes of a graph, gave
-  what dense attention under the layer's own mask gives, within the error of the dtype;
-- a `code`: refused, by a wrapper or by what the backend declares. The refusal comes with a sentence that says why.
-
-It was made from what is installed, with `python -m kvframe.testing.composition plugins/COMPOSITION.md`.
-"""
-
-
-@attrs.frozen(kw_only=True)
-class Cell:
-    """The verdict on one chain with one backend, on one kind of layer.
-
-    Attributes:
-        chain: The wrappers' names, in order.
-        layer: The kind of layer.
-        backend: The backend's name.
-        verdict: ``EQUAL``, ``WRONG``, or the codes of the refusals.
-        detail: The error in one sentence; empty if there is none.
-    """
-
-    chain: tuple[str, ...]
-    layer: str
-    backend: str
-    verdict: str
-    detail: str = ""
-
-
-def compose(registry: Registry, device: str = "cpu") -> tuple[Cell, ...]:
-    """Return every cell.
-
-    Args:
-        registry: The wrappers and backends. Wrappers are made without options: the layers decide their parameters.
-        device: The device of the backends.
-    """
-    return tuple(
-        Cell(chain=names, layer=layer, backend=backend, verdict=verdict, detail=detail)
-        for length in range(MAX_CHAIN + 1)
-        for names in itertools.product(registry.wrappers.names(), repeat=length)
-        for backend in registry.backends.names()
-        for layer, verdict, detail in _judge_layers(registry, names, backend, device)
-    )
-
-
-def _judge_layers(
-    registry: Registry, names: Sequence[str], backend: str, device: str
-) -> Iterator[tuple[str, str, str]]:
-    """Yield each kind of layer with its verdict and detail."""
-    labels = [label + sharing for label in LAYERS for sharing in ("", SHARING)]
-    try:
-        backend_class: type[AttentionBackend] = registry.backends.load(backend)
-        form = form_of(backend_class)
-        chain: WrapperChain = tuple(registry.wrappers.load(name)() for name in names)
-        unusable = "environment" if backend_class.unusable_reason() else ""
-    except (PluginError, TypeError) as error:
-        unusable = "import" if isinstance(error, PluginError) else "options"
-    if unusable:
-        yield from ((label, unusable, "") for label in labels)
-        return
-    judged = []
-    for label in labels:
-        layer = make_labelled_layer(label, backend_class.capabilities, form)
-        judged.append((label, *_judge(backend_class, chain, label, layer, form, device)))
-    if not chain and not any(verdict in (EQUAL, WRONG) for _, verdict, _ in judged):
-        nothing = f"{backend_class.__name__} serves no layer at all on {device}, so that nothing of it was computed"
-        judged = [(label, WRONG, f"{nothing}: {verdict}") for label, verdict, _ in judged]
-    yield from judged
-
 
 def make_labelled_layer(label: str, capabilities: Capabilities, form: StateForm) -> LayerSpec:
     """Return a layer of a kind: a label of ``LAYERS``, with or without ``SHARING`` after it."""
     block_size = align_up(4, capabilities.block_size_multiple)
     layer = make_layer(capabilities, form, block_size=block_size, **LAYERS[label.removesuffix(SHARING)](block_size))
     return share_cache(layer) if label.endswith(SHARING) else layer
-
-
-def _judge(
-    backend_class: type[AttentionBackend],
-    chain: WrapperChain,
-    label: str,
-    layer: LayerSpec,
-    form: StateForm,
-    device: str,
-) -> tuple[str, str]:
-    capabilities = backend_class.capabilities
-    codes = [refusal.code for refusal in chain_refusals(chain, layer, capabilities, device)]
-    causal = NOT_CAUSAL not in label
-    if not codes and not causal and capabilities.not_causal is not None:
-        codes = [capabilities.not_causal.code]
-    if not codes and RANGES in label and not honours_ranges(capabilities, chain):
-        codes = ["mask_ranges"]
-    if codes:
-        return " ".join(codes), ""
-    try:
-        for case in make_cases_of(chain, label, layer, causal):
-            check_backend(backend_class, attrs.evolve(case, form=form), device)
-    except WrapperError as error:
-        return (WRONG, str(error)) if error.code in MISTAKES else (error.code, "")
-    except ConformanceError as error:
-        return WRONG, str(error)
-    except Exception as error:
-        # An error of one backend must not prevent the cells of the others.
-        return WRONG, f"{backend_class.__name__} on {label}: {type(error).__name__}: {error}"
-    return EQUAL, ""
 
 
 def make_cases_of(chain: WrapperChain, label: str, layer: LayerSpec, causal: bool) -> Iterator[Case]:
@@ -222,87 +93,3 @@ def make_cases_of(chain: WrapperChain, label: str, layer: LayerSpec, causal: boo
         yield case
         if chain_capture(chain) is GraphCapture.ALWAYS:
             yield attrs.evolve(case, name=f"{name}, padded", num_padding=NUM_PADDING)
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-def render(cells: Sequence[Cell]) -> str:
-    """Return the matrix as Markdown: a table per chain, with a row per kind of layer and a column per backend.
-
-    Backends that cannot run are listed at the end.
-    """
-    parts = [INTRODUCTION]
-    tables = []
-    refused = []
-    missing = {cell.backend: cell.verdict for cell in cells if cell.verdict in MISSING}
-    here = [cell for cell in cells if cell.backend not in missing]
-    for chain, group in itertools.groupby(here, key=lambda cell: cell.chain):
-        members = [*group]
-        title = " → ".join(f"`{name}`" for name in chain) or "No wrapper"
-        verdicts = {cell.verdict for cell in members}
-        if len(verdicts) == 1 and EQUAL not in verdicts and WRONG not in verdicts:
-            refused.append(f"- {title}: {_shown(verdicts.pop())}\n")
-        else:
-            tables.append(f"## {title}\n\n{_table(members)}")
-    parts += tables
-    if refused:
-        parts.append(f"## Refused on every layer\n\n{''.join(refused)}")
-    if missing:
-        listed = "".join(f"- `{backend}`: {_shown(verdict)}\n" for backend, verdict in missing.items())
-        parts.append(f"## Backends that do not run where this was made\n\n{listed}")
-    return "\n".join(parts)
-
-
-def _table(cells: Sequence[Cell]) -> str:
-    backends = [*dict.fromkeys(cell.backend for cell in cells)]
-    found: dict[str, list[str]] = {}
-    for cell in cells:
-        found.setdefault(cell.layer, []).append(_shown(cell.verdict))
-    rows = [["layer", *(f"`{backend}`" for backend in backends)]]
-    for layer, verdicts in found.items():
-        if not layer.endswith(SHARING) or verdicts != found[layer.removesuffix(SHARING)]:
-            rows.append([layer, *verdicts])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    return "".join(
-        f"| {' | '.join(text.ljust(width) for text, width in zip(row, widths, strict=True))} |\n" for row in rows
-    )
-
-
-def _shown(verdict: str) -> str:
-    if verdict in (EQUAL, WRONG):
-        return verdict
-    return ", ".join(f"`{code}`" for code in verdict.split())
-
-
-def _is_matrix(path: Path) -> bool:
-    """Return whether a file begins like a matrix."""
-    return as_text(read_bytes(path)).startswith(render([]).partition("\n")[0] + "\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the matrix of the installed plugins, or check a file; return 1 if something is wrong or out of date."""
-    parser = argparse.ArgumentParser(prog="python -m kvframe.testing.composition", description=compose.__doc__)
-    parser.add_argument("file", type=Path, help="where the matrix is, as Markdown")
-    parser.add_argument("--check", action="store_true", help="write nothing, say whether the file is up to date")
-    options = parser.parse_args(arguments)
-    if not options.check:
-        try:
-            check_place(options.file, _is_matrix)
-        except FileError as error:
-            parser.error(f"{options.file} {error}")
-    cells = compose(load_plugins().registry)
-    text = render(cells)
-    wrong = [cell.detail for cell in cells if cell.verdict == WRONG]
-    if not options.check:
-        write_text(options.file, text)
-    elif not options.file.exists() or options.file.read_text(encoding="utf-8") != text:
-        wrong.append(f"{options.file} is not what is installed: run this without --check")
-    for sentence in wrong:
-        print(sentence, file=sys.stderr)
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,14 +15,13 @@ import torch
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import RELATIVE_BIAS
-from kvframe.testing.case import Case
+from kvframe.testing.case import Case, Inputs, Learned, draw_inputs
 from kvframe.testing.effects import without_side_effects
 from kvframe.testing.error_bound import attention_error_bound, lse_error_bound
 from kvframe.testing.hosts import KVFRAME, Host
-from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import alibi_bias, dense_attention, dense_lse, relative_bias, visible_tokens
-from kvframe.testing.step import WITHOUT_SINKS, run_step
+from kvframe.testing.step import WITHOUT_SINKS, Attended, run_step
 
 _SCORES_AT_A_TIME = 1 << 19
 _JOINED_SCORES = 1 << 16
@@ -69,17 +68,15 @@ def check_backend(
         raise _failure(backend_class, case, str(error)) from error
     if not len(output.rows):
         return
-    expected = make_reference(case, inputs, learned, with_lse=bool(output.with_lse))
-    for made, values in output.values.items():
-        problem = find_error(case, expected.output, values, output.rows)
+    has_lse = any(lse is not None for _, lse in output.results.values())
+    expected = make_reference(case, inputs, learned, with_lse=has_lse)
+    for how, attended in output.results.items():
+        reference = expected
+        if how == WITHOUT_SINKS:
+            reference = make_reference(case, inputs, learned.without_sinks(), with_lse=True)
+        problem = find_problem(case, reference, attended, output.rows)
         if problem:
-            raise _failure(backend_class, case, made + problem)
-    for made, found in output.with_lse.items():
-        if made == WITHOUT_SINKS:
-            expected = make_reference(case, inputs, learned.without_sinks(), with_lse=True)
-        problem = find_lse_error(case, expected, found, output.rows)
-        if problem:
-            raise _failure(backend_class, case, made + problem)
+            raise _failure(backend_class, case, how + problem)
 
 
 @attrs.frozen(eq=False)
@@ -95,28 +92,37 @@ class Reference:
     lse: tuple[torch.Tensor, torch.Tensor] | None
 
 
-def find_error(
-    case: Case, expected: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor, rows: torch.Tensor
-) -> str:
+def find_problem(case: Case, expected: Reference, attended: Attended, rows: torch.Tensor) -> str:
     """Return a text about the wrong queries and the largest error; empty if no query is wrong.
 
     Args:
         case: The case.
-        expected: A part of the reference.
-        values: What a backend returned for these queries, with padding after them.
+        expected: The reference, with the log-sum-exp if ``attended`` has it.
+        attended: What a backend returned for these queries, with padding after them.
         rows: Which of the packed queries these are.
     """
+    output, lse = attended
+    problem = _find_error(case, expected.output, output, rows)
+    if problem or lse is None or expected.lse is None:
+        return problem
+    problem = _find_error(case, expected.lse, lse, rows)
+    return problem and f"the log-sum-exp: {problem}"
+
+
+def _find_error(
+    case: Case, expected: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor, rows: torch.Tensor
+) -> str:
     exact, allowed = (part[rows] for part in expected)
-    found = values.cpu()[: len(exact)].double()
+    values = values.cpu()[: len(exact)].double()
     # The log-sum-exp of a query that sees nothing is -inf.
-    errors = torch.where(found == exact, 0.0, (found - exact).abs())
+    errors = torch.where(values == exact, 0.0, (values - exact).abs())
     # A comparison with NaN is false, so NaN counts as wrong.
     is_wrong = ~(errors <= allowed).flatten(1)
     wrong = is_wrong.any(1).nonzero().flatten().tolist()
     if not wrong:
         return ""
     first = wrong[0]
-    index, position = [*_places(case)][int(rows[first])]
+    index, position = [*_positions(case)][int(rows[first])]
     # argmax takes NaN for the largest.
     worst = int((errors[first] - allowed[first]).argmax())
     error, bound = float(errors[first].flatten()[worst]), float(allowed[first].flatten()[worst])
@@ -127,35 +133,8 @@ def find_error(
     )
 
 
-def find_lse_error(
-    case: Case, expected: Reference, found: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor
-) -> str:
-    """Return a text about wrong results of ``forward_with_lse``; empty if none is wrong.
-
-    Args:
-        case: The case.
-        expected: The reference, with the log-sum-exp.
-        found: What the backend returned, the output and the log-sum-exp, with padding after them.
-        rows: Which of the packed queries these are.
-    """
-    assert expected.lse is not None
-    output, lse = found
-    problem = find_error(case, expected.output, output, rows)
-    if problem:
-        return problem
-    problem = find_error(case, expected.lse, lse, rows)
-    return problem and f"the log-sum-exp: {problem}"
-
-
 def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned, *, with_lse: bool) -> Reference:
-    """Return the reference for all packed queries.
-
-    Args:
-        case: The case.
-        inputs: Each request's tensors.
-        learned: The layer's learned tensors.
-        with_lse: Whether it has the log-sum-exp.
-    """
+    """Return the reference for all packed queries, with the log-sum-exp or without it."""
     output, lse = [], []
     dtype = case.query_dtype
     for whole, magnitudes in _join_small(dense_arguments(case, inputs, learned)):
@@ -193,12 +172,12 @@ def _join(requests: Sequence[Arguments]) -> Arguments:
     if len(requests) == 1:
         return requests[0]
     (first, _), whole = requests[0], [arguments for arguments, _ in requests]
-    joined = {name: torch.cat([each[name] for each in whole]) for name in ("query", "key", "value")}
-    visible = torch.block_diag(*(each["visible"] for each in whole)).bool()
+    joined = {name: torch.cat([request[name] for request in whole]) for name in ("query", "key", "value")}
+    visible = torch.block_diag(*(request["visible"] for request in whole)).bool()
     bias = None
     if first["bias"] is not None:
-        of_heads = zip(*(each["bias"] for each in whole), strict=True)
-        bias = torch.stack([torch.block_diag(*parts) for parts in of_heads])
+        heads = zip(*(request["bias"] for request in whole), strict=True)
+        bias = torch.stack([torch.block_diag(*parts) for parts in heads])
     key_sizes, value_sizes = (torch.cat(parts) for parts in zip(*(sizes for _, sizes in requests), strict=True))
     return {**first, **joined, "visible": visible, "bias": bias}, (key_sizes, value_sizes)
 
@@ -218,13 +197,7 @@ def _split_queries(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def dense_arguments(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Iterator[Arguments]:
-    """Yield for each request the arguments of ``dense_attention``, in float64, and the magnitudes for the error bound.
-
-    Args:
-        case: The case.
-        inputs: Each request's tensors.
-        learned: The layer's learned tensors.
-    """
+    """Yield each request's arguments of ``dense_attention``, in float64, and the magnitudes for the error bound."""
     spec = case.attended_spec
     mask = spec.mask
     sees_all = not case.causal or (mask is not None and mask.sees_all)
@@ -266,7 +239,7 @@ def _largest(vectors: torch.Tensor) -> torch.Tensor:
     return vectors if not vectors.numel() else vectors.abs().amax(-1, keepdim=True).expand_as(vectors)
 
 
-def _places(case: Case) -> Iterator[tuple[int, int]]:
+def _positions(case: Case) -> Iterator[tuple[int, int]]:
     """Yield the request and the position of each packed query."""
     for index, request in enumerate(case.requests):
         for position in range(request.num_computed, request.num_computed + request.num_new):

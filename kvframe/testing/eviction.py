@@ -11,11 +11,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.config.options import make_with_options
-from kvframe.contract.errors import KVFrameError, PluginError
+from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import MOST_USES, EvictionPolicy, ReleasedPages
 from kvframe.contract.foreign import call
-from kvframe.testing.checks import Check, Checks
+from kvframe.testing.checks import Check, Checks, make_part
 from kvframe.testing.laws import ConformanceError
 
 USES = np.array([0, 1, 2, 3, 5, 8, 100, 10**4, 10**9])
@@ -84,10 +83,7 @@ def policy_checks(
         ConformanceError: It cannot be made with these options.
     """
     part = f"eviction policy {name or policy_class.name!r}"
-    try:
-        policy = make_with_options(policy_class, options or {})
-    except (KVFrameError, ValueError) as error:
-        raise ConformanceError(f"{part} cannot be made: {error}") from error
+    policy = make_part(part, policy_class, options)
     checks = [
         Check(
             name=f"pool={capacity}-shares={shares}",

@@ -1,50 +1,34 @@
-"""Checks that a KV format stores and reads keys and values as the contract requires; finds the installed formats."""
+"""Checks that a KV format stores and reads keys and values as the contract requires, and that backends read it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
 from kvframe.contract.errors import SpecError
-from kvframe.contract.formats import PLAIN, KVFormat, state_of
+from kvframe.contract.formats import KVFormat, state_of
 from kvframe.contract.slots import Slots
 from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
+from kvframe.testing.checks import Check, Checks, find_backend, make_part
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import in_format, make_cases, make_layer
 from kvframe.testing.guard import DeviceTensor, ReadOnlyTensor, ScalarGuard
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.sample import sample
+from kvframe.testing.state import KEYS_AND_VALUES, form_of
+from kvframe.testing.step import same_bits
 
 BLOCK_SIZE = 3
 NUM_PAGES = 5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def installed_formats() -> tuple[KVFormat, ...]:
-    """Return every format of the installed plugins, without options, by name."""
-    formats = load_plugins().registry.formats
-    return tuple(formats.load(name)() for name in formats.names())
-
-
-def round_trip(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens' keys and values after a format stored and read them once, in float32.
-
-    Args:
-        kv_format: The format.
-        key: ``[num_tokens, num_kv_heads, head_size], host``.
-        value: ``[num_tokens, num_kv_heads, head_size_v], host``.
-    """
-    num_tokens, num_heads = key.shape[:2]
-    state = kv_format.state_tensors(1, num_heads, key.shape[2], value.shape[2], "float32")
-    cache = {
-        name: torch.zeros(num_tokens, *tensor.shape, dtype=getattr(torch, tensor.dtype))
-        for name, tensor in state.items()
-    }
-    tokens = torch.arange(num_tokens)
-    kv_format.write(key, value, cache, Slots(tokens, 1))
-    out = {"k": torch.empty(num_tokens, 1, *key.shape[1:]), "v": torch.empty(num_tokens, 1, *value.shape[1:])}
-    kv_format.read(cache, tokens, out)
-    return out["k"].squeeze(1), out["v"].squeeze(1)
+HEAD_SIZES = ((16, 8), (2, 2), (40, 128))
+"""Elements of a key and of a value."""
 
 
 def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int = 8) -> None:
@@ -135,9 +119,11 @@ class _Pages:
         tokens = torch.arange(first_slot, first_slot + len(key))
         slots = Slots.at((tokens // BLOCK_SIZE) * (self.page_bytes // 16), tokens % BLOCK_SIZE, BLOCK_SIZE)
         cache = {name: tensor.as_subclass(DeviceTensor) for name, tensor in self.cache.items()}
-        given = [tensor.as_subclass(ReadOnlyTensor) for tensor in (key, value, slots.flat, *slots.places)]
+        key, value, flat, blocks, offsets = (
+            tensor.as_subclass(ReadOnlyTensor) for tensor in (key, value, slots.flat, *slots.places)
+        )
         with _naming(self.kv_format, "write"), ScalarGuard(), torch.inference_mode():
-            self.kv_format.write(given[0], given[1], cache, Slots(given[2], BLOCK_SIZE, (given[3], given[4])))
+            self.kv_format.write(key, value, cache, Slots(flat, BLOCK_SIZE, (blocks, offsets)))
 
     def read(self, *pages: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the tokens of pages, ``[num_pages * block_size, num_kv_heads, size]``."""
@@ -191,13 +177,13 @@ def _check_slots(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) ->
     after = pages.read(1, 2)
     untouched = [0, *range(2, 2 * BLOCK_SIZE)]
     for name in ("k", "v"):
-        _require(_same(before[name][untouched], after[name][untouched]), kv_format, "write() changes other slots")
+        _require(same_bits(before[name][untouched], after[name][untouched]), kv_format, "write() changes other slots")
     changed = (content != pages.pool).nonzero().flatten()
     start, stop = pages.page_bytes, 2 * pages.page_bytes
     _require(bool(((changed >= start) & (changed < stop)).all()), kv_format, "write() changes bytes of other pages")
     nothing = pages.pool.clone()
     pages.write(key[:0], value[:0])
-    _require(_same(nothing, pages.pool), kv_format, "writing no token changes something")
+    _require(same_bits(nothing, pages.pool), kv_format, "writing no token changes something")
 
 
 def _check_reading(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -208,12 +194,14 @@ def _check_reading(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) 
     for name in ("k", "v"):
         first, second = in_order[name].split(BLOCK_SIZE)
         repeated = torch.cat([second, first, second])
-        _require(_same(other[name], repeated), kv_format, "a page is read differently beside other pages")
+        _require(same_bits(other[name], repeated), kv_format, "a page is read differently beside other pages")
     pages.read()
-    _require(_same(content, pages.pool), kv_format, "read() changes the cache")
+    _require(same_bits(content, pages.pool), kv_format, "read() changes the cache")
     wide = pages.read(1, 2, dtype=torch.float64)
     for name in ("k", "v"):
-        _require(_same(wide[name].to(key.dtype), in_order[name]), kv_format, "read values depend on the dtype of out")
+        _require(
+            same_bits(wide[name].to(key.dtype), in_order[name]), kv_format, "read values depend on the dtype of out"
+        )
 
 
 def _check_nan(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -248,31 +236,77 @@ def _naming(kv_format: KVFormat, function: str) -> Iterator[None]:
         raise ConformanceError(f"{kv_format}: {function}() raises {type(error).__name__}: {error}") from error
 
 
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same bits."""
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
-
-
 def _require(holds: bool | torch.Tensor, kv_format: KVFormat, message: str) -> None:
     if not holds:
         raise ConformanceError(f"{kv_format}: {message}")
 
 
-def applicable(formats: Sequence[KVFormat], names: frozenset[str], takes_copies: bool) -> list[KVFormat]:
-    """Return the formats that a backend must serve: those that it reads itself, and all if it takes copies.
+# --- the checks of a format -------------------------------------------------------------------------------------------
+
+
+def format_checks(
+    format_class: type[KVFormat],
+    options: Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    registry: Registry | None = None,
+    whole: bool = False,
+) -> Checks:
+    """Return the checks of a format: its laws, and the attention of every installed backend on its pages.
 
     Args:
-        formats: All formats.
-        names: The formats that the backend reads itself.
-        takes_copies: Whether it takes copies of other pages.
+        format_class: The format.
+        options: Its options; none unless given.
+        name: Its registered name; its own unless given.
+        registry: Where backends are looked up; that of the installed plugins unless given.
+        whole: Whether backends compute all of their cases in the format, and not a sample.
 
     Raises:
-        ConformanceError: The backend declares a format that is not among ``formats``, so it cannot be checked.
+        ConformanceError: It cannot be made with these options.
     """
-    missing = sorted(names - {PLAIN.name} - {kv_format.name for kv_format in formats})
-    if missing:
-        raise ConformanceError(
-            f"the capabilities declare the formats {', '.join(missing)}, which no installed plugin provides; install "
-            "it, or give the formats to check"
+    part = f"format {name or format_class.name!r}"
+    kv_format = make_part(part, format_class, options)
+    checks = [
+        Check(
+            name=f"{law}-{str(dtype).removeprefix('torch.')}-sizes={size}_{size_v}",
+            features=(f"law: {law}",),
+            run=partial(check_law, law, kv_format, dtype, head_size=size, head_size_v=size_v),
         )
-    return [kv_format for kv_format in formats if takes_copies or kv_format.name in names]
+        for law in LAWS
+        for dtype in DTYPES
+        for size, size_v in HEAD_SIZES
+    ]
+    registry = load_plugins().registry if registry is None else registry
+    refused: dict[str, tuple[str, ...]] = {}
+    for backend in registry.backends.names():
+        feature = f"attention by {backend}"
+        more, codes = _attention_checks(kv_format, backend, registry, whole, feature)
+        checks += more
+        if codes:
+            refused[feature] = codes
+    return Checks(part=part, checks=tuple(checks), refused=refused)
+
+
+def _attention_checks(
+    kv_format: KVFormat, backend: str, registry: Registry, whole: bool, feature: str
+) -> tuple[list[Check], tuple[str, ...]]:
+    """Return checks of a backend's attention in a format, or the codes of the refusals."""
+    backend_class = find_backend(registry, backend)
+    if isinstance(backend_class, str):
+        return [], (backend_class,)
+    capabilities = backend_class.capabilities
+    if form_of(backend_class) is not KEYS_AND_VALUES:
+        return [], ("state",)
+    layer = in_format(make_layer(capabilities), kv_format)
+    if layer is None:
+        return [], ("format",)
+    if refusals := capabilities.refusals(layer, "cpu"):
+        return [], tuple(refusal.code for refusal in refusals)
+    others = sorted(capabilities.formats - {"plain", kv_format.name})
+    formats = [kv_format, *(registry.formats.load(other)() for other in others)]
+    cases = make_cases(capabilities, formats=formats, only=f"{kv_format.name}-*")
+    chosen = cases if whole else sample([case for case in cases if "-full" in case.name], ())
+    return [
+        Check(name=f"{backend}-{case.name}", features=(feature,), run=partial(check_backend, backend_class, case))
+        for case in chosen
+    ], ()

@@ -2,7 +2,7 @@
 
 Each feature is combined with every kind of batch, at the block sizes and lengths where paged kernels fail: one token
 before, at and after a block's end. Wrapper chains are combined with the main masks, on a layer that keeps a cache and
-on one that shares it. A case that the backend or the chain refuses is left out. Larger batches are those of ``served``.
+on one that shares it. A case that the backend or the chain refuses is left out. Larger batches are those of serving.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import FieldUse
+from kvframe.loading.plugins import load_plugins
 from kvframe.selection.chains import WrapperChain, bind_chain, chain_capture, divides_keys
 from kvframe.testing.batches import (
     HIDDEN_CROSS_STARTS,
     HIDDEN_STARTS,
     PARTLY_GENERATING,
+    PREFIX,
     RANGES,
+    SERVED_BATCHES,
     backend_batches,
     cross_batches,
+    served_layers,
 )
 from kvframe.testing.case import Case, Request
-from kvframe.testing.formats import applicable, installed_formats
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.served import BATCHES, PREFIX, served_layers
 from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, KEYS_AND_VALUES, SOFT_CAP, StateForm
 
 SCALE = 0.4
@@ -291,10 +293,16 @@ def _served_cases(capabilities: Capabilities, device: str, form: StateForm) -> I
         layer = make_layer(capabilities, form, **served.options)
         for batch in served.batches if not capabilities.refusals(layer, device) else ():
             case = f"{PREFIX}{name}-{batch}"
-            yield Case(name=case, layer=layer, requests=BATCHES[batch], shift=served.shift)
+            yield Case(name=case, layer=layer, requests=SERVED_BATCHES[batch], shift=served.shift)
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def installed_formats() -> tuple[KVFormat, ...]:
+    """Return every format of the installed plugins, without options, by name."""
+    formats = load_plugins().registry.formats
+    return tuple(formats.load(name)() for name in formats.names())
 
 
 def formats_of(capabilities: Capabilities, formats: Sequence[KVFormat] | None) -> list[KVFormat]:
@@ -305,12 +313,18 @@ def formats_of(capabilities: Capabilities, formats: Sequence[KVFormat] | None) -
         formats: The formats that exist; the installed ones unless given.
 
     Raises:
-        ConformanceError: The backend declares a format that is not among them.
+        ConformanceError: The backend declares a format that is not among them, so it cannot be checked.
     """
+    own_formats = capabilities.formats - {PLAIN.name}
     if formats is None:
-        reads_others = capabilities.takes_copies or capabilities.formats - {PLAIN.name}
-        formats = installed_formats() if reads_others else ()
-    return applicable(formats, capabilities.formats, capabilities.takes_copies)
+        formats = installed_formats() if capabilities.takes_copies or own_formats else ()
+    missing = sorted(own_formats - {kv_format.name for kv_format in formats})
+    if missing:
+        raise ConformanceError(
+            f"the capabilities declare the formats {', '.join(missing)}, which no installed plugin provides; install "
+            "it, or give the formats to check"
+        )
+    return [kv_format for kv_format in formats if capabilities.takes_copies or kv_format.name in capabilities.formats]
 
 
 def in_format(layer: LayerSpec, kv_format: KVFormat) -> LayerSpec | None:

@@ -1,4 +1,4 @@
-"""The hosts that the kit runs backends under: kvframe's own engine, and a host that does differently what it may."""
+"""Hosts for the kit: kvframe's own engine, and one that differs from it in all that the contract leaves open."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import attrs
 import numpy as np
@@ -190,12 +191,14 @@ class OtherHost(Host):
             if getattr(common, name) is not None
         }
         extensions = {
-            name: attrs.evolve(each, values_cpu=None if each.values_cpu is None else each.values_cpu.clone())
-            for name, each in common.extensions.items()
+            name: extension
+            if extension.values_cpu is None
+            else attrs.evolve(extension, values_cpu=extension.values_cpu.clone())
+            for name, extension in common.extensions.items()
         }
 
         def take_back() -> None:
-            for tensor in [*copies.values(), *(each.values_cpu for each in extensions.values())]:
+            for tensor in [*copies.values(), *(extension.values_cpu for extension in extensions.values())]:
                 if tensor is not None:
                     tensor.fill_(_GARBAGE)
 
@@ -209,60 +212,55 @@ def in_other_hosts(cases: Sequence[Case]) -> Iterator[tuple[Case, OtherHost]]:
     """
     sampled = sample(cases, ())
     plain = [case for case in sampled if case.spec.kv_format == PLAIN]
-    of_formats = [case for case in sampled if case.spec.kv_format != PLAIN]
-    for some, num_cases in ((plain, max(len(plain), len(LAYOUTS))), (of_formats, len(of_formats))):
-        for case, layout in itertools.islice(zip(itertools.cycle(some), itertools.cycle(LAYOUTS)), num_cases):
+    formatted = [case for case in sampled if case.spec.kv_format != PLAIN]
+    for part, num_cases in ((plain, max(len(plain), len(LAYOUTS))), (formatted, len(formatted))):
+        for case, layout in itertools.islice(zip(itertools.cycle(part), itertools.cycle(LAYOUTS)), num_cases):
             yield case, OtherHost(layout)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 State = Mapping[str, StateTensor]
-Layout = Callable[[State, int, torch.device], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Views = dict[str, torch.Tensor]
+Layout = Callable[[State, int, torch.device], tuple[torch.Tensor, Views]]
 """Returns the pool, as ``Memory`` has it, and the state tensors in it, for so many pages."""
 
 
-def _apart(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _apart(
+    state: State, num_pages: int, device: torch.device, *, heads_first: bool = False
+) -> tuple[torch.Tensor, Views]:
     """Lay out all pages of one state tensor after all pages of another, as in ``[2, num_blocks, …]``."""
-    return _in_order(state, num_pages, device, lambda tensor: tensor)
-
-
-def _head_major(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Lay out all pages likewise, with the heads before the tokens of a page."""
-    return _in_order(state, num_pages, device, lambda tensor: tensor.transpose(1, 2) if tensor.ndim > 3 else tensor)
-
-
-def _in_order(
-    state: State, num_pages: int, device: torch.device, lies: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Lay out one state tensor after the other; ``lies`` permutes the dimensions into those of memory, and back."""
-    pool = torch.empty(
-        num_pages * sum(_padded_bytes(each) for each in state.values()), dtype=torch.uint8, device=device
-    )
-    views, offset = {}, 0
-    for name, each in state.items():
-        shape = lies(torch.empty(num_pages, *each.shape, device="meta")).shape
-        part = pool[offset : offset + num_pages * each.num_bytes].view(getattr(torch, each.dtype))
-        views[name] = lies(part.view(shape))
-        offset += num_pages * _padded_bytes(each)
+    num_bytes = num_pages * sum(_padded_bytes(tensor) for tensor in state.values())
+    pool, views, offset = torch.empty(num_bytes, dtype=torch.uint8, device=device), {}, 0
+    for name, tensor in state.items():
+        part = pool[offset : offset + num_pages * tensor.num_bytes].view(getattr(torch, tensor.dtype))
+        views[name] = _viewed(part, (num_pages, *tensor.shape), heads_first)
+        offset += num_pages * _padded_bytes(tensor)
     return pool, views
 
 
-def _by_page(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _viewed(part: torch.Tensor, shape: tuple[int, ...], heads_first: bool) -> torch.Tensor:
+    """Return memory as a tensor ``[num_pages, block_size, num_heads, …]``, whose heads may lie before its tokens."""
+    if not heads_first or len(shape) < 4:
+        return part.view(shape)
+    return part.view(shape[0], shape[2], shape[1], *shape[3:]).transpose(1, 2)
+
+
+def _by_page(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, Views]:
     """Lay out all state tensors of a page together, as in ``[num_blocks, 2, …]``."""
-    page_bytes = sum(_padded_bytes(each) for each in state.values())
+    page_bytes = sum(_padded_bytes(tensor) for tensor in state.values())
     pages = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
     return pages.view(-1), _views_of(pages, state)
 
 
-def _far_apart(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _far_apart(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, Views]:
     """Lay them out likewise, with such gaps that the last third of the pages lies after the first 2³¹ elements.
 
     Elements are then numbered by more than 32 bits, as in the memory of a large GPU. On a processor, memory that is
     never touched is never taken. A device without as much memory has the pages side by side.
     """
-    page_bytes = sum(_padded_bytes(each) for each in state.values())
-    widest = max(getattr(torch, each.dtype).itemsize for each in state.values())
+    page_bytes = sum(_padded_bytes(tensor) for tensor in state.values())
+    widest = max(getattr(torch, tensor.dtype).itemsize for tensor in state.values())
     stride = max(page_bytes, -(-(widest << 31) // (2 * num_pages // 3 * 64)) * 64)
     num_bytes = stride * (num_pages - 1) + page_bytes
     if device.type == "cpu":
@@ -277,40 +275,28 @@ def _far_apart(state: State, num_pages: int, device: torch.device) -> tuple[torc
     return pages, _views_of(pages, state)
 
 
-def _views_of(pages: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
+def _views_of(pages: torch.Tensor, state: State) -> Views:
     """Return the state tensors of pages, ``[num_pages, page_bytes], uint8, device``."""
     views, offset = {}, 0
-    for name, each in state.items():
-        part = pages[:, offset : offset + each.num_bytes].view(getattr(torch, each.dtype))
-        views[name] = part.unflatten(1, each.shape)
-        offset += _padded_bytes(each)
+    for name, tensor in state.items():
+        part = pages[:, offset : offset + tensor.num_bytes].view(getattr(torch, tensor.dtype))
+        views[name] = part.unflatten(1, tensor.shape)
+        offset += _padded_bytes(tensor)
     return views
 
 
-def _interleaved(state: State, num_pages: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _interleaved(
+    state: State, num_pages: int, device: torch.device, *, heads_first: bool = False
+) -> tuple[torch.Tensor, Views]:
     """Lay out the vectors of all state tensors one after the other for each token and head, as in ``[…, K | V]``."""
-    return _side_by_side(state, num_pages, device, lambda tensor: tensor)
-
-
-def _head_major_interleaved(
-    state: State, num_pages: int, device: torch.device
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Lay them out likewise, heads before tokens, as in ``[num_blocks, num_kv_heads, block_size, K | V]``."""
-    return _side_by_side(state, num_pages, device, lambda tensor: tensor.transpose(1, 2) if tensor.ndim > 3 else tensor)
-
-
-def _side_by_side(
-    state: State, num_pages: int, device: torch.device, lies: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Lay out vectors side by side; ``lies`` permutes the other dimensions into those of memory, and back."""
-    outer = {each.shape[:-1] for each in state.values()}
-    if len(outer) > 1 or len({each.dtype for each in state.values()}) > 1:
+    outer = {tensor.shape[:-1] for tensor in state.values()}
+    if len(outer) > 1 or len({tensor.dtype for tensor in state.values()}) > 1:
         return _by_page(state, num_pages, device)
-    sizes = [each.shape[-1] for each in state.values()]
+    sizes = [tensor.shape[-1] for tensor in state.values()]
     dtype = getattr(torch, next(iter(state.values())).dtype)
     shape = num_pages, *outer.pop(), sum(sizes)
     pool = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
-    whole = lies(pool.view(dtype).view(lies(torch.empty(shape, device="meta")).shape))
+    whole = _viewed(pool.view(dtype), shape, heads_first)
     return pool, dict(zip(state, whole.split(sizes, dim=-1), strict=True))
 
 
@@ -320,10 +306,10 @@ def _padded_bytes(tensor: StateTensor) -> int:
 
 LAYOUTS: Mapping[str, Layout] = {
     "apart": _apart,
-    "head_major": _head_major,
+    "head_major": partial(_apart, heads_first=True),
     "by_page": _by_page,
     "far_apart": _far_apart,
     "interleaved": _interleaved,
-    "head_major_interleaved": _head_major_interleaved,
+    "head_major_interleaved": partial(_interleaved, heads_first=True),
 }
-"""How another host's memory may be laid out, by name."""
+"""How another host's memory may be laid out, by name; in ``head_major`` ones, heads lie before the tokens of a page."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from heapq import heapify, heapreplace
-from itertools import pairwise
 
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import KVCacheSpec, num_covered
@@ -54,7 +53,8 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
     Raises:
         ConformanceError: There is no case.
     """
-    _require_some(cases)
+    if not cases:
+        raise ConformanceError("there is no case to choose from")
     wanted = {(first, second) for first, second in map(sorted, together)}
     numbers: dict[Hashable, int] = {}
     pairs = [_pairs(case, wanted, numbers) for case in cases]
@@ -62,12 +62,7 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
 
 
 def cover(parts: Sequence[Collection[Hashable]], costs: Sequence[float]) -> list[int]:
-    """Return the indices of collections that together contain every element, in order.
-
-    Args:
-        parts: The collections.
-        costs: The cost of each.
-    """
+    """Return the indices of collections, each with a cost, that together contain every element, in order."""
     missing: set[Hashable] = set().union(*parts)
     chosen: list[int] = []
     # Greedy set cover: next is the collection with the most missing elements for its cost. This figure never grows, so
@@ -83,29 +78,6 @@ def cover(parts: Sequence[Collection[Hashable]], costs: Sequence[float]) -> list
         else:
             heapreplace(heap, (counted, index))
     return sorted(chosen)
-
-
-def parts(cases: Sequence[Case], num_parts: int) -> list[tuple[Case, ...]]:
-    """Divide the cases into parts of about equal length, for processes that check them in parallel.
-
-    A part is a run of neighbours in the grid. These use the same kernels, so that few kernels are compiled by more than
-    one process.
-
-    Args:
-        cases: The result of ``make_cases`` or ``sample``.
-        num_parts: The number of parts, at least one and at most the number of cases.
-
-    Raises:
-        ConformanceError: There is no case for one of the parts.
-    """
-    _require_some(cases, num_parts)
-    ends = [len(cases) * index // num_parts for index in range(num_parts + 1)]
-    return [tuple(cases[start:stop]) for start, stop in pairwise(ends)]
-
-
-def _require_some(cases: Sequence[Case], num_parts: int = 1) -> None:
-    if len(cases) < num_parts:
-        raise ConformanceError(f"{len(cases)} cases are too few for {num_parts} checks: one would check nothing")
 
 
 def traits(case: Case) -> dict[str, Hashable]:
@@ -196,9 +168,8 @@ def _part(request: Request) -> str:
 def _pairs(case: Case, together: Collection[tuple[str, str]], numbers: dict[Hashable, int]) -> set[Hashable]:
     """Return a case's traits, and those pairs of them that must occur together, each trait as its number."""
     # A mask takes long to hash, so it is hashed once a case and not once a pair.
-    found = {name: numbers.setdefault((name, value), len(numbers)) for name, value in traits(case).items()}
-    pairs = {(found[first], found[second]) for first, second in together if first in found and second in found}
-    return {*found.values(), *pairs}
+    own = {name: numbers.setdefault((name, value), len(numbers)) for name, value in traits(case).items()}
+    return {*own.values(), *((own[first], own[second]) for first, second in together)}
 
 
 def _cost(case: Case) -> float:
@@ -208,4 +179,4 @@ def _cost(case: Case) -> float:
 
 def num_iterations(requests: Sequence[Request]) -> int:
     """Return the number of iterations that programs take for a batch, with tiles of a few rows and columns."""
-    return sum(-(-each.num_new // ROW_TOKENS) * -(-each.seq_len // COLUMN_TOKENS) for each in requests)
+    return sum(-(-request.num_new // ROW_TOKENS) * -(-request.seq_len // COLUMN_TOKENS) for request in requests)

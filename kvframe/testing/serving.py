@@ -7,7 +7,7 @@ tensors of its metadata hold those of the second step, or zeros.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -26,17 +26,15 @@ from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import lay_out_cache
-from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import find_error, find_lse_error, make_reference
+from kvframe.testing.case import Case, Inputs, Learned, Request, draw_inputs
+from kvframe.testing.conformance import find_problem, make_reference
 from kvframe.testing.effects import without_side_effects
-from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.output import attend_with_lse, check_output
+from kvframe.testing.metadata import make_metadata_of_groups
 from kvframe.testing.pages import beside, fill, slots_of, write, written_tokens
 from kvframe.testing.runs import Run
 from kvframe.testing.staging import choose
-from kvframe.testing.step import WITH_LSE, WriteGuard, tensors_of
-from kvframe.testing.step_metadata import make_metadata_of_groups
+from kvframe.testing.step import WITH_LSE, Attended, WriteGuard, attend_with_lse, check_output, pack, tensors_of
 
 _BYSTANDER = "leaves"
 """A request that takes pages while the others get theirs, so that no request has consecutive pages."""
@@ -71,14 +69,9 @@ def check_run(
 
 @attrs.frozen(eq=False)
 class _Content:
-    """A layer's tensors for the whole run.
+    """A layer's tensors for the whole run: each request's, for all tokens that it ever has, and the learned ones."""
 
-    Attributes:
-        of_request: Each request's tensors, for all tokens that it ever has.
-        learned: The layer's learned tensors.
-    """
-
-    of_request: Mapping[str, Inputs]
+    requests: Mapping[str, Inputs]
     learned: Learned
 
     @classmethod
@@ -86,12 +79,8 @@ class _Content:
         lengths: dict[str, int] = {}
         for step in run.steps:
             lengths.update((name, request.seq_len) for name, request in step.items())
-        case = Case(
-            name=f"{run.name}, {layer.name}",
-            layer=layer,
-            requests=tuple(Request(0, length) for length in lengths.values()),
-            form=run.form,
-        )
+        requests = tuple(Request(0, length) for length in lengths.values())
+        case = Case(name=f"{run.name}, {layer.name}", layer=layer, requests=requests, form=run.form)
         generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
         drawn = dict(zip(lengths, draw_inputs(case, generator), strict=True))
         first = next(iter(drawn.values()))
@@ -102,18 +91,14 @@ class _Content:
 
     def of_step(self, step: Mapping[str, Request]) -> list[Inputs]:
         """Return the inputs of one step's case."""
-        return [_until(self.of_request[name], request) for name, request in step.items()]
-
-
-def _until(inputs: Inputs, request: Request) -> Inputs:
-    end = request.seq_len
-    return Inputs(
-        query=inputs.query[request.num_computed : end],
-        key=inputs.key[:end],
-        value=inputs.value[:end],
-        read_key=inputs.read_key[:end],
-        read_value=inputs.read_value[:end],
-    )
+        names = ("key", "value", "read_key", "read_value")
+        return [
+            Inputs(
+                query=self.requests[name].query[request.num_computed : request.seq_len],
+                **{field: getattr(self.requests[name], field)[: request.seq_len] for field in names},
+            )
+            for name, request in step.items()
+        ]
 
 
 class _Served:
@@ -255,24 +240,24 @@ class _Served:
                 name: Slots(slots_of(table, self._manager.row(name), tokens).to(self._device), table.block_size)
                 for name, tokens in live[index].items()
             }
-        kept = [
-            (tensor, place, tensor[place].clone())
+        live_state = [
+            (tensor, slot, tensor[slot].clone())
             for layer in self._run.layers
             for tensor in self._storage.views[layer.name].values()
-            for place in (slots[self._group_of[layer.name]][name].places for name in stay)
+            for slot in (slots[self._group_of[layer.name]][name].places for name in stay)
         ]
         fill(self._storage, case, self._poison)
-        for tensor, place, values in kept:
-            tensor[place] = values
+        for tensor, slot, values in live_state:
+            tensor[slot] = values
         for layer in self._run.layers if joined else ():
-            index, of_request = self._group_of[layer.name], self._contents[layer.name].of_request
-            key = torch.cat([of_request[name].key[live[index][name]] for name in names])
-            value = torch.cat([of_request[name].value[live[index][name]] for name in names])
-            flat = torch.cat([slots[index][name].flat for name in names])
-            of_joined = Slots(flat, self._manager.tables[index].block_size)
+            group, requests = self._group_of[layer.name], self._contents[layer.name].requests
+            key = torch.cat([requests[name].key[live[group][name]] for name in names])
+            value = torch.cat([requests[name].value[live[group][name]] for name in names])
+            flat = torch.cat([slots[group][name].flat for name in names])
+            joined_slots = Slots(flat, self._manager.tables[group].block_size)
             backend = self._attention[layer.name].step.group.backend
             try:
-                write(backend, attrs.evolve(case, layer=layer), key, value, self._storage, of_joined)
+                write(backend, attrs.evolve(case, layer=layer), key, value, self._storage, joined_slots)
             except ConformanceError as error:
                 raise self._failure(case, str(error)) from error
 
@@ -280,24 +265,18 @@ class _Served:
         self, case: Case, content: _Content, step: Mapping[str, Request], metadata: CommonAttentionMetadata
     ) -> None:
         inputs, learned = content.of_step(step), content.learned.to(self._device)
-
-        def packed(part: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
-            new = [part(each)[-request.num_new :] for request, each in zip(case.requests, inputs, strict=True)]
-            padding = new[0].new_full((case.num_padding, *new[0].shape[1:]), self._poison)
-            return torch.cat([*new, padding]).to(self._device)
-
-        query, key, value = (packed(part) for part in (_query, _key, _value))
+        query, key, value = pack(case, inputs, self._poison, self._device)
         sinks = learned.sinks
         guard = WriteGuard([query, key, value, *([] if sinks is None else [sinks])])
         slots = Slots(metadata.slot_mapping.to(self._device), metadata.block_size)
         before = beside(self._storage, case, slots)
-        layer, with_lse = self._attention[case.layer.name], None
-        values = layer(query, key, value, sinks)
+        layer, results = self._attention[case.layer.name], dict[str, Attended]()
+        output = layer(query, key, value, sinks)
         try:
-            check_output(values, case, query)
+            results[""] = check_output(output, case, query), None
             if self._class.capabilities.returns_lse:
                 kv_cache = self._storage.views[case.layer.name]
-                with_lse = attend_with_lse(layer, kv_cache, query, sinks, case)
+                results[WITH_LSE] = attend_with_lse(layer, kv_cache, query, sinks, case)
         except ConformanceError as error:
             raise self._failure(case, str(error)) from error
         if not torch.equal(before, beside(self._storage, case, slots)):
@@ -305,31 +284,16 @@ class _Served:
         if not guard.holds():
             raise self._failure(case, "it wrote to the query, the keys, the values or the sinks")
         rows = torch.arange(metadata.num_actual_tokens)
-        expected = make_reference(case, inputs, content.learned, with_lse=with_lse is not None)
-        problem = find_error(case, expected.output, values, rows)
-        if not problem and with_lse is not None:
-            problem = find_lse_error(case, expected, with_lse, rows)
-            problem = problem and WITH_LSE + problem
-        if problem:
-            raise self._failure(case, problem)
+        expected = make_reference(case, inputs, content.learned, with_lse=WITH_LSE in results)
+        for how, attended in results.items():
+            if problem := find_problem(case, expected, attended, rows):
+                raise self._failure(case, how + problem)
         # A backend must not use these tensors in a later layer or step.
         for tensor in (query, key, value):
             tensor.fill_(self._poison)
 
     def _failure(self, case: Case, message: str) -> ConformanceError:
         return ConformanceError(f"{self._class.__name__} on {case.name}: {message}")
-
-
-def _query(inputs: Inputs) -> torch.Tensor:
-    return inputs.query
-
-
-def _key(inputs: Inputs) -> torch.Tensor:
-    return inputs.key
-
-
-def _value(inputs: Inputs) -> torch.Tensor:
-    return inputs.value
 
 
 def _in_memory_of(before: CommonAttentionMetadata, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:

@@ -9,16 +9,14 @@ from typing import Any
 import attrs
 
 from kvframe.config.options import make_with_options
-from kvframe.contract.backend import AttentionBackend
-from kvframe.contract.errors import KVFrameError, PluginError, SpecError
-from kvframe.contract.foreign import call
+from kvframe.contract.errors import KVFrameError, SpecError
 from kvframe.contract.specs import TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.testing.case import Case
-from kvframe.testing.checks import Check, Checks
+from kvframe.testing.checks import Check, Checks, find_backend, make_part
 from kvframe.testing.composition import STEPS
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import SCALE
@@ -70,7 +68,7 @@ def spec_checks(
     registry = load_plugins().registry if registry is None else registry
     found = list(_options_of(spec_class, options))
     specs = {
-        _label(given, size): _make(part, spec_class, {**given, "block_size": size})
+        _label(given, size): make_part(part, spec_class, {**given, "block_size": size})
         for given in found
         for size in block_sizes
     }
@@ -89,7 +87,7 @@ def spec_checks(
     ]
     refused: dict[str, tuple[str, ...]] = {}
     for given in found:
-        label, spec = _label(given, 4), _make(part, spec_class, {**given, "block_size": 4})
+        label, spec = _label(given, 4), make_part(part, spec_class, {**given, "block_size": 4})
         for backend in registry.backends.names():
             more, codes = _attention_checks(spec, label, backend, registry, whole)
             checks += more
@@ -123,7 +121,7 @@ def _options_of(
     tried = [{**usual, **dict(zip(required, sizes * len(required), strict=False))} for sizes in _SIZES]
     made = [given for given in tried if _can_be_made(spec_class, given)]
     if not made:
-        _make(f"cache spec {spec_class.kind!r}", spec_class, {**tried[0], "block_size": 4})
+        make_part(f"cache spec {spec_class.kind!r}", spec_class, {**tried[0], "block_size": 4})
     return made if required else made[:1]
 
 
@@ -134,13 +132,6 @@ def _can_be_made(spec_class: type[KVCacheSpec], given: Mapping[str, Any]) -> boo
     except (KVFrameError, ValueError):
         return False
     return True
-
-
-def _make(part: str, spec_class: type[KVCacheSpec], options: Mapping[str, Any]) -> KVCacheSpec:
-    try:
-        return make_with_options(spec_class, options)
-    except (KVFrameError, ValueError) as error:
-        raise ConformanceError(f"{part} cannot be made with {dict(options)}: {error}; give other options") from error
 
 
 def _check_plan(spec: KVCacheSpec, max_tokens: int) -> None:
@@ -163,14 +154,10 @@ def _attention_checks(
     spec: KVCacheSpec, label: str, backend: str, registry: Registry, whole: bool
 ) -> tuple[list[Check], tuple[str, ...]]:
     """Return checks of a backend's attention under a spec's mask, or the codes of the refusals."""
-    try:
-        backend_class: type[AttentionBackend] = registry.backends.load(backend)
-        reason = call("unusable_reason()", backend_class.unusable_reason)
-        form = form_of(backend_class)
-    except PluginError:
-        return [], ("import",)
-    if reason:
-        return [], ("environment",)
+    backend_class = find_backend(registry, backend)
+    if isinstance(backend_class, str):
+        return [], (backend_class,)
+    form = form_of(backend_class)
     layer = _layer_of(spec, form)
     if layer is None or not spec.keeps_past or spec.sequence != TOKENS:
         return [], ()

@@ -29,14 +29,12 @@ from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
-from kvframe.selection.choice import Candidate, Choice
-from kvframe.selection.identity import Identity
-from kvframe.testing.case import Case
+from kvframe.selection.choice import Candidate, Choice, Identity
+from kvframe.testing.case import Case, Learned
 from kvframe.testing.grid import formats_of, in_format, make_layer, make_masks, usual_head_size
-from kvframe.testing.inputs import Learned
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.output import attend_with_lse, check_output
 from kvframe.testing.state import ALIBI_SLOPES, BIAS_SIZES, SOFT_CAP, StateForm, form_of
+from kvframe.testing.step import attend_with_lse, check_output, conformance_options
 
 META = torch.device("meta")
 
@@ -256,7 +254,6 @@ def _attend(
 
 def choose(layer: LayerSpec, backend_class: type[AttentionBackend]) -> Choice:
     """Return the choice of a backend for a layer, without wrappers, with the kit's options."""
-    options = backend_class.options_class
     return Choice(
         layer=layer.name,
         wrappers=(),
@@ -264,7 +261,7 @@ def choose(layer: LayerSpec, backend_class: type[AttentionBackend]) -> Choice:
         wrapped=layer,
         backend=backend_class.__name__,
         backend_class=backend_class,
-        backend_options=None if options is None else options(**backend_class.conformance_options),
+        backend_options=conformance_options(backend_class),
         backend_id=Identity.of("", backend_class),
         candidates=(Candidate(name=backend_class.__name__),),
     )

@@ -6,8 +6,7 @@ of such memory shows in the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,26 +14,26 @@ import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.key_parts import merged_over
+from kvframe.attention.layer import AttentionLayer
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST, Staging
 from kvframe.attention.wrapping import apply_chain
 from kvframe.cache.manager import KVCacheManager
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.errors import BackendError
+from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.loading.declarations import find_misdeclared
 from kvframe.selection.chains import WrapperChain, bind_chain
-from kvframe.testing.case import Case
+from kvframe.testing.case import Case, Inputs, Learned
 from kvframe.testing.hosts import KVFRAME, Host
-from kvframe.testing.inputs import Inputs, Learned
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.output import check_output, check_outputs
+from kvframe.testing.metadata import make_metadata_of_groups
 from kvframe.testing.pages import fill, give_pages, plan_pool, slots_of, write, written_tokens
-from kvframe.testing.step_metadata import make_step_metadata
 
 BUILT = ""
 """Metadata that was built for the step."""
@@ -45,22 +44,22 @@ WITH_LSE = "from forward_with_lse, "
 WITHOUT_SINKS = "from forward_with_lse without the layer's sinks, "
 """Likewise, for a part of the keys to which the sinks do not belong. All of these begin error sentences."""
 
+Attended = tuple[torch.Tensor, torch.Tensor | None]
+"""``[num_tokens, num_heads, head_size_v], device``; and the log-sum-exp, ``[num_tokens, num_heads]``, or None."""
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class Output:
     """A backend's output in a step.
 
     Attributes:
-        values: ``[num_tokens, num_heads, head_size_v], device``: what ``forward`` returned for the tokens that the
-            chain keeps, by how its metadata was made: ``BUILT`` always, ``REFRESHED`` if its builder declares
-            ``table_fields``.
-        with_lse: What ``forward_with_lse`` returned, the same and ``[num_tokens, num_heads], device``: ``WITH_LSE`` if
-            the backend returns the log-sum-exp, and ``WITHOUT_SINKS`` if the layer has learned sinks too.
+        results: For the tokens that the chain keeps: of ``forward`` with metadata that is ``BUILT``, and ``REFRESHED``
+            if its builder declares ``table_fields``; of ``forward_with_lse`` as ``WITH_LSE`` if the backend returns the
+            log-sum-exp, and ``WITHOUT_SINKS`` if the layer has learned sinks too.
         rows: ``[num_actual_tokens], int64, host``: the packed tokens that the chain keeps, without padding.
     """
 
-    values: Mapping[str, torch.Tensor]
-    with_lse: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    results: Mapping[str, Attended]
     rows: torch.Tensor
 
 
@@ -100,82 +99,85 @@ def run_step(
 
     learned = learned.to(device)
     learned_guard = WriteGuard(learned.tensors)
-    backend = _make_backend(backend_class, seen, device, learned.parameters)
-    writer = backend
+    backend = writer = _make_backend(backend_class, seen, device, learned.parameters)
     backend = merged_over(backend, chain, [seen], device)
     if case.layer.shares_with is not None:
-        writer = _make_backend(
-            backend_class, attrs.evolve(seen, name=owner, shares_with=None), device, learned.parameters
-        )
+        layer = attrs.evolve(seen, name=owner, shares_with=None)
+        writer = _make_backend(backend_class, layer, device, learned.parameters)
     live = [torch.tensor(written_tokens(backend_class, case, request), dtype=torch.int64) for request in case.requests]
     table = manager.tables[0]
     flat = torch.cat([slots_of(table, row, tokens) for row, tokens in zip(rows, live, strict=True)])
-    key, value = (
-        torch.cat([part(each)[tokens] for each, tokens in zip(inputs, live, strict=True)])
-        for part in (attrgetter("key"), attrgetter("value"))
-    )
+    key = torch.cat([request.key[tokens] for request, tokens in zip(inputs, live, strict=True)])
+    value = torch.cat([request.value[tokens] for request, tokens in zip(inputs, live, strict=True)])
     write(writer, case, host.rows(key), host.rows(value), storage, host.slots(flat.to(device), table.block_size))
 
     builder = backend.make_builder()
     if misdeclared := find_misdeclared(AttentionMetadataBuilder, builder):
         raise ConformanceError(f"make_builder() returns what {misdeclared}")
     exact = builder.needs_exact_lens or bool(len(chain))
-    metadata = host.metadata(make_step_metadata(case, manager, rows, device), exact=exact)
-
-    def packed(part: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
-        new = [part(each)[-request.num_new :] for request, each in zip(case.requests, inputs, strict=True)]
-        padding = new[0].new_full((case.num_padding, *new[0].shape[1:]), poison)
-        return torch.cat([*new, padding]).to(device)
-
+    metadata = host.metadata(make_metadata_of_groups(case, manager, rows, device)[0], exact=exact)
+    query, key, value = pack(case, inputs, poison, device)
     if not case.is_cross:
-        key, value = packed(lambda each: each.key), packed(lambda each: each.value)
         for turn in _turns(len(key), host):
             # A token that is skipped must not reach a page.
             shown = turn.to(device)[:, None, None]
             slots = Slots(metadata.slot_mapping.masked_fill(~shown.view(-1), -1), metadata.block_size)
-            stored_key, stored_value = (host.rows(each.masked_fill(~shown, 1)) for each in (key, value))
+            stored_key, stored_value = (host.rows(tensor.masked_fill(~shown, 1)) for tensor in (key, value))
             write(writer, case, stored_key, stored_value, storage, slots)
     guard = WriteGuard([storage.pool, *tensors_of(metadata)])
     wrapped = apply_chain(chain, metadata)
     guard.check("a wrapper wrote to the batch metadata")
-    kept = _kept_rows(chain, metadata, wrapped)
-    query = packed(lambda each: each.query).index_select(0, kept.to(device))
+    kept_rows = _kept_rows(chain, metadata, wrapped)
+    query = query.index_select(0, kept_rows.to(device))
     common, back = wrapped, None
     if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
         common, permutation = permute(wrapped, builder.batch_order)
         query, back = query.index_select(0, permutation.tokens), permutation.inverse
     query = host.rows(query)
     guard = WriteGuard([storage.pool, query, *tensors_of(metadata), *tensors_of(common)])
+    results: dict[str, Attended] = {}
 
-    def attend(built: Any, made: str) -> torch.Tensor:
-        out = host.make_output((len(query), case.query.num_heads, case.form.head_size_v(case.spec)), query)
+    def attend(how: str, built: Any, sinks: torch.Tensor | None, *, with_lse: bool) -> None:
         try:
-            values = check_output(backend.forward(seen, query, kv_cache, built, learned.sinks, out), case, query)
-            host.take_output(values)
-        except ConformanceError as error:
-            raise ConformanceError(f"{made}{error}") from error
-        return values if back is None else values.index_select(0, back)
-
-    def attend_with_lse(built: Any, made: str, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        try:
-            output, lse = check_outputs(backend.forward_with_lse(seen, query, kv_cache, built, sinks), case, query)
-        except (ConformanceError, BackendError) as error:
-            raise ConformanceError(f"{made}{error}") from error
-        return (output, lse) if back is None else (output.index_select(0, back), lse.index_select(0, back))
+            if with_lse:
+                output, lse = check_outputs(backend.forward_with_lse(seen, query, kv_cache, built, sinks), case, query)
+            else:
+                out = host.make_output((len(query), case.query.num_heads, case.form.head_size_v(case.spec)), query)
+                output, lse = check_output(backend.forward(seen, query, kv_cache, built, sinks, out), case, query), None
+                host.take_output(output)
+        except (BackendError, ConformanceError) as error:
+            raise ConformanceError(f"{how}{error}") from error
+        if back is not None:
+            output, lse = output.index_select(0, back), None if lse is None else lse.index_select(0, back)
+        results[how] = output, lse
 
     lent, take_back = host.lend(common)
     built = _build(builder, lent)
     take_back()
-    values, with_lse = {BUILT: attend(built, BUILT)}, {}
+    attend(BUILT, built, learned.sinks, with_lse=False)
     if backend_class.capabilities.returns_lse:
-        with_lse[WITH_LSE] = attend_with_lse(built, WITH_LSE, learned.sinks)
+        attend(WITH_LSE, built, learned.sinks, with_lse=True)
         if learned.sinks is not None:
-            with_lse[WITHOUT_SINKS] = attend_with_lse(built, WITHOUT_SINKS, None)
+            attend(WITHOUT_SINKS, built, None, with_lse=True)
     if builder.table_fields is not None:
-        values[REFRESHED] = attend(_build_and_refresh(builder, common), REFRESHED)
+        attend(REFRESHED, _build_and_refresh(builder, common), learned.sinks, with_lse=False)
     guard.check("it wrote to the cache, the query or the batch metadata")
     learned_guard.check("it wrote to the learned tensors")
-    return Output(values=values, with_lse=with_lse, rows=kept[: wrapped.num_actual_tokens])
+    return Output(results=results, rows=kept_rows[: wrapped.num_actual_tokens])
+
+
+def pack(
+    case: Case, inputs: Sequence[Inputs], poison: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the queries, keys and values of a step's new tokens, with poison as padding after them."""
+
+    def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        new = [tensor[-request.num_new :] for request, tensor in zip(case.requests, tensors, strict=True)]
+        padding = new[0].new_full((case.num_padding, *new[0].shape[1:]), poison)
+        return torch.cat([*new, padding]).to(device)
+
+    query, key, value = zip(*((request.query, request.key, request.value) for request in inputs), strict=True)
+    return packed(query), packed(key), packed(value)
 
 
 def _turns(num_tokens: int, host: Host) -> Iterator[torch.Tensor]:
@@ -205,13 +207,9 @@ def _on_host(
 
 def _build_and_refresh(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:
     """Return metadata that were built for an empty table, then refreshed for this one as the framework does it."""
-    without_pages = attrs.evolve(
-        common,
-        block_table=torch.zeros_like(common.block_table),
-        slot_mapping=torch.zeros_like(common.slot_mapping),
-    )
+    empty: Any = {name: torch.zeros_like(getattr(common, name)) for name in ("block_table", "slot_mapping")}
     here, there = _on_host(builder, common)
-    built = builder.build(_on_host(builder, without_pages)[0])
+    built = builder.build(_on_host(builder, attrs.evolve(common, **empty))[0])
     fields, declared = builder.refreshed_fields(built, here), builder.table_fields or frozenset()
     if set(fields) != declared:
         raise ConformanceError(f"its builder refreshes {sorted(fields)}, and declares {sorted(declared)}")
@@ -225,30 +223,33 @@ def _make_backend(
     device: torch.device,
     parameters: Mapping[str, torch.Tensor],
 ) -> AttentionBackend:
-    options = backend_class.options_class
-    given = None if options is None else options(**backend_class.conformance_options)
-    backend = make_backend(backend_class, [layer], device, given, CopyScratch(device))
+    backend = make_backend(backend_class, [layer], device, conformance_options(backend_class), CopyScratch(device))
     if parameters:
         backend.bind(layer, parameters)
     return backend
+
+
+def conformance_options(backend_class: type[AttentionBackend]) -> Any:
+    """Return the options with which the kit makes a backend; None if it has none."""
+    options = backend_class.options_class
+    return None if options is None else options(**backend_class.conformance_options)
 
 
 def _kept_rows(
     chain: WrapperChain, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
 ) -> torch.Tensor:
     """Return the rows of the packed batch that a chain keeps: all of them, or those that generate."""
-    kept, num_kept = torch.arange(metadata.slot_mapping.shape[0]), metadata.num_actual_tokens
+    rows, num_rows = torch.arange(metadata.slot_mapping.shape[0]), metadata.num_actual_tokens
     generating = metadata.generating_indices_cpu
-    if any(DROPS_TOKENS in each.effects for each in chain) and not metadata.all_generate and generating is not None:
-        kept, num_kept = generating, metadata.num_generating
-    expected = num_kept, len(kept)
-    found = wrapped.num_actual_tokens, wrapped.slot_mapping.shape[0]
-    if found != expected:
+    if any(DROPS_TOKENS in wrapper.effects for wrapper in chain) and not metadata.all_generate:
+        rows, num_rows = (rows, num_rows) if generating is None else (generating, metadata.num_generating)
+    num_wrapped, num_padded = wrapped.num_actual_tokens, wrapped.slot_mapping.shape[0]
+    if (num_wrapped, num_padded) != (num_rows, len(rows)):
         raise ConformanceError(
-            f"the chain keeps {found[0]} tokens, {found[1]} with padding, of {metadata.num_actual_tokens}, of which "
-            f"{metadata.num_generating} generate"
+            f"the chain keeps {num_wrapped} tokens, {num_padded} with padding, of {metadata.num_actual_tokens}, of "
+            f"which {metadata.num_generating} generate"
         )
-    return kept
+    return rows
 
 
 class WriteGuard:
@@ -262,7 +263,7 @@ class WriteGuard:
         """Return whether they are unchanged."""
         # Compared as bytes, because NaN is not equal to itself.
         pairs = zip(self._tensors, self._copies, strict=True)
-        return all(torch.equal(_bytes(tensor), _bytes(copy)) for tensor, copy in pairs)
+        return all(same_bits(tensor, copy) for tensor, copy in pairs)
 
     def check(self, message: str) -> None:
         """Raise a ``ConformanceError`` with the message if one of them was written to."""
@@ -270,8 +271,9 @@ class WriteGuard:
             raise ConformanceError(message)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same bits."""
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
 
 
 def tensors_of(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
@@ -280,3 +282,73 @@ def tensors_of(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
     for extension in metadata.extensions.values():
         values += [extension.values, extension.values_cpu]
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+# --- what a backend returns -------------------------------------------------------------------------------------------
+
+
+def check_output(values: object, case: Case, query: torch.Tensor) -> torch.Tensor:
+    """Return the result of ``forward`` for these queries.
+
+    Raises:
+        ConformanceError: It is not a dense ``torch.Tensor``, or has another shape, dtype or device.
+    """
+    shape = len(query), case.query.num_heads, case.form.head_size_v(case.spec)
+    return _checked("the output", "forward", values, shape, query.dtype, query.device)
+
+
+def check_outputs(values: object, case: Case, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the log-sum-exp that ``forward_with_lse`` returned for these queries.
+
+    Raises:
+        ConformanceError: It is not a pair of dense ``torch.Tensor``, or one has another shape, dtype or device.
+    """
+    method, shape = "forward_with_lse", (len(query), case.query.num_heads)
+    if type(values) is not tuple or len(values) != 2:
+        raise ConformanceError(f"{method} returns {type(values).__name__}, not a pair of tensors")
+    whole_shape = *shape, case.form.head_size_v(case.spec)
+    return (
+        _checked("the output", method, values[0], whole_shape, query.dtype, query.device),
+        _checked("the log-sum-exp", method, values[1], shape, lse_dtype(query.dtype), query.device),
+    )
+
+
+def attend_with_lse(
+    layer: AttentionLayer, kv_cache: KVCache, query: torch.Tensor, sinks: torch.Tensor | None, case: Case
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the log-sum-exp of a layer without wrappers, in the step that its group has begun.
+
+    Args:
+        layer: The layer; its keys and values of the step are written.
+        kv_cache: The state tensors that it reads.
+        query: ``[num_tokens, num_heads, head_size], device``.
+        sinks: ``[num_heads], device``, or None.
+        case: The case.
+
+    Raises:
+        ConformanceError: As ``check_outputs`` raises it.
+        KVFrameError: What the backend raises.
+    """
+    backend, read = layer.step.group.backend, layer.step.read
+    order = read.permutation
+    rows = query if order is None else query.index_select(0, order.tokens)
+    output, lse = check_outputs(backend.forward_with_lse(layer.spec, rows, kv_cache, read.metadata, sinks), case, rows)
+    return (output, lse) if order is None else (output[order.inverse], lse[order.inverse])
+
+
+def _checked(
+    what: str, method: str, values: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    # A subclass is refused, because it could misreport its own values and comparisons.
+    if type(values) is not torch.Tensor:
+        raise ConformanceError(f"{method} returns {type(values).__name__}, not torch.Tensor")
+    expected = _say(shape, dtype, device, torch.strided)
+    given = _say(tuple(values.shape), values.dtype, values.device, values.layout)
+    if given != expected:
+        raise ConformanceError(f"{what} is {given}, not {expected}")
+    return values
+
+
+def _say(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: torch.layout) -> str:
+    where = "" if layout is torch.strided else f", {layout}"
+    return f"{shape}, {dtype}, {device}{where}"

@@ -14,9 +14,8 @@ pytest then runs a sample of the kit's checks, a test for each, in which every f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -25,26 +24,23 @@ from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.logits import LogitsProcessor
-from kvframe.contract.model import ModelAdapter
 from kvframe.contract.proposer import Proposer
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Catalogue, Registry
 from kvframe.selection.chains import WrapperChain
-from kvframe.testing.adapter_checks import adapter_checks
 from kvframe.testing.backend_checks import backend_checks
 from kvframe.testing.case import Case
 from kvframe.testing.checks import Check, Checks
 from kvframe.testing.eviction import policy_checks
-from kvframe.testing.format_checks import format_checks
-from kvframe.testing.laws import ConformanceError
+from kvframe.testing.formats import format_checks
 from kvframe.testing.logits_processors import logits_processor_checks
 from kvframe.testing.proposers import proposer_checks
 from kvframe.testing.runs import TRAITS
 from kvframe.testing.sample import TOGETHER
 from kvframe.testing.spec_checks import BLOCK_SIZES, MAX_TOKENS, spec_checks
-from kvframe.testing.wrapper_checks import wrapper_checks
+from kvframe.testing.wrappers import wrapper_checks
 
 _WHOLE = "whole: all checks of the kit, where usual runs compute some of them"
 
@@ -95,8 +91,8 @@ def _registry() -> Registry:
     return load_plugins().registry
 
 
-def _found(part: Any, catalogue: str) -> tuple[str, Any]:
-    """Return the name and the class that a test class names."""
+def find_part(part: Any, catalogue: str) -> tuple[str, Any]:
+    """Return the name and the class of a part: a class, or a name that is registered in a catalogue."""
     if not isinstance(part, str):
         return "", part
     found: Catalogue = _registry().catalogues[catalogue]
@@ -148,12 +144,12 @@ class BackendTests(KitTests):
             claim = _registry().backends.get(self.backend)
             if lacking := [*claim.missing(), *claim.outdated()]:
                 return f"backend {self.backend!r} needs {'; '.join(lacking)}"
-        reason: str | None = _found(self.backend, "backend")[1].unusable_reason()
+        reason: str | None = find_part(self.backend, "backend")[1].unusable_reason()
         return reason
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the cases, those of other hosts, and the runs."""
-        name, backend_class = _found(self.backend, "backend")
+        name, backend_class = find_part(self.backend, "backend")
         return backend_checks(
             backend_class,
             name=name,
@@ -189,7 +185,7 @@ class SpecTests(KitTests):
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws, a plan, and attention by every backend."""
-        name, spec_class = _found(self.spec, "spec")
+        name, spec_class = find_part(self.spec, "spec")
         return spec_checks(
             spec_class,
             self.options,
@@ -201,107 +197,71 @@ class SpecTests(KitTests):
         )
 
 
-class WrapperTests(KitTests):
+class _OptionTests(KitTests):
+    """Tests of a part that the subclass names by its registered name or its class.
+
+    Attributes:
+        options: The options of the part, or of a request to a logits processor.
+    """
+
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def _checks_of(self, part: Any, catalogue: str, make_checks: Callable[..., Checks], **choices: Any) -> Checks:
+        name, part_class = find_part(part, catalogue)
+        return make_checks(part_class, self.options, name=name, **choices)
+
+
+class WrapperTests(_OptionTests):
     """Tests of a wrapper.
 
     Attributes:
         wrapper: The registered name, or the class.
-        options: Its options.
         layers: More layers that it can serve, by name, for which its declarations are checked.
     """
 
     wrapper: ClassVar[str | type[MetadataWrapper]]
-    options: ClassVar[Mapping[str, Any]] = {}
     layers: ClassVar[Mapping[str, LayerSpec]] = {}
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return its declarations, and attention after it, on every kind of layer."""
-        name, wrapper_class = _found(self.wrapper, "wrapper")
-        return wrapper_checks(wrapper_class, self.options, name=name, layers=self.layers)
+        return self._checks_of(self.wrapper, "wrapper", wrapper_checks, layers=self.layers)
 
 
-class FormatTests(KitTests):
-    """Tests of a format.
-
-    Attributes:
-        format: The registered name, or the class.
-        options: Its options.
-    """
+class FormatTests(_OptionTests):
+    """Tests of a format, ``format``: the registered name, or the class."""
 
     format: ClassVar[str | type[KVFormat]]
-    options: ClassVar[Mapping[str, Any]] = {}
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws, and attention by every backend."""
-        name, format_class = _found(self.format, "format")
-        return format_checks(format_class, self.options, name=name, whole=whole)
+        return self._checks_of(self.format, "format", format_checks, whole=whole)
 
 
-class EvictionTests(KitTests):
-    """Tests of an eviction policy.
-
-    Attributes:
-        policy: The registered name, or the class.
-        options: Its options.
-    """
+class EvictionTests(_OptionTests):
+    """Tests of an eviction policy, ``policy``: the registered name, or the class."""
 
     policy: ClassVar[str | type[EvictionPolicy]]
-    options: ClassVar[Mapping[str, Any]] = {}
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws in pools of several sizes."""
-        name, policy_class = _found(self.policy, "eviction")
-        return policy_checks(policy_class, self.options, name=name)
+        return self._checks_of(self.policy, "eviction", policy_checks)
 
 
-class ProposerTests(KitTests):
-    """Tests of a proposer of draft tokens.
-
-    Attributes:
-        proposer: The registered name, or the class.
-        options: Its options.
-    """
+class ProposerTests(_OptionTests):
+    """Tests of a proposer of draft tokens, ``proposer``: the registered name, or the class."""
 
     proposer: ClassVar[str | type[Proposer]]
-    options: ClassVar[Mapping[str, Any]] = {}
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws for several numbers of drafts."""
-        name, proposer_class = _found(self.proposer, "proposer")
-        return proposer_checks(proposer_class, self.options, name=name)
+        return self._checks_of(self.proposer, "proposer", proposer_checks)
 
 
-class LogitsProcessorTests(KitTests):
-    """Tests of a logits processor.
-
-    Attributes:
-        processor: The registered name, or the class.
-        options: The options of a request.
-    """
+class LogitsProcessorTests(_OptionTests):
+    """Tests of a logits processor, ``processor``: the registered name, or the class."""
 
     processor: ClassVar[str | type[LogitsProcessor]]
-    options: ClassVar[Mapping[str, Any]] = {}
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws, for a vocabulary of bytes."""
-        name, processor_class = _found(self.processor, "logits_processor")
-        return logits_processor_checks(processor_class, self.options, name=name)
-
-
-class AdapterTests(KitTests):
-    """Tests of a model adapter.
-
-    Attributes:
-        adapter: The registered name, or the class; it has to be installed.
-    """
-
-    adapter: ClassVar[str | type[ModelAdapter]]
-
-    def make_model(self) -> Path:
-        """Return where a small model is that the adapter reads; made when tests are collected."""
-        raise ConformanceError(f"{type(self).__name__} has no model to test with: override make_model()")
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return how it reads the model, and how the engine serves it."""
-        name, adapter_class = _found(self.adapter, "model_adapter")
-        return adapter_checks(adapter_class, self.make_model(), name=name)
+        return self._checks_of(self.processor, "logits_processor", logits_processor_checks)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from functools import partial
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import attrs
@@ -18,6 +19,7 @@ import torch
 
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.wrapping import MISTAKES, apply_wrapper
+from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import (
@@ -30,13 +32,20 @@ from kvframe.contract.metadata import (
 )
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+from kvframe.loading.plugins import load_plugins
+from kvframe.selection.chains import bind_chain
 from kvframe.testing.attended import find_difference
 from kvframe.testing.batches import cross_wrapper_batches, wrapper_batches
-from kvframe.testing.case import Request
+from kvframe.testing.case import Case, Request
+from kvframe.testing.checks import Check, Checks, make_part
+from kvframe.testing.composition import CROSS, LAYERS, NOT_CAUSAL, RANGES, SHARING, make_cases_of, make_labelled_layer
+from kvframe.testing.conformance import check_backend
 from kvframe.testing.effects import without_side_effects
+from kvframe.testing.grid import chain_refusals
 from kvframe.testing.guard import ScalarGuard, guard, unguard, with_device_tensors
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import find_problem, make_metadata
+from kvframe.testing.state import form_of
 
 _AXES = {
     SEQ_STARTS: Axis.REQUEST,
@@ -45,6 +54,8 @@ _AXES = {
 }
 _FIELDS = tuple(field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
 _LOOP_SIZES = (8, 256)
+_OF_A_BATCH = (NOT_CAUSAL, CROSS, RANGES)
+"""Kinds that differ in their batches only; a layer's declarations are checked once."""
 
 
 @without_side_effects
@@ -331,3 +342,71 @@ def _require_equal(
 
 def _failure(wrapper: MetadataWrapper, batch: str, problem: str) -> ConformanceError:
     return ConformanceError(f"wrapper {wrapper.name!r}, {batch}: {problem}")
+
+
+# --- the checks of a wrapper ------------------------------------------------------------------------------------------
+
+
+def wrapper_checks(
+    wrapper_class: type[MetadataWrapper],
+    options: Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    layers: Mapping[str, LayerSpec] = MappingProxyType({}),
+) -> Checks:
+    """Return the checks of a wrapper: ``check_wrapper``, and the reference backend's attention after it.
+
+    Args:
+        wrapper_class: The wrapper.
+        options: Its options; none unless given.
+        name: Its registered name; its own unless given.
+        layers: More layers that it can serve, by name, for which its declarations are checked.
+
+    Raises:
+        ConformanceError: It cannot be made with these options, or it refuses every layer of the kit.
+    """
+    part = f"wrapper {name or wrapper_class.name!r}"
+    wrapper = make_part(part, wrapper_class, options)
+    reference: type[AttentionBackend] = load_plugins().registry.backends.load("torch_reference")
+    checks: list[Check] = []
+    refused: dict[str, tuple[str, ...]] = {}
+    for label in (label + sharing for label in LAYERS for sharing in ("", SHARING)):
+        layer = make_labelled_layer(label, reference.capabilities, form_of(reference))
+        try:
+            bind_chain((wrapper,), layer)
+        except WrapperError as error:
+            refused[label] = (error.code,)
+            continue
+        if not any(kind in label for kind in _OF_A_BATCH):
+            run = partial(check_wrapper, wrapper, layer)
+            checks.append(Check(name=f"declared-{_slug(label)}", features=(label,), run=run))
+        codes = tuple(refusal.code for refusal in chain_refusals((wrapper,), layer, reference.capabilities, "cpu"))
+        if codes:
+            refused.setdefault(label, codes)
+            continue
+        checks += [
+            Check(
+                name=f"attention-{_slug(case.name)}", features=(label,), run=partial(_check_attention, reference, case)
+            )
+            for case in make_cases_of((wrapper,), label, layer, NOT_CAUSAL not in label)
+        ]
+    checks += [
+        Check(name=f"declared-{label}", features=("more layers",), run=partial(check_wrapper, wrapper, layer))
+        for label, layer in layers.items()
+    ]
+    return Checks(part=part, checks=tuple(checks), refused=refused)
+
+
+def _slug(label: str) -> str:
+    return label.replace(", ", "-").replace(": ", "-").replace(" ", "_")
+
+
+def _check_attention(backend_class: type[AttentionBackend], case: Case) -> str | None:
+    """Compare attention after the wrapper; return the code if the wrapper refuses the step."""
+    try:
+        check_backend(backend_class, case)
+    except WrapperError as error:
+        if error.code in MISTAKES:
+            raise ConformanceError(str(error)) from error
+        return error.code
+    return None

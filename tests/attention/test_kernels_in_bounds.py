@@ -15,7 +15,7 @@ from benchmarks.attention import fuzz
 from kvframe.contract import AttentionBackend
 from kvframe.loading.plugins import load_plugins
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.formats import installed_formats
+from kvframe.testing.grid import installed_formats
 from kvframe.testing.laws import ConformanceError
 from tests.attention import checked_kernels
 from tests.attention.drawn_cases import SMALL, WrongHost, draw_case, usual_case

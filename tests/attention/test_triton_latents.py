@@ -23,7 +23,7 @@ from kvframe.testing.grid import make_cases
 from kvframe.testing.hosts import OtherHost
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import Run, make_runs, sample_runs
-from kvframe.testing.sample import parts, sample
+from kvframe.testing.sample import sample
 from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 from tests.covering import few
@@ -82,7 +82,7 @@ def test_it_computes_the_whole_grid_under_the_interpreter(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(8))
 def test_it_computes_the_grid_on_a_gpu(part: int) -> None:
-    for case in parts(CASES, 8)[part]:
+    for case in CASES[part::8]:
         check_backend(TritonMLABackend, case, "cuda")
 
 

@@ -111,10 +111,10 @@ def check_parts(*, newer: bool) -> dict[str, list[str]]:
     from kvframe.testing.backend_checks import backend_checks
     from kvframe.testing.checks import run_checks
     from kvframe.testing.eviction import policy_checks
-    from kvframe.testing.format_checks import format_checks
+    from kvframe.testing.formats import format_checks
     from kvframe.testing.proposers import proposer_checks
     from kvframe.testing.spec_checks import spec_checks
-    from kvframe.testing.wrapper_checks import wrapper_checks
+    from kvframe.testing.wrappers import wrapper_checks
 
     host = load_plugins()
     registry = host.registry
@@ -140,11 +140,11 @@ def check_parts(*, newer: bool) -> dict[str, list[str]]:
 def serve_a_model() -> dict[str, Any]:
     """Return whether the frozen parts serve the frozen adapter's model, with the tokens of kvframe's own parts."""
     import torch
+    from kvframe_engine import adapter_checks
     from kvframe_frozen.adapter import FrozenAdapter
     from kvframe_frozen.model import Model
 
     from kvframe import Engine, SamplingParams, Stack
-    from kvframe.testing.adapter_checks import adapter_checks
     from kvframe.testing.checks import run_checks
 
     config = {"vocab_size": 64, "size": 32, "num_heads": 2, "num_layers": 2, "max_model_len": 128}

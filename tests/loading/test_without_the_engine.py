@@ -34,6 +34,20 @@ def test_the_core_plans_and_explains() -> None:
         assert (0, "") == (done.returncode, done.stderr)
 
 
+def test_the_kit_checks_a_backend() -> None:
+    done = run_without(
+        "import pkgutil, importlib, kvframe.testing as kit\n"
+        "for module in pkgutil.iter_modules(kit.__path__): importlib.import_module('kvframe.testing.' + module.name)\n"
+        "from kvframe.cli import main; main(['check', 'torch_reference', '--only', 'full-block=16-decode'])"
+    )
+    assert "backend 'torch_reference' of kvframe: 1 of 1 checks passed" in done.stdout, done.stderr
+
+
+def test_a_model_adapter_is_not_checked() -> None:
+    done = run_without("from kvframe.cli import main; main(['check', 'transformers', '--model', 'any'])")
+    assert "is a part of kvframe-engine, which is not installed" in " ".join(done.stdout.split())
+
+
 def test_a_failure_of_the_engine_itself_is_not_hidden() -> None:
     broken = "sys.meta_path.pop(0); sys.modules['numpy'] = None\nimport kvframe; kvframe.Engine"
     done = run_without(broken)

@@ -11,7 +11,7 @@ from kvframe_torch.backend import TorchBackend
 
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.formats import KVFormat
-from kvframe.testing.formats import round_trip
+from kvframe.testing.case import round_trip
 
 
 @contextmanager

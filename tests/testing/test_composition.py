@@ -21,12 +21,14 @@ from kvframe.loading.registry import Registry
 from kvframe.selection.chains import WrapperChain
 from kvframe.testing import composition
 from kvframe.testing.case import Case
-from kvframe.testing.composition import EQUAL, MISSING, SHARING, WRONG, Cell, compose, main, make_cases_of, render
+from kvframe.testing.composition import SHARING, make_cases_of
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.sample import sample
 from kvframe.testing.state import form_of
 from tests.covering import keep
+from tests.testing import composition as matrix
+from tests.testing.composition import EQUAL, MISSING, WRONG, Cell, compose, main, render
 
 FILE = Path(__file__).resolve().parents[2] / "plugins" / "COMPOSITION.md"
 CODE = re.compile(r"[a-z][a-z0-9_]*( [a-z][a-z0-9_]*)*")
@@ -43,7 +45,6 @@ def cells(request: pytest.FixtureRequest, registry: Registry) -> Iterator[tuple[
 
     If they can be padded, they are padded in layers with a cache of their own, and are not where the cache is shared.
     """
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "mixed":
             for steps in ("STEPS", "CROSS_STEPS", "RANGE_STEPS"):
@@ -61,7 +62,7 @@ def make_one_case_of(chain: WrapperChain, label: str, layer: LayerSpec, causal: 
 
 
 def test_the_file_is_what_is_installed(cells: tuple[Cell, ...]) -> None:
-    assert FILE.read_text() == render(cells), "run python -m kvframe.testing.composition plugins/COMPOSITION.md"
+    assert FILE.read_text() == render(cells), "run python -m tests.testing.composition plugins/COMPOSITION.md"
 
 
 def test_every_chain_before_every_backend_is_equal_or_refused_with_a_code(cells: tuple[Cell, ...]) -> None:
@@ -200,7 +201,7 @@ def plugin_with(**backends: type | str) -> ModuleType:
 
 
 def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition, "MAX_CHAIN", 0)
+    monkeypatch.setattr(matrix, "MAX_CHAIN", 0)
     few = {label: composition.LAYERS[label] for label in ("full", "window")}
     monkeypatch.setattr(composition, "LAYERS", few)
     plugin = plugin_with(slightly_wrong=SlightlyWrong, elsewhere=Elsewhere, gone="not_a_module:Backend")
@@ -233,7 +234,7 @@ def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch
 def test_the_command_writes_the_file_and_checks_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(composition, "MAX_CHAIN", 0)
+    monkeypatch.setattr(matrix, "MAX_CHAIN", 0)
     monkeypatch.setattr(composition, "LAYERS", {"full": lambda block_size: {}})
     file = tmp_path / "matrix.md"
     assert main([str(file), "--check"]) == 1

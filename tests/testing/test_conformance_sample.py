@@ -13,7 +13,7 @@ from kvframe.testing.case import Case
 from kvframe.testing.grid import make_cases
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.runs import SERVED, make_runs, make_steps, run_traits, sample_runs
-from kvframe.testing.sample import TOGETHER, parts, sample, traits
+from kvframe.testing.sample import TOGETHER, sample, traits
 
 CASES = make_cases(
     Capabilities(
@@ -59,14 +59,6 @@ def test_batches_are_told_apart_by_what_requests_do() -> None:
     batches = {case.name.removeprefix(start): traits(case)["batch"] for case in CASES if case.name.startswith(start)}
     kinds = [batches[name] for name in ("prefill", "extend", "decode", "mixed", "cross_decode", "cross_without_keys")]
     assert 6 == len(set(kinds))
-
-
-@pytest.mark.parametrize("num_parts", [1, 7, 24])
-def test_every_case_is_in_one_part_and_parts_are_alike(num_parts: int) -> None:
-    found = parts(CASES, num_parts)
-    assert [*CASES] == [case for part in found for case in part]
-    assert num_parts == len(found)
-    assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

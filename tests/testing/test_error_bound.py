@@ -14,13 +14,12 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import QuerySpec
 from kvframe.loading.plugins import load_plugins
-from kvframe.testing.case import Case
+from kvframe.testing.batches import is_served
+from kvframe.testing.case import Case, Learned, draw_inputs
 from kvframe.testing.conformance import dense_arguments
 from kvframe.testing.error_bound import attention_error_bound
 from kvframe.testing.grid import make_cases
-from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.sample import sample
-from kvframe.testing.served import is_served
 from kvframe.testing.state import form_of
 from tests.testing.summation import ORDERS, Given, by_definition
 

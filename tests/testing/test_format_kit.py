@@ -13,9 +13,10 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import KVCache
 from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat, StateTensor
 from kvframe.contract.slots import Slots
+from kvframe.testing.case import round_trip
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.formats import check_format, installed_formats, round_trip
-from kvframe.testing.grid import make_cases
+from kvframe.testing.formats import check_format
+from kvframe.testing.grid import installed_formats, make_cases
 from kvframe.testing.laws import ConformanceError
 
 

@@ -9,7 +9,6 @@ from tests.programs import IMPORTED, run_program
 
 TESTS = """
     from kvframe.testing.suites import (
-        AdapterTests,
         BackendTests,
         EvictionTests,
         FormatTests,
@@ -17,6 +16,7 @@ TESTS = """
         SpecTests,
         WrapperTests,
     )
+    from kvframe_engine.testing.suites import AdapterTests
 
 
 """

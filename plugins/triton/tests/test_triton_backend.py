@@ -15,14 +15,13 @@ from triton import knobs
 
 from kvframe import load_plugins
 from kvframe.contract import GraphCapture, LayerSpec
-from kvframe.testing.case import Case, Request
+from kvframe.testing.case import Case, Learned, Request, draw_inputs
 from kvframe.testing.checks import Checks
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.framework import Staging, pad_metadata
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.hosts import LAYOUTS
-from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
@@ -81,11 +80,6 @@ USUAL = (
 interpreted = pytest.mark.skipif(
     not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @interpreted

@@ -20,7 +20,7 @@ from kvframe.loading.registry import Registry
 from kvframe.testing.backend_checks import backend_checks
 from kvframe.testing.checks import Checks
 from kvframe.testing.spec_checks import spec_checks
-from kvframe.testing.wrapper_checks import wrapper_checks
+from kvframe.testing.wrappers import wrapper_checks
 from tests.testing.mistakes.kinds import Kind
 
 

@@ -6,3 +6,4 @@ from .requests.prompt import Prompt as Prompt
 from .requests.request import RequestOutput as RequestOutput
 from .requests.request import SamplingParams as SamplingParams
 from .running.pooling import EmbeddingOutput as EmbeddingOutput
+from .testing.adapter_checks import adapter_checks as adapter_checks

@@ -89,27 +89,12 @@ class FlashInferMLABackend(AttentionBackend):
         metadata: Any,
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention by the step's plans; the up-projection is applied to queries before, to outputs after."""
-        return self._attend(layer, query, kv_cache, metadata, out, None)
+        """Compute attention by the step's plans, with the log-sum-exp in ``lse`` if it is given.
 
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention by the step's plans, with the library's log-sum-exp."""
-        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-        return self._attend(layer, query, kv_cache, metadata, None, lse), lse
-
-    def _attend(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
+        The up-projection is applied to queries before, to outputs after.
+        """
         assert isinstance(metadata, LatentMetadata)
         problem, num_tokens = self._problem, metadata.num_tokens
         output = query.new_empty(*query.shape[:2], self._head_size_v) if out is None else out
@@ -141,3 +126,10 @@ class FlashInferMLABackend(AttentionBackend):
         else:
             wanted.copy_(torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2)))
         return output
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention by the step's plans, with the library's log-sum-exp."""
+        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse

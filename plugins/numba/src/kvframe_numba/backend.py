@@ -122,27 +122,9 @@ class NumbaBackend(AttentionBackend):
         metadata: Any,
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute attention over the pages in place."""
-        return self._attend(layer, query, kv_cache, metadata, sinks, out=out)
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention over the pages in place, with the log-sum-exp."""
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        return self._attend(layer, query, kv_cache, metadata, sinks, lse), lse
-
-    def _attend(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
         lse: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Compute attention over the pages in place; write the log-sum-exp to ``lse`` if it is given."""
         assert isinstance(metadata, Batch)
         assert layer.query is not None
         return paged_attention(
@@ -157,3 +139,10 @@ class NumbaBackend(AttentionBackend):
             lse=lse,
             out=out,
         )
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute attention over the pages in place, with the log-sum-exp."""
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse

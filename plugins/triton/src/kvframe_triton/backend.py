@@ -117,27 +117,9 @@ class TritonBackend(AttentionBackend):
         metadata: Any,
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Launch the kernels of the step."""
-        return self._attend(layer, query, kv_cache, metadata, sinks, out=out)
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the kernels of the step, which also write the log-sum-exp."""
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        return self._attend(layer, query, kv_cache, metadata, sinks, lse), lse
-
-    def _attend(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
         lse: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Launch the kernels of the step; they write the log-sum-exp to ``lse`` if it is given."""
         assert isinstance(metadata, TritonMetadata)
         query = query if query.stride(-1) == 1 else query.contiguous()
         output = out
@@ -160,6 +142,13 @@ class TritonBackend(AttentionBackend):
         for launch in launches:
             launch.run()
         return output
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the kernels of the step, which also write the log-sum-exp."""
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse
 
 
 def num_cores(device: torch.device) -> int:

@@ -105,27 +105,9 @@ class TritonMLABackend(AttentionBackend):
         metadata: Any,
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute the first tokens in the absorbed form, and the others in the expanded one."""
-        return self._attend(layer, query, kv_cache, metadata, out=out)
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same by kernels that also write the log-sum-exp."""
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        return self._attend(layer, query, kv_cache, metadata, lse=lse), lse
-
-    def _attend(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
         lse: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
+        """Compute the first tokens in the absorbed form, the others in the expanded one; write ``lse`` if given."""
         assert isinstance(metadata, LatentMetadata)
         kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
         query = query if query.stride(-1) == 1 else query.contiguous()
@@ -141,6 +123,13 @@ class TritonMLABackend(AttentionBackend):
             range_ends = None if metadata.range_ends is None else metadata.range_ends[size:]
             self._expanded(query[size:], latent, kv_up, metadata.expanded, range_ends, output[size:], lse_part)
         return output
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the same by kernels that also write the log-sum-exp."""
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse
 
     def _absorbed(
         self,

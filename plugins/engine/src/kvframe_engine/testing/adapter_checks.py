@@ -9,15 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvframe.config.stack import Stack
+from kvframe import Stack, group_layers, load_plugins, make_layer_specs
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.model import ModelAdapter
-from kvframe.engine import Engine, SamplingParams
-from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.testing.checks import Check, Checks
 from kvframe.testing.laws import ConformanceError
+from kvframe_engine.engine import Engine
+from kvframe_engine.requests.request import SamplingParams
 
 _NUM_TOKENS = 8
 _FEW = 32
@@ -104,6 +103,7 @@ def _serve(
         {
             "cache": {"memory": "16MiB", "block_size": 4, **options.get("cache", {})},
             "engine": {"self_check": False, **options.get("engine", {})},
+            "limits": options.get("limits", {}),
             "rules": [{"kind": kind, "backend": "torch_reference", "optional": True} for kind in sorted(attending)],
         }
     )
