@@ -20,7 +20,6 @@ from .cache.events import CacheEvent as CacheEvent
 from .cache.input_index import InputSequence as InputSequence
 from .cache.keys import content_key as content_key
 from .cache.keys import prefix_key as prefix_key
-from .cache.live_range import LiveBlocks as LiveBlocks
 from .cache.manager import KVCacheManager as KVCacheManager
 from .cache.pins import Pin as Pin
 from .cache.ranged_tokens import RangedTokens as RangedTokens
@@ -39,6 +38,7 @@ from .engine import Prompt as Prompt
 from .engine import RequestOutput as RequestOutput
 from .engine import SamplingParams as SamplingParams
 from .hosting.hosted_model import HostedModel as HostedModel
+from .hosting.hosted_model import LiveBlocks as LiveBlocks
 from .hosting.models import load_model as load_model
 from .hosting.setup import Setup as Setup
 from .loading.plugins import load_plugins as load_plugins

@@ -10,7 +10,7 @@ import torch
 
 from kvframe.attention.build import GroupMetadata
 from kvframe.attention.group import AttentionGroup
-from kvframe.attention.step_failures import step_failure
+from kvframe.attention.returned import step_failure
 from kvframe.contract.backend import KVCache
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import call

@@ -2,7 +2,7 @@
 
 Its files, in the order of the flow; each uses only those before it.
 
-- When blocks die, and so which blocks a hit needs, also for the block manager of another engine: ``live_range``.
+- When blocks die, and so which blocks a hit needs: ``live_range``.
 - Pages: free ones (``free_list``), the order of eviction (``eviction``), free ones of several sizes (``slabs``), all of
   them (``block_pool``).
 - The inputs of requests beside their tokens: ``input_index``.
@@ -10,7 +10,7 @@ Its files, in the order of the flow; each uses only those before it.
 - Finding tokens: ranges of them that are found as a whole (``ranged_tokens``), ``radix_tree``, ``publisher``.
 - Data for other processes: ``keys``, ``events``.
 - The audit of all this: ``audit``; hits, in the pool and its indexes as one: ``stats``, ``prefix_lookup``, ``pins``.
-- Requests that run: argument checks (``arguments``); blocks that forks share (``copy_on_write``); blocks are allocated
+- Requests that run: argument checks (``arguments``); blocks are allocated, and copied for forks
   (``allocation``); rows begin, run, release dead blocks and end (``coordinator``).
 - Requests in host memory, and saved prefixes that are restored: ``swap``.
 - What an engine calls: ``manager``.

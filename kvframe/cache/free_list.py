@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.contract.eviction import EvictionPolicy
 from kvframe.planning.plan import KVCachePlan
-
-if TYPE_CHECKING:
-    from kvframe.cache.block_pool import BlockPool
 
 BlockIds = npt.NDArray[np.int32]
 """``[n], int32, host``: block ids, each once."""
@@ -23,13 +21,35 @@ FULL_SHARE = 32
 """The pool is nearly full if one block of so many, or fewer, is free."""
 
 
+class Cached(Protocol):
+    """What a list of free blocks asks of the pool about cached ones (``BlockPool``)."""
+
+    num_cached: int
+
+    @property
+    def eviction(self) -> EvictionPolicy:
+        """The policy that orders them."""
+
+    def first_priority(self, group: int) -> int | None:
+        """Return the priority of the block of a group that is evicted first."""
+
+    def priorities_of(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+        """Return the priorities of blocks."""
+
+    def evict_first(self, group: int, num_blocks: int) -> None:
+        """Evict blocks of a group."""
+
+    def evict_among(self, block_ids: BlockIds, num_blocks: int) -> None:
+        """Evict some of these blocks."""
+
+
 class FreeList:
     """Free blocks that serve any group: those of an only group, or of groups whose blocks are as large as a slab.
 
     Invariant: the lower part of the stack is exactly the blocks that are neither held nor cached.
     """
 
-    def __init__(self, plan: KVCachePlan, pool: BlockPool) -> None:
+    def __init__(self, plan: KVCachePlan, pool: Cached) -> None:
         self._plan, self._pool = plan, pool
         self._per_slab = plan.groups[0].pages_per_slab if plan.groups else 1
         self._stack = self.all_blocks()[::-1].copy()

@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.allocation import PageCopier
 from kvframe.cache.arguments import (
     TableRows,
     check_count,
@@ -21,7 +22,6 @@ from kvframe.cache.arguments import (
 from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator
-from kvframe.cache.copy_on_write import PageCopier
 from kvframe.cache.events import EventLog
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
 from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
@@ -229,7 +229,7 @@ class KVCacheManager:
         """Check tokens, salt and inputs; return the namespace, and the blocks of the inputs."""
         check_tokens(token_ids, self.plan.max_model_len, least)
         check_salt(salt)
-        if inputs is NO_INPUTS:
+        if inputs == NO_INPUTS:
             return (salt, b""), ()
         check_inputs(inputs, self.plan.max_input_lens)
         return (salt, inputs_root(inputs)), input_blocks(self._input_groups, inputs, salt)

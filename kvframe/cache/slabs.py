@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvframe.cache.eviction import MAX_STALE
-from kvframe.cache.free_list import FULL_SHARE, AnyBlockIds, BlockIds
+from kvframe.cache.free_list import FULL_SHARE, AnyBlockIds, BlockIds, Cached
 from kvframe.contract.eviction import LRU
 from kvframe.planning.plan import KVCachePlan
-
-if TYPE_CHECKING:
-    from kvframe.cache.block_pool import BlockPool
 
 _NO_GROUP = -1
 _SlabSet = OrderedDict[int, None]
@@ -31,7 +27,7 @@ class Slabs:
     many idle slabs as the shortfall needs, cover it.
     """
 
-    def __init__(self, plan: KVCachePlan, pool: BlockPool, reserve: int) -> None:
+    def __init__(self, plan: KVCachePlan, pool: Cached, reserve: int) -> None:
         """Start with every slab free.
 
         An allocation does not use ``reserve`` idle slabs if evicting its own group's cached blocks is enough. The

@@ -29,8 +29,7 @@ from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
-from kvframe.selection.choice import Candidate, Choice
-from kvframe.selection.identity import Identity
+from kvframe.selection.choice import Candidate, Choice, Identity
 from kvframe.testing.case import Case, Learned
 from kvframe.testing.grid import formats_of, in_format, make_layer, make_masks, usual_head_size
 from kvframe.testing.laws import ConformanceError

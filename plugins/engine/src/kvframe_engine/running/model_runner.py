@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -22,9 +22,6 @@ from kvframe_engine.requests.request import Request
 from kvframe_engine.running.logits_processors import process_logits
 from kvframe_engine.running.next_tokens import accept_drafts, add_logprobs, sample, token_logprobs
 from kvframe_engine.scheduling.step import Outcomes, PackedStep, ScheduledStep
-
-if TYPE_CHECKING:
-    from kvframe_engine.running.draft_runner import DraftRunner
 
 SkipPolicy = Callable[[StepBatch], bool]
 """Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
@@ -295,6 +292,19 @@ class ModelRunner:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
+class Drafts(Protocol):
+    """What runs a draft model, or prediction heads, beside the served model (``DraftRunner``)."""
+
+    def warm_up(self) -> None:
+        """Capture the usual graphs."""
+
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs."""
+
+    def follow(self, step: ScheduledStep[Request], outcomes: Outcomes) -> None:
+        """Compute the state of what a step keeps."""
+
+
 class TokenRunner(ModelRunner):
     """Runs a step to the next tokens of its requests.
 
@@ -303,7 +313,7 @@ class TokenRunner(ModelRunner):
         packed: The batch of the last step.
     """
 
-    draft: DraftRunner | None = None
+    draft: Drafts | None = None
     packed: StepBatch
 
     def warm_up(self) -> None:
