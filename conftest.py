@@ -19,6 +19,9 @@ from tests.interpreter import make_faster
 
 HAS_GPU = torch.cuda.is_available()
 
+# Tensors are small: more threads only compete for the cores.
+torch.set_num_threads(1)
+
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Processes that tests start compete with them for the cores.
@@ -45,7 +48,6 @@ MOST_SECONDS = 300
 
 LONG = {
     "test_ahead_of_time.py",
-    "test_beside_vllm.py",
     "test_command.py",
     "test_compiled_models.py",
     "test_composition.py",
@@ -55,6 +57,7 @@ LONG = {
     "test_frozen.py",
     "test_new_plugin.py",
     "test_packed.py",
+    "test_runs.py",
     "test_served_ranks.py",
     "test_soak.py",
 }

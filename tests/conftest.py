@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from kvframe.contract.errors import KVFrameError
 from kvframe.loading.plugins import load_plugins
@@ -18,12 +17,6 @@ from tests.loading.fake_distributions import FakeSite
 
 if TYPE_CHECKING:  # the tests of a backend's kernels run without transformers too
     from tests.models.serving import TinyModel, Tokens
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    # Tensors are small: more threads only compete for the cores.
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,8 +11,7 @@ import torch
 
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.request_order import Permutation, is_ordered, permute
-from kvframe.attention.returned import build_all, refresh_fields, replace_fields
-from kvframe.attention.step_failures import step_failure
+from kvframe.attention.returned import build_all, refresh_fields, replace_fields, step_failure
 from kvframe.attention.wrapping import WrapperCall
 from kvframe.contract.backend import AttentionMetadataBuilder
 from kvframe.contract.capabilities import Refusal
@@ -21,7 +20,7 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder
 from kvframe.contract.slots import Slots
 from kvframe.contract.state import StateStep
-from kvframe.selection.identity import Identity
+from kvframe.selection.choice import Identity
 
 
 @attrs.define(eq=False)

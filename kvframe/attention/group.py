@@ -21,8 +21,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse
 from kvframe.planning.groups import Grouping
 from kvframe.selection.chains import WrapperChain, chain_capture
-from kvframe.selection.choice import Choice
-from kvframe.selection.identity import Identity
+from kvframe.selection.choice import Choice, Identity
 
 _PASSED = (FieldUse.CARRY, FieldUse.SLICE)
 

@@ -11,7 +11,7 @@ import torch
 
 from kvframe.attention.build import GroupMetadata, GroupStep
 from kvframe.attention.entries import AttachedEntryLayer
-from kvframe.attention.step_failures import step_failure
+from kvframe.attention.returned import step_failure
 from kvframe.contract.backend import KVCache, MoreInputs
 from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.errors import BackendError, PluginError

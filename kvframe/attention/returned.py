@@ -1,15 +1,18 @@
-"""Checks what backends return as builders, and what builders return in a step, in time that does not grow with it."""
+"""Checks what backends and their builders return, and names the backend, the layer and the line if they raise."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import attrs
+import torch
 
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
-from kvframe.contract.errors import BackendError, PluginError
-from kvframe.contract.foreign import safe_repr
+from kvframe.contract.capture import NotReplayableError
+from kvframe.contract.errors import BackendError, KVFrameError, PluginError, shown
+from kvframe.contract.foreign import safe_repr, safe_text
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.loading.declarations import find_misdeclared
 
@@ -84,6 +87,27 @@ def replace_fields(builder: AttentionMetadataBuilder, built: Any, fields: Mappin
         raise _mistake(
             type(builder), f"what it built, a {type(built).__name__!r}, has no fields {sorted(fields)} to replace"
         ) from error
+
+
+def step_failure(backend: str, layers: Sequence[str], method: str, error: BaseException) -> BaseException:
+    """Return the error that a backend's method ends a step with.
+
+    Args:
+        backend: The backend's registered name.
+        layers: The layers that it was called for.
+        method: What was called (``"forward"``).
+        error: What it raised. Returned as they are: errors of kvframe, those that the capture of a graph handles, and
+            ``KeyboardInterrupt``, which comes from the user.
+    """
+    if isinstance(error, KVFrameError | NotReplayableError | torch.OutOfMemoryError | KeyboardInterrupt):
+        return error
+    others = f" and {len(layers) - 1} others" if len(layers) > 1 else ""
+    *_, (frame, line) = walk_tb(error.__traceback__)
+    return BackendError(
+        f"backend {backend!r}, of layer {layers[0]!r}{others}: {method}() failed in line {line} of "
+        f"{shown(frame.f_globals.get('__name__'))}: {safe_text(error)}",
+        code="failed",
+    )
 
 
 def _mistake(builder_class: type[AttentionMetadataBuilder], problem: str) -> BackendError:

@@ -229,7 +229,7 @@ class KVCacheManager:
         """Check tokens, salt and inputs; return the namespace, and the blocks of the inputs."""
         check_tokens(token_ids, self.plan.max_model_len, least)
         check_salt(salt)
-        if inputs is NO_INPUTS:
+        if inputs == NO_INPUTS:
             return (salt, b""), ()
         check_inputs(inputs, self.plan.max_input_lens)
         return (salt, inputs_root(inputs)), input_blocks(self._input_groups, inputs, salt)

@@ -21,8 +21,7 @@ from kvframe.loading.claims import BUILTIN_OWNER
 from kvframe.loading.packages import to_install
 from kvframe.planning.answers import ask_mask
 from kvframe.selection.chains import bind_chain, chain_capture, divides_keys
-from kvframe.selection.choice import Candidate, Choice
-from kvframe.selection.identity import Identity
+from kvframe.selection.choice import Candidate, Choice, Identity
 from kvframe.selection.skipping import NO_SKIPPING, Skipping
 
 if TYPE_CHECKING:

@@ -60,7 +60,6 @@ def attend(backend: type[Any], layer: LayerSpec, query: torch.Tensor, cache: KVC
     ("name", "options"), [*((name, {}) for name in FORMATS), ("fp8_tensor", {"k_scale": 0.5, "v_scale": 0.02})]
 )
 def test_it_reads_what_the_format_wrote(name: str, options: dict[str, Any], dtype: str) -> None:
-    torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     kv_format = make_format(name, **options)
     layer = layer_of(kv_format, dtype)

@@ -19,7 +19,7 @@ from kvframe.contract.errors import BackendError, PluginError, SpecError, StackE
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, share_caches
-from kvframe.selection.identity import Identity
+from kvframe.selection.choice import Identity
 from kvframe.selection.skipping import DRAFTING, NO_SKIPPING, Skipping, find_skippable_layers
 from tests.attention.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
 

@@ -1,102 +1,42 @@
-"""The benchmark of the cache core checks what a core holds and finds, runs, and its page shows every figure."""
+"""The benchmarks of the cache do and check their works, know the best of evictions, and simulate every byte."""
 
 from __future__ import annotations
 
 import json
-import platform
-import re
-import statistics
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from array import array
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from benchmarks.cache import cases, core, kvframe_core, setting, work, worker
-from tests.benchmarks.calling import ROOT, call, record_of
-
-
-@pytest.fixture(scope="module")
-def answers() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Nothing is timed here, and there is much to go through where torch is loaded.
-        patch.setattr("gc.collect", lambda: 0)
-        yield worker.Answers(lambda: worker.make_core("kvframe"))
-
+from benchmarks.cache import cases, core, eviction, eviction_traces, growth, work, worker
+from benchmarks.memory import padded_groups, traces, traffic
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.contract.specs import LayerSpec
+from tests.cache.plans import ranged
 
 TINY = {case.name: case for case in cases.tiny_cases()}
 
 
-def do(answers: Any, case: Any, side: Any) -> tuple[list[float], Any]:
-    """Set up, do one turn and check, with every question as it is after its way through JSON."""
+@pytest.fixture(autouse=True)
+def _nothing_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing is timed here, and there is much to go through where torch is loaded.
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
+def do(answers: Any, case: Any) -> tuple[list[float], Any]:
+    """Set up kvframe's side of a case, do one turn and check, with all questions as JSON."""
+    side = next(side for side in case.sides if side.engine == "kvframe")
     asked = [json.loads(json.dumps(core.question(case, side, what))) for what in ("set up", "turn", "check")]
     answers(asked[0])
     return answers(asked[1]), answers(asked[2])
 
 
-def described(case: Any) -> dict[str, Any]:
-    return {"title": case.title, "words": case.words, "aim": case.aim, "sizes": dict(case.sizes)}
-
-
-def own(case: Any) -> list[Any]:
-    return [side for side in case.sides if side.engine == "kvframe"]
-
-
-MEMORY = """
-from pathlib import Path
-from benchmarks.cache.worker import touch_memory
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1])
-
-before = resident()
-kept = touch_memory(64 << 20)
-print((resident() - before) * 4096 >> 20, sum(map(len, kept)) >> 20)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="whether memory is given back is the C library's choice")
-def test_a_worker_keeps_the_memory_that_it_has_touched_and_uses_next_to_nothing_of_it() -> None:
-    run = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, capture_output=True, text=True, check=True)
-    resident, used = map(int, run.stdout.split())
-    assert resident > 100
-    assert 0 == used
-
-
-def test_every_piece_of_work_is_done_and_checked(answers: Any) -> None:
+def test_every_kind_of_work_is_done_and_checked() -> None:
     assert set(cases.WORKS) == {case.work.name for case in TINY.values()}
+    answers = worker.Answers(lambda: worker.make_core("kvframe"))
     for case in TINY.values():
-        seconds, _ = do(answers, case, own(case)[0])
-        assert seconds
-        assert all(each > 0 for each in seconds), case.name
-
-
-def test_as_many_groups_as_layers_can_be_forced(answers: Any) -> None:
-    case = TINY["tiny-decode"]
-    found = {side.name: do(answers, case, side)[1]["num_groups"] for side in own(case)}
-    few, many = "kvframe", "kvframe, as many groups"
-    assert {few: 2, many: 3, f"{few}, one by one": 2, f"{many}, one by one": 3} == found
-    assert (None, 1024, 1040, 1056) == setting.apart(setting.Setting(windows=(None, 1024, 1024, 1024))).windows
-
-
-def test_a_window_without_a_mask_and_a_state_are_in_the_plan_of_a_case() -> None:
-    kinds = {
-        name: [group.spec.kind for group in kvframe_core.plan_of(TINY[name].sides[0].setting).groups]
-        for name in ("tiny-state", "tiny-no-mask")
-    }
-    assert {"tiny-state": ["full_attention", "mamba"], "tiny-no-mask": ["live_range"]} == kinds
-
-
-def test_every_side_of_a_case_has_the_same_memory_and_requests() -> None:
-    for case in cases.standard_cases():
-        assert ["vllm", *["kvframe"] * (len(case.sides) - 1)] == [side.engine for side in case.sides]
-        assert 1 == len({(each.setting.num_blocks, each.setting.max_num_seqs) for each in case.sides}), case.name
-
-
-def _computed(self: Any, prompt: Any, chunk: int) -> int:
-    return 0
+        assert all(seconds > 0 for seconds in do(answers, case)[0]), case.name
 
 
 @pytest.mark.parametrize(
@@ -109,7 +49,7 @@ def _computed(self: Any, prompt: Any, chunk: int) -> int:
         (
             "tiny-turns",
             "tokens found of a request that begins",
-            {"begin": lambda self, prompt: 0, "compute": _computed},
+            {"begin": lambda self, prompt: 0, "compute": lambda self, prompt, chunk: 0},
         ),
         ("tiny-chain", "tokens found of the chain", {"compute": lambda self, prompt, chunk: 0}),
         ("tiny-lockstep", "tokens found of a prompt that is new", {"begin": lambda self, prompt: 16}),
@@ -120,59 +60,97 @@ def _computed(self: Any, prompt: Any, chunk: int) -> int:
 def test_a_core_that_does_not_do_the_work_is_noticed(case: str, mistake: str, broken: Mapping[str, Any]) -> None:
     kind = type(worker.make_core("kvframe"))
     broken = {"let_go": lambda self, prompt: None, **broken} if "look_up" in broken else broken
-    answers = worker.Answers(type("Broken", (kind,), broken))
     with pytest.raises(work.Mistake, match=mistake):
-        do(answers, TINY[case], own(TINY[case])[0])
+        do(worker.Answers(type("Broken", (kind,), broken)), TINY[case])
 
 
-def test_the_page_says_the_work_in_words_and_compares_what_was_done_in_one_round() -> None:
-    case = TINY["tiny-pass"]
-    found = {
-        "vLLM": {"seconds": [3e-6, 2e-6, 1e-6], "times_as_fast": []},
-        "kvframe": {"seconds": [1e-6, 1e-6, 1e-6], "times_as_fast": [3.0, 2.0, 1.0]},
-    }
-    places = ("date", "command", "processor", "cores", "threads", "system", "commit")
-    machine = dict.fromkeys((*places, "python", "torch", "transformers", "kvframe"), "?")
-    record = {
-        "machine": machine,
-        "repeats": 3,
-        "versions": {},
-        "cases": {case.name: {**described(case), "sides": found}},
-    }
-    page = core.write_report(record)
-    assert "| Pass | kvframe | 2 (1 to 3) | 1 |" in page
-    assert f"Pass. {case.words}" in page
-    assert "for each request" not in page
-    assert "| vLLM | 2.0 (1.0 to 3.0) |  |" in page
+def test_the_slope_is_the_power_of_the_size() -> None:
+    for power in (0, 0.5, 1):
+        points = {str(size): {"sides": {"one": {"seconds": [3 * size**power] * 3}}} for size in (1, 16, 1024)}
+        assert power == pytest.approx(growth.slope(points, "one"))
 
 
-def test_the_page_says_what_a_step_costs_for_each_request() -> None:
-    case = TINY["tiny-decode"]
-    values = {
-        "seconds": [9e-6, 8e-6, 7e-6],
-        "times_as_fast": [],
-        "num_groups": 3,
-        "num_held": 5,
-    }
-    lines = core._sides({**described(case), "sides": {"vLLM": values}}).splitlines()
-    assert "|  | µs | times as fast | µs for each request | groups |" in lines[0]
-    assert "| vLLM | 8.0 (7.0 to 9.0) |  | 2.00 | 3 | 5 |" == lines[2]
+# --- eviction ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_says_the_recorded_ratios() -> None:
-    recorded = record_of("cache")["cases"]
-    shown = ("decode-256x1", "decode-256x6", "decode-256-state", "pass-cached", "hit-1", "chain-4000")
-    ratios = [statistics.median(recorded[name]["sides"]["kvframe"]["times_as_fast"]) for name in shown]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    paragraph = readme.split("The cache manager alone, in the", 1)[1].split("\n\n", 1)[0]
-    assert [f"{ratio:#.3g}" for ratio in ratios] == re.findall(r"\d+\.\d+", paragraph)
+@pytest.mark.parametrize(
+    ("texts", "num_blocks", "num_found"),
+    [
+        # What does not fit beside a request that runs goes, whoever asks for it next.
+        (["abc", "abc"], 3, 2),
+        (["abc", "xyz", "abc"], 3, 0),
+        (["abc", "xyz", "abc"], 5, 2),
+        # Blocks for one of two prefixes besides the request: the one that is asked for next stays.
+        (["abq", "cdq", "cdr", "abr"], 5, 4),
+        (["abq", "cdq", "cdr", "abr"], 4, 3),
+        # Nobody asks for x, y and z again.
+        (["abc", "xyz", "uvw", "abc"], 5, 2),
+    ],
+)
+def test_the_bound_knows_the_future(texts: list[str], num_blocks: int, num_found: int) -> None:
+    tokens = [array("I", [token for letter in text for token in [ord(letter)] * 16]) for text in texts]
+    asked: list[Any] = [eviction_traces.TracedRequest(token_ids, len(token_ids)) for token_ids in tokens]
+    assert 16 * num_found == eviction.most_found(asked, eviction.block_ids(asked), 16 * num_blocks)
 
 
-def test_without_the_peer_it_says_so_and_measures_the_rest(tmp_path: Path) -> None:
-    options = ["--rounds", "2", "--case", "tiny-decode", "--peer", str(tmp_path), "--results", str(tmp_path)]
-    done = call("cache.core", *options)
-    assert 0 == done.returncode, done.stderr
-    assert f"vLLM is not in {tmp_path}: measured without it" in done.stderr
-    sides = record_of("cache", tmp_path)["cases"]["tiny-decode"]["sides"]
-    assert "vLLM" not in sides
-    assert 2 == len(sides["kvframe"]["seconds"])
+def test_no_policy_finds_more_than_the_bound() -> None:
+    for name, (_, draw) in eviction_traces.TRACES.items():
+        assert draw(20) == draw(20)
+        for pool in eviction.run(name, 20)["pools"].values():
+            assert all(pool[policy]["found"] <= pool["at best"]["found"] for policy in eviction.POLICIES)
+
+
+# --- simulated traffic ------------------------------------------------------------------------------------------------
+
+LLAMA, GEMMA, FALCON = "llama_3_1_8b.toml", "gemma_3_27b.json", "falcon_h1_7b.toml"
+
+
+def test_a_model_with_one_kind_of_layer_runs_alike_in_every_layout() -> None:
+    ours, padded = (traffic.run(LLAMA, "multi-turn", 3, layout=layout) for layout in ("kvframe", "equal padded groups"))
+    assert ours["was_full"]
+    assert ours["hit_rate"] > 0.2
+    # The pool evicts short runs of pages as a whole, and of equal blocks page by page.
+    names = ("requests", "steps", "peak", "concurrency", "preemptions", "hit_rate")
+    assert [ours[name] for name in names] == pytest.approx([padded[name] for name in names], rel=0.05)
+
+
+def test_every_byte_is_somewhere_and_long_blocks_beside_states_are_half_empty() -> None:
+    layouts = ("kvframe", "kvframe, few states", "equal padded groups")
+    _, ours, padded = rows = [traffic.run(FALCON, "constant", 6, layout=layout) for layout in layouts]
+    for row in rows:
+        assert row["looks"]
+        assert min(row["use"].values()) >= 0
+        assert 1.0 == pytest.approx(sum(row["use"].values()))
+    assert padded["use"]["unfinished"] > 0.25 > 0.01 > ours["use"]["unfinished"]
+    assert ours["concurrency"] > 1.3 * padded["concurrency"]
+
+
+def test_groups_of_ten_hold_eight_windows_that_are_not_there() -> None:
+    # Of 60 layers' blocks of windows 52 are used; full attention's ten are whole.
+    assert 0.08 < traffic.run(GEMMA, "constant", 1, layout="equal padded groups")["use"]["padding"] < 8 / 60
+
+
+def test_each_turn_goes_on_from_the_one_before_and_none_is_too_long() -> None:
+    for name, lengths in traces.TRACES.items():
+        drawn = traces.draw(lengths, 20, 448)
+        assert drawn == traces.draw(lengths, 20, 448) != traces.draw(lengths, 20, 448, seed=1)
+        for conversation in drawn:
+            ends = [0, *(end for turn in conversation.turns for end in (turn.prompt_end, turn.end))]
+            assert ends == sorted(set(ends)), name
+            assert 448 >= ends[-1] == len(conversation.token_ids), name
+
+
+@pytest.mark.parametrize(
+    ("num_full", "num_windows", "num_groups", "group_size", "num_missing"),
+    [(10, 20, 3, 10, 0), (10, 52, 7, 10, 8), (13, 12, 2, 13, 1), (32, 0, 1, 32, 0)],
+)
+def test_padded_groups_are_as_large_as_the_rarest_type_or_nearly_equal_ones(
+    num_full: int, num_windows: int, num_groups: int, group_size: int, num_missing: int
+) -> None:
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=4)
+    specs = [full] * num_full + [ranged(block_size=16, window=32)] * num_windows
+    padded = padded_groups.PaddedGroups.of([LayerSpec(name=str(index), spec=spec) for index, spec in enumerate(specs)])
+    counts = [len(names) for _, names in padded.types]
+    assert group_size == padded.group_size
+    assert num_groups == sum(-(-count // group_size) for count in counts)
+    assert num_missing == sum(-count % group_size for count in counts)

@@ -27,21 +27,15 @@ from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache.plans import encoder, full, make_plan, ranged, state
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_embedding import Echo
+from tests.support import managers
+from tests.support.managers import compute
 
 PROMPT = "the quick brown"
 SHORT = SamplingParams(max_new_tokens=3)
 
 
 def make_manager(*specs: KVCacheSpec, num_slabs: int = 40) -> KVCacheManager:
-    plan = make_plan(*specs, num_slabs=num_slabs, max_model_len=64, max_num_batched_tokens=64, max_encoder_len=12)
-    return KVCacheManager(plan, max_num_seqs=4)
-
-
-def run(manager: KVCacheManager, name: str, tokens: Sequence[int], **options: Any) -> None:
-    """Let a request compute all of its tokens, and keep it running."""
-    manager.start(name, tokens, **options)
-    assert manager.extend(name, len(tokens))
-    manager.commit(name, tokens, len(tokens))
+    return managers.make_manager(*specs, num_slabs=num_slabs, max_num_batched_tokens=64, max_encoder_len=12)
 
 
 def stored(tokens: Sequence[int], start: int, stop: int, size: int, salt: str = "", group: int = 0) -> BlocksStored:
@@ -97,23 +91,23 @@ def test_a_block_that_many_compute_is_told_of_once() -> None:
     manager, tokens = make_manager(full(4)), [*range(12)]
     log = manager.record_events(SECRET)
     for name in "abc":
-        run(manager, name, tokens)
+        compute(manager, name, tokens)
     assert [CacheCleared(), stored(tokens, 0, 12, 4)] == log.take()
-    run(manager, "d", [*range(8), 99, 98, 97, 96])
+    compute(manager, "d", [*range(8), 99, 98, 97, 96])
     assert [stored([*range(8), 99, 98, 97, 96], 8, 12, 4)] == log.take()
 
 
 def test_each_group_has_its_own_blocks() -> None:
     manager, tokens = make_manager(full(2), ranged(4, window=4)), [*range(8)]
     log = manager.record_events(SECRET)
-    run(manager, "a", tokens)
+    compute(manager, "a", tokens)
     assert [CacheCleared(), stored(tokens, 0, 8, 2), stored(tokens, 0, 8, 4, group=1)] == log.take()
 
 
 def test_a_group_that_stores_few_blocks_says_which() -> None:
     manager, tokens = make_manager(full(4), state(4)), [*range(13)]
     log = manager.record_events(SECRET)
-    run(manager, "a", tokens)
+    compute(manager, "a", tokens)
     assert [CacheCleared(), stored(tokens, 0, 12, 4), stored(tokens, 8, 12, 4, group=1)] == log.take()
 
 
@@ -121,14 +115,14 @@ def test_salts_have_keys_of_their_own() -> None:
     manager, tokens = make_manager(full(4)), [*range(8)]
     log = manager.record_events(SECRET)
     for salt in ("", "anna", "ben"):
-        run(manager, f"of {salt}", tokens, salt=salt)
+        compute(manager, f"of {salt}", tokens, salt=salt)
     assert [CacheCleared(), *(stored(tokens, 0, 8, 4, salt) for salt in ("", "anna", "ben"))] == log.take()
 
 
 def test_tokens_after_an_input_have_keys_of_their_own_and_so_have_its_blocks() -> None:
     manager, tokens, given = make_manager(full(4), encoder(4)), [*range(4)], {ENCODER: InputSequence(9, b"sound")}
     log = manager.record_events(SECRET)
-    run(manager, "a", tokens, inputs=given, salt="anna")
+    compute(manager, "a", tokens, inputs=given, salt="anna")
     cleared, of_input, of_tokens = log.take()
     ends = [key_of_input(num_tokens, (9, b"sound"), "anna") for num_tokens in (0, 4, 8, 9)]
     assert of_input == BlocksStored(
@@ -149,10 +143,10 @@ def test_tokens_after_an_input_have_keys_of_their_own_and_so_have_its_blocks() -
 def test_what_is_evicted_is_removed_with_what_hangs_on_it() -> None:
     manager, tokens = make_manager(full(4), num_slabs=6), [*range(16)]
     log, mirror = manager.record_events(SECRET), Mirror()
-    run(manager, "a", tokens)
+    compute(manager, "a", tokens)
     manager.free("a")
     mirror.replay(log.take())
-    run(manager, "b", [50, 51, 52, 53] * 3)
+    compute(manager, "b", [50, 51, 52, 53] * 3)
     *removed, last = events = log.take()
     assert all(isinstance(event, BlocksRemoved) for event in removed)
     assert isinstance(last, BlocksStored)
@@ -166,8 +160,8 @@ def test_what_is_evicted_is_removed_with_what_hangs_on_it() -> None:
 def test_a_reset_clears_all_of_it_held_blocks_included() -> None:
     manager, tokens = make_manager(full(4)), [*range(8)]
     log = manager.record_events(SECRET)
-    run(manager, "a", tokens)
-    run(manager, "b", [9] * 8)
+    compute(manager, "a", tokens)
+    compute(manager, "b", [9] * 8)
     manager.free("b")
     log.take()
     manager.reset_prefix_cache()
@@ -180,7 +174,7 @@ def test_a_swap_is_no_event_as_what_was_published_stays_findable() -> None:
     plan = make_plan(full(4), num_slabs=20, max_model_len=64, max_num_batched_tokens=64)
     manager, tokens = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(20, {})), [*range(14)]
     log = manager.record_events(SECRET)
-    run(manager, "a", tokens)
+    compute(manager, "a", tokens)
     assert [CacheCleared(), stored(tokens, 0, 12, 4)] == log.take()
     assert manager.swap_out("a")
     assert [] == log.take()
@@ -194,14 +188,14 @@ def test_a_swap_is_no_event_as_what_was_published_stays_findable() -> None:
 def test_who_comes_late_is_told_of_all_that_is_there() -> None:
     manager, tokens = make_manager(full(4), ranged(2, window=4), encoder(4)), [*range(12)]
     first = manager.record_events(SECRET)
-    run(manager, "a", tokens, inputs={ENCODER: InputSequence(5, b"x")})
-    run(manager, "b", [*range(6), *[7] * 6])
+    compute(manager, "a", tokens, inputs={ENCODER: InputSequence(5, b"x")})
+    compute(manager, "b", [*range(6), *[7] * 6])
     manager.free("b")
     early, late = Mirror(), Mirror()
     early.replay(first.take())
     late.replay(manager.record_events(SECRET).take())
     assert early.blocks.keys() == late.blocks.keys() != set()
-    run(manager, "c", [3] * 8)
+    compute(manager, "c", [3] * 8)
     assert [] == first.take()
 
 
@@ -219,7 +213,7 @@ def test_nothing_is_recorded_and_nothing_hashed_for_nobody(monkeypatch: pytest.M
     monkeypatch.setattr(keys_module, "blake2b", never)
     monkeypatch.setattr(manager._publisher, "refresh_leaf", never)
     tokens = [*range(16)]
-    run(manager, "a", tokens)
+    compute(manager, "a", tokens)
     manager.commit_rows(np.array([manager.row("a")]), np.array([16]))
     manager.free("a")
     manager.reset_prefix_cache()
@@ -370,7 +364,7 @@ def test_another_process_makes_the_same_keys_from_the_secret_alone() -> None:
     )
     manager, tokens = make_manager(full(4)), [5, 70_000, 0, 2**32 - 1]
     log = manager.record_events(SECRET)
-    run(manager, "a", tokens, salt="Änne")
+    compute(manager, "a", tokens, salt="Änne")
     _, event = log.take()
     assert isinstance(event, BlocksStored)
     for key, ids in [(event.parent, []), (event.keys[0], tokens)]:

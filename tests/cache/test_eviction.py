@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,24 +21,12 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.plans import encoder, evict, evict_all, full, make_plan, masked, ranged, state
+from tests.support import managers
+from tests.support.managers import compute, serve
 
 
-def make_manager(*specs: KVCacheSpec, num_slabs: int = 600, max_num_seqs: int = 4) -> KVCacheManager:
-    return KVCacheManager(make_plan(*specs, num_slabs=num_slabs, max_model_len=2048), max_num_seqs=max_num_seqs)
-
-
-def run(manager: KVCacheManager, name: str, tokens: list[int]) -> int:
-    hit = manager.start(name, tokens)
-    assert manager.extend(name, len(tokens))
-    manager.commit(name, tokens, len(tokens))
-    manager.audit()
-    return hit
-
-
-def serve(manager: KVCacheManager, tokens: list[int]) -> int:
-    hit = run(manager, "served", tokens)
-    manager.free("served")
-    return hit
+def make_manager(*specs: KVCacheSpec, num_slabs: int = 600, **options: Any) -> KVCacheManager:
+    return managers.make_manager(*specs, num_slabs=num_slabs, max_model_len=2048, **options)
 
 
 @pytest.mark.parametrize("specs", [[full()], [full(), masked(window=32)], [full(), masked(4, 3, window=32)]])
@@ -121,7 +110,7 @@ def test_what_a_running_request_holds_is_found_again_when_the_lost_block_is_comp
     manager.free("first")
     evict(manager, page)
     assert 4 == manager.find([*tokens, 1])
-    assert 4 == run(manager, "third", [*shared, 1])
+    assert 4 == compute(manager, "third", [*shared, 1])
     assert 24 == manager.find([*tokens, 1])
 
 

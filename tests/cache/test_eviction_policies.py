@@ -25,6 +25,7 @@ from kvframe.testing.laws import ConformanceError
 from tests.cache.lives import Lives, Tally
 from tests.cache.plans import full, make_plan, masked
 from tests.cache.test_against_definition import SPECS
+from tests.support.managers import serve
 
 BOUND = np.iinfo(np.int64)
 
@@ -207,14 +208,6 @@ def test_whatever_a_policy_says_the_cache_is_as_defined(
     for _ in range(num_events):
         lives.happen()
     lives.end()
-
-
-def serve(manager: KVCacheManager, tokens: list[int]) -> int:
-    hit = manager.start("served", tokens)
-    assert manager.extend("served", len(tokens))
-    manager.commit("served", tokens, len(tokens))
-    manager.free("served")
-    return hit
 
 
 @pytest.mark.parametrize("specs", SPECS_OF_POOLS, ids=["one group", "equal pages", "slabs"])

@@ -6,20 +6,8 @@ from collections.abc import Sequence
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.stats import FoundPrefix
-from kvframe.contract.specs import KVCacheSpec
-from tests.cache.plans import evict, full, make_plan, masked, state
-
-
-def make_manager(*specs: KVCacheSpec, prefix_caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(make_plan(*specs, num_slabs=60), max_num_seqs=4, prefix_caching=prefix_caching)
-
-
-def compute(manager: KVCacheManager, tokens: Sequence[int], salt: str = "") -> None:
-    """Compute a request in one step, and end it."""
-    manager.start("first", tokens, salt=salt)
-    assert manager.extend("first", len(tokens))
-    manager.commit("first", tokens, len(tokens))
-    manager.free("first")
+from tests.cache.plans import evict, full, masked, state
+from tests.support.managers import make_manager, serve
 
 
 def found(manager: KVCacheManager, tokens: Sequence[int], salt: str = "", use_prefix: bool = True) -> FoundPrefix:
@@ -36,7 +24,7 @@ TOKENS = list(range(22))
 
 def test_all_blocks_before_the_last_token_need_no_reason() -> None:
     manager = make_manager(full())
-    compute(manager, TOKENS)
+    serve(manager, TOKENS)
     assert FoundPrefix(num_tokens=20, known_tokens=20, of_groups={0: 20}) == found(manager, TOKENS)
     assert FoundPrefix(num_tokens=16, known_tokens=16, of_groups={0: 16}) == found(manager, TOKENS[:20])
     assert FoundPrefix() == found(manager, TOKENS[:3])
@@ -44,7 +32,7 @@ def test_all_blocks_before_the_last_token_need_no_reason() -> None:
 
 def test_tokens_that_no_request_of_the_salt_had_are_the_reason() -> None:
     manager = make_manager(full())
-    compute(manager, TOKENS, salt="mine")
+    serve(manager, TOKENS, salt="mine")
     assert FoundPrefix(why="its first block is not cached for a request of its salt and inputs") == found(
         manager, TOKENS, salt="other"
     )
@@ -58,7 +46,7 @@ def test_tokens_that_no_request_of_the_salt_had_are_the_reason() -> None:
 
 def test_a_type_that_stores_few_blocks_is_named() -> None:
     manager = make_manager(state(), full())
-    compute(manager, TOKENS)
+    serve(manager, TOKENS)
     assert FoundPrefix(
         num_tokens=0,
         known_tokens=12,
@@ -70,7 +58,7 @@ def test_a_type_that_stores_few_blocks_is_named() -> None:
 
 def test_blocks_that_are_larger_than_those_of_others_are_named() -> None:
     manager = make_manager(state(8, every=1), full())
-    compute(manager, TOKENS)
+    serve(manager, TOKENS)
     assert FoundPrefix(
         num_tokens=8,
         known_tokens=12,
@@ -82,7 +70,7 @@ def test_blocks_that_are_larger_than_those_of_others_are_named() -> None:
 
 def test_a_type_that_keeps_no_state_to_continue_from_is_named() -> None:
     manager = make_manager(state(1 << 30), full())
-    compute(manager, TOKENS)
+    serve(manager, TOKENS)
     why = "group 0 (state) keeps no state that a later request could continue from"
     assert (why, {0: 0, 1: 20}) == ((last := found(manager, TOKENS)).why, last.of_groups)
 
@@ -131,7 +119,7 @@ def test_each_group_is_named_if_others_have_its_block_size() -> None:
 
 def test_a_request_that_looks_nothing_up_says_so() -> None:
     manager = make_manager(full())
-    compute(manager, TOKENS)
+    serve(manager, TOKENS)
     assert FoundPrefix(why="no prefix was looked up") == found(manager, TOKENS, use_prefix=False)
     manager = make_manager(full(), prefix_caching=False)
     assert FoundPrefix(why="no prefix was looked up") == found(manager, TOKENS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from kvframe.contract.specs import ENCODER, KVCacheSpec, LayerSpec
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from tests.cache.plans import encoder, evict, evict_all, full, make_plan, ranged
+from tests.support import managers
 
 PROMPT = list(range(10))
 
@@ -21,17 +24,13 @@ def input_of(num_tokens: int = 10, key: bytes = b"audio") -> dict[str, InputSequ
     return {ENCODER: InputSequence(num_tokens, key)}
 
 
-def make_manager(*specs: KVCacheSpec, max_num_seqs: int = 8, prefix_caching: bool = True) -> KVCacheManager:
-    plan = make_plan(*specs, num_slabs=40)
-    return KVCacheManager(plan, max_num_seqs=max_num_seqs, prefix_caching=prefix_caching)
+def make_manager(*specs: KVCacheSpec, max_num_seqs: int = 8, **options: Any) -> KVCacheManager:
+    return managers.make_manager(*specs, num_slabs=40, max_num_seqs=max_num_seqs, **options)
 
 
 def run(manager: KVCacheManager, name: str, **options: object) -> int:
     """Start a request and compute its prompt; return the number of tokens that were hit."""
-    hit = manager.start(name, PROMPT, **options)  # type: ignore[arg-type]
-    assert manager.extend(name, len(PROMPT))
-    manager.commit(name, PROMPT, len(PROMPT))
-    return hit
+    return managers.compute(manager, name, PROMPT, **options)
 
 
 def test_an_input_gets_all_of_its_blocks_with_the_first_tokens_and_keeps_them() -> None:

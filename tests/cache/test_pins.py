@@ -20,23 +20,15 @@ from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.plans import encoder, full, make_plan, masked, state
 from tests.cache.test_manager import SPECS
+from tests.support.managers import serve
 
 SYSTEM = list(range(100, 112))
-
-
-def compute(manager: KVCacheManager, tokens: list[int], **options: object) -> int:
-    """Serve a request to its end; return the number of tokens that were hit."""
-    found = manager.start("it", tokens, **options)  # type: ignore[arg-type]
-    assert manager.extend("it", len(tokens))
-    manager.commit("it", tokens, len(tokens))
-    manager.free("it")
-    return found
 
 
 def flood(manager: KVCacheManager) -> None:
     """Let one-off requests use all blocks, again and again."""
     for number in range(1, 9):
-        compute(manager, [number * 1000 + index for index in range(32)])
+        serve(manager, [number * 1000 + index for index in range(32)])
 
 
 @pytest.mark.parametrize(
@@ -48,31 +40,31 @@ def test_a_pinned_prefix_is_found_when_all_else_was_evicted(specs: list[KVCacheS
     manager = KVCacheManager(
         make_plan(*specs, num_slabs=40, max_model_len=32, max_num_batched_tokens=32), max_num_seqs=2
     )
-    compute(manager, [*SYSTEM, 1])
+    serve(manager, [*SYSTEM, 1])
     pin = manager.pin([*SYSTEM, 2, 3])
     assert (12, True) == (pin.num_tokens, pin.is_held)
     flood(manager)
-    assert 12 == compute(manager, [*SYSTEM, 5])
+    assert 12 == serve(manager, [*SYSTEM, 5])
     manager.audit()
     manager.unpin(pin)
     manager.unpin(pin)
     assert (0, False) == (manager.num_held_pages, pin.is_held)
     flood(manager)
-    assert 0 == compute(manager, [*SYSTEM, 5])
+    assert 0 == serve(manager, [*SYSTEM, 5])
 
 
 def test_all_tokens_of_a_pin_may_be_its_own_where_a_request_leaves_one_to_compute() -> None:
     manager = KVCacheManager(make_plan(full(), num_slabs=20), max_num_seqs=1)
-    compute(manager, SYSTEM)
+    serve(manager, SYSTEM)
     assert (8, 12) == (manager.find(SYSTEM), manager.pin(SYSTEM).num_tokens)
 
 
 def test_of_what_is_not_cached_nothing_is_pinned() -> None:
     manager = KVCacheManager(make_plan(full(), num_slabs=20), max_num_seqs=1)
-    compute(manager, SYSTEM, salt="tenant")
+    serve(manager, SYSTEM, salt="tenant")
     assert [0, 0, 12] == [manager.pin(SYSTEM, salt=salt).num_tokens for salt in ("", "other", "tenant")]
     manager = KVCacheManager(make_plan(full(), num_slabs=20), max_num_seqs=1, prefix_caching=False)
-    compute(manager, SYSTEM)
+    serve(manager, SYSTEM)
     assert 0 == manager.pin(SYSTEM).num_tokens
 
 
@@ -86,7 +78,7 @@ def test_without_prefix_caching_nothing_is_restored() -> None:
     )
     assert pin is not None
     assert (0, [], 0) == (pin.num_tokens, fetched, manager.num_held_pages)
-    compute(manager, SYSTEM, inputs=inputs)
+    serve(manager, SYSTEM, inputs=inputs)
     assert 0 == manager.num_held_pages
 
 
@@ -94,7 +86,7 @@ def test_the_input_of_an_encoder_is_pinned_with_the_prefix() -> None:
     plan = make_plan(full(), encoder(), num_slabs=40, max_model_len=32, max_num_batched_tokens=32)
     manager = KVCacheManager(plan, max_num_seqs=2)
     inputs = {ENCODER: InputSequence(9, b"x")}
-    compute(manager, [*SYSTEM, 1], inputs=inputs)
+    serve(manager, [*SYSTEM, 1], inputs=inputs)
     pin = manager.pin(SYSTEM, inputs=inputs)
     assert [3, 3] == [len(ids) for ids in pin.blocks]
     flood(manager)
@@ -105,7 +97,7 @@ def test_the_input_of_an_encoder_is_pinned_with_the_prefix() -> None:
 def test_what_is_done_to_the_arrays_of_a_pin_does_not_change_the_cache() -> None:
     manager = KVCacheManager(make_plan(full(), encoder(), num_slabs=40), max_num_seqs=1)
     inputs = {ENCODER: InputSequence(9, b"x")}
-    compute(manager, [*SYSTEM, 1], inputs=inputs)
+    serve(manager, [*SYSTEM, 1], inputs=inputs)
     pin = manager.pin(SYSTEM, inputs=inputs)
     manager.unpin(pin)
     for block_ids in pin.blocks:
@@ -121,7 +113,7 @@ def test_a_pin_that_leaves_no_room_for_the_longest_request_is_refused_and_change
         plan, groups=(attrs.evolve(plan.groups[0], pages_per_slab=1),), slab_bytes=plan.groups[0].page_bytes
     )
     manager = KVCacheManager(plan, max_num_seqs=1)
-    compute(manager, SYSTEM)
+    serve(manager, SYSTEM)
     manager.pin(SYSTEM[:8])
     with pytest.raises(
         RequestError,
@@ -136,7 +128,7 @@ def test_a_pin_that_leaves_no_room_for_the_longest_request_is_refused_and_change
 
 def test_a_reset_ends_pins() -> None:
     manager = KVCacheManager(make_plan(full(), num_slabs=20), max_num_seqs=1)
-    compute(manager, SYSTEM)
+    serve(manager, SYSTEM)
     pin = manager.pin(SYSTEM)
     manager.reset_prefix_cache()
     manager.audit()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.ranged_tokens import RangedTokens, before_range, whole_ranges
 from kvframe.contract.specs import ENCODER
 from tests.cache.plans import encoder, full, make_plan, masked
+from tests.support.managers import compute, make_manager
 
 TOKENS = [*range(10, 34)]
 
@@ -31,16 +33,13 @@ def test_the_first_token_of_a_range_says_its_length() -> None:
 
 
 def start(manager: KVCacheManager, name: str, tokens: list[int], ranges: list[tuple[int, int]]) -> int:
-    ranged = RangedTokens(array("I", tokens), ranges)
-    hit = manager.start(name, ranged, ranges=ranges)
-    assert manager.extend(name, len(tokens))
-    manager.commit(name, ranged, len(tokens))
+    num_hit = compute(manager, name, RangedTokens(array("I", tokens), ranges), ranges=ranges)
     manager.free(name)
-    return hit
+    return num_hit
 
 
-def manager_of(*specs: object) -> KVCacheManager:
-    return KVCacheManager(make_plan(*specs, num_slabs=99), max_num_seqs=4, audited=True)  # type: ignore[arg-type]
+def manager_of(*specs: Any) -> KVCacheManager:
+    return make_manager(*specs, num_slabs=99, audited=True)
 
 
 def test_a_pin_holds_whole_ranges() -> None:

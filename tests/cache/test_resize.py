@@ -6,14 +6,15 @@ import pytest
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec
-from tests.cache.plans import full, make_plan, masked
+from tests.cache.plans import full, masked
+from tests.support import managers
 
 MOST_RUNNING = 40
 MIXTURES = [(full(),), (full(), full(8)), (full(), masked(2, window=5)), (full(4, 2), masked(window=5))]
 
 
 def make_manager(*specs: KVCacheSpec, num_slabs: int) -> KVCacheManager:
-    return KVCacheManager(make_plan(*specs, num_slabs=num_slabs), max_num_seqs=MOST_RUNNING, audited=True)
+    return managers.make_manager(*specs, num_slabs=num_slabs, max_num_seqs=MOST_RUNNING, audited=True)
 
 
 def fill(manager: KVCacheManager) -> list[str]:

@@ -9,23 +9,12 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.stats import GroupLookups
 from kvframe.contract.specs import ENCODER, KVCacheSpec
-from tests.cache.plans import branch, encoder, evict, evict_all, full, make_plan, ranged, state
-
-
-def make_manager(*specs: KVCacheSpec) -> KVCacheManager:
-    return KVCacheManager(make_plan(*specs, num_slabs=60), max_num_seqs=4)
+from tests.cache.plans import branch, encoder, evict, evict_all, full, ranged, state
+from tests.support.managers import compute, make_manager
 
 
 def resident(manager: KVCacheManager, name: str, group: int = 0) -> list[int]:
     return [index for index, block_id in enumerate(manager.block_ids(name)[group]) if block_id]
-
-
-def run(manager: KVCacheManager, name: str, tokens: list[int], *steps: int) -> int:
-    hit = manager.start(name, tokens)
-    for num_tokens in steps or (len(tokens),):
-        assert manager.extend(name, num_tokens)
-        manager.commit(name, tokens, num_tokens)
-    return hit
 
 
 def test_only_stored_blocks_get_a_page() -> None:
@@ -54,21 +43,21 @@ def test_making_room_again_changes_nothing_and_for_more_adds_what_is_stored() ->
 def test_what_is_not_live_any_more_is_given_back_and_can_be_found() -> None:
     manager = make_manager(state(every=2))
     tokens = list(range(22))
-    run(manager, "a", tokens)
+    compute(manager, "a", tokens)
     assert [5] == resident(manager, "a")
-    assert 16 == run(manager, "b", [*tokens[:18], 90, 91])
+    assert 16 == compute(manager, "b", [*tokens[:18], 90, 91])
     # Blocks are full at their ends only: the state at 22 is not part of a prefix.
-    assert 20 == run(manager, "c", [*tokens, 90])
+    assert 20 == compute(manager, "c", [*tokens, 90])
 
 
 def test_a_state_without_checkpoints_is_found_where_a_step_ended_and_before_its_last_token() -> None:
     manager = make_manager(state())
     tokens = list(range(20))
-    run(manager, "a", tokens, 7, 12, 20)
+    compute(manager, "a", tokens, 7, 12, 20)
     manager.free("a")
-    assert 4 == run(manager, "b", [*tokens[:6], 90])
-    assert 12 == run(manager, "c", [*tokens[:15], 90])
-    assert 16 == run(manager, "d", tokens)
+    assert 4 == compute(manager, "b", [*tokens[:6], 90])
+    assert 12 == compute(manager, "c", [*tokens[:15], 90])
+    assert 16 == compute(manager, "d", tokens)
 
 
 @pytest.mark.parametrize("specs", [[full(), state()], [full(16), state(block_size=4)], [full(4), state(block_size=16)]])
@@ -76,14 +65,14 @@ def test_a_request_that_comes_again_continues_before_its_last_token(specs: list[
     manager = make_manager(*specs)
     tokens = list(range(48))
     step = max(spec.block_size for spec in specs)
-    assert 0 == run(manager, "a", tokens)
-    assert 48 - step == run(manager, "b", tokens)
+    assert 0 == compute(manager, "a", tokens)
+    assert 48 - step == compute(manager, "b", tokens)
 
 
 def test_a_shared_state_is_not_written_by_who_continues_from_it() -> None:
     manager = make_manager(state(every=1))
     tokens = list(range(8))
-    run(manager, "a", [*tokens, 1])
+    compute(manager, "a", [*tokens, 1])
     assert 8 == manager.start("b", [*tokens, 2])
     shared = manager.block_ids("b")[0][1]
     assert (0, shared) in set(manager.published())
@@ -94,7 +83,7 @@ def test_a_shared_state_is_not_written_by_who_continues_from_it() -> None:
 def test_refused_tokens_leave_the_state_where_they_began() -> None:
     manager = make_manager(state(num_drafts=3), full())
     tokens = list(range(30))
-    run(manager, "a", tokens[:15])
+    compute(manager, "a", tokens[:15])
     assert manager.extend("a", 19)
     assert [3, 4] == resident(manager, "a")
     manager.commit("a", tokens, 16)
@@ -121,19 +110,19 @@ def test_the_most_blocks_held_count_a_state_once() -> None:
 def test_a_third_request_continues_from_where_the_second_parted_from_the_first(specs: list[KVCacheSpec]) -> None:
     manager = make_manager(*specs)
     shared = list(range(26))
-    assert 0 == run(manager, "a", [*shared, *range(90, 102)])
-    assert 0 == run(manager, "b", [*shared, *range(80, 92)], 5, 26, 38)
-    assert 24 == run(manager, "c", [*shared, 70, 71])
-    assert 24 == run(manager, "d", [*shared, 60])
+    assert 0 == compute(manager, "a", [*shared, *range(90, 102)])
+    assert 0 == compute(manager, "b", [*shared, *range(80, 92)], 5, 26, 38)
+    assert 24 == compute(manager, "c", [*shared, 70, 71])
+    assert 24 == compute(manager, "d", [*shared, 60])
 
 
 def test_a_branch_is_known_beyond_the_life_of_the_pages_until_the_cache_is_reset() -> None:
     manager = make_manager(full(), state())
     tokens = list(range(26))
-    run(manager, "a", tokens)
+    compute(manager, "a", tokens)
     manager.free("a")
     evict_all(manager)
-    run(manager, "b", tokens)
+    compute(manager, "b", tokens)
     assert 24 == manager.start("c", tokens)
     manager.reset_prefix_cache()
     manager.start("d", tokens)
@@ -143,8 +132,8 @@ def test_a_branch_is_known_beyond_the_life_of_the_pages_until_the_cache_is_reset
 def test_the_group_that_limits_a_hit_is_named() -> None:
     manager = make_manager(full(), state(), ranged(window=5))
     tokens = list(range(40))
-    run(manager, "a", tokens)
-    assert 0 == run(manager, "b", [*tokens[:34], 90])
+    compute(manager, "a", tokens)
+    assert 0 == compute(manager, "b", [*tokens[:34], 90])
     whole, states, window = manager.stats.lookups
     assert GroupLookups("full_attention", 75, 32, 0, 0) == whole
     assert GroupLookups("state", 75, 0, 0, 1) == states
@@ -155,13 +144,13 @@ def test_the_group_that_limits_a_hit_is_named() -> None:
 def test_several_groups_can_limit_a_hit_and_none_limits_what_nobody_has() -> None:
     manager = make_manager(full(), state(every=2))
     tokens = list(range(40))
-    run(manager, "nothing there", tokens)
+    compute(manager, "nothing there", tokens)
     assert [0, 0] == [each.times_limiting for each in manager.stats.lookups]
     page = manager.block_ids("nothing there")[0][7]
     manager.free("nothing there")
     evict(manager, page)
     # States are kept at 8, 16, 24, 32, 36 and 40, and full attention's block from 28 to 32 was evicted.
-    assert 24 == run(manager, "b", tokens)
+    assert 24 == compute(manager, "b", tokens)
     assert [(28, 24, 1), (36, 24, 1)] == [
         (each.found_tokens, each.hit_tokens, each.times_limiting) for each in manager.stats.lookups
     ]
@@ -170,8 +159,8 @@ def test_several_groups_can_limit_a_hit_and_none_limits_what_nobody_has() -> Non
 def test_a_block_that_is_too_large_for_a_hit_limits_it() -> None:
     manager = make_manager(full(4), full(32))
     tokens = list(range(40))
-    run(manager, "a", tokens[:30])
-    assert 0 == run(manager, "b", tokens[:30])
+    compute(manager, "a", tokens[:30])
+    assert 0 == compute(manager, "b", tokens[:30])
     assert [(28, 0), (0, 1)] == [(each.found_tokens, each.times_limiting) for each in manager.stats.lookups]
 
 
@@ -181,7 +170,7 @@ def test_a_lookup_counts_when_its_request_runs() -> None:
     for _ in range(5):
         manager.start("a", tokens)
         manager.free("a")
-    run(manager, "a", tokens)
+    compute(manager, "a", tokens)
     assert 10 == manager.stats.queried_tokens
 
 

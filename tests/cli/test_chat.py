@@ -13,16 +13,15 @@ from pathlib import Path
 
 import attrs
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from kvframe_transformers.testing import save_tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.cli import main
 from kvframe.contract.model import LoadedModel
 from tests.programs import start_program
+from tests.support.models import save_byte_model
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
@@ -34,16 +33,10 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models: ``chat``, whose tokens are bytes, ``base`` without a chat template, ``ids`` without a tokenizer."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={each: index for index, each in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     save_tiny(folder / "ids", "llama")
     for name, template in (("base", None), ("chat", TEMPLATE), ("broken", "{{ raise_exception('no luck') }}")):
-        save_tiny(folder / name, "llama", vocab_size=len(alphabet))
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(folder / name)
+        save_byte_model(folder / name, chat_template=template)
     return folder
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from kvframe_engine.commands import generate as generating
 from kvframe_engine.engine import Engine
@@ -64,7 +63,6 @@ def layers(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny hybrid model on disk, without a tokenizer."""
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("model") / "tiny-gemma-3"
     save_tiny(path, "gemma3_text")
     return path

@@ -13,7 +13,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from huggingface_hub import errors
 from kvframe_transformers.testing import save_tiny
@@ -28,7 +27,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("model") / "tiny"
     save_tiny(folder, "llama")
     return folder

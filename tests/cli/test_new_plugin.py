@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from kvframe_transformers.testing import save_tiny
 
@@ -136,7 +135,6 @@ print(json.dumps({kind: {"equal": tokens == expected, "used": used} for kind, (t
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("model") / "tiny-gemma-3"
     save_tiny(path, "gemma3_text")
     return path

@@ -13,29 +13,21 @@ from pathlib import Path
 
 import attrs
 import pytest
-import torch
 from click.testing import CliRunner
 from kvframe_engine.engine import Engine
 from kvframe_engine.running.model_runner import TokenRunner
 from kvframe_transformers.testing import save_tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from kvframe.cli import main
 from tests.programs import start_program
+from tests.support.models import save_byte_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models: ``text``, whose tokens are bytes, and ``ids``, which has no tokenizer."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={each: index for index, each in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "text")
-    save_tiny(folder / "text", "llama", vocab_size=len(alphabet))
+    save_byte_model(folder / "text")
     save_tiny(folder / "ids", "llama")
     return folder
 

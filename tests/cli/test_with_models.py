@@ -19,11 +19,11 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from kvframe_transformers.testing import save_tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import DeepseekV3Config, PreTrainedTokenizerFast
+from transformers import DeepseekV3Config
 
 from kvframe.cli import main
 from tests.programs import start_program
+from tests.support.models import save_tokenizer, trained_tokenizer
 
 TEXT = "the cat sat on the mat and the dog sat on the cat"
 
@@ -43,14 +43,9 @@ class Models:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "text")
+    tokenizer = trained_tokenizer([TEXT], 280)
+    save_tokenizer(folder / "text", tokenizer)
     DeepseekV3Config().save_pretrained(folder / "huge")
     return Models(
         folder=folder,

@@ -45,7 +45,7 @@ from kvframe.contract.errors import (
 from kvframe.contract.specs import ENCODER, TOKENS, LayerSpec
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
-from kvframe.selection.identity import Identity
+from kvframe.selection.choice import Identity
 
 SECRET = b"0123456789abcdef"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -109,14 +109,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 def with_wrong_plugins(model: TinyModel) -> TinyModel:
     mine = plugin("mine", backends=BACKENDS, wrappers={"forgetful": ForgetsBlocks})
     return attrs.evolve(model, registry=load_plugins(plugins=[mine]).registry)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine_of(tiny: TinyModel, *rules: dict[str, Any], **tables: Any) -> Engine:

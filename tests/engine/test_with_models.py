@@ -12,13 +12,12 @@ import pytest
 import torch
 from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import save_tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, RequestOutput, SamplingParams, Stack
 from kvframe.contract import hookimpl
 from kvframe.contract.errors import BackendError, ModelError, PlanError, StackError
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
+from tests.support.models import save_tokenizer, trained_tokenizer
 
 TEXT = "Ein Größenvergleich: 1 € ≈ 1,1 $; naïve cafés, 𝄞 and 東京. The quick brown fox jumps over the lazy dog. " * 3
 VOCAB_SIZE = 320
@@ -38,13 +37,7 @@ def reference(model: TinyModel) -> list[tuple[int, ...]]:
 def texts(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A random model with a byte-pair tokenizer: it writes nonsense, in pieces of characters."""
     path = tmp_path_factory.mktemp("texts")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([TEXT], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    save_tokenizer(path, trained_tokenizer([TEXT], VOCAB_SIZE))
     return TinyModel.save(path, "gemma3_text", vocab_size=VOCAB_SIZE)
 
 

@@ -51,7 +51,6 @@ TEXTS = {
 
 @pytest.fixture(scope="module", params=TEXTS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("model") / request.param
     config = PaliGemmaConfig(
         text_config=TEXTS[request.param].to_dict(), vision_config=_VISION, projection_dim=64, image_token_index=127

@@ -34,7 +34,6 @@ BACKENDS = ("torch_reference", "torch", "cpu", "numba", {"name": "flex", "compil
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("model") / "tiny-gemma-3"
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma3Config(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import attrs
 import pytest
-import torch
 from kvframe_transformers.model import TransformersModel
 
 from kvframe.contract.errors import BackendError
@@ -48,7 +47,6 @@ SAMPLE = {ALL[index] for index in cover([*map(pairs_of, ALL)], [*map(cost_of, AL
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    torch.set_num_threads(1)
     return Models(tmp_path_factory.mktemp("models"))
 
 

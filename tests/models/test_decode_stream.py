@@ -16,9 +16,11 @@ from kvframe_transformers.cleaning import CleanedText
 from kvframe_transformers.decoding import decode_as_they_come
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.token_texts import TokenTextDecoder, TokenTexts
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders
 from tokenizers import models as tokenizer_models
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast, PythonBackend
+
+from tests.support.models import trained_tokenizer
 
 TEXTS = ["The quick brown fox doesn't jump.", "né à Zürich, 漢字 🙂🙃 e\u0301", "  two  spaces\n\tand lines\n\n"] * 3
 SPECIAL = ["<s>", "</s>", "<pad>"]
@@ -45,15 +47,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 def byte_level() -> Tokenizer:
     """Return a tokenizer like GPT-2's: every byte is a token, and characters may need several."""
-    tokenizer = Tokenizer(tokenizer_models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer
+    return trained_tokenizer(TEXTS, 400, SPECIAL)
 
 
 def with_added_tokens() -> Tokenizer:

@@ -16,9 +16,6 @@ from kvframe_engine.requests.progress import input_sequences
 from kvframe_engine.running.model_runner import TokenRunner
 from kvframe_transformers.model_inputs import features_input
 from kvframe_transformers.testing import ENCODER_DECODER_FAMILIES, MORE_ENCODER_DECODER_FAMILIES, save_tiny
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers import models as tokenizer_models
-from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, Prompt, RequestOutput, SamplingParams
 from kvframe.attention.batch_metadata import StepBatch
@@ -37,6 +34,7 @@ from tests.models.encoder_decoder import (
     recording,
 )
 from tests.models.serving import TinyModel, held_pages, ids
+from tests.support.models import save_tokenizer, trained_tokenizer
 
 NUM_NEW_TOKENS = 8
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW_TOKENS)
@@ -475,13 +473,7 @@ def test_arrays_and_tensors_are_one_input_whatever_their_dtype_says(models: Any)
 def texts(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A random BART with a byte-pair tokenizer."""
     path = tmp_path_factory.mktemp("texts")
-    tokenizer = Tokenizer(tokenizer_models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([TEXT], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    save_tokenizer(path, trained_tokenizer([TEXT], 300))
     return TinyModel.save(path, "bart", vocab_size=300)
 
 

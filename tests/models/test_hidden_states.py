@@ -57,7 +57,6 @@ def manifest() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
     mine = plugin("mine", backends={"capturable": CapturableReference})
     registry = load_plugins(plugins=[mine, manifest()]).registry

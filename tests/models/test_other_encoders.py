@@ -28,11 +28,6 @@ OWN = ("deberta-v2", "deberta", "longformer", "big_bird", "fnet", "mra", "yoso")
 OWN_CODE = "its own code computes the texts of a step one after the other, on no backend"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("family", [*keep(WINDOWS, "modernbert"), *MIXING, *keep(OTHERS, "ibert", "nystromformer")])
 def test_its_embeddings_are_those_of_its_own_forward(family: str) -> None:
     assert Verdict("equal") == compare("encoders", family)

@@ -124,7 +124,6 @@ def load(path: Path) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
 
     def headed(family: str) -> Headed:

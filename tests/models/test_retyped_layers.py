@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, SamplingParams, Stack, describe, load_plugins, make_layer_specs
@@ -69,7 +68,6 @@ def plugin() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("model") / "tiny-gemma-3"
     save_tiny(path, "gemma3_text")
     return path

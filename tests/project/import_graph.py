@@ -11,9 +11,10 @@ import graphlib
 import re
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from kvframe_transformers.testing import save_tiny
 
@@ -23,41 +24,68 @@ from tests.project.test_architecture import ROOT, core_files, core_imports, engi
 SOURCES = (ROOT / "kvframe", ROOT / "plugins" / "engine" / "src")
 
 
-def run_in_a_step() -> tuple[dict[str, int], set[str]]:
-    """Return what one decode step of four requests of a Llama runs in the core and in the engine.
+class Run:
+    """The lines of the core and of the engine that run within a ``with`` statement; what imports run is left out.
 
-    Returns:
-        The number of lines that run, by file in the order of first use; and the classes of the values that are made.
+    Attributes:
+        lines: The number of lines that ran, by file in the order of first use.
+        values: The classes of the values that were made.
     """
-    stack = Stack.from_mapping({"cache": {"memory": "16MiB"}, "engine": {"self_check": False}})
-    lines: dict[str, set[int]] = {}
 
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        file_lines = lines.setdefault(frame.f_code.co_filename, set())
+    def __enter__(self) -> Self:
+        self._lines: dict[str, set[int]] = {}
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_name == "<module>":
+            return None
+        file_lines = self._lines.setdefault(frame.f_code.co_filename, set())
         if event == "line":
             file_lines.add(frame.f_lineno)
-        return trace
+        return self._trace
 
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+        self.lines = {
+            Path(name).relative_to(root).as_posix(): len(file_lines)
+            for name, file_lines in self._lines.items()
+            for root in SOURCES
+            if Path(name).is_relative_to(root)
+        }
+        # What attrs generates for a class is no file.
+        generated = [
+            re.fullmatch(r"<attrs generated methods kvframe(?:_engine)?\..*\.(\w+)>", name) for name in self._lines
+        ]
+        self.values = {match[1] for match in generated if match is not None}
+
+    def __str__(self) -> str:
+        return f"{sum(self.lines.values()):,} lines in {len(self.lines)} files"
+
+
+@cache
+def runs_of_an_engine() -> tuple[Run, Run, Run]:
+    """Return what an engine runs with a tiny Llama: to be made, in a request's whole life, in a decode step of four."""
+    stack = Stack.from_mapping({"cache": {"memory": "16MiB"}, "engine": {"self_check": False}})
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
     with tempfile.TemporaryDirectory() as folder:
         save_tiny(Path(folder), "llama")
-        with Engine.from_pretrained(Path(folder), stack=stack) as engine:
+        with Run() as start:
+            engine = Engine.from_pretrained(Path(folder), stack=stack)
+        with engine:
+            engine.generate([[9] * 5], params)
+            with Run() as life:
+                engine.add_request([1] * 40, params)
+                while engine.has_unfinished:
+                    engine.step()
             for request in range(4):
-                engine.add_request([1 + request, 2, 3, 4, 5], SamplingParams(max_new_tokens=16, ignore_eos=True))
+                engine.add_request([1 + request, 2, 3, 4, 5], params)
             for _ in range(4):
                 engine.step()
-            before = sys.gettrace()
-            sys.settrace(trace)
-            engine.step()
-            sys.settrace(before)
-    files = {
-        Path(name).relative_to(root).as_posix(): len(file_lines)
-        for name, file_lines in lines.items()
-        for root in SOURCES
-        if Path(name).is_relative_to(root)
-    }
-    # What attrs generates for a class is no file.
-    generated = [re.fullmatch(r"<attrs generated methods kvframe(?:_engine)?\..*\.(\w+)>", name) for name in lines]
-    return files, {match[1] for match in generated if match is not None}
+            with Run() as step:
+                engine.step()
+    return start, life, step
 
 
 def unit_of(module: str) -> str:
@@ -94,8 +122,9 @@ def main() -> None:
     print(f"the core has {core:,} lines, the engine {len(engine)} files and {sum(engine):,} lines")
     num_arrows = sum(map(len, graph.values()))
     print(f"{len(graph)} packages and modules, {len(levels)} levels, {num_arrows} arrows between them")
-    lines_run, made = run_in_a_step()
-    print(f"a decode step runs {sum(lines_run.values())} lines in {len(lines_run)} files and makes {len(made)} values")
+    start, life, step = runs_of_an_engine()
+    print(f"from_pretrained runs {start}, a request's whole life {life}")
+    print(f"a decode step runs {step} and makes {len(step.values)} values")
 
 
 if __name__ == "__main__":

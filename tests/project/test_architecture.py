@@ -77,7 +77,6 @@ NEED_TORCH = {
     "slots",
 }
 ALSO_TORCH_FREE = (
-    "kvframe.selection.identity",
     "kvframe.attention.shapes",
     "kvframe.attention.values",
     "kvframe.cache.stats",

@@ -8,9 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvframe_transformers.testing import save_tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from kvframe.config.stack import Stack
 from kvframe.loading.plugins import load_plugins
@@ -18,6 +15,7 @@ from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.testing.laws import check_spec
 from tests.programs import python_in_forks, run_program
+from tests.support.models import save_byte_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -118,12 +116,7 @@ def test_a_model_learns_from_the_samples_of_its_engine(run_here: Callable[[str],
 def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny model whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("bytes")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={each: index for index, each in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    save_tiny(folder, "llama", vocab_size=len(alphabet))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    save_byte_model(folder)
     return folder
 
 

@@ -34,11 +34,6 @@ def case_of(backend: type[AttentionBackend], name: str) -> Case:
     return case
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class TestReference(BackendTests):
     backend = "torch_reference"
     together = (("batch", "visible"), ("format", "dtype"), ("has_sinks", "soft_cap"))

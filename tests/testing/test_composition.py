@@ -45,7 +45,6 @@ def cells(request: pytest.FixtureRequest, registry: Registry) -> Iterator[tuple[
 
     If they can be padded, they are padded in layers with a cache of their own, and are not where the cache is shared.
     """
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "mixed":
             for steps in ("STEPS", "CROSS_STEPS", "RANGE_STEPS"):

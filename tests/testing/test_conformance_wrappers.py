@@ -137,11 +137,6 @@ def chain_cases() -> list[Case]:
     return [case for case in make_cases(CAPABILITIES, chains=CHAINS) if case.wrappers]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 TOGETHER = [("wrappers", name) for name in ("batch", "format", "is_padded", "mask", "causal", "block_size")]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.testing.mistakes.backend import RightBackend
 from tests.testing.mistakes.finding import find
@@ -13,11 +12,6 @@ from tests.testing.mistakes.wrappers import RightWrapper
 
 KINDS = all_kinds()
 FOUND = [name for name, each in KINDS.items() if not each.missed]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_most_kinds_are_found() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import torch
 
 from kvframe.contract.backend import AttentionBackend
 from kvframe.testing.conformance import check_backend
@@ -19,11 +18,6 @@ from tests.testing.mutant_backends import MISTAKES
 from tests.testing.plain_backend import PlainBackend
 
 Check = Callable[[type[AttentionBackend]], None]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def loop(backend: type[AttentionBackend] = PlainBackend) -> dict[str, Check]:

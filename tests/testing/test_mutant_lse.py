@@ -32,11 +32,6 @@ FIRST = {mistake: next(name for name in LOOP if where in name) for mistake, (_, 
 """The first check that finds a bug: it runs first, so that the others need not run."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def check_sample(backend: type[LseBackend]) -> None:
     for case in SAMPLED:
         check_backend(backend, case)

@@ -29,11 +29,6 @@ from tests.testing.plain_backend import PlainBackend, PlainBuilder
 CASES = make_cases(PlainBackend.capabilities)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def case_of(name: str) -> Case:
     (case,) = (case for case in CASES if case.name == name)
     return case

@@ -25,11 +25,6 @@ from kvframe.testing.suites import BackendTests
 CASES = make_cases(CpuBackend.capabilities)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class TestCpu(BackendTests):
     backend = "cpu"
     writes_out = True

@@ -60,11 +60,6 @@ class AsItComes(FlexBackend):
     conformance_options: ClassVar[Mapping[str, Any]] = {}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def layer_of(**options: Any) -> LayerSpec:
     return make_layer(FlexBackend.capabilities, **options)
 

@@ -35,11 +35,6 @@ FEW = sample(CASES)
 RUNS = make_runs(MLABackend.capabilities, form=Latents())
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class TestMLA(BackendTests):
     backend = "mla"
     run_traits = ("head_size",)

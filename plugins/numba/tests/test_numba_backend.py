@@ -18,11 +18,6 @@ FEW = sample(CASES)
 """A sample of the cases with every trait of the grid."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def check_in_parts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a case with work split over threads and tokens, as usually only large cases have it."""
     monkeypatch.setattr(plan, "SMALL", 0)

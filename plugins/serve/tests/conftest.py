@@ -13,11 +13,9 @@ from typing import Any
 import openai
 import pytest
 from kvframe_serve.server import Server
-from kvframe_transformers.testing import save_tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from kvframe import Stack
+from tests.support.models import save_byte_model
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -33,14 +31,7 @@ STACK = Stack.from_mapping(CACHE)
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny model whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("served") / "tiny"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    save_tiny(folder, "llama", vocab_size=len(alphabet))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    save_byte_model(folder, chat_template=TEMPLATE)
     return folder
 
 

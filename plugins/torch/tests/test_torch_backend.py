@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
-import torch
 from kvframe_torch import backend as backend_module
 from kvframe_torch import builder as builder_module
 from kvframe_torch import tiles as tiles_module
@@ -16,11 +15,6 @@ from kvframe.testing.grid import make_cases, make_layers
 from kvframe.testing.suites import BackendTests
 
 CASES = {case.name: case for case in make_cases(TorchBackend.capabilities)}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 class TestTorch(BackendTests):

@@ -166,11 +166,6 @@ class DenseLayers(Mapping[str, DenseLayer]):
         return list(self.run_batch(model, new_tokens, ends.tolist()).split(1))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def dense_layers() -> type[DenseLayers]:
     return DenseLayers

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from kvframe_engine.testing.suites import AdapterTests
 from kvframe_transformers.testing import save_tiny
 
@@ -18,7 +17,6 @@ class OfAFamily(AdapterTests):
     family: ClassVar[str]
 
     def make_model(self) -> Path:
-        torch.set_num_threads(1)
         folder = Path(tempfile.mkdtemp(prefix=f"{self.family}-"))
         save_tiny(folder, self.family)
         return folder

@@ -82,11 +82,6 @@ interpreted = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @interpreted
 class TestTriton(BackendTests):
     backend = "triton"
