@@ -16,7 +16,7 @@ from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import Grouping
-from kvframe.selection.identity import Identity
+from kvframe.selection.choice import Identity
 
 _NAME = "entries"
 
