@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.config.eviction_choice import make_policy
+from kvframe.config.choices import make_policy, make_proposer
 from kvframe.config.options import Rule, Use
-from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.formats import PLAIN
 from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs

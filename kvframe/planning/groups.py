@@ -296,11 +296,7 @@ def _hashable_key(spec: KVCacheSpec) -> tuple[object, ...]:
 
 
 def is_step_local(layer: LayerSpec) -> bool:
-    """Return whether a layer attends to a request's own tokens and keeps none of them.
-
-    Args:
-        layer: The layer.
-    """
+    """Return whether a layer attends to a request's own tokens and keeps none of them."""
     return (
         layer.query is not None
         and layer.spec is not None

@@ -224,8 +224,9 @@ class KVCachePlan:
         If it does not fit, then for some division a step gets no pages. This holds if the plan has one group that
         attends, or only groups of full attention and of inputs. In other plans, the groups may hold their most blocks
         at different tokens, so the check is conservative. Beside full attention, each group always holds one block less
-        than is counted (a chunked group until the end of its next chunk), so a request may be served for as many more
-        tokens as fit into these blocks and the rest of the chunk. A type that stores few blocks, such as a state,
+        than is counted, so a request may be served for as many more tokens as fit into these blocks, and beside a
+        chunked group for up to one chunk more: of Llama 4 Scout, 2 GiB promise 12,912 tokens in steps of 2,048, and
+        serve any division of 17,040 (``tests/cache/test_fits.py``). A type that stores few blocks, such as a state,
         counts each block that a later request may continue from, and a lone request need not hold these.
 
         Args:

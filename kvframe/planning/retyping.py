@@ -24,11 +24,6 @@ def retyped(description: ModelDescription, registry: Registry, stack: Stack) -> 
     A type replaces only how long keys and values are kept and which of them a query sees. So the layer must attend, to
     its own tokens, and the type must store the same tensors.
 
-    Args:
-        description: The model, as its adapter describes it.
-        registry: Where types are looked up.
-        stack: The rules.
-
     Raises:
         StackError: A layer cannot have the type that a rule gives it.
     """
@@ -119,13 +114,7 @@ def _stored(spec: KVCacheSpec) -> Mapping[str, tuple[int, ...]]:
 
 
 def retyped_layers(description: ModelDescription, layers: tuple[LayerSpec, ...], registry: Registry) -> tuple[str, ...]:
-    """Return the names of the layers that attend by another mask than the model's own forward.
-
-    Args:
-        description: The model, as its adapter describes it.
-        layers: The layer specs with which it is served.
-        registry: Where types are looked up.
-    """
+    """Return the names of the layers that attend by another mask than the model's own forward."""
     served = {layer.name: layer for layer in layers}
     return tuple(
         layer.name

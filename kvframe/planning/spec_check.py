@@ -172,9 +172,9 @@ def _check_state_tensors(spec: KVCacheSpec) -> None:
 
 def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> None:
     question = f"live_blocks({n})"
-    given = ask(spec, question, lambda: spec.live_blocks(n))
-    if given != live:
-        raise wrong_answer(spec, question, given, f"{live} by its live ranges")
+    blocks = ask(spec, question, lambda: spec.live_blocks(n))
+    if blocks != live:
+        raise wrong_answer(spec, question, blocks, f"{live} by its live ranges")
 
 
 def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, ranges: tuple[TokenRange, ...]) -> None:

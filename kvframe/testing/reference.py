@@ -58,11 +58,6 @@ def relative_bias(bias: RelativeBias, table: torch.Tensor, num_computed: int, se
 def alibi_bias(slopes: Sequence[float], num_computed: int, seq_len: int) -> torch.Tensor:
     """Return the bias of ALiBi, which is added to the scores (Press et al., arXiv 2108.12409).
 
-    Args:
-        slopes: A slope per head.
-        num_computed: The first query's position.
-        seq_len: Tokens of the request after the step.
-
     Returns:
         ``[num_heads, seq_len - num_computed, seq_len], float64``.
     """

@@ -74,15 +74,6 @@ def run_step(
 ) -> Output:
     """Run a backend after the case's chain, on requests in the order that its builder asks for.
 
-    Args:
-        backend_class: The backend.
-        case: The case.
-        inputs: Each request's tensors.
-        learned: The layer's learned tensors.
-        device: The device of the backend.
-        poison: The value of all memory without live state.
-        host: Whose memory and step the backend is given.
-
     Raises:
         ConformanceError: The chain keeps other tokens than the generating ones, the output breaks the contract, or
             other memory was written.

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvframe import Setup, Stack, load_plugins, plan_cache
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
+from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.plan import KVCachePlan
 from tests.cache.plans import encoder, full, make_plan, masked, ranged, rollback, state
 
 MAX_LEN = 40
+SCOUT = Path(__file__).parents[2] / "examples" / "layers" / "llama_4_scout.toml"
 
 
 sizes, heads = st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3, 5])
@@ -189,6 +193,20 @@ def test_with_one_block_less_of_each_further_group_more_than_fits_is_not_served_
 def test_a_chunk_that_ends_later_leaves_room_for_a_few_tokens_more() -> None:
     plan = make_plan(full(1, 3), masked(4, chunk=16), num_slabs=6, max_model_len=40, max_num_batched_tokens=1)
     assert [16, 17, 18, 19, 20] == [n for n in range(longest(plan), 30) if not is_refused(plan, n)]
+
+
+def test_of_llama_4_scout_less_than_a_chunk_more_is_served_than_fits() -> None:
+    stack = Stack.from_mapping({"model": {"device": "cpu", "dtype": "bfloat16"}})
+    grouping = Setup.of(read_layer_file(SCOUT), stack, load_plugins().registry).grouping
+    plan = plan_cache(grouping, memory_bytes=2 << 30, max_model_len=32_768, max_num_batched_tokens=2_048)
+    assert (True, False) == (plan.fits(12_912), plan.fits(12_913))
+
+    def needs(start: int, stop: int) -> int:
+        return plan.num_slabs_for(group.spec.num_resident_blocks(start, stop - start) for group in plan.groups)
+
+    # The first step that gets no pages ends later than 17,040 tokens.
+    assert plan.num_slabs >= max(needs(start, min(start + 2_048, 17_040)) for start in range(17_040))
+    assert plan.num_slabs < needs(17_041 - 2_048, 17_041)
 
 
 @given(plan=plans(), others=st.integers(1, 6), data=st.data())

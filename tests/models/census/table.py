@@ -14,7 +14,7 @@ INTRODUCTION = """\
 
 `python -m tests.models.census` writes this page and `models.json`. For every type in transformers' mappings, it makes a
 tiny random model, saves it, and compares what kvframe computes from the checkpoint with what transformers computes, in
-float32 on a CPU: the tokens of `generate()`, or the hidden states of an encoder.
+float32 on a CPU: the tokens of `generate()` and how likely they are, or the hidden states of an encoder.
 
 - **equal**: the results are equal. Of a model that also takes pictures or sound, this is its text.
 - **refused**: kvframe says in one sentence why it does not serve the model.
