@@ -27,6 +27,9 @@ three general ways to say which tokens are seen."""
 EXTENSIONS = (SEQ_STARTS, RANGE_ENDS)
 """The extensions of the batch metadata that kvframe itself makes. Wrappers of plugins may make others."""
 
+CHOICES = ("tokens", "blocks")
+"""What can be chosen by content for a query."""
+
 USUAL_DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "mtia", "xla", "xpu")
 """The device types that a message names. torch says which ones there are."""
 
@@ -73,11 +76,14 @@ def known_devices(instance: Any, attribute: attrs.Attribute[Any], value: Any) ->
             raise _error(str(UnknownNameError("device type", name, USUAL_DEVICES, hint)), attribute)
 
 
-def _known(what: str, known: Collection[str]) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    """Return an attrs validator that checks that there are words, and that each is a known one."""
+def _known(
+    what: str, known: Collection[str], *, is_optional: bool = False
+) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+    """Return an attrs validator that checks that there are words, unless they are optional, and each is a known one."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        _require_some(attribute, value)
+        if not is_optional:
+            _require_some(attribute, value)
         for name in _words(attribute, value):
             if name not in known:
                 raise _error(str(UnknownNameError(what, name, known)), attribute)
@@ -87,6 +93,7 @@ def _known(what: str, known: Collection[str]) -> Callable[[Any, attrs.Attribute[
 
 known_masks = _known("mask feature", MASK_FEATURES)
 known_dtypes = _known("dtype", ITEM_BYTES)
+known_choices = _known("choice", CHOICES, is_optional=True)
 
 
 def extension_names(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

@@ -81,7 +81,9 @@ class Setup:
             stack = attrs.evolve(stack, model=attrs.evolve(stack.model, dtype=dtype))
         drafts = find_drafts(description, stack, registry)
         specs = make_layer_specs(drafts.beside(description), registry, stack, stack.model.dtype, drafts.max_tokens)
-        own, drafting = specs[: len(description.layers)], specs[len(description.layers) :]
+        names = {layer.name for layer in description.layers}
+        own = tuple(spec for spec in specs if spec.name in names or spec.entry_of in names)
+        drafting = specs[len(own) :]
         check_draft_layers(drafting, stack)
         return cls(
             description=description,

@@ -22,7 +22,7 @@ def retyped(description: ModelDescription, registry: Registry, stack: Stack) -> 
     """Return the description of a model whose layers have the types that the stack's rules give them.
 
     A type replaces only how long keys and values are kept and which of them a query sees. So the layer must attend, to
-    its own tokens, and the type must store the same tensors.
+    its own tokens, and the type must store the same tensors, unless it defines its own attention.
 
     Raises:
         StackError: A layer cannot have the type that a rule gives it.
@@ -54,7 +54,8 @@ def _check(layer: LayerDescription, made: LayerDescription, registry: Registry, 
     except (TypeError, ValueError, SpecError):
         return  # the error about its options is raised where the layer's spec is made
     for what, one, two in (
-        ("stores", _stored(before), _stored(after)),
+        # A type that defines its attention stores what it needs of the same keys and values.
+        ("stores", *((_stored(before), _stored(after)) if not after.defines_attention else ("", ""))),
         ("attends to the sequence", before.sequence, after.sequence),
         ("keeps tokens of the past", before.keeps_past, after.keeps_past),
     ):

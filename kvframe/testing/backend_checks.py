@@ -189,6 +189,8 @@ def _of_layer(case: Case, with_lse: bool) -> Iterator[str]:
         "learned sinks": query.has_sinks,
         "relative bias": query.relative_bias is not None,
         "ALiBi": query.alibi_slopes is not None,
+        "chosen tokens": query.choice is not None and query.choice.unit == "tokens",
+        "chosen blocks": query.choice is not None and query.choice.unit == "blocks",
         _VALUE_SIZES: case.form is KEYS_AND_VALUES and case.form.head_size_v(spec) != query.head_size,
         _LSE: with_lse,
     }

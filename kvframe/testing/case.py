@@ -103,6 +103,29 @@ class Case:
         assert self.layer.query is not None
         return self.layer.query
 
+    def chosen(self, index: int) -> torch.Tensor:
+        """Return what a layer with a choice reads of a request: random tokens, or blocks, of it and a few later ones.
+
+        Args:
+            index: The request.
+
+        Returns:
+            ``[num_new, num_choosers, max_chosen], int32, host``; -1 for none. It is the same in each call.
+        """
+        choice, request = self.query.choice, self.requests[index]
+        assert choice is not None
+        generator = torch.Generator().manual_seed(index)
+        # Numbers from -1 down stand for none; the last ones are later than every query.
+        candidates = torch.arange(-2, -(-request.seq_len // choice.block_size) + 2)
+        rows = [
+            candidates[torch.randperm(len(candidates), generator=generator)][: choice.max_chosen]
+            for _ in range(request.num_new * choice.num_choosers)
+        ]
+        drawn = torch.full((len(rows), choice.max_chosen), -1)
+        for row, chosen in zip(drawn, rows, strict=True):
+            row[: len(chosen)] = chosen
+        return drawn.clamp(min=-1).view(request.num_new, choice.num_choosers, -1).int()
+
     @property
     def stored_dtype(self) -> torch.dtype:
         """The cache's dtype; for a layer in another format than the plain one, the dtype in which it is read."""

@@ -83,7 +83,9 @@ def attention_error_bound(
     bound += sum_unit * (num_seen.sqrt().transpose(0, 1) * terms + of_scores(summed))
     # Weights and outputs that are too small for the dtype become zero.
     smallest = torch.finfo(dtype).tiny * unit + torch.finfo(sum_dtype).tiny
-    underflow = torch.einsum("qt,tkd->qkd", visible.double(), 1 + value_size[:-1]) * smallest
+    # If heads see different tokens, each may lose what any of them loses.
+    seen_by_any = visible if visible.ndim == 2 else visible.any(0)
+    underflow = torch.einsum("qt,tkd->qkd", seen_by_any.double(), 1 + value_size[:-1]) * smallest
     underflow = underflow.repeat_interleave(weights.shape[0] // value.shape[1], dim=1)
     return ROUNDINGS / 2 * bound + underflow
 

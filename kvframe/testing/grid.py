@@ -105,7 +105,7 @@ def make_cases(
                 batches |= RANGES
             cases = [*_cases(name, layer, batches)]
             all_cases += cases
-            if _sees_all(layer) and not _uses_distances(layer):
+            if _sees_all(layer) and not _reads_own_tokens(layer):
                 all_cases += _cases(name, layer, cross)
             if name.startswith("full-block") and capabilities.not_causal is None:
                 causal = [case for case in cases if not any(request.ranges for request in case.requests)]
@@ -144,6 +144,18 @@ def _require_cases(
             raise ConformanceError(f"no case in the format {kv_format.name}: no layer of the kit is stored in it")
 
 
+_CHOICES: Mapping[str, Mapping[str, Any]] = {
+    "choice=tokens": {"choice": {"max_chosen": 6}},
+    "choice=blocks": {"choice": {"max_chosen": 2, "block_size": 4}},
+    "choice=tokens_by_kv_head-soft_cap-learned_sinks": {
+        "choice": {"max_chosen": 5, "num_choosers": 2},
+        "soft_cap": SOFT_CAP,
+        "has_sinks": True,
+    },
+}
+"""Tokens that are chosen by content: those of all heads, or of each group of KV heads; or blocks of them."""
+
+
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +179,7 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
         "alibi": {"alibi_slopes": ALIBI_SLOPES},
         "alibi-soft_cap-learned_sinks": {"alibi_slopes": ALIBI_SLOPES, **scoring},
         **form.features(head_size),
+        **(_CHOICES if form is KEYS_AND_VALUES else {"choice=tokens": _CHOICES["choice=tokens"]}),
     }
     for block_size in sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)}):
         for mask, options in make_masks(block_size).items():
@@ -255,10 +268,10 @@ def _sees_all(layer: LayerSpec) -> bool:
     return mask is not None and mask.sees_all
 
 
-def _uses_distances(layer: LayerSpec) -> bool:
-    """Return whether a layer adds a bias by distance; to keys of another sequence there is none."""
+def _reads_own_tokens(layer: LayerSpec) -> bool:
+    """Return whether a layer adds a bias by distance, or reads chosen tokens; neither goes with another sequence."""
     query = layer.query
-    return query is not None and (query.relative_bias is not None or query.alibi_slopes is not None)
+    return query is not None and any((query.relative_bias, query.alibi_slopes, query.choice))
 
 
 def usual_dtypes(capabilities: Capabilities) -> list[str]:

@@ -276,9 +276,10 @@ def _others(spec: KVCacheSpec, name: str) -> Iterator[KVCacheSpec]:
 
 
 def _check_state(asked: _Asked) -> None:
-    """Check the state tensors: they have a place for each token of a block, or for each state of it."""
+    """Check the state tensors: they have a row for each entry of a block's tokens, or for each state of it."""
     spec = asked.spec
-    length = spec.states_per_block if spec.is_per_block else spec.block_size
+    _require(spec.block_size % spec.tokens_per_entry == 0, spec, "a block has whole entries of tokens_per_entry tokens")
+    length = spec.states_per_block if spec.is_per_block else spec.block_size // spec.tokens_per_entry
     for name, tensor in spec.state_tensors().items():
         what = f"the state {name!r} of a block has the shape {tensor.shape}, and {length} must be its first dimension"
         _require(tensor.shape[:1] == (length,), spec, what)
