@@ -23,8 +23,8 @@ from kvframe.contract import (
 )
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
-from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
+from tests.support.plugins import plugin
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
 CPU = torch.device("cpu")
@@ -220,6 +220,23 @@ def test_a_layer_that_does_not_attend_is_refused(registry: Registry) -> None:
     keeping = LayerSpec(name="state", spec=SPEC, query=None)
     with pytest.raises(BackendError, match="'state' cannot be hosted"):
         Layers.on_host_pages([layer("a"), keeping], stack({"backend": "torch"}), registry, CPU)
+
+
+@attrs.frozen(kw_only=True)
+class IndexedSpec(FullAttentionSpec):
+    """Keeps an index beside keys and values."""
+
+    kind = "indexed"
+
+    @property
+    def entries(self) -> Mapping[str, KVCacheSpec]:
+        return {"index": SPEC}
+
+
+def test_a_layer_with_entries_is_refused_because_the_host_has_no_pages_for_them(registry: Registry) -> None:
+    indexed = IndexedSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=8, dtype="float32")
+    with pytest.raises(BackendError, match="'a' cannot be hosted: its type 'indexed' has inputs, or entries"):
+        Layers.on_host_pages([layer("a", indexed)], stack({"backend": "torch"}), registry, CPU)
 
 
 def test_a_layer_without_its_bias_is_refused_until_it_is_bound(registry: Registry) -> None:
