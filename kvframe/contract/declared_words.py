@@ -82,7 +82,8 @@ def _known(
     """Return an attrs validator that checks that there are words, unless they are optional, and each is a known one."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not is_optional:
+        # A backend that only computes the attention that types define has no masks.
+        if not is_optional and not (attribute.name == "masks" and instance.kinds):
             _require_some(attribute, value)
         for name in _words(attribute, value):
             if name not in known:
