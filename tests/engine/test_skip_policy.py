@@ -15,8 +15,10 @@ from kvframe_engine.requests.request import SamplingParams
 
 from kvframe import Engine, RequestOutput
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.local import LocalCaches
+from kvframe.attention.layers import Layers
+from kvframe.attention.step import Step
 from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
+from kvframe.planning.groups import Grouping
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages
 
@@ -242,22 +244,18 @@ def test_a_step_whose_logits_nobody_wants_has_none(model: TinyModel) -> None:
 # --- padding ----------------------------------------------------------------------------------------------------------
 
 
-class PaddedLayers:
+class PaddedLayers(Layers):
     """Replaces the layers; the last ones run at a size that is always two rows too large."""
 
-    skipped = ("layer",)
-    local = LocalCaches((), torch.device("cpu"), max_tokens=0, max_reqs=0)
-    kept_rows: torch.Tensor
+    def __init__(self) -> None:
+        super().__init__((), (), Grouping(groups=(), follows={}), {}, torch.device("cpu"), ("layer",))
 
-    def order_for(self, num_computed: Any, query_lens: Any) -> None:
-        return None
-
-    def begin_step(
-        self, metadata: Sequence[CommonAttentionMetadata], *, inputs: tuple[torch.Tensor, ...], **_: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def begin_step(self, metadata: Sequence[CommonAttentionMetadata], **options: Any) -> Step:
         rows = metadata[0].generating_indices
-        self.kept_rows = torch.cat([rows, rows[-1:], rows[-1:]])
-        return inputs
+        assert rows is not None
+        step = attrs.evolve(super().begin_step(metadata, **options), kept_rows=torch.cat([rows, rows[-1:], rows[-1:]]))
+        self.kept_rows = step.kept_rows
+        return step
 
 
 class PaddedModel(ScriptedModel):
@@ -271,12 +269,13 @@ class PaddedModel(ScriptedModel):
         return
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        assert self.layers.kept_rows is not None
         return super().forward(input_ids, positions, self.layers.kept_rows)
 
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_padded_rows_are_nobodys_logits(skips: bool) -> None:
-    layers: Any = PaddedLayers()
+    layers = PaddedLayers()
     with PaddedModel(layers, "the quick brown").engine(max_num_batched_tokens=5) as engine:
         engine._runner._layers = layers
         engine._runner._skip_policy = lambda _: skips
