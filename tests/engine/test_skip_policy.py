@@ -13,12 +13,9 @@ import torch
 from kvframe_engine.core import STEP_FAILED
 from kvframe_engine.requests.request import SamplingParams
 
-from kvframe import Engine, RequestOutput
+from kvframe import Engine, RequestOutput, Step
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.layers import Layers
-from kvframe.attention.step import Step
 from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
-from kvframe.planning.groups import Grouping
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages
 
@@ -244,18 +241,22 @@ def test_a_step_whose_logits_nobody_wants_has_none(model: TinyModel) -> None:
 # --- padding ----------------------------------------------------------------------------------------------------------
 
 
-class PaddedLayers(Layers):
+class PaddedLayers:
     """Replaces the layers; the last ones run at a size that is always two rows too large."""
 
-    def __init__(self) -> None:
-        super().__init__((), (), Grouping(groups=(), follows={}), {}, torch.device("cpu"), ("layer",))
+    skipped = ("layer",)
+    layers: Any
+    kept_rows: torch.Tensor
 
-    def begin_step(self, metadata: Sequence[CommonAttentionMetadata], **options: Any) -> Step:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layers, name)
+
+    def begin_step(
+        self, metadata: Sequence[CommonAttentionMetadata], *, inputs: tuple[torch.Tensor, ...], **_: Any
+    ) -> Step:
         rows = metadata[0].generating_indices
-        assert rows is not None
-        step = attrs.evolve(super().begin_step(metadata, **options), kept_rows=torch.cat([rows, rows[-1:], rows[-1:]]))
-        self.kept_rows = step.kept_rows
-        return step
+        self.kept_rows = torch.cat([rows, rows[-1:], rows[-1:]])
+        return Step(groups=(), inputs=inputs, kept_rows=self.kept_rows, states=())
 
 
 class PaddedModel(ScriptedModel):
@@ -269,15 +270,14 @@ class PaddedModel(ScriptedModel):
         return
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        assert self.layers.kept_rows is not None
         return super().forward(input_ids, positions, self.layers.kept_rows)
 
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_padded_rows_are_nobodys_logits(skips: bool) -> None:
-    layers = PaddedLayers()
+    layers: Any = PaddedLayers()
     with PaddedModel(layers, "the quick brown").engine(max_num_batched_tokens=5) as engine:
-        engine._runner._layers = layers
+        layers.layers, engine._runner._layers = engine._runner._layers, layers
         engine._runner._skip_policy = lambda _: skips
         outputs = engine.generate(["the", "the quick"], SamplingParams(max_new_tokens=4))
     assert [" qui", " bro"] == [output.text for output in outputs]
