@@ -22,7 +22,7 @@ from benchmarks.harness.plots import plots
 from benchmarks.harness.process import map_in_processes
 from benchmarks.harness.record import benchmark
 from kvframe import FullAttentionSpec, KVCacheManager, Stack, group_layers, load_plugins, plan_cache
-from kvframe.config.eviction_choice import make_policy
+from kvframe.config.choices import make_policy
 from kvframe.contract import LayerSpec
 
 BLOCK = 16

@@ -86,6 +86,20 @@ class GroupMetadata:
     slots: Slots | None
 
 
+class GroupStep:
+    """What one attention group holds while a step runs.
+
+    Attributes:
+        group: The group.
+        index: Its index among the attention groups.
+        read: What its layers read in the step that was begun last.
+    """
+
+    def __init__(self, group: AttentionGroup, index: int = 0) -> None:
+        self.group, self.index = group, index
+        self.read = GroupMetadata(None, 0, None, None)
+
+
 @attrs.frozen(eq=False)
 class _Reader:
     """One attention group, with numbers that are equal for groups that can share work.

@@ -15,7 +15,7 @@ import torch
 
 from kvframe.attention.copied_pages import live_places, static_places
 from kvframe.attention.returned import build_all, make_builder
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache, MoreInputs
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
@@ -187,6 +187,19 @@ class CopyingBackend(AttentionBackend):
         """Copy the pages, and let the backend attend to the copies."""
         copies = self._copied(kv_cache, metadata)
         return self.inner.forward_with_lse(self._plain[layer.name], query, copies, metadata.built, sinks)
+
+    def forward_more(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy the pages, and let the backend attend to the copies."""
+        copies = self._copied(kv_cache, metadata)
+        return self.inner.forward_more(self._plain[layer.name], query, copies, metadata.built, sinks, more)
 
     def _copied(self, kv_cache: KVCache, metadata: Any) -> KVCache:
         """Return the step's pages, copied into the plain format."""

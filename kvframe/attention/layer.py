@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
 
-from kvframe.attention.build import GroupMetadata
-from kvframe.attention.group import AttentionGroup
+from kvframe.attention.build import GroupMetadata, GroupStep
+from kvframe.attention.entries import AttachedEntryLayer
 from kvframe.attention.returned import step_failure
-from kvframe.contract.backend import KVCache
+from kvframe.contract.backend import KVCache, MoreInputs
+from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.answers import ask
-
-
-class GroupStep:
-    """What one attention group holds while a step runs.
-
-    Attributes:
-        group: The group.
-        index: Its index among the attention groups.
-        read: What its layers read in the step that was begun last.
-    """
-
-    def __init__(self, group: AttentionGroup, index: int = 0) -> None:
-        self.group, self.index = group, index
-        self.read = GroupMetadata(None, 0, None, None)
 
 
 class AttentionLayer:
@@ -44,8 +32,15 @@ class AttentionLayer:
         lacks_parameters: Whether it needs learned tensors that are not bound yet.
     """
 
-    def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        kv_cache: KVCache,
+        step: GroupStep,
+        entries: Mapping[str, AttachedEntryLayer] = MappingProxyType({}),
+    ) -> None:
         self.spec, self.kv_cache, self.step = spec, kv_cache, step
+        self._entries = entries
         group = step.group
         self._wrapped = attrs.evolve(group.wrapped, name=spec.name, shares_with=spec.shares_with)
         self._backend, self._backend_name = group.backend, group.backend_name
@@ -55,7 +50,10 @@ class AttentionLayer:
         assert kept is not None
         assert query is not None
         self._query_shape = query.num_heads, query.head_size
-        self._stored_shapes = _stored_shapes(self._wrapped)
+        self._stored_shapes = None if kept.defines_attention else _stored_shapes(self._wrapped)
+        self._inputs = ask(kept, "inputs(query)", lambda: dict(kept.inputs(query)))
+        self._choice, self._merged = query.choice, query.merged
+        self._has_more = query.choice is not None or kept.defines_attention
         self._needed = ask(kept, "parameters(query)", lambda: dict(kept.parameters(query)))
         self.lacks_parameters = bool(self._needed)
 
@@ -88,6 +86,9 @@ class AttentionLayer:
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        *,
+        chosen: ChosenTokens | None = None,
+        inputs: KVCache | None = None,
     ) -> torch.Tensor:
         """Store the step's keys and values, and attend.
 
@@ -98,16 +99,65 @@ class AttentionLayer:
                 in a step that stores nothing.
             value: ``[num_stored, num_kv_heads, head_size_v], device``; likewise.
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+            chosen: The tokens that are chosen for each query; None unless the layer's query side has a ``choice``.
+            inputs: The further inputs of the layer's type, by name; None for none.
 
         Returns:
             ``[num_rows, num_heads, head_size_v], device``.
 
         Raises:
-            BackendError: As ``write`` and ``attend`` raise it.
+            BackendError: As ``write``, ``attend`` and ``attend_more`` raise it.
         """
         read = self.step.read
         self.write(key, value, self.kv_cache, read)
+        if self._has_more or chosen is not None or inputs is not None:
+            return self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, inputs, key, value))[0]
         return self.attend(query, self.kv_cache, read, sinks)
+
+    def with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+        *,
+        chosen: ChosenTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the step's keys and values, attend, and return the log-sum-exp too.
+
+        Args:
+            query: As for a call.
+            key: As for a call.
+            value: As for a call.
+            sinks: As for a call; None also for a layer with sinks, if another part has them.
+            chosen: As for a call.
+
+        Returns:
+            As a call does, and ``[num_rows, num_heads], device``.
+
+        Raises:
+            BackendError: As for a call; or the layer's query side does not say that it is merged (``wrong_input``).
+        """
+        if not self._merged:
+            raise BackendError(
+                f"layer {self.spec.name!r} is not specified as merged, so its backend may return no log-sum-exp",
+                code="wrong_input",
+            )
+        read = self.step.read
+        self.write(key, value, self.kv_cache, read)
+        output, lse = self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, None, key, value))
+        assert lse is not None
+        return output, lse
+
+    def _more(
+        self,
+        chosen: ChosenTokens | None,
+        inputs: KVCache | None,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+    ) -> MoreInputs:
+        entries = {name: entry.step for name, entry in self._entries.items()}
+        return MoreInputs(chosen=chosen, entries=entries, inputs=inputs or {}, key=key, value=value)
 
     def write(
         self, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache, read: GroupMetadata
@@ -189,6 +239,85 @@ class AttentionLayer:
         if order is not None:
             return torch.index_select(output, 0, order.inverse, out=out)
         return output if output is out else out.copy_(output)
+
+    def attend_more(
+        self,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        read: GroupMetadata,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute a step's attention of a layer with chosen tokens, further entries or inputs, or that is merged.
+
+        Args:
+            query: As for ``attend``.
+            kv_cache: As for ``attend``.
+            read: As for ``attend``.
+            sinks: As for ``attend``.
+            more: What the call has beside them; it is read by layers that declare it.
+
+        Returns:
+            The output, and the log-sum-exp ``[num_rows, num_heads]``; None if the layer is not merged.
+
+        Raises:
+            BackendError: As ``attend`` raises it; or the chosen tokens or the inputs are not those of the layer
+                (``wrong_input``).
+        """
+        if query.shape != (read.num_rows, *self._query_shape):
+            raise self._wrong_query(query, read.num_rows)
+        self._check_more(more, read.num_rows)
+        order = read.permutation
+        if order is not None:
+            query = query.index_select(0, order.tokens)
+            more = attrs.evolve(
+                more,
+                chosen=None if more.chosen is None else more.chosen.rows(lambda rows: rows[order.tokens]),
+                inputs={name: tensor.index_select(0, order.tokens) for name, tensor in more.inputs.items()},
+                key=None if more.key is None else more.key.index_select(0, order.tokens),
+                value=None if more.value is None else more.value.index_select(0, order.tokens),
+            )
+        method = "forward_more" if self._has_more else "forward_with_lse"
+        try:
+            output, lse = (
+                self._backend.forward_more(self._wrapped, query, kv_cache, read.metadata, sinks, more)
+                if self._has_more
+                else self._backend.forward_with_lse(self._wrapped, query, kv_cache, read.metadata, sinks)
+            )
+        except BaseException as error:
+            raise self._failure(method, error) from error
+        self._check_output(output, query)
+        if self._merged and (not isinstance(lse, torch.Tensor) or lse.shape != query.shape[:2]):
+            raise BackendError(
+                f"backend {self._backend_name!r} returned no log-sum-exp {[*query.shape[:2]]} for layer "
+                f"{self.spec.name!r}, which is merged: this is a mistake in the backend's {method}",
+                code="wrong_output",
+            )
+        if order is None:
+            return output, lse
+        return output.index_select(0, order.inverse), None if lse is None else lse.index_select(0, order.inverse)
+
+    def _check_more(self, more: MoreInputs, num_rows: int) -> None:
+        """Raise ``BackendError`` if chosen tokens or inputs are not what the layer is specified with."""
+        choice, chosen = self._choice, more.chosen
+        if choice is not None or chosen is not None:
+            form = None if choice is None else (num_rows, choice.num_choosers, choice.max_chosen, choice.block_size)
+            given = None if chosen is None else (*chosen.indices.shape, chosen.block_size)
+            if form is None or given is None or given[:2] != form[:2] or given[2] > form[2] or given[3] != form[3]:
+                raise BackendError(
+                    f"layer {self.spec.name!r} was called with "
+                    f"{'no choice' if given is None else f'choices {list(given[:3])} of blocks of {given[3]}'}, and it "
+                    f"is specified with {'none' if form is None else f'{list(form[:3])} of blocks of {form[3]}'}",
+                    code="wrong_input",
+                )
+        wanted = {name: (num_rows, *shape) for name, shape in self._inputs.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in more.inputs.items()}
+        if shapes != wanted:
+            raise BackendError(
+                f"layer {self.spec.name!r} was called with the inputs {shapes or 'none'}, and it is specified with "
+                f"{wanted or 'none'}",
+                code="wrong_input",
+            )
 
     def _wrong_query(self, query: torch.Tensor, num_rows: int) -> BackendError:
         if query.shape[0] == num_rows:

@@ -10,10 +10,11 @@ import attrs
 import torch
 
 from kvframe.attention.batch_metadata import StepBatch, build_metadata, input_slots, split_mapping
-from kvframe.attention.build import MetadataPlan, PreparedStep
+from kvframe.attention.build import GroupStep, MetadataPlan, PreparedStep
 from kvframe.attention.copies import CopyScratch
+from kvframe.attention.entries import AttachedEntryLayer, form_entry_groups, read_entries
 from kvframe.attention.group import AttentionGroup, form_groups
-from kvframe.attention.layer import AttentionLayer, GroupStep
+from kvframe.attention.layer import AttentionLayer
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.padding import pad_step
@@ -55,6 +56,7 @@ class Layers(Mapping[str, AttentionLayer]):
         choices: For each attention layer, its wrapper chain, the chosen backend, and why the others were not chosen.
         groups: The attention groups, in the order of their first layers.
         local: The scratch pages of layers that keep nothing of the past.
+        entries: The entries that layers keep beside their main state, by their full names.
         states: The layers that keep a state, which the model computes itself on their pages; by name.
         skipped: The layers that compute only the generating tokens of a step, in the order in which they run.
         copies: Memory for copies of pages, for backends that do not read the format of their layers.
@@ -97,28 +99,41 @@ class Layers(Mapping[str, AttentionLayer]):
         self.choices = tuple(choices)
         self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
         self.copies = CopyScratch(device, max_static_copies)
-        self.groups = form_groups(attending, choices, grouping, device, self.local.places, self.copies)
+        self.groups = (
+            *form_groups(attending, choices, grouping, device, self.local.places, self.copies),
+            *form_entry_groups([layer for layer in layers if layer.entry_of], grouping, device),
+        )
         views = {**views, **self.local.views}
         stored = [layer.spec for layer in layers if layer.spec is not None and layer.name in views]
         states = (tensor for spec in stored for tensor in spec.in_format(PLAIN).state_tensors().values())
         self.dtypes = frozenset(getattr(torch, tensor.dtype) for tensor in states)
-        keeping = [layer for layer in layers if layer.query is None and layer.name in views]
+        keeping = [layer for layer in layers if layer.query is None and layer.name in views and not layer.entry_of]
         self.states = StateLayers(keeping, grouping, views)
         self._keeps_states = bool(keeping)
         self._staging = Staging(device)
         self.skipped = tuple(skipped)
         self.kept_rows: torch.Tensor | None = None
         self._steps = tuple(GroupStep(group, index) for index, group in enumerate(self.groups))
+        self.entries = {
+            entry.name: AttachedEntryLayer(entry, views[entry.name], step)
+            for step in self._steps
+            for entry in step.group.layers
+            if entry.entry_of is not None
+        }
         self._layers: dict[str, AttentionLayer] = {
-            layer.name: AttentionLayer(layer, views[layer.name] if views else {}, step)
+            layer.name: AttentionLayer(
+                layer, views[layer.name] if views else {}, step, read_entries(layer, self.entries)
+            )
             for step in self._steps
             for layer in step.group.layers
+            if layer.entry_of is None
         }
         self._unchecked = [layer for layer in self._layers.values() if layer.lacks_parameters]
         self._order = {layer.name: index for index, layer in enumerate(attending)}
         pages = {
             group.cache_group: tensor
             for group in self.groups
+            if group.layers[0].entry_of is None
             for tensor in [*self._layers[group.layers[0].name].kv_cache.values()][:1]
         }
         # A host with pages of its own has blocks of one size, and may not know exact lengths.

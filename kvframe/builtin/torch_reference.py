@@ -14,8 +14,9 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache, MoreInputs
 from kvframe.contract.capabilities import Capabilities
+from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
@@ -131,6 +132,7 @@ class TorchReferenceBackend(AttentionBackend):
         separate_value_size=True,
         takes_copies=True,
         returns_lse=True,
+        choices=frozenset({"tokens", "blocks"}),
         preference=-10,
     )
 
@@ -154,6 +156,29 @@ class TorchReferenceBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute each query of each request on its own, in float32 at least."""
+        return self._forward(layer, query, kv_cache, metadata, sinks, None)
+
+    def forward_more(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute each query of each request on its own, over those of its tokens that are chosen."""
+        return self._forward(layer, query, kv_cache, metadata, sinks, more.chosen)
+
+    def _forward(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        chosen: ChosenTokens | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert isinstance(metadata, CommonAttentionMetadata)
         assert layer.spec is not None
         compute_dtype = torch.float32 if query.dtype in LOW_PRECISION else query.dtype
@@ -175,6 +200,9 @@ class TorchReferenceBackend(AttentionBackend):
         slopes = None
         if layer.query.alibi_slopes is not None:
             slopes = torch.tensor(layer.query.alibi_slopes, dtype=compute_dtype, device=query.device)
+        # For each query, the chosen positions of each chooser. Without choices, one chooser takes all that is seen.
+        choices = None if chosen is None else chosen.positions().tolist()
+        num_choosers = 1 if chosen is None else chosen.indices.shape[1]
         for request in range(metadata.num_reqs):
             seq_len = int(metadata.seq_lens_cpu[request])
             num_new = starts[request + 1] - starts[request]
@@ -183,21 +211,30 @@ class TorchReferenceBackend(AttentionBackend):
                 tokens = attended_tokens(layer.spec, position, seq_len, metadata.causal, seq_starts[request])
                 if range_ends is not None and metadata.causal:
                     tokens += range(position + 1, range_ends[starts[request] + i])
-                positions = torch.tensor(tokens, dtype=torch.int64, device=query.device)
-                blocks = metadata.block_table[request, positions // metadata.block_size].long()
-                offsets = positions % metadata.block_size
                 row = starts[request] + i
-                bias = None
-                if table is not None:
-                    bias = table[:, bias_columns(positions - position, table.shape[1] // 2)]
-                elif slopes is not None:
-                    bias = -slopes[:, None] * (positions - position).abs()
-                output[row], lse[row] = attend(
-                    query[row].to(compute_dtype),
-                    kv_cache["k"][blocks, offsets].to(compute_dtype),
-                    kv_cache["v"][blocks, offsets].to(compute_dtype),
-                    layer,
-                    sinks,
-                    bias,
-                )
+                for chooser in range(num_choosers):
+                    read = tokens if choices is None else [t for t in tokens if t in set(choices[row][chooser])]
+                    positions = torch.tensor(read, dtype=torch.int64, device=query.device)
+                    blocks = metadata.block_table[request, positions // metadata.block_size].long()
+                    offsets = positions % metadata.block_size
+                    heads = _share(query.shape[1], num_choosers, chooser)
+                    kv_heads = _share(kv_cache["k"].shape[2], num_choosers, chooser)
+                    bias = None
+                    if table is not None:
+                        bias = table[heads, bias_columns(positions - position, table.shape[1] // 2)]
+                    elif slopes is not None:
+                        bias = -slopes[heads, None] * (positions - position).abs()
+                    output[row, heads], lse[row, heads] = attend(
+                        query[row, heads].to(compute_dtype),
+                        kv_cache["k"][blocks, offsets, kv_heads].to(compute_dtype),
+                        kv_cache["v"][blocks, offsets, kv_heads].to(compute_dtype),
+                        layer,
+                        None if sinks is None else sinks[heads],
+                        bias,
+                    )
         return output, lse
+
+
+def _share(num_heads: int, num_choosers: int, chooser: int) -> slice:
+    """Return the heads that read the choices of one chooser."""
+    return slice(chooser * num_heads // num_choosers, (chooser + 1) * num_heads // num_choosers)

@@ -41,7 +41,7 @@ class SharedBlocks:
         found: WrittenBlocks = {}
         for row in rows.tolist():
             for group in self._kinds.of_tokens if row in self.rows else ():
-                block, num_written = divmod(self._numbers.computed_of[row], group.block_size)
+                block, num_written = divmod(self._numbers.num_computed.item(row), group.block_size)
                 if not num_written:
                     continue
                 ids = self._kinds.tables[group.index].ids[row, block : block + 1]
@@ -155,13 +155,15 @@ class BlockAllocator:
     def could_allocate(self, row: int, num_tokens: int) -> bool:
         """Return whether the pool has all pages that a row takes up to ``num_tokens`` tokens."""
         lacking = [0] * len(self._tables)
-        start = max(self._numbers.computed_of[row], num_tokens - self._kinds.plan.max_num_batched_tokens)
+        start = max(self._numbers.num_computed.item(row), num_tokens - self._kinds.plan.max_num_batched_tokens)
         for group in self._kinds.of_tokens:
-            held = np.count_nonzero(self._tables[group.index].ids[row, : self._numbers.blocks_of[group.index, row]])
+            held = np.count_nonzero(
+                self._tables[group.index].ids[row, : self._numbers.num_blocks.item(group.index, row)]
+            )
             most = group.answers.num_resident_blocks(start, max(0, num_tokens - start))
             lacking[group.index] = max(0, most - int(held))
         for each in self._numbers.states[row].inputs:
-            lacking[each.group] = each.num_blocks - self._numbers.blocks_of[each.group, row]
+            lacking[each.group] = each.num_blocks - self._numbers.num_blocks.item(each.group, row)
         return self._pool.free_list.can_take(lacking)
 
     def note_capacity(self, rows: Rows) -> None:
@@ -183,7 +185,7 @@ class BlockAllocator:
         numbers.capacity[rows] = capacity
         for row in rows.tolist() if self._kinds.of_inputs else ():
             if numbers.states[row].missing:
-                numbers.capacity_of[row] = -1
+                numbers.capacity[row] = -1
 
     def allocate_for_row(self, row: int, num_tokens: int) -> bool:
         """Do what ``allocate_for_rows`` does for one row; if there is one part, in a third of the time."""
@@ -191,12 +193,12 @@ class BlockAllocator:
         if part is None or (self._shared is not None and row in self._shared.rows):
             return self.allocate_for_rows(np.array([row]), np.array([num_tokens])) is not None
         numbers, need = self._numbers, -(-num_tokens // part.block_size)
-        have = numbers.blocks_of[0, row]
+        have = numbers.num_blocks.item(0, row)
         pages = self._pool.allocate_blocks([need - have] * len(numbers.num_blocks))
         if pages is None:
             return False
         if self._rows is not None:
-            numbers.blocks_of[0, row] = need
+            numbers.num_blocks[0, row] = need
             self._rows[row][have:need] = pages
         else:
             pages = pages.reshape(-1, need - have)
@@ -205,7 +207,7 @@ class BlockAllocator:
         if part.row_pages is not None:
             part.row_pages[:, row, have:need] = pages
         covered = need * part.block_size
-        numbers.capacity_of[row] = covered if covered < self._max_tokens else self._max_tokens
+        numbers.capacity[row] = covered if covered < self._max_tokens else self._max_tokens
         return True
 
     def allocate_for_rows(
@@ -254,7 +256,7 @@ class BlockAllocator:
             part.num_blocks[:, rows] = need
         for row in rows.tolist() if self._kinds.of_inputs else ():
             for of_input in self._numbers.states[row].inputs:
-                self._numbers.blocks_of[of_input.group, row] = of_input.num_blocks
+                self._numbers.num_blocks[of_input.group, row] = of_input.num_blocks
         if self._shared is not None and self._shared.rows:
             self._shared.release_copied(shared, rows)
         self.note_capacity(rows)
@@ -309,7 +311,7 @@ class BlockAllocator:
         """Return the blocks of rows' inputs that are not computed."""
         states = ((row, self._numbers.states[row]) for row in rows.tolist())
         return [
-            self._blocks_in(each.group, row, range(self._numbers.blocks_of[each.group, row], each.num_blocks))
+            self._blocks_in(each.group, row, range(self._numbers.num_blocks.item(each.group, row), each.num_blocks))
             for row, state in states
             for each in state.inputs
             if each.sequence in state.missing

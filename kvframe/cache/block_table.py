@@ -205,9 +205,6 @@ class RowNumbers:
     tokens ``[0, capacity)``; below ``next_death`` computed tokens none of its blocks dies, and below
     ``next_publication`` none of its blocks becomes findable.
 
-    ``computed_of``, ``blocks_of``, ``capacity_of``, ``death_of`` and ``publication_of`` are views of these arrays, in
-    which single numbers are read and written several times as fast.
-
     Attributes:
         num_computed: ``[max_num_seqs], int64, host``: computed tokens.
         num_blocks: ``[num_groups, max_num_seqs], int64, host``: blocks, dead ones included: the columns of the block
@@ -222,7 +219,4 @@ class RowNumbers:
         self.num_computed, self.capacity = np.zeros((2, max_num_seqs), dtype=np.int64)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.next_death, self.next_publication = np.full((2, max_num_seqs), NEVER, dtype=np.int64)
-        self.computed_of, self.capacity_of = self.num_computed.data, self.capacity.data
-        self.blocks_of = self.num_blocks.data
-        self.death_of, self.publication_of = self.next_death.data, self.next_publication.data
         self.states: list[RowState] = [NO_REQUEST] * max_num_seqs

@@ -56,7 +56,7 @@ class KVCacheCoordinator:
                 self._dying.append((s, stack, DeathLists(dying)))
         numbers.next_death[...] = self._first_death = self._death_after(0)
         # If there is one group, and its blocks live as long as their request, rows have no gaps, and are freed in fewer
-        # steps: a request of 2,048 tokens costs 19 µs instead of 30.
+        # steps: a request of 2,048 tokens costs 17 µs, with this and the allocator's one part, instead of 45.
         is_lone = kinds.is_plain and len(self._tables) == 1 and self._first_death == NEVER
         self._lone = self._tables[0] if is_lone else None
 
@@ -78,13 +78,13 @@ class KVCacheCoordinator:
     def fork_row(self, row: int, new_row: int, state: RowState) -> None:
         """Begin a request in a free row with the computed tokens and inputs of another row, and reference its pages."""
         assert self._shared is not None
-        num_computed = self._numbers.computed_of[row]
+        num_computed = self._numbers.num_computed.item(row)
         self.begin_row(new_row, num_computed, state)
         if self._publisher is not None:
             self._publisher.follow_fork(row, new_row)
         is_shared = False
         for group in self._kinds.plan.groups:
-            index, size, count = group.index, group.block_size, self._numbers.blocks_of[group.index, row]
+            index, size, count = group.index, group.block_size, self._numbers.num_blocks.item(group.index, row)
             # Blocks without a computed token stay the other row's own.
             count = count if group.is_of_input else min(count, -(-num_computed // size))
             ids = self._tables[index].ids[row, :count]
@@ -98,14 +98,14 @@ class KVCacheCoordinator:
 
     def begin_row(self, row: int, num_computed: int, state: RowState) -> None:
         """Give a free row to a request with computed tokens; it may raise a ``SpecError`` before anything changes."""
-        self._numbers.computed_of[row] = num_computed
+        self._numbers.num_computed[row] = num_computed
         self._numbers.states[row] = state
         # Inputs are computed with the first tokens, so the first commit has work to do.
-        self._numbers.death_of[row] = -1 if state.missing else self._death_after(num_computed)
+        self._numbers.next_death[row] = -1 if state.missing else self._death_after(num_computed)
 
     def reference_blocks(self, row: int, group: int, block_ids: BlockIds) -> None:
         """Write the first blocks of a row into a group's table, 0 for one without a page, and reference their pages."""
-        self._numbers.blocks_of[group, row] = len(block_ids)
+        self._numbers.num_blocks[group, row] = len(block_ids)
         self._tables[group].ids[row, : len(block_ids)] = block_ids
         self._pool.add_references(group, block_ids[block_ids != 0])
 
@@ -120,7 +120,7 @@ class KVCacheCoordinator:
         Raises:
             RequestError: The plan is for fewer tokens; nothing changed.
         """
-        if num_tokens <= self._numbers.capacity_of[row]:
+        if num_tokens <= self._numbers.capacity.item(row):
             return True
         if num_tokens > self._max_tokens:
             raise too_many_tokens(num_tokens, self._max_tokens)
@@ -141,10 +141,10 @@ class KVCacheCoordinator:
     def commit_row(self, row: int, num_computed: int) -> None:
         """Record that a row's tokens ``[0, num_computed)`` are computed; publish full blocks, release dead ones."""
         numbers = self._numbers
-        before, numbers.computed_of[row] = numbers.computed_of[row], num_computed
-        if num_computed >= numbers.publication_of[row] and self._publisher is not None:
+        before, numbers.num_computed[row] = numbers.num_computed.item(row), num_computed
+        if num_computed >= numbers.next_publication.item(row) and self._publisher is not None:
             self._publisher.publish_row(row)
-        if num_computed >= numbers.death_of[row]:
+        if num_computed >= numbers.next_death.item(row):
             self._release_dead(np.array([row]), np.array([before]), np.array([num_computed]))
         if self._kinds.sparse:
             self._release_refused_of(row, num_computed)
@@ -174,10 +174,10 @@ class KVCacheCoordinator:
 
     def check_commit_of(self, row: int, num_computed: int) -> None:
         """Check the tokens of one row, as ``check_commit`` does."""
-        if 0 <= num_computed <= self._numbers.capacity_of[row]:
+        if 0 <= num_computed <= self._numbers.capacity.item(row):
             return
         # The capacity of forks, of rows with inputs and in groups that store few blocks may be less than the slots.
-        counts = [self._numbers.blocks_of[each.index, row] * each.block_size for each in self._kinds.of_tokens]
+        counts = [self._numbers.num_blocks.item(each.index, row) * each.block_size for each in self._kinds.of_tokens]
         num_granted = min([*counts, self._max_tokens])
         if not 0 <= num_computed <= num_granted:
             raise RequestError(
@@ -232,12 +232,12 @@ class KVCacheCoordinator:
         """Release a row's blocks after its computed tokens in groups that store few: the next step stores others."""
         has_released = False
         for group in self._kinds.sparse:
-            start, stop = -(-num_computed // group.block_size), self._numbers.blocks_of[group.index, row]
+            start, stop = -(-num_computed // group.block_size), self._numbers.num_blocks.item(group.index, row)
             if start < stop:
                 self._release_resident(self._tables[group.index].ids[row, start:stop], group.index)
                 if self._publisher is not None:
                     self._publisher.forget_refused(row, group.index, start, stop)
-                self._numbers.blocks_of[group.index, row] = start
+                self._numbers.num_blocks[group.index, row] = start
                 has_released = True
         if has_released:
             self.allocator.note_capacity(np.array([row]))
@@ -266,24 +266,24 @@ class KVCacheCoordinator:
         """Release every block of a row, which may have gaps, and reset the row's numbers."""
         numbers, most = self._numbers, 0
         for stack in self._tables.stacks:
-            count = max([numbers.blocks_of[group, row] for group in stack.groups])
+            count = max([numbers.num_blocks.item(group, row) for group in stack.groups])
             if count:
                 most = max(most, count * stack.block_size)
                 # The last blocks of all groups come first.
                 groups = stack.groups[0] if len(stack.groups) == 1 else np.tile(stack.index, count)
                 self._release_resident(stack.ids[:, row, :count][:, ::-1].T, groups)
                 for group in stack.groups:
-                    numbers.blocks_of[group, row] = 0
+                    numbers.num_blocks[group, row] = 0
         if self._publisher is not None:
             self._publisher.forget_pages(row, 0, most)
-        numbers.computed_of[row] = numbers.capacity_of[row] = 0
-        numbers.death_of[row] = self._first_death
+        numbers.num_computed[row] = numbers.capacity[row] = 0
+        numbers.next_death[row] = self._first_death
         numbers.states[row] = NO_REQUEST
 
     def _free_lone(self, table: BlockTable, row: int) -> None:
         """Release every block of a row in the only group, where rows have no gaps."""
         numbers = self._numbers
-        ids = table.rows[row][: numbers.blocks_of[0, row]]
+        ids = table.rows[row][: numbers.num_blocks.item(0, row)]
         if self._publisher is None:
             self._pool.release_blocks(ids, 0)
         else:
@@ -291,5 +291,5 @@ class KVCacheCoordinator:
             if len(ids) > num_released:
                 self._pool.release_blocks(ids[num_released:][::-1], 0)
         ids.fill(0)
-        numbers.blocks_of[0, row] = numbers.computed_of[row] = numbers.capacity_of[row] = 0
+        numbers.num_blocks[0, row] = numbers.num_computed[row] = numbers.capacity[row] = 0
         numbers.states[row] = NO_REQUEST

@@ -1,4 +1,4 @@
-"""Live ranges as arrays: for each block of a group, the number of computed tokens from which on no token needs it.
+"""When blocks die, as arrays: for each block of a group, the number of computed tokens after which none needs it.
 
 A cache spec gives the tokens that are live at one position. A dead block stays dead, so one number for each block holds
 for all positions, and a step compares it for many requests at once. If the spec's mask agrees with its live ranges, a

@@ -78,7 +78,7 @@ class Publisher:
         self._leaf_start = np.full(max_num_seqs, NEVER, dtype=np.int64)
         self.unreadable: dict[int, RequestError] = {}
         self._states = numbers.states
-        self._computed_of, self._next_publication = numbers.computed_of, numbers.publication_of
+        self._num_computed, self._next_publication = numbers.num_computed, numbers.next_publication
         self._cursors: list[_Cursor | None] = [None] * max_num_seqs
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Publisher:
 
     def follow_fork(self, row: int, new_row: int) -> None:
         """Begin to publish the blocks that a fork adds to those of another row."""
-        cursor, num_computed = self._cursors[row], self._computed_of[row]
+        cursor, num_computed = self._cursors[row], self._num_computed.item(row)
         if cursor is None or row in self.unreadable:
             return
         offset = num_computed - num_computed % self._tree.unit
@@ -338,7 +338,7 @@ class Publisher:
 
     def _end_of(self, cursor: _Cursor, row: int) -> int:
         """Return the number of a row's first tokens whose blocks can be published."""
-        end = min(self._computed_of[row], cursor.stop)
+        end = min(self._num_computed.item(row), cursor.stop)
         ranges = self._states[row].ranges
         return whole_ranges(ranges, end, self._tree.unit) if ranges else end - end % self._tree.unit
 

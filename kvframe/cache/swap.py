@@ -86,7 +86,7 @@ class Swapper:
         for ids, of_group, count in zip(blocks, copies, counts, strict=True):
             of_group[ids != 0] = host_ids[num_used : num_used + count]
             num_used += count
-        stored = StoredRow(copies, self._numbers.computed_of[row])
+        stored = StoredRow(copies, self._numbers.num_computed.item(row))
         try:
             for group, (ids, of_group) in enumerate(zip(blocks, copies, strict=True)):
                 self._host_pages.copy_out(group, ids[ids != 0].tolist(), of_group[ids != 0].tolist())

@@ -169,10 +169,10 @@ def _import(name: str, host: PluginHost, claims: Sequence[Claim]) -> Any:
 def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence[Any]) -> dict[str, Any]:
     """Return what was found about one part, as plain values."""
     from kvframe.contract.errors import KVFrameError
-    from kvframe.loading.deprecated import warnings_of
+    from kvframe.loading.deprecations import warnings_of
     from kvframe.testing.checks import run_checks
 
-    found: dict[str, Any] = {"kind": entry.kind, "name": entry.name, "owner": entry.owner}
+    result: dict[str, Any] = {"kind": entry.kind, "name": entry.name, "owner": entry.owner}
     try:
         part = entry.load()
         if reason := entry.why_unusable(part):
@@ -183,10 +183,10 @@ def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence
     except (StackError, UnknownNameError):
         raise
     except KVFrameError as error:
-        return {**found, "verdict": "not checked", "reason": str(error)}
+        return {**result, "verdict": "not checked", "reason": str(error)}
     with progress(f"{KINDS[entry.kind].label} {entry.name}", len(checks.checks)) as show:
         report = run_checks(checks, show)
-    return {**found, **_to_dict(asked, entry, part, report), "deprecations": warnings_of(entry.plugin)}
+    return {**result, **_to_dict(asked, entry, part, report), "deprecations": warnings_of(entry.plugin)}
 
 
 def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
@@ -204,8 +204,8 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
     if entry.kind == "backend":
         return backend_checks(part, name=entry.name, device=asked.device, whole=whole)
     if entry.kind == "spec":
-        given = None if options is None else [options]
-        return spec_checks(part, given, name=entry.name, registry=registry, whole=whole)
+        variants = None if options is None else [options]
+        return spec_checks(part, variants, name=entry.name, registry=registry, whole=whole)
     if entry.kind == "format":
         return format_checks(part, options, name=entry.name, registry=registry, whole=whole)
     if entry.kind == "model_adapter":
@@ -214,23 +214,23 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
         from kvframe.engine import adapter_checks
 
         return adapter_checks(part, asked.model, name=entry.name, plugins=modules)
-    of_kind: Mapping[str, Callable[..., Checks]] = {
+    checks_by_kind: Mapping[str, Callable[..., Checks]] = {
         "wrapper": wrapper_checks,
         "eviction": policy_checks,
         "logits_processor": logits_processor_checks,
         "proposer": proposer_checks,
     }
-    return of_kind[entry.kind](part, options, name=entry.name)
+    return checks_by_kind[entry.kind](part, options, name=entry.name)
 
 
 def _parse(options: str | None) -> Mapping[str, Any] | None:
     try:
-        found = None if options is None else json.loads(options)
+        parsed = None if options is None else json.loads(options)
     except ValueError as error:
         raise StackError(f"--options must be a JSON object, not {shown(options)}: {error}") from error
-    if found is not None and not isinstance(found, dict):
+    if parsed is not None and not isinstance(parsed, dict):
         raise StackError(f"--options must be a JSON object, not {shown(options)}")
-    return found
+    return parsed
 
 
 def _to_dict(asked: _Asked, entry: Claim, part: Any, report: Report) -> dict[str, Any]:

@@ -109,23 +109,23 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
     if model is not None and not torch_problem:
         checked = check_model(find_model(model, weights=False), stack, host.registry)
         problems += checked.problems
-    found = {
+    report = {
         "versions": _versions(host),
         "devices": [] if torch_problem else _devices(),
-        "libraries": [attrs.asdict(each) for each in _libraries(entries)],
+        "libraries": [attrs.asdict(item) for item in _libraries(entries)],
         "plugins": [
-            {"id": each.id, "version": each.version, "status": each.status, "reason": each.reason}
-            for each in host.records
+            {"id": item.id, "version": item.version, "status": item.status, "reason": item.reason}
+            for item in host.records
         ],
-        "names": [attrs.asdict(each) for each in names],
+        "names": [attrs.asdict(item) for item in names],
         "problems": problems,
         "model": None if checked is None else dict(checked.facts),
         "next": _next_steps(problems, names, checked),
     }
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
-        _print(found)
+        _print(report)
     if problems:
         click.get_current_context().exit(BROKEN_EXIT_CODE)
 
@@ -188,10 +188,10 @@ def _devices() -> list[dict[str, Any]]:
         free = free_bytes()
     except PlanError:
         free = None
-    found = [{"device": "cpu", "name": _processor(), "free_bytes": free, "total_bytes": physical_bytes()}]
+    devices = [{"device": "cpu", "name": _processor(), "free_bytes": free, "total_bytes": physical_bytes()}]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        devices.append(
             {
                 "device": f"cuda:{index}",
                 "name": properties.name,
@@ -199,7 +199,7 @@ def _devices() -> list[dict[str, Any]]:
                 "total_bytes": properties.total_memory,
             }
         )
-    return found
+    return devices
 
 
 def _state_of(entry: Claim) -> Name:
@@ -230,20 +230,20 @@ def _libraries(entries: Sequence[Claim]) -> list[Library]:
         for module in entry.needs:
             needed.setdefault(module.partition(".")[0], []).append(entry)
     providers = importlib.metadata.packages_distributions()
-    found = []
+    libraries = []
     for module, wanting in sorted(needed.items()):
         installed = not any(missing.partition(".")[0] == module for missing in wanting[0].missing())
         distributions = providers.get(module, []) if installed else []
-        found.append(
+        libraries.append(
             Library(
                 module=module,
-                version=", ".join(sorted({_version(each) or "" for each in distributions})),
+                version=", ".join(sorted({_version(distribution) or "" for distribution in distributions})),
                 installed=installed,
                 needed_by=tuple(f"{entry.kind.replace('_', ' ')} {entry.name}" for entry in wanting),
                 install="" if installed else next((entry.install for entry in wanting if entry.install), ""),
             )
         )
-    return found
+    return libraries
 
 
 def _requirements(host: PluginHost) -> Iterator[tuple[str, Requirement | str]]:
@@ -289,9 +289,9 @@ def _plugin_problems(host: PluginHost, names: Sequence[Name]) -> Iterator[str]:
                 f"{kind} {name} is claimed by {' and '.join(owners)}: choose one in the stack, "
                 f'[plugins.owners.{kind}] {name} = "{owners[0]}"'
             )
-    for each in names:
-        if each.state == "broken":
-            yield f"{each.kind} {each.name} of {each.plugin} is broken: {each.reason}"
+    for registered in names:
+        if registered.state == "broken":
+            yield f"{registered.kind} {registered.name} of {registered.plugin} is broken: {registered.reason}"
 
 
 def _next_steps(problems: Sequence[str], names: Sequence[Name], checked: ModelCheck | None) -> list[str]:
@@ -300,10 +300,10 @@ def _next_steps(problems: Sequence[str], names: Sequence[Name], checked: ModelCh
         return [checked.install]
     if problems:
         return ["kvframe doctor, after the problems are solved"]
-    usable = [each for each in names if each.state == "usable"]
-    if not any(each.kind == "model adapter" for each in usable):
+    usable = [registered for registered in names if registered.state == "usable"]
+    if not any(registered.kind == "model adapter" for registered in usable):
         return [f"{to_install('kvframe-transformers')} to read Hugging Face models"]
-    if all(each.plugin.startswith(f"{BUILTIN_OWNER}:") for each in usable if each.kind == "backend"):
+    if all(registered.plugin.startswith(f"{BUILTIN_OWNER}:") for registered in usable if registered.kind == "backend"):
         return [f"{to_install('kvframe-torch')} for a backend that is not slow on purpose"]
     return [
         "kvframe plan MODEL to see what its cache takes",
@@ -312,9 +312,9 @@ def _next_steps(problems: Sequence[str], names: Sequence[Name], checked: ModelCh
     ]
 
 
-def _print(found: dict[str, Any]) -> None:
-    print_facts("Versions", [(name, version or "not installed") for name, version in found["versions"].items()])
-    devices = [(each["device"], _device_in_words(each)) for each in found["devices"]]
+def _print(report: dict[str, Any]) -> None:
+    print_facts("Versions", [(name, version or "not installed") for name, version in report["versions"].items()])
+    devices = [(item["device"], _device_in_words(item)) for item in report["devices"]]
     if len(devices) == 1:
         devices.append(("cuda", "none that torch sees"))
     print_facts("Devices", devices or [("unknown", "torch cannot be imported")])
@@ -323,30 +323,30 @@ def _print(found: dict[str, Any]) -> None:
         ("library", "version", "needed by"),
         [
             (
-                each["module"],
-                (each["version"] or "unknown") if each["installed"] else "missing",
-                ", ".join(each["needed_by"][:3]) + (" …" if len(each["needed_by"]) > 3 else ""),
+                item["module"],
+                (item["version"] or "unknown") if item["installed"] else "missing",
+                ", ".join(item["needed_by"][:3]) + (" …" if len(item["needed_by"]) > 3 else ""),
             )
-            for each in found["libraries"]
+            for item in report["libraries"]
         ],
     )
     statuses: dict[str, list[str]] = {}
-    for each in found["plugins"]:
-        statuses.setdefault(each["status"], []).append(each["id"].rpartition(":")[2])
+    for item in report["plugins"]:
+        statuses.setdefault(item["status"], []).append(item["id"].rpartition(":")[2])
     print_facts("Plugins", [(f"{len(plugins)} {status}", ", ".join(plugins)) for status, plugins in statuses.items()])
     reasons: dict[str, list[str]] = {}
-    for each in found["names"]:
-        if each["state"] in ("missing", "unusable"):
-            reasons.setdefault(each["reason"], []).append(f"{each['kind']} {each['name']}")
-    for each in found["plugins"]:
-        if each["status"] in ("disabled", "unusable"):
-            reasons.setdefault(f"{each['status']}: {each['reason']}", []).append(f"plugin {each['id']}")
+    for item in report["names"]:
+        if item["state"] in ("missing", "unusable"):
+            reasons.setdefault(item["reason"], []).append(f"{item['kind']} {item['name']}")
+    for item in report["plugins"]:
+        if item["status"] in ("disabled", "unusable"):
+            reasons.setdefault(f"{item['status']}: {item['reason']}", []).append(f"plugin {item['id']}")
     if reasons:
         print_reasons("Not usable here, and no fault", reasons)
-    if found["model"]:
-        print_facts("Model", [*found["model"].items()])
-    print_facts("Problems", [(str(index), text) for index, text in enumerate(found["problems"], 1)] or [("none", "")])
-    print_facts("Type", [("", text) for text in found["next"]])
+    if report["model"]:
+        print_facts("Model", [*report["model"].items()])
+    print_facts("Problems", [(str(index), text) for index, text in enumerate(report["problems"], 1)] or [("none", "")])
+    print_facts("Type", [("", text) for text in report["next"]])
 
 
 def _device_in_words(device: dict[str, Any]) -> str:

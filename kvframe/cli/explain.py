@@ -216,15 +216,15 @@ def _row(explained: dict[str, Any], names: Mapping[str, str]) -> tuple[str, ...]
 def _by_reason(
     others: Mapping[int, Sequence[dict[str, Any]]], names: Mapping[str, str], registry: Registry
 ) -> dict[str, list[str]]:
-    """Return the backends of each reason, with the rows that it holds for unless these are all; able ones first."""
-    found: dict[tuple[bool, str], dict[str, list[int]]] = {}
-    for number, of_row in others.items():
-        for other in of_row:
+    """Return each reason with its backends, each with its rows unless it has all; able backends come first."""
+    rows_of: dict[tuple[bool, str], dict[str, list[int]]] = {}
+    for number, passed_over in others.items():
+        for other in passed_over:
             reason = bool(other["codes"]), _in_short(other, registry)
-            found.setdefault(reason, {}).setdefault(names.get(other["backend"], other["backend"]), []).append(number)
+            rows_of.setdefault(reason, {}).setdefault(names.get(other["backend"], other["backend"]), []).append(number)
     return {
-        reason: [name if len(rows) == len(others) else f"{name} ({_rows(rows)})" for name, rows in of_names.items()]
-        for (_, reason), of_names in sorted(found.items(), key=lambda item: item[0][0])
+        reason: [name if len(rows) == len(others) else f"{name} ({_rows(rows)})" for name, rows in backends.items()]
+        for (_, reason), backends in sorted(rows_of.items(), key=lambda item: item[0][0])
     }
 
 
@@ -233,6 +233,6 @@ def _rows(numbers: Sequence[int]) -> str:
 
 
 def _in_short(other: dict[str, Any], registry: Registry) -> str:
-    """Return the reason against a backend; if it cannot be imported, without the backend's name."""
+    """Return why a backend was passed over. The reason of a failed import leaves the backend's name out."""
     problem = registry.backends.get(other["backend"]).problem() if other["codes"] == ["import"] else ""
     return problem or str(other["reason"])

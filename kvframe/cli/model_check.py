@@ -34,13 +34,7 @@ class ModelCheck:
 
 
 def check_model(path: Path, stack: Stack, registry: Registry) -> ModelCheck:
-    """Return what a model lacks, or what would serve it.
-
-    Args:
-        path: A model's folder or config file, or a layer file.
-        stack: What would be used.
-        registry: What the loaded plugins register.
-    """
+    """Return what a model lacks, or what would serve it."""
     from kvframe.hosting.setup import Setup
     from kvframe.planning.recognise import describe_model
 

@@ -76,12 +76,7 @@ def new_plugin(name: str, kind: str, directory: Path | None) -> None:
 
 
 def render(name: str, kind: str) -> dict[str, str]:
-    """Return the files of a plugin, by their path in its folder.
-
-    Args:
-        name: The name that it registers.
-        kind: One of the kinds of the command.
-    """
+    """Return the files of a plugin, by their path in its folder."""
     words = {
         "own_part": name,
         "own-part": _dashed(name),

@@ -208,10 +208,6 @@ def _is_number(cell: str) -> bool:
 def progress(description: str, total: int) -> Iterator[ShowProgress]:
     """Show a progress bar on stderr while the body runs; nothing unless stderr is a terminal.
 
-    Args:
-        description: The text before the bar.
-        total: The number of units.
-
     Yields:
         A function that takes the number of finished units.
     """

@@ -62,14 +62,14 @@ def make_format(given: Any, registry: Registry) -> KVFormat:
         raise PluginError(f"KV format {use.name!r}: {error}") from error
 
 
-def _as_use(given: Any) -> Use:
-    if isinstance(given, Use):
-        return given
-    if isinstance(given, str):
-        return Use(given)
-    if isinstance(given, Mapping) and isinstance(given.get("name"), str):
-        return Use(given["name"], {key: value for key, value in given.items() if key != "name"})
-    raise SpecError(f"{_FORM}, not {given!r}")
+def _as_use(choice: Any) -> Use:
+    if isinstance(choice, Use):
+        return choice
+    if isinstance(choice, str):
+        return Use(choice)
+    if isinstance(choice, Mapping) and isinstance(choice.get("name"), str):
+        return Use(choice["name"], {key: option for key, option in choice.items() if key != "name"})
+    raise SpecError(f"{_FORM}, not {choice!r}")
 
 
 def store_in(spec: KVCacheSpec, given: KVFormat | None, default: KVFormat) -> KVCacheSpec:

@@ -64,18 +64,14 @@ class Use:
     place: str = attrs.field(default="the stack", eq=False, repr=False, kw_only=True)
 
 
-def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
+def make_with_options(option_class: type[T], options: Mapping[str, Any]) -> T:
     """Return an instance of an attrs class.
-
-    Args:
-        made: The class, as a plugin registered it.
-        options: Its fields.
 
     Raises:
         ValueError: An option is unknown or missing, or the class refuses a value; the message lists the options.
         PluginError: The class fails in another way.
     """
-    fields: list[Any] = [field for field in attrs.fields(made) if field.init]  # type: ignore[arg-type]
+    fields: list[Any] = [field for field in attrs.fields(option_class) if field.init]  # type: ignore[arg-type]
     names = [field.name for field in fields]
     unknown = [name for name in options if name not in names]
     nearest = nearest_of(unknown[0], names) if unknown else None
@@ -86,7 +82,7 @@ def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
             raise ValueError(f"there is no option {listed(map(shown, unknown))}")
         if missing:
             raise ValueError(f"{', '.join(map(repr, missing))} must be given")
-        return call(f"{made.__name__}()", partial(made, **options))
+        return call(f"{option_class.__name__}()", partial(option_class, **options))
     except (PluginError, ValueError) as failure:
         error = failure.__cause__ if isinstance(failure, PluginError) else failure
         if not isinstance(error, KVFrameError | TypeError | ValueError):

@@ -152,10 +152,6 @@ class Stack:
     def from_mapping(cls, data: Mapping[str, Any], source: str = "stack") -> Stack:
         """Check the content of a stack file.
 
-        Args:
-            data: The file's tables.
-            source: Where the tables were read, for errors.
-
         Raises:
             StackError: Keys are unknown or have wrong values. One error names them all, with the accepted values.
         """
@@ -181,12 +177,7 @@ class Stack:
         )
 
     def rule_for(self, layer_name: str, kind: str) -> ResolvedRule:
-        """Return the rules' choices for a layer; a later rule wins, key by key and spec option by spec option.
-
-        Args:
-            layer_name: The layer's name.
-            kind: The registered name of its cache spec.
-        """
+        """Return the rules' choices for a layer; a later rule wins, key by key and spec option by spec option."""
         spec: dict[str, Any] = {}
         wrappers: tuple[Use, ...] | None = None
         backend = AUTO

@@ -12,9 +12,6 @@ from kvframe.contract.wrapper import MetadataWrapper
 def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
     """Raise for a chain whose wrappers cannot be in this order.
 
-    Args:
-        chain: The wrappers' classes, in order.
-
     Raises:
         WrapperError: With the code ``chain_order``; the message names the legal order, if there is one.
     """

@@ -7,10 +7,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self
 
+import attrs
 import torch
 
 from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
+from kvframe.contract.choice import ChosenTokens
+from kvframe.contract.entries import EntryStep
 from kvframe.contract.errors import BackendError
 from kvframe.contract.growth import Growing
 from kvframe.contract.metadata import CommonAttentionMetadata
@@ -22,6 +25,27 @@ from kvframe.contract.specs import RELATIVE_BIAS, LayerSpec
 KVCache = Mapping[str, torch.Tensor]
 """One layer's state tensors by name, each ``[num_block_ids, *StateTensor.shape], device``: strided views of the
 pool."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MoreInputs:
+    """What an attention call of some layers has beside a query and the cache (``AttentionBackend.forward_more``).
+
+    Attributes:
+        chosen: The tokens that are chosen for each query; None unless the layer's ``QuerySpec.choice`` asks for them.
+        entries: The entries of the layer's type, by name (``KVCacheSpec.entries``): the backend writes those of the
+            step's tokens, and reads them.
+        inputs: The inputs of the layer's type, by name (``KVCacheSpec.inputs``), each ``[num_tokens, *shape], device``.
+        key: The keys of the step's tokens, as ``write_kv`` got them, for types that store them in entries too; None if
+            the layer does not store the step's tokens.
+        value: The values, likewise.
+    """
+
+    chosen: ChosenTokens | None = None
+    entries: Mapping[str, EntryStep] = MappingProxyType({})
+    inputs: KVCache = MappingProxyType({})
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
 
 
 class PageCopier(Protocol):
@@ -257,7 +281,8 @@ class AttentionBackend(Growing, ABC):
         """Compute what ``forward`` computes, and the log-sum-exp of each query and head.
 
         Called instead of ``forward`` when the keys of a request are attended to in parts, on one device or on several,
-        whose results ``merge_attention`` merges. Only backends that declare ``returns_lse`` are asked.
+        whose results ``merge_attention`` merges; or when the model merges them itself (``QuerySpec.merged``). Only
+        backends that declare ``returns_lse`` are asked.
 
         The log-sum-exp is the natural logarithm of the softmax's denominator, ``log(sum_t exp(s_t))`` over the tokens
         that the query sees. A score ``s_t`` includes the layer's scale, its soft cap and its bias. A learned sink is
@@ -282,3 +307,34 @@ class AttentionBackend(Growing, ABC):
         if self.capabilities.returns_lse:
             why = "it declares returns_lse, and does not define forward_with_lse"
         raise BackendError(f"{type(self).__name__} returns no log-sum-exp: {why}", "lse")
+
+    def forward_more(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute attention that has more than a query and a cache: chosen tokens, further entries or inputs.
+
+        Called instead of ``forward`` for layers whose query side has a ``choice``, and for types that define their own
+        attention. Only backends that declare the choice, or the kind, are asked.
+
+        Args:
+            layer: As for ``forward``.
+            query: As for ``forward``.
+            kv_cache: As for ``forward``.
+            metadata: As for ``forward``.
+            sinks: As for ``forward``.
+            more: What the call has beside them.
+
+        Returns:
+            The output, as ``forward`` returns it, zeros for a query that reads no token; and the log-sum-exp, as
+            ``forward_with_lse`` returns it, or None. It is not None if the layer's query side is ``merged``.
+
+        Raises:
+            BackendError: The backend does not define this method; the code is ``more``.
+        """
+        raise BackendError(f"{type(self).__name__} declares choices or kinds, and does not define forward_more", "more")

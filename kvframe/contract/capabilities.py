@@ -58,6 +58,8 @@ class Capabilities:
         head_sizes: The head sizes that it supports; None for all.
         separate_value_size: Whether value vectors may differ in size from key vectors.
         returns_lse: Whether it has ``forward_with_lse``, whose results ``merge_attention`` merges.
+        choices: Which choices by content it honours (``QuerySpec.choice``): ``tokens``, ``blocks``.
+        kinds: Cache specs, by registered name, whose own attention it computes (``KVCacheSpec.dense_attention``).
         block_size_multiple: The block size must be a multiple of this.
         spec_sizes: For fields of specs, the values that it supports (``{"latent_size": frozenset({512})}``).
             Another value is refused with the field's name as the code. A field that is not listed may have any value.
@@ -90,6 +92,12 @@ class Capabilities:
     )
     separate_value_size: bool = attrs.field(default=False, validator=declared_words.flag)
     returns_lse: bool = attrs.field(default=False, validator=declared_words.flag)
+    choices: frozenset[str] = attrs.field(
+        default=frozenset(), converter=declared_words.as_set, validator=declared_words.known_choices
+    )
+    kinds: frozenset[str] = attrs.field(
+        default=frozenset(), converter=declared_words.as_set, validator=declared_words.optional_names
+    )
     block_size_multiple: int = attrs.field(default=1, validator=declared_words.size)
     spec_sizes: Mapping[str, frozenset[int]] = attrs.field(
         default=MappingProxyType({}),
@@ -172,8 +180,12 @@ class Capabilities:
         needed = {*extensions, SEQ_STARTS} if query.first_token else {*extensions}
         for extension in sorted(needed - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
-        if lse and not self.returns_lse:
+        if (lse or query.merged) and not self.returns_lse:
             refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")
+        if query.choice is not None and query.choice.unit not in self.choices:
+            refuse(f"choice_{query.choice.unit}", f"would read more than the {query.choice.unit} that are chosen")
+        if spec.defines_attention and spec.kind not in self.kinds:
+            refuse("kind", f"does not compute the attention that the type {spec.kind} defines")
         if query.soft_cap is not None and not self.soft_cap:
             refuse("soft_cap", "does not cap scores")
         if query.has_sinks and not self.sinks:

@@ -27,6 +27,9 @@ three general ways to say which tokens are seen."""
 EXTENSIONS = (SEQ_STARTS, RANGE_ENDS)
 """The extensions of the batch metadata that kvframe itself makes. Wrappers of plugins may make others."""
 
+CHOICES = ("tokens", "blocks")
+"""What can be chosen by content for a query."""
+
 USUAL_DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "mtia", "xla", "xpu")
 """The device types that a message names. torch says which ones there are."""
 
@@ -79,6 +82,13 @@ def known_masks(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> N
     for name in _words(attribute, value):
         if name not in MASK_FEATURES:
             raise _error(str(UnknownNameError("mask feature", name, MASK_FEATURES)), attribute)
+
+
+def known_choices(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that every word is one of ``CHOICES``."""
+    for name in _words(attribute, value):
+        if name not in CHOICES:
+            raise _error(str(UnknownNameError("choice", name, CHOICES)), attribute)
 
 
 def known_dtypes(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

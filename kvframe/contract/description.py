@@ -21,6 +21,8 @@ class LayerDescription:
         query: The query side's fields (``{"num_heads": 4, "head_size": 32, "scale": 0.17}``); empty for a layer that
             does not attend.
         shares_with: The layer whose cache it reads; None for its own.
+        entry_of: The layer of which this is an entry, as in ``LayerSpec``; None for a layer.
+        inputs: The names of what the model gives the layer's attention beside query, key and value.
     """
 
     name: str
@@ -28,6 +30,8 @@ class LayerDescription:
     options: Mapping[str, Any]
     query: Mapping[str, Any]
     shares_with: str | None = None
+    entry_of: str | None = None
+    inputs: frozenset[str] = frozenset()
 
 
 PoolingMode = Literal["mean", "cls", "last"]

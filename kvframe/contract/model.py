@@ -17,6 +17,8 @@ from kvframe.contract.growth import Growing
 if TYPE_CHECKING:
     import torch
 
+    from kvframe.contract.choice import ChosenTokens
+    from kvframe.contract.entries import EntryStep
     from kvframe.contract.state import StateStep
 
 
@@ -59,12 +61,30 @@ class Attend(Protocol):
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        *,
+        chosen: ChosenTokens | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Attend: ``[num_rows, num_heads, head_size]`` to ``[num_rows, num_heads, head_size_v]``, device."""
+        """Attend: ``[num_rows, num_heads, head_size]`` to ``[num_rows, num_heads, head_size_v]``, device.
+
+        ``chosen`` is given to a layer whose query side has a ``choice``, and ``inputs`` to one whose description names
+        inputs.
+        """
 
 
 class AttachedLayer(Attend, Protocol):
     """One attention layer of the host that serves a model."""
+
+    def with_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+        *,
+        chosen: ChosenTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend, and return the log-sum-exp too, ``[num_rows, num_heads]``: for a layer that the model merges."""
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take the learned tensors of the layer's attention, once, before the first step."""
@@ -82,6 +102,14 @@ class AttachedState(Protocol):
         """What the current step computes."""
 
 
+class AttachedEntry(Protocol):
+    """One entry of a layer, which the model writes and reads itself (``LayerDescription.entry_of``)."""
+
+    @property
+    def step(self) -> EntryStep:
+        """Where the current step's requests have it."""
+
+
 class AttachedLayers(Protocol):
     """All layers that the host gives a model, by the names of its description."""
 
@@ -92,6 +120,10 @@ class AttachedLayers(Protocol):
     @property
     def states(self) -> Mapping[str, AttachedState]:
         """The layers that keep a state and do not attend."""
+
+    @property
+    def entries(self) -> Mapping[str, AttachedEntry]:
+        """The entries that the description has, by their full names."""
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:

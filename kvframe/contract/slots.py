@@ -10,8 +10,8 @@ import torch
 class Slots:
     """Where tokens are stored. A host gives it as one number for each token; blocks and offsets follow from these.
 
-    A token with a negative number is not stored. In ``blocks`` and ``offsets`` it has the first slot of block 0, the
-    null page, which no request owns. So a kernel that reads these may write it there. Padded tokens have slot 0.
+    A token with a negative number is not stored. Its entry in ``blocks`` and ``offsets`` is the first slot of block 0,
+    the null page. No request owns that page, so a kernel may write the token there. Padded tokens have slot 0.
 
     Attributes:
         flat: ``[num_tokens], int64, device``: ``block_id * block_size + offset`` of each token, or a negative number.

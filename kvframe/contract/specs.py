@@ -11,10 +11,11 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
+from kvframe.contract.choice import ChoiceSpec
 from kvframe.contract.errors import SpecError, shown
 from kvframe.contract.foreign import call
 from kvframe.contract.formats import ITEM_BYTES as ITEM_BYTES
@@ -25,6 +26,9 @@ from kvframe.contract.formats import align_up as align_up
 from kvframe.contract.growth import Growing
 from kvframe.contract.masks import AttentionMask as AttentionMask
 from kvframe.contract.masks import MaskFunction as MaskFunction
+
+if TYPE_CHECKING:
+    import torch
 
 TokenRange = tuple[int, int]
 """Token positions ``[start, stop)``."""
@@ -158,6 +162,67 @@ class KVCacheSpec(Growing, ABC):
         of such a type is the last token.
         """
         return 0
+
+    @property
+    def tokens_per_entry(self) -> int:
+        """For how many tokens there is one entry: with ``m``, a request of ``n`` tokens has ``n // m`` entries.
+
+        An entry is stored when the last of its tokens is computed, and depends on these tokens and earlier ones only. A
+        block has whole entries, so ``block_size`` is a multiple of it, and a state tensor has ``block_size // m`` rows.
+        Live ranges count tokens: an entry is resident while one of its tokens is live. The tokens of an unfinished
+        group have no entry yet; a type that needs them keeps them in another entry of the layer.
+        """
+        return 1
+
+    @property
+    def entries(self) -> Mapping[str, KVCacheSpec]:
+        """What a layer of this type keeps beside its main state, by name: each has pages and a block table of its own.
+
+        Its backends write and read them in ``forward_more``. The specs have no entries themselves, and keep state of
+        the same sequence. Only a type that ``defines_attention`` has entries.
+        """
+        return {}
+
+    def inputs(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
+        """Return what an attention call is given beside query, key and value: shapes for each token, by name.
+
+        Only models that give them serve a layer of such a type. Only a type that ``defines_attention`` has inputs.
+
+        Args:
+            query: The query side of the layer.
+        """
+        return {}
+
+    def dense_attention(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the attention of all tokens of one request, by definition: for types that no mask describes.
+
+        A type defines it if what a query reads of the live tokens is chosen by their content, or if it has entries or
+        inputs. Only backends that declare its kind serve it then. The kit compares them with this method, and so does
+        a host's self-check.
+
+        Args:
+            layer: The layer, for its query side and its parameters' shapes.
+            query: ``[num_tokens, num_heads, head_size], float64``: of the tokens ``0`` to ``num_tokens - 1``.
+            key: ``[num_tokens, num_kv_heads, head_size], float64``.
+            value: ``[num_tokens, num_kv_heads, head_size_v], float64``.
+            inputs: The inputs of the type by name, each ``[num_tokens, *shape]``.
+
+        Returns:
+            ``[num_tokens, num_heads, head_size_v], float64``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no attention of its own: a mask describes it")
+
+    @property
+    def defines_attention(self) -> bool:
+        """Whether the type has ``dense_attention``, so that only backends that declare its kind serve it."""
+        return type(self).dense_attention is not KVCacheSpec.dense_attention
 
     def parameters(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the learned tensors that a layer of this type attends with, by name.
@@ -371,7 +436,7 @@ class AttentionSpec(KVCacheSpec):
         return state_of(self.format, self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype)
 
     def check_query(self, query: QuerySpec) -> None:
-        """Refuse queries whose heads cannot share the key heads evenly, or that are of another size than keys."""
+        """Refuse queries whose heads or choices cannot share the key heads evenly, or of another size than keys."""
         if query.num_heads % self.num_kv_heads:
             raise SpecError(
                 f"{query.num_heads} query heads do not share {self.num_kv_heads} KV heads evenly; the query heads must "
@@ -381,6 +446,11 @@ class AttentionSpec(KVCacheSpec):
             raise SpecError(
                 f"a query has {query.head_size} elements, and a key {self.head_size}; they must be equal, since each "
                 "score is their product"
+            )
+        if query.choice is not None and self.num_kv_heads % query.choice.num_choosers:
+            raise SpecError(
+                f"{query.choice.num_choosers} choices for each query do not belong to {self.num_kv_heads} KV heads "
+                "evenly; the KV heads must be a multiple of num_choosers"
             )
 
 
@@ -420,6 +490,10 @@ def _as_slopes(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _as_choice(value: ChoiceSpec | Mapping[str, Any] | None) -> ChoiceSpec | None:
+    return ChoiceSpec(**value) if isinstance(value, Mapping) else value
+
+
 def _as_relative_bias(value: RelativeBias | Mapping[str, Any] | None) -> RelativeBias | None:
     return RelativeBias(**value) if isinstance(value, Mapping) else value
 
@@ -440,6 +514,10 @@ class QuerySpec:
             both directions. A slope per head; None for nothing. Not beside a relative bias.
         first_token: The first token of a request for which the layer is computed, and whose key its queries see. If it
             is not 0, every step of the layer has the extension ``SEQ_STARTS``, so backends and wrappers must take it.
+        choice: The form of the choices by content that come with each call: a query reads only the chosen ones of the
+            tokens that its mask shows. None for a layer that reads all of them.
+        merged: Whether the model merges the layer's output with other attention of the same queries, so that the
+            backend must return the log-sum-exp.
     """
 
     num_heads: int = positive_int
@@ -450,6 +528,8 @@ class QuerySpec:
     relative_bias: RelativeBias | None = attrs.field(default=None, converter=_as_relative_bias)
     alibi_slopes: tuple[float, ...] | None = attrs.field(default=None, converter=_as_slopes)
     first_token: int = 0
+    choice: ChoiceSpec | None = attrs.field(default=None, converter=_as_choice)
+    merged: bool = False
 
     def __attrs_post_init__(self) -> None:
         """Refuse what is no number, switch or bias."""
@@ -466,9 +546,15 @@ class QuerySpec:
             )
         if not isinstance(self.has_sinks, bool):
             raise SpecError(f"QuerySpec.has_sinks must be true or false, not {shown(self.has_sinks)}")
+        if not isinstance(self.merged, bool):
+            raise SpecError(f"QuerySpec.merged must be true or false, not {shown(self.merged)}")
+        if not isinstance(self.choice, ChoiceSpec | None):
+            raise SpecError(f"QuerySpec.choice must be a table, not {shown(self.choice)}")
         if not isinstance(self.relative_bias, RelativeBias | None):
             raise SpecError(f"QuerySpec.relative_bias must be a table, not {shown(self.relative_bias)}")
         slopes = self.alibi_slopes
+        if self.choice is not None and (slopes is not None or self.relative_bias is not None):
+            raise SpecError("QuerySpec has a choice and a bias by distance; chosen tokens are read without one")
         if slopes is None:
             return
         if not isinstance(slopes, tuple) or len(slopes) != self.num_heads or not all(map(_is_finite, slopes)):
@@ -489,14 +575,22 @@ class LayerSpec:
         spec: What it keeps; None for a layer that keeps nothing and is in no group.
         query: The query side; None for a layer that does not attend: the model computes it, on the pages it is given.
         shares_with: The layer whose cache this one reads instead of keeping its own; None for none.
+        entry_of: The layer of which this is an entry: one more thing that it keeps. Its name is that layer's name, a
+            slash, and the entry's own name. It does not attend. None for a layer.
     """
 
     name: str
     spec: KVCacheSpec | None
     query: QuerySpec | None = None
     shares_with: str | None = None
+    entry_of: str | None = None
 
     def __attrs_post_init__(self) -> None:
+        if self.entry_of is not None and (self.query is not None or not self.name.startswith(f"{self.entry_of}/")):
+            raise SpecError(
+                f"{self.name!r} is an entry of layer {self.entry_of!r}: it must be named {self.entry_of}/… and have no "
+                "query side"
+            )
         if self.spec is None or self.query is None:
             return
         try:
@@ -505,6 +599,11 @@ class LayerSpec:
             raise SpecError(f"layer {self.name!r}: {error}") from error
         if self.spec.sequence == TOKENS:
             return
+        if self.query.choice is not None:
+            raise SpecError(
+                f"layer {self.name!r} reads chosen tokens and attends to the {self.spec.sequence} sequence; choices "
+                "are made of a request's own tokens"
+            )
         for added, is_added in (
             ("a relative bias", self.query.relative_bias is not None),
             ("ALiBi slopes", self.query.alibi_slopes is not None),
@@ -514,3 +613,8 @@ class LayerSpec:
                     f"layer {self.name!r} has {added} and attends to the {self.spec.sequence} sequence, to whose "
                     "tokens a query has no distance"
                 )
+
+    @property
+    def entry(self) -> str | None:
+        """The name of the entry within its layer; None for a layer."""
+        return None if self.entry_of is None else self.name.removeprefix(f"{self.entry_of}/")

@@ -84,8 +84,12 @@ def field_uses(
         WrapperError: A field has two uses (``wrong_fields``).
     """
     uses: dict[str, FieldUse] = {}
-    given = {FieldUse.RESET: reset, FieldUse.SLICE: slice, FieldUse.REJECT: reject, FieldUse.CARRY: carry}
-    for use, names in given.items():
+    for use, names in (
+        (FieldUse.RESET, reset),
+        (FieldUse.SLICE, slice),
+        (FieldUse.REJECT, reject),
+        (FieldUse.CARRY, carry),
+    ):
         for name in names:
             if name in uses:
                 raise WrapperError(f"a wrapper declares two uses of the field {name!r}", code="wrong_fields")
@@ -171,10 +175,11 @@ class MetadataWrapper(Growing, ABC):
     def parts(self, metadata: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, ...]:
         """Return batches of the same queries that together have all their keys, and each key in one of them.
 
-        Called once a step for each attention group, if ``num_parts`` is more than 1. The backend attends to one part
-        after the other, and ``merge_attention`` merges the results. A part may have a row for each query, and other
-        lengths, block tables and extensions (those of ``added_extensions``). If the keys of a query no longer end at
-        its own position, the part is not causal. Then the backend must take such batches.
+        The framework calls it once a step for each attention group if ``num_parts`` is more than 1. The backend attends
+        to one part after the other, and ``merge_attention`` merges the results. A part may have a row for each query.
+        Its lengths, block tables and extensions (those of ``added_extensions``) may differ from those of the step. If
+        the keys of a query no longer end at its own position, the part is not causal, and the backend must take
+        batches that are not.
 
         Args:
             metadata: What this wrapper returned for the step, which may be its input. Must not be written to.

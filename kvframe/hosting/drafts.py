@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvframe.config.proposer_choice import make_proposer
+from kvframe.config.choices import make_proposer
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import KVFrameError, StackError, shown
 from kvframe.contract.foreign import call

@@ -14,7 +14,7 @@ import torch
 
 from kvframe.attention.layers import Layers
 from kvframe.cache.live_range import LiveRange
-from kvframe.config.proposer_choice import make_proposer
+from kvframe.config.choices import make_proposer
 from kvframe.config.stack import Stack
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import BackendError

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.config.eviction_choice import make_policy
+from kvframe.config.choices import make_policy, make_proposer
 from kvframe.config.options import Rule, Use
-from kvframe.config.proposer_choice import make_proposer
 from kvframe.contract.formats import PLAIN
 from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
@@ -82,7 +81,9 @@ class Setup:
             stack = attrs.evolve(stack, model=attrs.evolve(stack.model, dtype=dtype))
         drafts = find_drafts(description, stack, registry)
         specs = make_layer_specs(drafts.beside(description), registry, stack, stack.model.dtype, drafts.max_tokens)
-        own, drafting = specs[: len(description.layers)], specs[len(description.layers) :]
+        names = {layer.name for layer in description.layers}
+        own = tuple(spec for spec in specs if spec.name in names or spec.entry_of in names)
+        drafting = specs[len(own) :]
         check_draft_layers(drafting, stack)
         return cls(
             description=description,

@@ -16,7 +16,7 @@ import attrs
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.loading.declarations import find_misdeclared, find_undefined
-from kvframe.loading.deprecated import uses_of_class, warn_of
+from kvframe.loading.deprecations import uses_of_class, warn_of
 from kvframe.loading.targets import find_problem
 
 BUILTIN_OWNER = "kvframe"
@@ -95,14 +95,14 @@ def _find_version(distribution: str) -> str | None:
     return version
 
 
-def _is_older(found: str, least: str) -> bool:
+def _is_older(version: str, least: str) -> bool:
     """Return whether a version's release is before another one's; False if either is not a version."""
-    release = _RELEASE.match(found)
+    release = _RELEASE.match(version)
     if release is None:
         return False
-    numbers = [[int(part) for part in each.split(".")] for each in (release.group(), least)]
+    numbers = [[int(part) for part in text.split(".")] for text in (release.group(), least)]
     length = max(map(len, numbers))
-    own, other = (each + [0] * (length - len(each)) for each in numbers)
+    own, other = (parts + [0] * (length - len(parts)) for parts in numbers)
     return own < other
 
 

@@ -71,11 +71,11 @@ class FoundPlugin:
         return self.source.load() if isinstance(self.source, EntryPoint) else self.source
 
 
-def is_called(candidate_id: str, asked: str) -> bool:
-    """Return whether ``asked``, a plugin's name or its ``distribution:name``, names the plugin with that id."""
-    owner, _, name = candidate_id.rpartition(":")
-    asked_owner, separator, asked_name = asked.rpartition(":")
-    return name == asked_name and (not separator or canonical(owner) == canonical(asked_owner))
+def is_called(plugin_id: str, name: str) -> bool:
+    """Return whether a plugin's name, or its ``distribution:name``, names the plugin with an id."""
+    owner, _, own_name = plugin_id.rpartition(":")
+    named_owner, separator, last_name = name.rpartition(":")
+    return own_name == last_name and (not separator or canonical(owner) == canonical(named_owner))
 
 
 def find_plugins(passed: Sequence[Any] = ()) -> list[FoundPlugin]:
@@ -86,8 +86,8 @@ def find_plugins(passed: Sequence[Any] = ()) -> list[FoundPlugin]:
     """
     installed = [_builtin(), *sorted(_installed.plugins(), key=lambda found_plugin: found_plugin.id)]
     modules = {found_plugin.module for found_plugin in installed}
-    given = [_as_found_plugin(plugin) for plugin in {id(plugin): plugin for plugin in passed}.values()]
-    return [*installed, *(found_plugin for found_plugin in given if found_plugin.module not in modules)]
+    modules_given = [_as_found_plugin(plugin) for plugin in {id(plugin): plugin for plugin in passed}.values()]
+    return [*installed, *(found_plugin for found_plugin in modules_given if found_plugin.module not in modules)]
 
 
 def _builtin() -> FoundPlugin:
@@ -166,13 +166,13 @@ def _read_installed() -> Iterable[FoundPlugin]:
                 names.setdefault(_name_of(dist), dist)
         except PluginError as error:
             unreadable.append(f"a distribution in {_place_of(dist)} cannot be read: {error}")
-    for name, found in sorted(names.items()):
+    for name, first_copy in sorted(names.items()):
         try:
             # Looked up again by name: of two copies on the path, only the first is the installed one.
             dist = call(f"finding the distribution {name!r}", distribution, name)
             found_plugins = call("reading entry_points.txt", _plugins_of, dist, name)
         except PluginError as error:
-            found_plugins = [FoundPlugin(name, name, _version_of(found), broken=f"it cannot be read: {error}")]
+            found_plugins = [FoundPlugin(name, name, _version_of(first_copy), broken=f"it cannot be read: {error}")]
         yield from found_plugins
     for reason in unreadable:
         yield FoundPlugin("unknown", "unknown", broken=reason)
@@ -181,8 +181,8 @@ def _read_installed() -> Iterable[FoundPlugin]:
 def _distributions(unreadable: list[str]) -> Iterator[Distribution]:
     """Yield the installed distributions, until a finder of ``sys.meta_path`` fails."""
     try:
-        found = iter(call("looking for distributions", distributions))
-        while (dist := call("looking for distributions", next, found, None)) is not None:
+        remaining = iter(call("looking for distributions", distributions))
+        while (dist := call("looking for distributions", next, remaining, None)) is not None:
             yield dist
     except PluginError as error:
         unreadable.append(str(error))
@@ -215,30 +215,30 @@ def _place_of(dist: Distribution) -> str:
 
 
 def _plugins_of(dist: Distribution, name: str) -> list[FoundPlugin]:
-    entry_points = [each for each in dist.entry_points if each.group.startswith("kvframe.v")]
-    stated = {each.name: each.value for each in entry_points if each.group == f"{GROUP}.api"}
-    current = [each for each in entry_points if each.group == GROUP]
-    version, found = _version_of(dist), []
-    for each in current:
-        api_version, refusal = _read_version(name, each.name, stated.get(each.name))
-        twice = sum(other.name == each.name for other in current) > 1
-        broken = f"{name} lists {safe_repr(each.name)} twice in its entry points" if twice else _why_malformed(each)
-        module = "" if broken else each.module
-        found.append(
-            FoundPlugin(in_one_line(each.name)[:100], name, version, api_version, each, refusal, broken, module)
+    entry_points = [entry for entry in dist.entry_points if entry.group.startswith("kvframe.v")]
+    stated = {entry.name: entry.value for entry in entry_points if entry.group == f"{GROUP}.api"}
+    current = [entry for entry in entry_points if entry.group == GROUP]
+    version, plugins = _version_of(dist), []
+    for entry in current:
+        api_version, refusal = _read_version(name, entry.name, stated.get(entry.name))
+        twice = sum(another.name == entry.name for another in current) > 1
+        broken = f"{name} lists {safe_repr(entry.name)} twice in its entry points" if twice else _why_malformed(entry)
+        module = "" if broken else entry.module
+        plugins.append(
+            FoundPlugin(in_one_line(entry.name)[:100], name, version, api_version, entry, refusal, broken, module)
         )
-    for each in entry_points:
-        generation = _GENERATION.fullmatch(each.group)
-        if generation and each.group != GROUP and each.name not in {entry.name for entry in current}:
+    for entry in entry_points:
+        generation = _GENERATION.fullmatch(entry.group)
+        if generation and entry.group != GROUP and entry.name not in {another.name for another in current}:
             major = generation.group(1)
             newer = int(major) > int(hookspecs.API_VERSION.split(".")[0])
             cure = "upgrade kvframe, or install an older" if newer else "install a newer"
             reason = (
-                f"{name} offers it in {each.group}, generation {major} of the contract, "
+                f"{name} offers it in {entry.group}, generation {major} of the contract, "
                 f"and this kvframe reads {GROUP}; {cure} {name}"
             )
-            found.append(FoundPlugin(in_one_line(each.name)[:100], name, version, major, incompatible=reason))
-    return list({(each.name, each.api_version): each for each in found}.values())
+            plugins.append(FoundPlugin(in_one_line(entry.name)[:100], name, version, major, incompatible=reason))
+    return list({(entry.name, entry.api_version): entry for entry in plugins}.values())
 
 
 def _why_malformed(entry_point: EntryPoint) -> str:

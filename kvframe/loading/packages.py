@@ -17,6 +17,7 @@ kvframe-cross-attention plugin:cross_attention spec:cross_attention
 kvframe-decode-only plugin:decode_only wrapper:decode_only
 kvframe-draft-model plugin:draft_model proposer:draft_model
 kvframe-engine command:chat command:embed command:generate command:top command:trace
+kvframe-entries plugin:entries spec:token_entries spec:unfinished_group
 kvframe-flash-attn plugin:flash_attn backend:flash_attn backend:flash_attn_3
 kvframe-flashinfer plugin:flashinfer backend:flashinfer backend:flashinfer_mla
 kvframe-flex plugin:flex backend:flex

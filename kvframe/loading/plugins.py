@@ -21,7 +21,7 @@ from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.checks import OWNERS, TABLES, TEXTS
 from kvframe.loading.claims import Claim
-from kvframe.loading.deprecated import uses_of_hooks, uses_of_register, warn_of
+from kvframe.loading.deprecations import uses_of_hooks, uses_of_register, warn_of
 from kvframe.loading.discovery import FoundPlugin, find_plugins, is_called
 from kvframe.loading.misnamed import hint_for
 from kvframe.loading.packages import provider_of, to_install

@@ -60,9 +60,6 @@ class Catalogue:
     def add(self, claim: Claim) -> None:
         """Record a claim.
 
-        Args:
-            claim: The claim; nothing is imported.
-
         Raises:
             ContestedNameError: The name is built in.
             PluginError: Another plugin of the same distribution claims it already.

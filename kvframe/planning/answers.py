@@ -40,14 +40,7 @@ def ask(spec: KVCacheSpec, question: str, answer: Callable[[], T]) -> T:
 
 
 def wrong_answer(spec: KVCacheSpec, question: str, answer: object, expected: str) -> SpecError:
-    """Return the error for a spec whose answer breaks a law.
-
-    Args:
-        spec: The spec.
-        question: The call as Python code.
-        answer: Its result.
-        expected: The right answer; it follows "expected".
-    """
+    """Return the error for a spec whose answer breaks a law."""
     return SpecError(
         f"{_subject(type(spec))}: {question} is {safe_repr(answer)}; expected {expected}: correct {_where(spec)}"
     )
@@ -64,12 +57,12 @@ def _where(spec: KVCacheSpec) -> str:
 
 def ask_live_ranges(spec: KVCacheSpec, n: int) -> Ranges:
     """Return ``spec.live_ranges(n)``; raise ``SpecError`` if it raises or names tokens that are not before ``n``."""
-    given = ask(spec, f"live_ranges({n})", partial(spec.live_ranges, n))
-    if not are_ranges(given, 0, n):
+    ranges = ask(spec, f"live_ranges({n})", partial(spec.live_ranges, n))
+    if not are_ranges(ranges, 0, n):
         raise wrong_answer(
-            spec, f"live_ranges({n})", given, f"a tuple of pairs of int, sorted, disjoint, not empty, within [0, {n})"
+            spec, f"live_ranges({n})", ranges, f"a tuple of pairs of int, sorted, disjoint, not empty, within [0, {n})"
         )
-    return given
+    return ranges
 
 
 def ask_mask(spec: KVCacheSpec) -> AttentionMask | None:
@@ -96,35 +89,35 @@ def ask_mask(spec: KVCacheSpec) -> AttentionMask | None:
 
 def ask_state_tensors(spec: KVCacheSpec) -> Mapping[str, StateTensor]:
     """Return ``spec.state_tensors()``; raise ``SpecError`` if it raises, is wrong, or is another one the next time."""
-    given = ask(spec, "state_tensors()", spec.state_tensors)
-    if not isinstance(given, Mapping) or not all(
+    tensors = ask(spec, "state_tensors()", spec.state_tensors)
+    if not isinstance(tensors, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, StateTensor) and _is_shape(tensor.shape)
-        for name, tensor in given.items()
+        for name, tensor in tensors.items()
     ):
         expected = "a mapping of names to StateTensors whose shapes are tuples of int of at least 1"
-        raise wrong_answer(spec, "state_tensors()", given, expected)
+        raise wrong_answer(spec, "state_tensors()", tensors, expected)
     again = ask(spec, "state_tensors()", spec.state_tensors)
-    if again != given:
-        raise wrong_answer(spec, "state_tensors()", again, f"{safe_repr(given)}, as when it was asked before")
-    return given
+    if again != tensors:
+        raise wrong_answer(spec, "state_tensors()", again, f"{safe_repr(tensors)}, as when it was asked before")
+    return tensors
 
 
 def _is_shape(shape: object) -> bool:
     return isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
 
 
-def are_ranges(given: Any, first: int, last: int) -> bool:
+def are_ranges(value: Any, first: int, last: int) -> bool:
     """Return whether a value is a tuple of sorted, disjoint, non-empty pairs of ``int`` within ``[first, last)``."""
-    if not isinstance(given, tuple):
+    if not isinstance(value, tuple):
         return False
-    for part in given:
+    for part in value:
         if not isinstance(part, tuple) or len(part) != 2:
             return False
         start, stop = part
         if type(start) is not int or type(stop) is not int or not first <= start < stop:
             return False
         first = stop
-    return first <= last or not given
+    return first <= last or not value
 
 
 def lacks(needed: Iterable[TokenRange], *kept: Iterable[TokenRange]) -> TokenRange | None:
@@ -224,8 +217,8 @@ class Answers:
         Raises:
             SpecError: The live ranges at ``n`` break a law, or the spec raises.
         """
-        found = self._blocks.get(n)
-        return self._ask(n) if found is None else found
+        blocks = self._blocks.get(n)
+        return self._ask(n) if blocks is None else blocks
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> Ranges:
         """Return ``KVCacheSpec.stored_blocks``.
@@ -236,16 +229,16 @@ class Answers:
         """
         spec, size, end = self._spec, self._spec.block_size, n + num_new_tokens
         question = f"stored_blocks({n}, {num_new_tokens}, {branch})"
-        given = ask(spec, question, partial(spec.stored_blocks, n, num_new_tokens, branch))
+        blocks = ask(spec, question, partial(spec.stored_blocks, n, num_new_tokens, branch))
         first, stop = n // size, -(-end // size)
-        if not are_ranges(given, first, stop):
+        if not are_ranges(blocks, first, stop):
             expected = f"a tuple of pairs of int, sorted, disjoint, not empty, within [{first}, {stop})"
-            raise wrong_answer(spec, question, given, expected)
-        lost = lacks(self.live_blocks(end), given, self.live_blocks(n))
+            raise wrong_answer(spec, question, blocks, expected)
+        lost = lacks(self.live_blocks(end), blocks, self.live_blocks(n))
         if lost is not None:
             expected = f"block {lost[0]} among them, which is live at {end} and not at {n}"
-            raise wrong_answer(spec, question, given, expected)
-        return given
+            raise wrong_answer(spec, question, blocks, expected)
+        return blocks
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
         """Return ``KVCacheSpec.num_resident_blocks``; raise ``SpecError`` if the answer is not a possible number."""
@@ -275,21 +268,21 @@ class Answers:
             raise wrong_answer(
                 spec, f"live_ranges({n})", ranges, f"token {hidden[0]} among them, which its mask shows to token {n}"
             )
-        found = blocks_of(ranges, spec.block_size)
+        blocks = blocks_of(ranges, spec.block_size)
         if len(self._blocks) >= _MOST_KNOWN:
             self._blocks.clear()
-        self._blocks[n] = found
-        return found
+        self._blocks[n] = blocks
+        return blocks
 
     def live_ranges(self, n: int) -> Ranges:
         """Return ``spec.live_ranges(n)``; raise ``SpecError`` if it raises or names tokens from ``n`` on."""
-        found = self._ranges.get(n)
-        if found is None:
+        ranges = self._ranges.get(n)
+        if ranges is None:
             if len(self._ranges) >= _MOST_KNOWN:
                 self._ranges.clear()
-            found = ask_live_ranges(self._spec, n)
-            self._ranges[n] = found
-        return found
+            ranges = ask_live_ranges(self._spec, n)
+            self._ranges[n] = ranges
+        return ranges
 
 
 def ask_count(spec: KVCacheSpec, question: str, answer: Callable[[], int], *, least: int, most: int) -> int:
@@ -305,7 +298,7 @@ def ask_count(spec: KVCacheSpec, question: str, answer: Callable[[], int], *, le
     Raises:
         SpecError: The call raises, or the number is not possible.
     """
-    given = ask(spec, question, answer)
-    if type(given) is not int or not least <= given <= most:
-        raise wrong_answer(spec, question, given, f"an int of at least {least} and at most {most}")
-    return given
+    count = ask(spec, question, answer)
+    if type(count) is not int or not least <= count <= most:
+        raise wrong_answer(spec, question, count, f"an int of at least {least} and at most {most}")
+    return count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -131,8 +131,53 @@ def make_layer_specs(
         for layer in description.layers
         if "format" in {**layer.options, **stack.rule_for(layer.name, layer.kind).spec}
     }
-    made = [_layer_spec(layer, registry, stack, dtypes, kv_format) for layer in description.layers]
+    made = [
+        spec
+        for layer in description.layers
+        for spec in _with_entries(_layer_spec(layer, registry, stack, dtypes, kv_format), layer.inputs)
+    ]
     return follow_owners([_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in made], chosen)
+
+
+def _with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[LayerSpec]:
+    """Yield a layer, and the entries that its type declares.
+
+    Raises:
+        SpecError: An entry cannot be kept beside the layer's main state, or the model does not give an input of the
+            type.
+    """
+    yield layer
+    spec = layer.spec
+    if spec is None:
+        return
+    if not spec.defines_attention:
+        if spec.entries or (layer.query is not None and spec.inputs(layer.query)):
+            raise SpecError(
+                f"layer {layer.name!r}: its type {spec.kind!r} has entries or inputs, and no dense_attention that says "
+                "what it does with them"
+            )
+        return
+    if layer.query is not None:
+        query = layer.query
+        missing = sorted(ask(spec, "inputs(query)", lambda: set(spec.inputs(query))) - given_inputs)
+        if missing:
+            raise SpecError(
+                f"layer {layer.name!r}: its type {spec.kind!r} needs the input {missing[0]!r} with each call, and the "
+                f"model gives {', '.join(sorted(given_inputs)) or 'none'}; only a model adapter that gives it "
+                "can serve the type"
+            )
+    entries = ask(
+        spec, "entries", lambda: {name: (each, each.sequence, {**each.entries}) for name, each in spec.entries.items()}
+    )
+    for name, (entry, sequence, more) in entries.items():
+        if layer.shares_with is not None:
+            raise SpecError(f"layer {layer.name!r} shares a cache, and its type {spec.kind!r} keeps entries of its own")
+        if sequence != spec.sequence or more:
+            raise SpecError(
+                f"layer {layer.name!r}: the entry {name!r} of its type {spec.kind!r} must have no entries itself, and "
+                f"be of the sequence {spec.sequence!r}, not {sequence!r}"
+            )
+        yield LayerSpec(name=f"{layer.name}/{name}", spec=entry, entry_of=layer.name)
 
 
 def _with_drafts(layer: LayerSpec, num_drafts: int, stack: Stack) -> LayerSpec:
@@ -145,7 +190,7 @@ def _with_drafts(layer: LayerSpec, num_drafts: int, stack: Stack) -> LayerSpec:
         return layer
     spec = ask(layer.spec, "with_drafts", partial(layer.spec.with_drafts, num_drafts))
     num_kept = max(_num_rollback_states(spec), spec.states_per_block - 1)
-    if layer.query is None and num_kept < num_drafts:
+    if layer.query is None and layer.entry_of is None and num_kept < num_drafts:
         raise StackError(
             f"{stack.source}: model.drafts computes up to {num_drafts} draft tokens of a request, but the layer "
             f"{layer.name!r} of the kind {spec.kind!r} keeps {num_kept} states to go back to; leave the key out, or "
@@ -192,7 +237,9 @@ def _layer_spec(
         query = QuerySpec(**layer.query) if layer.query else None
         made = call("making its cache spec", partial(spec_class, **options), passes=(KVFrameError,))
         spec = store_in(made, None if given is None else make_format(given, registry), default=kv_format)
-        return LayerSpec(name=layer.name, spec=spec, query=query, shares_with=layer.shares_with)
+        return LayerSpec(
+            name=layer.name, spec=spec, query=query, shares_with=layer.shares_with, entry_of=layer.entry_of
+        )
     except (SpecError, UnknownNameError, ContestedNameError, PluginError, TypeError, ValueError) as error:
         raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
 
@@ -296,11 +343,7 @@ def _hashable_key(spec: KVCacheSpec) -> tuple[object, ...]:
 
 
 def is_step_local(layer: LayerSpec) -> bool:
-    """Return whether a layer attends to a request's own tokens and keeps none of them.
-
-    Args:
-        layer: The layer.
-    """
+    """Return whether a layer attends to a request's own tokens and keeps none of them."""
     return (
         layer.query is not None
         and layer.spec is not None

@@ -149,7 +149,7 @@ def _names(path: Path, where: str, entry: Mapping[str, Any]) -> list[str]:
         if count > 1 and "{}" not in name:
             raise ModelError(f"{path}: {where} has a count, so its name must hold {{}}: {shown(name)} + {{}}")
         return [name] * count
-    if name is None and isinstance(names, list) and all(isinstance(each, str) for each in names):
+    if name is None and isinstance(names, list) and all(isinstance(text, str) for text in names):
         if "count" in entry:
             raise ModelError(f"{path}: {where} has both names and count; count goes with a name that holds {{}}")
         return names

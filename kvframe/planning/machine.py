@@ -62,11 +62,7 @@ def with_dtype(stack: Stack, path: Path, registry: Registry, *, runs_here: bool 
 
 
 def cpu_multiplies(dtype: str) -> bool:
-    """Return whether this machine's CPU computes a dtype without converting it to a longer one.
-
-    Args:
-        dtype: A dtype by name.
-    """
+    """Return whether this machine's CPU computes a dtype without converting it to a longer one."""
     if dtype not in _CPU_FEATURES:
         return True
     import torch

@@ -57,7 +57,7 @@ def _control_groups() -> Iterator[tuple[int, int]]:
             continue
         folder = root / path.lstrip("/")
         # In a container, the path may be the host's, and only the root exists.
-        for group in {root, folder, *(each for each in folder.parents if root in each.parents)}:
+        for group in {root, folder, *(parent for parent in folder.parents if root in parent.parents)}:
             numbers = [int(text) for name in (limit, used) for text in _lines(group / name) if text.isdigit()]
             if len(numbers) == 2:  # a missing file or "max" means that there is no limit
                 stats = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))

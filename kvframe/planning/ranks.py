@@ -87,9 +87,9 @@ def plan_ranks(
     if size < 1 or len(ranks) % size:
         raise PlanError(f"{len(ranks)} ranks cannot be divided into tensor-parallel groups of {size}")
     shares = _find_shares(ranks, size)
-    for name, each in shares.items():
-        _check_shares(name, each, hybrid=hybrid)
-    whole = group_layers([each[min(each)] for each in shares.values()], hybrid=hybrid)
+    for name, share in shares.items():
+        _check_shares(name, share, hybrid=hybrid)
+    whole = group_layers([share[min(share)] for share in shares.values()], hybrid=hybrid)
     for layer, target in whole.follows.items():
         for rank in shares[layer]:
             if rank not in shares[target]:
@@ -117,11 +117,13 @@ def plan_ranks(
             plans.append(plan(grouping, memory, pages_per_slab))
         except PlanError as error:
             raise PlanError(f"rank {rank}: {error}") from error
-    num_slabs = min((each.num_slabs for each in plans if each.groups), default=0)
+    num_slabs = min((rank_plan.num_slabs for rank_plan in plans if rank_plan.groups), default=0)
     return RankPlans(
         whole=whole,
         groupings=groupings,
-        plans=tuple(attrs.evolve(each, num_slabs=num_slabs) if each.groups else each for each in plans),
+        plans=tuple(
+            attrs.evolve(rank_plan, num_slabs=num_slabs) if rank_plan.groups else rank_plan for rank_plan in plans
+        ),
         prefix_caching=prefix_caching and not whole.whole_prompts,
     )
 

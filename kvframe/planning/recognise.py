@@ -104,10 +104,6 @@ class FoundAdapter:
 def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
     """Return the one model adapter that recognises ``path``; adapters that fail are ignored.
 
-    Args:
-        path: A model's folder or config file.
-        registry: Where adapters are looked up.
-
     Raises:
         ModelError: The path does not exist, or no adapter or more than one recognises it.
     """
@@ -142,10 +138,8 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
     config = path / "config.json"
     if config.is_file():
         parse_file(config)  # raises for invalid JSON, which is why no adapter recognised the folder
-    asked = f"no model that a plugin recognises (asked: {', '.join(names)})"
-    raise ModelError(
-        "; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"])
-    )
+    sentence = f"{path} is no model that a plugin recognises (asked: {', '.join(names)})"
+    raise ModelError("; ".join([sentence, *unusable, "a Hugging Face model is a folder with a config.json"]))
 
 
 def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory:
@@ -162,14 +156,14 @@ def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory
     """
     names = registry.model_adapters.names()
     adopted = {name: FoundAdapter.make(registry.model_adapters.get(name)).adopt(model, tokenizer) for name in names}
-    found = [each for each in adopted.values() if each is not None]
-    if len(found) == 1:
-        return found[0]
+    models = [model_found for model_found in adopted.values() if model_found is not None]
+    if len(models) == 1:
+        return models[0]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    if found:
-        both = ", ".join(name for name, each in adopted.items() if each is not None)
+    if models:
+        adapter_names = ", ".join(name for name, model_found in adopted.items() if model_found is not None)
         raise ModelError(
-            f"a {kind} is known to more than one model adapter ({both}); "
+            f"a {kind} is known to more than one model adapter ({adapter_names}); "
             "disable the plugin that is not meant, in the stack's [plugins] disabled"
         )
     raise ModelError(

@@ -22,12 +22,7 @@ def retyped(description: ModelDescription, registry: Registry, stack: Stack) -> 
     """Return the description of a model whose layers have the types that the stack's rules give them.
 
     A type replaces only how long keys and values are kept and which of them a query sees. So the layer must attend, to
-    its own tokens, and the type must store the same tensors.
-
-    Args:
-        description: The model, as its adapter describes it.
-        registry: Where types are looked up.
-        stack: The rules.
+    its own tokens, and the type must store the same tensors, unless it defines its own attention.
 
     Raises:
         StackError: A layer cannot have the type that a rule gives it.
@@ -59,7 +54,8 @@ def _check(layer: LayerDescription, made: LayerDescription, registry: Registry, 
     except (TypeError, ValueError, SpecError):
         return  # the error about its options is raised where the layer's spec is made
     for what, one, two in (
-        ("stores", _stored(before), _stored(after)),
+        # A type that defines its attention stores what it needs of the same keys and values.
+        ("stores", *((_stored(before), _stored(after)) if not after.defines_attention else ("", ""))),
         ("attends to the sequence", before.sequence, after.sequence),
         ("keeps tokens of the past", before.keeps_past, after.keeps_past),
     ):
@@ -119,13 +115,7 @@ def _stored(spec: KVCacheSpec) -> Mapping[str, tuple[int, ...]]:
 
 
 def retyped_layers(description: ModelDescription, layers: tuple[LayerSpec, ...], registry: Registry) -> tuple[str, ...]:
-    """Return the names of the layers that attend by another mask than the model's own forward.
-
-    Args:
-        description: The model, as its adapter describes it.
-        layers: The layer specs with which it is served.
-        registry: Where types are looked up.
-    """
+    """Return the names of the layers that attend by another mask than the model's own forward."""
     served = {layer.name: layer for layer in layers}
     return tuple(
         layer.name

@@ -167,14 +167,20 @@ def _warn_of_many_ranges(spec: KVCacheSpec, num_tokens: int) -> None:
 
 def _check_state_tensors(spec: KVCacheSpec) -> None:
     ask_state_tensors(spec)
+    size = spec.block_size
+    count = ask_count(spec, "tokens_per_entry", lambda: spec.tokens_per_entry, least=1, most=size)
+    if size % count:
+        raise wrong_answer(
+            spec, "tokens_per_entry", count, f"a divisor of its block_size, {size}, so that a block has whole entries"
+        )
     ask_count(spec, "block_bytes", lambda: spec.block_bytes, least=0, most=1 << 62)
 
 
 def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> None:
     question = f"live_blocks({n})"
-    given = ask(spec, question, lambda: spec.live_blocks(n))
-    if given != live:
-        raise wrong_answer(spec, question, given, f"{live} by its live ranges")
+    blocks = ask(spec, question, lambda: spec.live_blocks(n))
+    if blocks != live:
+        raise wrong_answer(spec, question, blocks, f"{live} by its live ranges")
 
 
 def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, ranges: tuple[TokenRange, ...]) -> None:

@@ -44,6 +44,8 @@ def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, 
     made = call(f"{whose}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
     if type(made) is not type(wrapper):
         raise PluginError(f"{whose}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(made)}")
+    if why := _chooses_or_keeps_more(layer):
+        raise WrapperError(f"wrapper {wrapper.name!r} cannot serve layer {layer.name!r}: it {why}", code="more")
     for extension, why in _needed_extensions(layer):
         use = made.extensions.get(extension)
         if use is None or use is FieldUse.REJECT:
@@ -61,6 +63,18 @@ def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, 
             f"{whose}: wrapped_layer() must return a LayerSpec with a spec and a query side, not {safe_repr(wrapped)}"
         )
     return made, frozenset(added), wrapped
+
+
+def _chooses_or_keeps_more(layer: LayerSpec) -> str | None:
+    """Return what of a layer a changed batch would not fit: positions and rows that come with its calls."""
+    spec, query = layer.spec, layer.query
+    if query is not None and query.choice is not None:
+        return "reads tokens that are chosen by their positions"
+    if query is not None and query.merged:
+        return "is merged with other attention of the same queries"
+    if spec is not None and spec.defines_attention:
+        return f"has the type {spec.kind!r}, which defines its own attention"
+    return None
 
 
 def _needed_extensions(layer: LayerSpec) -> Iterator[tuple[str, str]]:

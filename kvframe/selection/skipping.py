@@ -41,6 +41,8 @@ class Skipping:
         if self.are_drafting:
             return f"{name!r} drafts tokens, and prefill skipping is for the layers of the served model only"
         index = next(index for index, layer in enumerate(layers) if layer.name == name)
+        if _reads_choices(layers[index]):
+            return f"{name!r} reads tokens that are chosen by content, and the choices are made for every token"
         if _needs_every_token(layers[index]):
             return f"{name!r} keeps a cache of its own, which must hold every token"
         later = [layer.name for layer in (*layers[index:], *self.heads) if _needs_every_token(layer)]
@@ -95,5 +97,10 @@ def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
 
 
 def _needs_every_token(layer: LayerSpec) -> bool:
-    """Return whether a layer keeps state of its own, or attends to tokens of the step itself."""
-    return layer.shares_with is None and (layer.spec is not None or layer.query is not None)
+    """Return whether a layer keeps state of its own, attends to tokens of the step itself, or reads choices."""
+    keeps = layer.shares_with is None and (layer.spec is not None or layer.query is not None)
+    return keeps or _reads_choices(layer)
+
+
+def _reads_choices(layer: LayerSpec) -> bool:
+    return layer.query is not None and layer.query.choice is not None

@@ -25,42 +25,31 @@ def find_difference(
     For a wrapper that drops tokens, the generating tokens are compared. For a wrapper that changes the mask, attention
     after it is compared with the mask of ``wrapped_layer`` over the original batch. If the wrapper resets ``causal``,
     the original batch is taken with the wrapper's value.
-
-    Args:
-        wrapper: The wrapper, bound to the layer.
-        layer: The layer before the wrapper.
-        metadata: The wrapper's input, which is consistent.
-        wrapped: The wrapper's output, which is consistent.
     """
-    kept, drops = [*range(metadata.num_actual_tokens)], DROPS_TOKENS in wrapper.effects
+    kept_tokens, drops = [*range(metadata.num_actual_tokens)], DROPS_TOKENS in wrapper.effects
     if drops and metadata.generating_indices_cpu is not None:
-        kept = metadata.generating_indices_cpu[: metadata.num_generating].tolist()
-    if wrapped.num_actual_tokens != len(kept):
+        kept_tokens = metadata.generating_indices_cpu[: metadata.num_generating].tolist()
+    if wrapped.num_actual_tokens != len(kept_tokens):
         which = "generate" if drops else "go in, and it does not declare that it drops tokens"
-        return f"{wrapped.num_actual_tokens} tokens come out where {len(kept)} {which}"
+        return f"{wrapped.num_actual_tokens} tokens come out where {len(kept_tokens)} {which}"
     after = wrapper.wrapped_layer(layer).spec
     before = after if CHANGES_MASK in wrapper.effects else layer.spec
     if before is None or after is None:
         return ""
     expected = attended_slots(_as_declared(wrapper, layer, metadata, wrapped), before)
-    found = attended_slots(wrapped, after)
+    attended = attended_slots(wrapped, after)
     slots, new_slots = metadata.slot_mapping.tolist(), wrapped.slot_mapping.tolist()
-    for row, token in enumerate(kept):
+    for row, token in enumerate(kept_tokens):
         if slots[token] != new_slots[row]:
             return f"token {token} of the batch has the slot {slots[token]} before and {new_slots[row]} after"
-        if expected[token] != found[row]:
-            lost, new = sorted(expected[token] - found[row]), sorted(found[row] - expected[token])
+        if expected[token] != attended[row]:
+            lost, new = sorted(expected[token] - attended[row]), sorted(attended[row] - expected[token])
             return f"token {token} of the batch no longer attends to the slots {lost}, and attends to {new} instead"
     return _find_undivided(wrapper, after, wrapped) if wrapper.num_parts > 1 else ""
 
 
 def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list[set[int]]:
-    """Return the slots that each packed token attends to, without padding; -1 for tokens without a block.
-
-    Args:
-        metadata: A step's metadata on the host.
-        spec: The layer's cache spec.
-    """
+    """Return the slots that each packed token attends to, without padding; -1 for tokens without a block."""
     is_local = metadata.causal and (spec.mask is None or not spec.mask.sees_all)
     num_later = 0 if spec.mask is None else spec.mask.lookahead or 0
     starts, tables = metadata.query_start_loc_cpu.tolist(), metadata.block_table.tolist()
@@ -68,7 +57,7 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
     if SEQ_STARTS in metadata.extensions:
         hidden = metadata.extensions[SEQ_STARTS].values.tolist()
     ends = metadata.extensions[RANGE_ENDS].values.tolist() if RANGE_ENDS in metadata.extensions else None
-    found: list[set[int]] = []
+    slots: list[set[int]] = []
     for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
         blocks = tables[request]
         num_new = starts[request + 1] - starts[request]
@@ -81,9 +70,9 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
                 assert spec.mask_function is not None
                 tokens = [token for token in tokens if spec.mask_function(position, token)]
             if ends is not None and is_local:
-                tokens += range(position + 1, ends[len(found)])
-            found.append({_slot(blocks, token, metadata.block_size) for token in tokens})
-    return found
+                tokens += range(position + 1, ends[len(slots)])
+            slots.append({_slot(blocks, token, metadata.block_size) for token in tokens})
+    return slots
 
 
 def _find_undivided(wrapper: MetadataWrapper, spec: KVCacheSpec, metadata: CommonAttentionMetadata) -> str:
@@ -110,6 +99,6 @@ def _as_declared(
     if wrapper.fields["causal"] is FieldUse.RESET:
         metadata = attrs.evolve(metadata, causal=wrapped.causal)
     if CHANGES_MASK in wrapper.effects and SEQ_STARTS in wrapper.added_extensions(layer):
-        extensions = {name: each for name, each in wrapped.extensions.items() if name == SEQ_STARTS}
+        extensions = {name: extension for name, extension in wrapped.extensions.items() if name == SEQ_STARTS}
         metadata = attrs.evolve(metadata, extensions=extensions or NO_EXTENSIONS)
     return metadata

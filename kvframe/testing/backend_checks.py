@@ -94,17 +94,17 @@ def backend_checks(
     runs = tuple(run for run in runs if run_kinds is None or run.kind in run_kinds)
     if not cases or not runs:
         raise ConformanceError(f"backend {name or backend_class.__name__!r}: no case or no run is left to check")
-    few, place = sample(cases, together), runs_on or device
+    sampled, where = sample(cases, together), runs_on or device
     checks = []
     if backend_class.options_class is not None:
         run = partial(_check_options, name or backend_class.__name__, backend_class)
         checks.append(Check(name="options", features=("options",), run=run))
-    checks += [_case_check(backend_class, case, place) for case in (cases if whole else few)]
+    checks += [_case_check(backend_class, case, where) for case in (cases if whole else sampled)]
     # Neither the value of dead memory nor the host depends on the sizes of a step, so small steps are enough.
-    small, few = (tuple(case for case in some if not is_served(case.name)) for some in (tuple(cases), few))
-    checks += [_case_check(backend_class, case, place, LARGE) for case in (small if whole else sample(few, ()))]
-    checks += [_host_check(backend_class, case, place, host, writes_out) for case, host in in_other_hosts(small)]
-    checks += [_run_check(backend_class, run, place) for run in (runs if whole else sample_runs(runs, run_traits))]
+    small, sampled = (tuple(case for case in part if not is_served(case.name)) for part in (tuple(cases), sampled))
+    checks += [_case_check(backend_class, case, where, LARGE) for case in (small if whole else sample(sampled, ()))]
+    checks += [_host_check(backend_class, case, where, host, writes_out) for case, host in in_other_hosts(small)]
+    checks += [_run_check(backend_class, run, where) for run in (runs if whole else sample_runs(runs, run_traits))]
     refused = dict(_refused(backend_class, device, form, formats))
     return Checks(
         part=f"backend {name or backend_class.__name__!r}", checks=tuple(checks), refused=refused, order=_ORDER
@@ -153,7 +153,7 @@ def _host_check(
 
 
 def _run_check(backend_class: type[AttentionBackend], run: Run, device: str) -> Check:
-    features = [each for layer in run.layers for each in _features_of(backend_class, run.case(layer, 0))]
+    features = [feature for layer in run.layers for feature in _features_of(backend_class, run.case(layer, 0))]
     return Check(
         name=f"run-{run.name}",
         features=(*dict.fromkeys(features), "several layers, several steps"),
@@ -189,6 +189,8 @@ def _of_layer(case: Case, with_lse: bool) -> Iterator[str]:
         "learned sinks": query.has_sinks,
         "relative bias": query.relative_bias is not None,
         "ALiBi": query.alibi_slopes is not None,
+        "chosen tokens": query.choice is not None and query.choice.unit == "tokens",
+        "chosen blocks": query.choice is not None and query.choice.unit == "blocks",
         _VALUE_SIZES: case.form is KEYS_AND_VALUES and case.form.head_size_v(spec) != query.head_size,
         _LSE: with_lse,
     }
@@ -227,17 +229,19 @@ def _refused(
     def codes(layer: LayerSpec) -> tuple[str, ...]:
         return tuple(refusal.code for refusal in capabilities.refusals(layer, device))
 
-    wanted: dict[str, LayerSpec | None] = {
+    layers: dict[str, LayerSpec | None] = {
         feature: make_layer(capabilities, form, **options) for feature, options in _FEATURES.items()
     }
     usual = make_layer(capabilities, form)
     if form is KEYS_AND_VALUES:
         assert usual.query is not None
-        wanted[_VALUE_SIZES] = make_layer(capabilities, form, head_size_v=usual.query.head_size * 2)
-    wanted |= {dtype: attrs.evolve(usual, spec=_in_dtype(usual.spec, dtype)) for dtype in MAIN_DTYPES}
+        layers[_VALUE_SIZES] = make_layer(capabilities, form, head_size_v=usual.query.head_size * 2)
+    layers |= {dtype: attrs.evolve(usual, spec=_in_dtype(usual.spec, dtype)) for dtype in MAIN_DTYPES}
     for kv_format in installed_formats() if formats is None else formats:
-        wanted[f"format {kv_format.name}"] = in_format(usual, kv_format)
-    yield from ((feature, found) for feature, layer in wanted.items() if layer is not None and (found := codes(layer)))
+        layers[f"format {kv_format.name}"] = in_format(usual, kv_format)
+    yield from (
+        (feature, refused) for feature, layer in layers.items() if layer is not None and (refused := codes(layer))
+    )
     if capabilities.not_causal is not None:
         yield _NOT_CAUSAL, (capabilities.not_causal.code,)
     if SEQ_STARTS not in capabilities.extensions:
@@ -249,6 +253,6 @@ def _refused(
 
 
 def _in_dtype(spec: KVCacheSpec | None, dtype: str) -> KVCacheSpec:
-    made: Any = spec
-    changed: KVCacheSpec = attrs.evolve(made, dtype=dtype)
+    values: Any = spec
+    changed: KVCacheSpec = attrs.evolve(values, dtype=dtype)
     return changed

@@ -89,19 +89,42 @@ class Case:
     @property
     def attended_spec(self) -> KVCacheSpec:
         """The spec of the mask: the layer's own, or that of the last wrapper that changes masks."""
-        layer, found = self.layer, self.spec
+        layer, spec = self.layer, self.spec
         for wrapper in self.wrappers:
             bound = wrapper.for_layer(layer)
             layer = bound.wrapped_layer(layer)
             if CHANGES_MASK in bound.effects and layer.spec is not None:
-                found = layer.spec
-        return found
+                spec = layer.spec
+        return spec
 
     @property
     def query(self) -> QuerySpec:
         """The layer's query side."""
         assert self.layer.query is not None
         return self.layer.query
+
+    def chosen(self, index: int) -> torch.Tensor:
+        """Return what a layer with a choice reads of a request: random tokens, or blocks, of it and a few later ones.
+
+        Args:
+            index: The request.
+
+        Returns:
+            ``[num_new, num_choosers, max_chosen], int32, host``; -1 for none. It is the same in each call.
+        """
+        choice, request = self.query.choice, self.requests[index]
+        assert choice is not None
+        generator = torch.Generator().manual_seed(index)
+        # Numbers from -1 down stand for none; the last ones are later than every query.
+        candidates = torch.arange(-2, -(-request.seq_len // choice.block_size) + 2)
+        rows = [
+            candidates[torch.randperm(len(candidates), generator=generator)][: choice.max_chosen]
+            for _ in range(request.num_new * choice.num_choosers)
+        ]
+        drawn = torch.full((len(rows), choice.max_chosen), -1)
+        for row, chosen in zip(drawn, rows, strict=True):
+            row[: len(chosen)] = chosen
+        return drawn.clamp(min=-1).view(request.num_new, choice.num_choosers, -1).int()
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -190,18 +213,18 @@ def draw_inputs(case: Case, generator: torch.Generator) -> list[Inputs]:
 
     inputs = []
     for request in case.requests:
-        wanted = draw(request.num_new, query.num_heads, query.head_size).to(case.query_dtype)
+        queries = draw(request.num_new, query.num_heads, query.head_size).to(case.query_dtype)
         key, value = case.form.draw(case.spec, request.seq_len, lambda *shape: draw(*shape).to(case.stored_dtype))
         if case.shift:
             size = (abs(case.shift) / query.scale) ** 0.5
-            wanted[..., 0], key[..., 0] = math.copysign(size, case.shift), size
+            queries[..., 0], key[..., 0] = math.copysign(size, case.shift), size
         key, value = read_key, read_value = key.to(case.query_dtype), value.to(case.query_dtype)
         if case.spec.kv_format != PLAIN:
             # After one round trip, values are far from the border to the next code. A kernel that rounds a division
             # otherwise then stores the same codes.
-            key, value = (each.to(case.query_dtype) for each in round_trip(case.spec.kv_format, key, value))
+            key, value = (tensor.to(case.query_dtype) for tensor in round_trip(case.spec.kv_format, key, value))
             read_key, read_value = round_trip(case.spec.kv_format, key, value)
-        inputs.append(Inputs(query=wanted, key=key, value=value, read_key=read_key, read_value=read_value))
+        inputs.append(Inputs(query=queries, key=key, value=value, read_key=read_key, read_value=read_value))
     return inputs
 
 

@@ -63,7 +63,7 @@ class Checks:
     def __attrs_post_init__(self) -> None:
         """Raise ``ConformanceError`` if there is no check: the part would pass without one."""
         if not self.checks:
-            codes = sorted({code for each in self.refused.values() for code in each})
+            codes = sorted({code for refused_codes in self.refused.values() for code in refused_codes})
             why = f": it refuses everything that could be checked ({', '.join(codes)})" if codes else ""
             raise ConformanceError(f"{self.part}: there is nothing to check{why}")
         names = [check.name for check in self.checks]
@@ -171,12 +171,7 @@ def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done:
 
 
 def source_of(part: type, error: Exception) -> str:
-    """Return the file and line of a part where an error was raised, or else where its class begins; empty if unknown.
-
-    Args:
-        part: The part's class.
-        error: The exception of a check.
-    """
+    """Return the file and line of a part where an error was raised, otherwise of its class; empty if unknown."""
     package = part.__module__.partition(".")[0]
     folder = Path(getattr(sys.modules.get(package), "__file__", None) or "").parent
     is_package = hasattr(sys.modules.get(package), "__path__")
@@ -219,8 +214,8 @@ def _judge(checks: Checks, failures: Collection[str], refusals: Mapping[str, str
             num_checks=len(names) - num_refused,
         )
         if row.verdict == "works" and num_failed:
-            blamed = {each for name in failed[feature] for each in features_of[name] if each in wrong}
-            row = attrs.evolve(row, codes=tuple(each for each in using if each in blamed))
+            blamed = {suspect for name in failed[feature] for suspect in features_of[name] if suspect in wrong}
+            row = attrs.evolve(row, codes=tuple(suspect for suspect in using if suspect in blamed))
         elif num_refused == len(names):
             row = Row(feature=feature, verdict="refused", codes=codes)
         rows.append(row)

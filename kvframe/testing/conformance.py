@@ -20,7 +20,14 @@ from kvframe.testing.effects import without_side_effects
 from kvframe.testing.error_bound import attention_error_bound, lse_error_bound
 from kvframe.testing.hosts import KVFRAME, Host
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.reference import alibi_bias, dense_attention, dense_lse, relative_bias, visible_tokens
+from kvframe.testing.reference import (
+    alibi_bias,
+    chosen_tokens,
+    dense_attention,
+    dense_lse,
+    relative_bias,
+    visible_tokens,
+)
 from kvframe.testing.step import WITHOUT_SINKS, Attended, run_step
 
 _SCORES_AT_A_TIME = 1 << 19
@@ -157,7 +164,7 @@ def _join_small(requests: Iterable[Arguments]) -> Iterator[Arguments]:
     small: list[Arguments] = []
     num_queries = num_keys = 0
     for arguments in requests:
-        more_queries, more_keys = arguments[0]["visible"].shape
+        more_queries, more_keys = arguments[0]["visible"].shape[-2:]
         num_scores = (num_queries + more_queries) * (num_keys + more_keys) * arguments[0]["query"].shape[1]
         if small and num_scores > _JOINED_SCORES:
             yield _join(small)
@@ -173,13 +180,18 @@ def _join(requests: Sequence[Arguments]) -> Arguments:
         return requests[0]
     (first, _), whole = requests[0], [arguments for arguments, _ in requests]
     joined = {name: torch.cat([request[name] for request in whole]) for name in ("query", "key", "value")}
-    visible = torch.block_diag(*(request["visible"] for request in whole)).bool()
-    bias = None
-    if first["bias"] is not None:
-        heads = zip(*(request["bias"] for request in whole), strict=True)
-        bias = torch.stack([torch.block_diag(*parts) for parts in heads])
+    visible = _block_diagonal([request["visible"] for request in whole]).bool()
+    bias = None if first["bias"] is None else _block_diagonal([request["bias"] for request in whole])
     key_sizes, value_sizes = (torch.cat(parts) for parts in zip(*(sizes for _, sizes in requests), strict=True))
     return {**first, **joined, "visible": visible, "bias": bias}, (key_sizes, value_sizes)
+
+
+def _block_diagonal(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``[…, num_queries, num_keys]`` of all parts, with zeros for a query and a key of two parts."""
+    if parts[0].ndim == 2:
+        whole: torch.Tensor = torch.block_diag(*parts)
+        return whole
+    return torch.stack([torch.block_diag(*of_head) for of_head in zip(*parts, strict=True)])
 
 
 def _joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +205,7 @@ def _split_queries(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     count = max(1, _SCORES_AT_A_TIME // (query.shape[1] * max(1, len(arguments["key"]))))
     for rows in (slice(start, start + count) for start in range(0, max(1, len(query)), count)):
         part = None if bias is None else bias[:, rows]
-        yield {**arguments, "query": query[rows], "visible": arguments["visible"][rows], "bias": part}
+        yield {**arguments, "query": query[rows], "visible": arguments["visible"][..., rows, :], "bias": part}
 
 
 def dense_arguments(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Iterator[Arguments]:
@@ -203,7 +215,7 @@ def dense_arguments(case: Case, inputs: Sequence[Inputs], learned: Learned) -> I
     sees_all = not case.causal or (mask is not None and mask.sees_all)
     learned = learned.to(torch.float64)
     sizes = {name: tensor.abs() for name, tensor in learned.parameters.items()}
-    for request, tensors in zip(case.requests, inputs, strict=True):
+    for index, (request, tensors) in enumerate(zip(case.requests, inputs, strict=True)):
         visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
         if not sees_all:
             visible = visible_tokens(spec, request.num_computed, request.seq_len)
@@ -211,6 +223,8 @@ def dense_arguments(case: Case, inputs: Sequence[Inputs], learned: Learned) -> I
                 for position in range(start, stop):
                     visible[position - request.num_computed, position:stop] = True
         visible[:, : request.num_hidden] = False
+        if case.query.choice is not None:
+            visible = visible & chosen_tokens(case.query, case.chosen(index), request.seq_len)
         bias = None
         if case.query.relative_bias is not None:
             table = learned.parameters[RELATIVE_BIAS]

@@ -63,7 +63,7 @@ def attention_error_bound(
     scores, rounded, summed = _scores(layer, query, key, visible, sinks, bias, magnitudes and magnitudes[0])
     value, value_size = value.double(), (value.abs() if magnitudes is None else magnitudes[1]).double()
     no_value = value.new_zeros(1, *value.shape[1:])
-    value, value_size = (torch.cat([each, no_value]) for each in (value, value_size))
+    value, value_size = (torch.cat([tensor, no_value]) for tensor in (value, value_size))
 
     is_seen = scores > -math.inf
     weights = torch.softmax(scores, dim=-1).masked_fill(~is_seen, 0)
@@ -82,10 +82,12 @@ def attention_error_bound(
     bound = unit * (terms + of_scores(rounded))
     bound += sum_unit * (num_seen.sqrt().transpose(0, 1) * terms + of_scores(summed))
     # Weights and outputs that are too small for the dtype become zero.
-    least = torch.finfo(dtype).tiny * unit + torch.finfo(sum_dtype).tiny
-    lost = torch.einsum("qt,tkd->qkd", visible.double(), 1 + value_size[:-1]) * least
-    lost = lost.repeat_interleave(weights.shape[0] // value.shape[1], dim=1)
-    return ROUNDINGS / 2 * bound + lost
+    smallest = torch.finfo(dtype).tiny * unit + torch.finfo(sum_dtype).tiny
+    # If heads see different tokens, each may lose what any of them loses.
+    seen_by_any = visible if visible.ndim == 2 else visible.any(0)
+    underflow = torch.einsum("qt,tkd->qkd", seen_by_any.double(), 1 + value_size[:-1]) * smallest
+    underflow = underflow.repeat_interleave(weights.shape[0] // value.shape[1], dim=1)
+    return ROUNDINGS / 2 * bound + underflow
 
 
 def lse_error_bound(
@@ -145,7 +147,7 @@ def _scores(
 
     Each is ``[num_heads, num_queries, num_tokens + 1], float64``; the last logit is the sink's, -inf without one.
     """
-    query, key, key_size = (each.double() for each in (query, key, key.abs() if magnitude is None else magnitude))
+    query, key, key_size = (tensor.double() for tensor in (query, key, key.abs() if magnitude is None else magnitude))
     # The query heads of a KV head stay beside each other, so that keys and values are read as they are.
     query = query.unflatten(1, (key.shape[1], -1))
 
@@ -168,7 +170,7 @@ def _scores(
     logits = scores.new_full((*scores.shape[:2], 1), -math.inf)
     if sinks is not None:
         logits = logits.zero_() + sinks.double()[:, None, None]
-    rounded, summed = (torch.cat([each, logits.abs().nan_to_num(posinf=0.0)], dim=-1) for each in (rounded, summed))
+    rounded, summed = (torch.cat([tensor, logits.abs().nan_to_num(posinf=0.0)], dim=-1) for tensor in (rounded, summed))
     scores = torch.cat([scores.masked_fill(~visible, -math.inf), logits], dim=-1)
     is_seen = scores > -math.inf
     largest, num_seen = scores.amax(-1, keepdim=True), is_seen.sum(-1, keepdim=True)

@@ -43,9 +43,6 @@ def check_policy(policy: EvictionPolicy) -> None:
     * *forgetting*: no page is kept for ever: a page that is no longer used, with any number of uses, is evicted before
       a page that was released after the pool had been refilled ten thousand times.
 
-    Args:
-        policy: The policy.
-
     Raises:
         ConformanceError: A law does not hold; the error is about the first one.
     """
@@ -110,8 +107,10 @@ class _PolicyInPool:
             priorities = call("form: priorities()", self.policy.priorities, pages)
         except PluginError as error:
             raise ConformanceError(f"{self.policy!r}: {error}") from error.__cause__
-        given = ((pages.uses, uses), (pages.num_bytes, np.full(len(uses), PAGE_BYTES)), (pages.reuse, self.reuse))
-        self.require(all(map(np.array_equal, *zip(*given, strict=True))), "form: priorities() writes to its argument")
+        arguments = ((pages.uses, uses), (pages.num_bytes, np.full(len(uses), PAGE_BYTES)), (pages.reuse, self.reuse))
+        self.require(
+            all(map(np.array_equal, *zip(*arguments, strict=True))), "form: priorities() writes to its argument"
+        )
         is_right = (
             isinstance(priorities, np.ndarray) and priorities.shape == uses.shape and priorities.dtype == np.int64
         )

@@ -148,11 +148,11 @@ class _Pages:
 def _check_rounding(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
     pages = _Pages(kv_format, key, value)
     pages.write(key, value)
-    found = pages.read(1, 2)
+    read_values = pages.read(1, 2)
     for name, expected in (("k", key), ("v", value)):
         largest = expected.abs().amax(-1, keepdim=True).double()
         allowed = (kv_format.rounding + torch.finfo(key.dtype).eps) * largest
-        error = (found[name].double() - expected.double()).abs()
+        error = (read_values[name].double() - expected.double()).abs()
         worst = float((error / largest).amax())
         _require(
             bool((error <= allowed).all()),

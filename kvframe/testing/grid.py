@@ -88,13 +88,13 @@ def make_cases(
         ConformanceError: The backend declares a format that is not among ``formats``; or no case can be made at all,
             after one of the chains, in one of the formats, or with a name that matches.
     """
-    found: list[Case] = []
+    all_cases: list[Case] = []
     refusals: list[Refusal] = []
-    stored = formats_of(capabilities, formats)
+    read_formats = formats_of(capabilities, formats)
     for name, layer in make_layers(capabilities, form):
-        refused = capabilities.refusals(layer, device)
-        refusals += refused
-        if not refused:
+        layer_refusals = capabilities.refusals(layer, device)
+        refusals += layer_refusals
+        if not layer_refusals:
             assert layer.spec is not None
             batches = backend_batches(layer.spec.block_size)
             cross = cross_batches(layer.spec.block_size)
@@ -104,23 +104,23 @@ def make_cases(
             if "ranges" in capabilities.masks and not _has_bidirectional_mask(layer):
                 batches |= RANGES
             cases = [*_cases(name, layer, batches)]
-            found += cases
-            if _sees_all(layer) and not _uses_distances(layer):
-                found += _cases(name, layer, cross)
+            all_cases += cases
+            if _sees_all(layer) and not _reads_own_tokens(layer):
+                all_cases += _cases(name, layer, cross)
             if name.startswith("full-block") and capabilities.not_causal is None:
                 causal = [case for case in cases if not any(request.ranges for request in case.requests)]
-                found += _not_causal([*causal, *_cases(name, layer, cross)])
-    found += _served_cases(capabilities, device, form)
-    for kv_format in stored:
-        found += _format_cases(kv_format, capabilities, device, form)
+                all_cases += _not_causal([*causal, *_cases(name, layer, cross)])
+    all_cases += _served_cases(capabilities, device, form)
+    for kv_format in read_formats:
+        all_cases += _format_cases(kv_format, capabilities, device, form)
     for chain in chains:
-        found += _chain_cases(chain, capabilities, device, form)
-        for kv_format in stored:
-            found += _chain_format_cases(chain, kv_format, capabilities, device, form)
-    _require_cases(found, refusals, device, chains, stored if formats is not None else ())
-    named = tuple(attrs.evolve(case, form=form) for case in found if fnmatchcase(case.name, only))
+        all_cases += _chain_cases(chain, read_formats, capabilities, device, form)
+    _require_cases(all_cases, refusals, device, chains, read_formats if formats is not None else ())
+    named = tuple(attrs.evolve(case, form=form) for case in all_cases if fnmatchcase(case.name, only))
     if not named:
-        raise ConformanceError(f"no case has a name like {only!r}; the {len(found)} cases begin with {found[0].name!r}")
+        raise ConformanceError(
+            f"no case has a name like {only!r}; the {len(all_cases)} cases begin with {all_cases[0].name!r}"
+        )
     return named
 
 
@@ -144,6 +144,18 @@ def _require_cases(
             raise ConformanceError(f"no case in the format {kv_format.name}: no layer of the kit is stored in it")
 
 
+_CHOICES: Mapping[str, Mapping[str, Any]] = {
+    "choice=tokens": {"choice": {"max_chosen": 6}},
+    "choice=blocks": {"choice": {"max_chosen": 2, "block_size": 4}},
+    "choice=tokens_by_kv_head-soft_cap-learned_sinks": {
+        "choice": {"max_chosen": 5, "num_choosers": 2},
+        "soft_cap": SOFT_CAP,
+        "has_sinks": True,
+    },
+}
+"""Tokens that are chosen by content: those of all heads, or of each group of KV heads; or blocks of them."""
+
+
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
@@ -157,19 +169,17 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
     def layer_with(**options: Any) -> LayerSpec:
         return make_layer(capabilities, form, **options)
 
+    scoring = {"soft_cap": SOFT_CAP, "has_sinks": True}
     features: dict[str, Mapping[str, Any]] = {
         "soft_cap": {"soft_cap": SOFT_CAP},
         "learned_sinks": {"has_sinks": True},
         "relative_bias": {"relative_bias": BIAS_SIZES},
         "relative_bias_both_ways": {"relative_bias": {**BIAS_SIZES, "bidirectional": True}},
-        "relative_bias-soft_cap-learned_sinks": {
-            "relative_bias": BIAS_SIZES,
-            "soft_cap": SOFT_CAP,
-            "has_sinks": True,
-        },
+        "relative_bias-soft_cap-learned_sinks": {"relative_bias": BIAS_SIZES, **scoring},
         "alibi": {"alibi_slopes": ALIBI_SLOPES},
-        "alibi-soft_cap-learned_sinks": {"alibi_slopes": ALIBI_SLOPES, "soft_cap": SOFT_CAP, "has_sinks": True},
+        "alibi-soft_cap-learned_sinks": {"alibi_slopes": ALIBI_SLOPES, **scoring},
         **form.features(head_size),
+        **(_CHOICES if form is KEYS_AND_VALUES else {"choice=tokens": _CHOICES["choice=tokens"]}),
     }
     for block_size in sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)}):
         for mask, options in make_masks(block_size).items():
@@ -182,8 +192,7 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
     for dtype in usual_dtypes(capabilities)[1:]:
         for mask, options in MAIN_MASKS.items():
             yield f"{mask}-{dtype}", layer_with(dtype=dtype, **options)
-        scored = layer_with(dtype=dtype, soft_cap=SOFT_CAP, has_sinks=True)
-        yield f"full-{dtype}-soft_cap-learned_sinks", scored
+        yield f"full-{dtype}-soft_cap-learned_sinks", layer_with(dtype=dtype, **scoring)
         yield f"full-{dtype}-relative_bias", layer_with(dtype=dtype, relative_bias=BIAS_SIZES)
         yield f"full-{dtype}-alibi", layer_with(dtype=dtype, alibi_slopes=ALIBI_SLOPES)
 
@@ -205,9 +214,9 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
         "block_size": align_up(16, capabilities.block_size_multiple),
     }
     query: dict[str, Any] = {"num_heads": 4, "head_size": head_size, "scale": SCALE}
-    of_query = {field.name for field in attrs.fields(QuerySpec)}
+    query_fields = {field.name for field in attrs.fields(QuerySpec)}
     for name, value in options.items():
-        (query if name in of_query else stored)[name] = value
+        (query if name in query_fields else stored)[name] = value
     if query.get("alibi_slopes") is not None:
         query["alibi_slopes"] = tuple(islice(cycle(query["alibi_slopes"]), query["num_heads"]))
     unknown = sorted(set(stored) - {field.name for field in attrs.fields(form.spec_class)})
@@ -259,10 +268,10 @@ def _sees_all(layer: LayerSpec) -> bool:
     return mask is not None and mask.sees_all
 
 
-def _uses_distances(layer: LayerSpec) -> bool:
-    """Return whether a layer adds a bias by distance; to keys of another sequence there is none."""
+def _reads_own_tokens(layer: LayerSpec) -> bool:
+    """Return whether a layer adds a bias by distance, or reads chosen tokens; neither goes with another sequence."""
     query = layer.query
-    return query is not None and (query.relative_bias is not None or query.alibi_slopes is not None)
+    return query is not None and any((query.relative_bias, query.alibi_slopes, query.choice))
 
 
 def usual_dtypes(capabilities: Capabilities) -> list[str]:
@@ -351,8 +360,7 @@ def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, 
         f"full-head_size={size}": {"head_size": size} for size in sorted(capabilities.head_sizes or {head_size + 32})
     }
     further |= {f"full-{dtype}": {"dtype": dtype} for dtype in usual_dtypes(capabilities)[1:]}
-    further["chunk=6"] = {"chunk": 6}
-    further["stride=6"] = {"stride": 6}
+    further |= {"chunk=6": {"chunk": 6}, "stride=6": {"stride": 6}}
     further["full-soft_cap-learned_sinks"] = {"soft_cap": SOFT_CAP, "has_sinks": True}
     for name, options in {**main, **further}.items():
         layer = in_format(make_layer(capabilities, form, **options), kv_format)
@@ -365,23 +373,6 @@ def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, 
         if name not in main:
             batches = {batch: requests for batch, requests in batches.items() if batch in FORMAT_BATCHES}
         yield from _cases(f"{kv_format.name}-{name}", layer, batches)
-
-
-def _chain_format_cases(
-    chain: WrapperChain, kv_format: KVFormat, capabilities: Capabilities, device: str, form: StateForm
-) -> Iterator[Case]:
-    block_size = align_up(16, capabilities.block_size_multiple)
-    for mask, options in {"full": {}, "chunk=6": {"chunk": 6}}.items():
-        owner = in_format(make_layer(capabilities, form, block_size=block_size, **options), kv_format)
-        for suffix, layer in (("", owner), ("-shared", None if owner is None else share_cache(owner))):
-            if layer is None or chain_refusals(chain, layer, capabilities, device):
-                continue
-            label = "+".join(wrapper.name for wrapper in chain)
-            batches = {**backend_batches(block_size), **PARTLY_GENERATING}
-            wanted = {batch: batches[batch] for batch in (*FORMAT_BATCHES, "unfinished")}
-            for case in _cases(f"{label}-{kv_format.name}-{mask}{suffix}", layer, wanted):
-                if not case.num_padding or chain_capture(chain) is GraphCapture.ALWAYS:
-                    yield attrs.evolve(case, wrappers=chain)
 
 
 # --- chains -----------------------------------------------------------------------------------------------------------
@@ -397,22 +388,36 @@ def chain_refusals(chain: WrapperChain, layer: LayerSpec, capabilities: Capabili
     return capabilities.refusals(seen, device, required, lse=divides_keys(bound))
 
 
-def _chain_cases(chain: WrapperChain, capabilities: Capabilities, device: str, form: StateForm) -> Iterator[Case]:
+def _chain_cases(
+    chain: WrapperChain, formats: Sequence[KVFormat], capabilities: Capabilities, device: str, form: StateForm
+) -> Iterator[Case]:
+    """Yield the main masks and chunks with every batch, and full attention and chunks in each format with a few."""
     label = "+".join(wrapper.name for wrapper in chain)
     any_causality = all(wrapper.fields.get("causal") is FieldUse.CARRY for wrapper in chain)
-    for block_size in sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16)}):
-        for mask, options in make_masks(block_size).items():
-            if mask not in MAIN_MASKS and "chunk" not in options:
+    for name, owner, batches in _chained_layers(formats, capabilities, form):
+        for suffix, layer in (("", owner), ("-shared", share_cache(owner))):
+            if chain_refusals(chain, layer, capabilities, device):
                 continue
-            owner = make_layer(capabilities, form, block_size=block_size, **options)
-            for suffix, layer in (("", owner), ("-shared", share_cache(owner))):
-                if chain_refusals(chain, layer, capabilities, device):
-                    continue
-                name = f"{label}-{mask}-block={block_size}{suffix}"
-                batches = {**backend_batches(block_size), **PARTLY_GENERATING}
-                cases = [attrs.evolve(case, wrappers=chain) for case in _cases(name, layer, batches)]
-                if chain_capture(chain) is not GraphCapture.ALWAYS:
-                    cases = [case for case in cases if not case.num_padding]
-                yield from cases
-                if mask == "full" and any_causality and capabilities.not_causal is None:
-                    yield from _not_causal(cases)
+            cases = [attrs.evolve(case, wrappers=chain) for case in _cases(f"{label}-{name}{suffix}", layer, batches)]
+            if chain_capture(chain) is not GraphCapture.ALWAYS:
+                cases = [case for case in cases if not case.num_padding]
+            yield from cases
+            if name.startswith("full-block") and any_causality and capabilities.not_causal is None:
+                yield from _not_causal(cases)
+
+
+def _chained_layers(
+    formats: Sequence[KVFormat], capabilities: Capabilities, form: StateForm
+) -> Iterator[tuple[str, LayerSpec, Mapping[str, tuple[Request, ...]]]]:
+    for block_size in sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16)}):
+        batches = {**backend_batches(block_size), **PARTLY_GENERATING}
+        for mask, options in make_masks(block_size).items():
+            if mask in MAIN_MASKS or "chunk" in options:
+                layer = make_layer(capabilities, form, block_size=block_size, **options)
+                yield f"{mask}-block={block_size}", layer, batches
+    few = {batch: batches[batch] for batch in (*FORMAT_BATCHES, "unfinished")}
+    for kv_format in formats:
+        for mask, options in {"full": {}, "chunk=6": {"chunk": 6}}.items():
+            stored = in_format(make_layer(capabilities, form, block_size=block_size, **options), kv_format)
+            if stored is not None:
+                yield f"{kv_format.name}-{mask}", stored, few

@@ -58,15 +58,7 @@ class Host:
     def begin(
         self, case: Case, plan: KVCachePlan, grouping: Grouping, manager: KVCacheManager, device: torch.device
     ) -> Memory | KVCacheStorage:
-        """Return the memory of a case.
-
-        Args:
-            case: The case.
-            plan: Its plan.
-            grouping: Its group.
-            manager: The requests, which have their pages.
-            device: Where the backend runs.
-        """
+        """Return the memory of a case."""
         return KVCacheStorage(plan, grouping, device)
 
     def slots(self, flat: torch.Tensor, block_size: int) -> Slots:

@@ -80,8 +80,8 @@ def _check_past(asked: _Asked) -> None:
         what = f"live_ranges({n}) is {ranges} the first time and {again} the second time"
         _require(ranges == again, asked.spec, what)
     if not asked.spec.keeps_past:
-        found = next(filter(None, asked.live), ())
-        _require(not found, asked.spec, f"keeps_past is False, and live_ranges gives {found}")
+        live = next(filter(None, asked.live), ())
+        _require(not live, asked.spec, f"keeps_past is False, and live_ranges gives {live}")
 
 
 def _check_forgetting(asked: _Asked) -> None:
@@ -101,8 +101,10 @@ def _check_mask(asked: _Asked) -> None:
     mask = asked.spec.mask
     if mask is not None and mask.causal:
         for n, ranges in enumerate(asked.live):
-            seen, kept = masked_tokens(mask, n), _tokens(ranges)
-            _require(seen == kept, asked.spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(kept)}")
+            seen, live_tokens = masked_tokens(mask, n), _tokens(ranges)
+            _require(
+                seen == live_tokens, asked.spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(live_tokens)}"
+            )
 
 
 def _check_mask_function(asked: _Asked) -> None:
@@ -119,26 +121,26 @@ def _check_mask_function(asked: _Asked) -> None:
         return
     positions = np.arange(len(live))
     try:
-        found, one = np.asarray(function(positions[:, None], positions[None, :])), bool(function(1, 0))
+        shown, shown_alone = np.asarray(function(positions[:, None], positions[None, :])), bool(function(1, 0))
     except (TypeError, ValueError) as error:
         raise ConformanceError(f"{spec}: mask_function does not take arrays of positions: {error}") from error
     shape = (len(live), len(live))
     _require(
-        found.shape == shape and found.dtype == np.bool_,
+        shown.shape == shape and shown.dtype == np.bool_,
         spec,
-        f"mask_function returns {found.shape}, {found.dtype} for all positions, not {shape}, bool",
+        f"mask_function returns {shown.shape}, {shown.dtype} for all positions, not {shape}, bool",
     )
-    _require_equal(spec, "mask_function(1, 0)", bool(found[1, 0]), one)
+    _require_equal(spec, "mask_function(1, 0)", bool(shown[1, 0]), shown_alone)
     for n, ranges in enumerate(live):
-        seen = set(found[n].nonzero()[0].tolist())
-        kept = _tokens(ranges) | {n} if is_causal else _seen_both_ways(spec, n, len(live))
-        what = f"at {n} mask_function shows {sorted(seen)}, live and its own are {sorted(kept)}"
+        seen = set(shown[n].nonzero()[0].tolist())
+        expected = _tokens(ranges) | {n} if is_causal else _seen_both_ways(spec, n, len(live))
+        what = f"at {n} mask_function shows {sorted(seen)}, live and its own are {sorted(expected)}"
         if spec.is_sparse:
-            _require(seen <= kept, spec, what)
+            _require(seen <= expected, spec, what)
             _require(n in seen, spec, f"at {n} mask_function does not show the query itself")
             continue
-        hint = "; a type whose queries see fewer tokens than are live declares is_sparse" if seen < kept else ""
-        _require(seen == kept, spec, what + hint)
+        hint = "; a type whose queries see fewer tokens than are live declares is_sparse" if seen < expected else ""
+        _require(seen == expected, spec, what + hint)
 
 
 def _seen_both_ways(spec: KVCacheSpec, n: int, num_tokens: int) -> set[int]:
@@ -175,10 +177,10 @@ def _check_derivations(asked: _Asked) -> None:
     for n in range(max_tokens + 1):
         _require_equal(spec, f"live_blocks({n})", general.live_blocks(spec, n), spec.live_blocks(n))
         for size in sizes:
-            expected, found = general.num_resident_blocks(spec, n, size), spec.num_resident_blocks(n, size)
-            _require_equal(spec, f"num_resident_blocks({n}, {size})", expected, found)
-            expected, found = _peak_by_definition(spec, n, size), spec.peak_blocks(n, size)
-            _require_equal(spec, f"peak_blocks({n}, {size})", expected, found)
+            expected, answer = general.num_resident_blocks(spec, n, size), spec.num_resident_blocks(n, size)
+            _require_equal(spec, f"num_resident_blocks({n}, {size})", expected, answer)
+            expected, answer = _peak_by_definition(spec, n, size), spec.peak_blocks(n, size)
+            _require_equal(spec, f"peak_blocks({n}, {size})", expected, answer)
 
 
 def _peak_by_definition(spec: KVCacheSpec, num_tokens: int, max_new_tokens: int) -> int:
@@ -239,9 +241,13 @@ def _check_layout(asked: _Asked) -> None:
         for other in others:
             what = f"layout_fields has {name}, and with {name} = {getattr(other, name)} instead"
             for n, ranges in enumerate(asked.live):
-                found = _ask(other, n)
+                ranges_of_other = _ask(other, n)
                 hint = "so layers that differ in it cannot share a block table"
-                _require(found == ranges, spec, f"{what} live_ranges({n}) is {found}, not {ranges}: {hint}")
+                _require(
+                    ranges_of_other == ranges,
+                    spec,
+                    f"{what} live_ranges({n}) is {ranges_of_other}, not {ranges}: {hint}",
+                )
             _require(other.mask == spec.mask, spec, f"{what} the mask is {other.mask}")
         # Sizes of what a type makes of its state may be there too.
         if others and (name == "dtype" or {*spec.in_format(PLAIN).state_tensors()} == {"k", "v"}):
@@ -257,20 +263,23 @@ def _others(spec: KVCacheSpec, name: str) -> Iterator[KVCacheSpec]:
     elif isinstance(value, int):
         values = (2 * value, value + 1, 4 * value)
     else:
-        values = tuple(each for each in ("float32", "bfloat16", "float16") if isinstance(value, str) and each != value)
+        values = tuple(
+            dtype for dtype in ("float32", "bfloat16", "float16") if isinstance(value, str) and dtype != value
+        )
     for other in values:
         try:
-            made = attrs.evolve(spec, **{name: other})
-            made.state_tensors()
+            changed = attrs.evolve(spec, **{name: other})
+            changed.state_tensors()
         except (KVFrameError, ValueError):
             continue
-        yield made
+        yield changed
 
 
 def _check_state(asked: _Asked) -> None:
-    """Check the state tensors: they have a place for each token of a block, or for each state of it."""
+    """Check the state tensors: they have a row for each entry of a block's tokens, or for each state of it."""
     spec = asked.spec
-    length = spec.states_per_block if spec.is_per_block else spec.block_size
+    _require(spec.block_size % spec.tokens_per_entry == 0, spec, "a block has whole entries of tokens_per_entry tokens")
+    length = spec.states_per_block if spec.is_per_block else spec.block_size // spec.tokens_per_entry
     for name, tensor in spec.state_tensors().items():
         what = f"the state {name!r} of a block has the shape {tensor.shape}, and {length} must be its first dimension"
         _require(tensor.shape[:1] == (length,), spec, what)
@@ -301,16 +310,18 @@ def _check_queries(asked: _Asked) -> None:
             is_shape = isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
             _require(is_shape, spec, f"the parameter {name!r} has the shape {shape}, not a tuple of whole numbers")
         expected = None if query.relative_bias is None else (bias.num_buckets, query.num_heads)
-        found = shapes.get(RELATIVE_BIAS)
-        _require(found == expected, spec, f"the parameter {RELATIVE_BIAS!r} has the shape {found}, not {expected}")
+        bias_shape = shapes.get(RELATIVE_BIAS)
+        _require(
+            bias_shape == expected, spec, f"the parameter {RELATIVE_BIAS!r} has the shape {bias_shape}, not {expected}"
+        )
 
 
 def _check_drafts(asked: _Asked) -> None:
     """Check that the same tokens are live for requests that compute draft tokens."""
     with_drafts = asked.spec.with_drafts(2)
     for n, ranges in enumerate(asked.live):
-        found = _ask(with_drafts, n)
-        _require(found == ranges, asked.spec, f"with_drafts(2) has live {found} at {n}, and the type {ranges}")
+        drafted = _ask(with_drafts, n)
+        _require(drafted == ranges, asked.spec, f"with_drafts(2) has live {drafted} at {n}, and the type {ranges}")
 
 
 LAWS: Mapping[str, Callable[[_Asked], None]] = {
@@ -334,8 +345,8 @@ def _tokens(ranges: Iterable[TokenRange]) -> set[int]:
     return {token for start, stop in ranges for token in range(start, stop)}
 
 
-def _require_equal(spec: KVCacheSpec, what: str, expected: object, found: object) -> None:
-    _require(expected == found, spec, f"{what} is {found}, and {expected} by the live ranges")
+def _require_equal(spec: KVCacheSpec, what: str, expected: object, answer: object) -> None:
+    _require(expected == answer, spec, f"{what} is {answer}, and {expected} by the live ranges")
 
 
 def _require(holds: bool, spec: KVCacheSpec, message: str) -> None:

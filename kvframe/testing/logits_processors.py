@@ -34,11 +34,6 @@ def check_logits_processor(
       ends the request; a rejected draft changes nothing;
     * *several*: tokens that come in one step are read as if each had come in a step of its own.
 
-    Args:
-        processor_class: The processor.
-        vocabulary: The vocabulary of a model that it can serve.
-        options: The options of a request.
-
     Raises:
         ConformanceError: A law does not hold; the error is about the first one.
     """
@@ -75,7 +70,7 @@ def byte_tokenizer_json() -> str:
     letters = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in letters]
     # GPT-2's letters for bytes: printable ones stand for themselves.
-    of_byte = {byte: chr(byte) for byte in letters} | {byte: chr(256 + index) for index, byte in enumerate(others)}
+    letter_of = {byte: chr(byte) for byte in letters} | {byte: chr(256 + index) for index, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     end = {"id": 256, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False}
     return json.dumps(
@@ -84,7 +79,7 @@ def byte_tokenizer_json() -> str:
             "added_tokens": [{**end, "normalized": False, "special": True}],
             "pre_tokenizer": level,
             "decoder": level,
-            "model": {"type": "BPE", "vocab": {of_byte[byte]: byte for byte in range(256)}, "merges": []},
+            "model": {"type": "BPE", "vocab": {letter_of[byte]: byte for byte in range(256)}, "merges": []},
         }
     )
 
@@ -123,11 +118,11 @@ class _Laws:
         states = [self._start() for _ in answers]
         others = [self._start() for _ in answers]
         for length in range(min(map(len, answers))):
-            asked = [(prompt, answer[:length], ()) for prompt, answer in zip(_PROMPTS, answers, strict=True)]
-            rows = self._process([(*each, state) for each, state in zip(asked, states, strict=True)])
-            for index, each in enumerate(asked):
-                (alone,) = self._process([(*each, others[index])])
-                self._compare(rows[index], alone, f"beside other requests, after the answer {each[1]}")
+            requests = [(prompt, answer[:length], ()) for prompt, answer in zip(_PROMPTS, answers, strict=True)]
+            rows = self._process([(*request, state) for request, state in zip(requests, states, strict=True)])
+            for index, request in enumerate(requests):
+                (alone,) = self._process([(*request, others[index])])
+                self._compare(rows[index], alone, f"beside other requests, after the answer {request[1]}")
 
     def drafts(self, answers: Sequence[Sequence[int]]) -> None:
         """Compare the rows of drafts with those of the same tokens in an answer; right drafts and wrong ones."""
@@ -168,14 +163,14 @@ class _Laws:
         return state
 
     def _process(
-        self, asked: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int], Any]]
+        self, parts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int], Any]]
     ) -> tuple[torch.Tensor, ...]:
         """Return the rows of one step, of logits that differ from column to column."""
-        num_rows = sum(1 + len(drafts) for *_, drafts, _ in asked)
+        num_rows = sum(1 + len(drafts) for *_, drafts, _ in parts)
         logits = torch.linspace(-1, 1, self._vocabulary.size).repeat(num_rows, 1)
         requests = [
             ProcessedRequest(array("I", [*prompt, *answer]), len(prompt), list(drafts), state)
-            for prompt, answer, drafts, state in asked
+            for prompt, answer, drafts, state in parts
         ]
         before = [list(request.token_ids) for request in requests]
         try:

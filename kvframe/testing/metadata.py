@@ -117,9 +117,9 @@ def _range_ends(case: Case) -> npt.NDArray[np.int64] | None:
     if not any(request.ranges for request in case.requests):
         return None
     ends = [np.zeros(request.num_new, np.int64) for request in case.requests]
-    for of_request, request in zip(ends, case.requests, strict=True):
+    for request_ends, request in zip(ends, case.requests, strict=True):
         for start, stop in request.ranges:
-            of_request[start - request.num_computed : stop - request.num_computed] = stop
+            request_ends[start - request.num_computed : stop - request.num_computed] = stop
     return np.concatenate(ends)
 
 

@@ -34,11 +34,11 @@ def check_proposer(make: Callable[[], Proposer], *, hidden_states: HiddenStates 
       are not negative; it raises nothing, for prompts of any length, and with or without tokens of its draft model;
     * *reading*: it does not change the requests' tokens;
     * *alone*: with requests of other salts beside it, a request gets the same drafts as without them;
-    * *ends*: it takes the end of requests that it knows, and of those that it was never asked about.
+    * *ends*: ``forget`` accepts requests that it knows, and requests that it was never asked about.
 
     Args:
         make: Makes a proposer that knows no request.
-        hidden_states: Makes the hidden states of requests that have grown; None for none.
+        hidden_states: Makes the hidden states of the tokens that a request got since the last step; None for none.
 
     Raises:
         ConformanceError: A law does not hold; the error is about the first one.
@@ -67,22 +67,22 @@ def proposer_checks(
         ConformanceError: It cannot be made with these options.
     """
     part = f"proposer {name or proposer_class.name!r}"
-    given = dict(options or {})
-    tried = {"as given": given}
-    if "max_drafts" not in given:
-        tried |= {f"max_drafts={most}": {**given, "max_drafts": most} for most in NUM_DRAFTS}
-    for each in tried.values():
+    options_given = dict(options or {})
+    variants = {"as given": options_given}
+    if "max_drafts" not in options_given:
+        variants |= {f"max_drafts={most}": {**options_given, "max_drafts": most} for most in NUM_DRAFTS}
+    for variant in variants.values():
         try:
-            make_with_options(proposer_class, each)
+            make_with_options(proposer_class, variant)
         except (KVFrameError, ValueError) as error:
-            raise ConformanceError(f"{part} cannot be made with {each}: {error}") from error
+            raise ConformanceError(f"{part} cannot be made with {variant}: {error}") from error
     checks = [
         Check(
             name=label.replace(" ", "_"),
             features=(f"drafts, {label}",),
-            run=partial(check_proposer, partial(make_with_options, proposer_class, each)),
+            run=partial(check_proposer, partial(make_with_options, proposer_class, variant)),
         )
-        for label, each in tried.items()
+        for label, variant in variants.items()
     ]
     return Checks(part=part, checks=tuple(checks))
 
@@ -94,64 +94,64 @@ def _steps(proposer: Proposer, hidden_states: HiddenStates | None, *, others: bo
     tokens = {name: _draw(chosen, count) for name, count in lengths.items()}
     beside = {name: _draw(noise, count) for name, count in lengths.items()} if others else {}
     grown: dict[str, int] = {}
-    found = []
+    steps_drafts = []
 
     def rows_of(name: str) -> Any:
         return None if hidden_states is None or not grown.get(name) else hidden_states(grown[name])
 
     for step in range(NUM_STEPS):
-        most = 1 + step % proposer.max_drafts
+        max_drafts = 1 + step % proposer.max_drafts
         # A host that runs no draft model gives no tokens of it.
         continues = step % 3 > 0 and _draft_model(proposer) is not None
-        asked = [
+        ours = [
             DraftRequest(
                 name,
                 tokens[name],
                 lengths[name],
-                most,
+                max_drafts,
                 "ours",
-                _draw(chosen, most) if continues else (),
+                _draw(chosen, max_drafts) if continues else (),
                 rows_of(name),
             )
             for name in tokens
             if (step + len(name)) % 5  # a request may be missing in a step
         ]
         theirs = [
-            DraftRequest(f"other {name}", each, lengths[name], proposer.max_drafts, "theirs")
-            for name, each in beside.items()
+            DraftRequest(f"other {name}", token_ids, lengths[name], proposer.max_drafts, "theirs")
+            for name, token_ids in beside.items()
         ]
-        drafts = _propose(proposer, [*theirs, *asked])
-        found.append(drafts[len(theirs) :])
-        for name, each in tokens.items():
+        drafts = _propose(proposer, [*theirs, *ours])
+        steps_drafts.append(drafts[len(theirs) :])
+        for name, token_ids in tokens.items():
             grown[name] = chosen.randrange(4)
-            each.extend(_draw(chosen, grown[name]))
-        for each in beside.values():
-            each.extend(_draw(noise, noise.randrange(4)))
+            token_ids.extend(_draw(chosen, grown[name]))
+        for token_ids in beside.values():
+            token_ids.extend(_draw(noise, noise.randrange(4)))
         if step == NUM_STEPS // 2:
             _forget(proposer, ["middle", "never asked about"])
             tokens["middle again"] = tokens.pop("middle")
             lengths["middle again"] = lengths["middle"]
-    return found
+    return steps_drafts
 
 
 def _draft_model(proposer: Proposer) -> str | None:
     name = _name(proposer)
     try:
-        found: Any = call(f"{name}: draft_model()", proposer.draft_model)
+        path: Any = call(f"{name}: draft_model()", proposer.draft_model)
     except PluginError as error:
         raise ConformanceError(str(error)) from error
-    if found is not None and not (isinstance(found, str) and found):
-        raise ConformanceError(f"{name}: draft_model() returned {safe_repr(found)}; return a path as a str, or None")
-    return found
+    if path is not None and not (isinstance(path, str) and path):
+        raise ConformanceError(f"{name}: draft_model() returned {safe_repr(path)}; return a path as a str, or None")
+    return path
 
 
 def _propose(proposer: Proposer, requests: Sequence[DraftRequest]) -> list[list[int]]:
-    name, before = _name(proposer), [list(each.token_ids) for each in requests]
+    name, before = _name(proposer), [list(request.token_ids) for request in requests]
     try:
         answer = call(f"{name}: propose()", partial(proposer.propose, requests))
     except PluginError as error:
         raise ConformanceError(str(error)) from error
-    if before != [list(each.token_ids) for each in requests]:
+    if before != [list(request.token_ids) for request in requests]:
         raise ConformanceError(f"{name}: propose() changed the tokens of a request")
     if not hasattr(answer, "__len__") or len(answer) != len(requests):
         raise ConformanceError(
@@ -164,7 +164,7 @@ def _propose(proposer: Proposer, requests: Sequence[DraftRequest]) -> list[list[
                 f"{name}: propose() returned {safe_repr(drafts)} for a request with max_drafts "
                 f"{request.max_drafts}; return at most so many token ids, as a list of int"
             )
-    return [list(each) for each in answer]
+    return [list(request) for request in answer]
 
 
 def _forget(proposer: Proposer, request_ids: Sequence[str]) -> None:

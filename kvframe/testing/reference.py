@@ -38,6 +38,23 @@ def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.
     return visible
 
 
+def chosen_tokens(layer: QuerySpec, chosen: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """Return which tokens are chosen for each new query and head.
+
+    Args:
+        layer: The query side, which has a choice.
+        chosen: ``[num_queries, num_choosers, max_chosen]``: tokens or blocks; negative numbers for none.
+        seq_len: Tokens of the request after the step.
+
+    Returns:
+        ``[num_heads, num_queries, seq_len], bool``.
+    """
+    assert layer.choice is not None
+    units = torch.arange(seq_len) // layer.choice.block_size
+    is_chosen = (chosen[..., None] == units).any(2).transpose(0, 1)
+    return is_chosen.repeat_interleave(layer.num_heads // layer.choice.num_choosers, dim=0)
+
+
 def relative_bias(bias: RelativeBias, table: torch.Tensor, num_computed: int, seq_len: int) -> torch.Tensor:
     """Return the bias that is added to the scores, by the definition of its buckets (T5, arXiv 1910.10683).
 
@@ -57,11 +74,6 @@ def relative_bias(bias: RelativeBias, table: torch.Tensor, num_computed: int, se
 
 def alibi_bias(slopes: Sequence[float], num_computed: int, seq_len: int) -> torch.Tensor:
     """Return the bias of ALiBi, which is added to the scores (Press et al., arXiv 2108.12409).
-
-    Args:
-        slopes: A slope per head.
-        num_computed: The first query's position.
-        seq_len: Tokens of the request after the step.
 
     Returns:
         ``[num_heads, seq_len - num_computed, seq_len], float64``.
@@ -107,7 +119,7 @@ def dense_attention(
         query: ``[num_queries, num_heads, head_size]``.
         key: ``[num_tokens, num_kv_heads, head_size]``.
         value: ``[num_tokens, num_kv_heads, head_size_v]``.
-        visible: ``[num_queries, num_tokens], bool``.
+        visible: ``[num_queries, num_tokens], bool``, or ``[num_heads, num_queries, num_tokens]``.
         sinks: ``[num_heads]`` or None.
         bias: ``[num_heads, num_queries, num_tokens]`` or None.
 

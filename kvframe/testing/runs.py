@@ -126,7 +126,7 @@ def make_runs(
         ConformanceError: It declares a format that is not among them, or it serves no layer of these sizes.
     """
     steps = make_steps(align_up(16, capabilities.block_size_multiple))
-    found = [
+    runs = [
         Run(
             name="-".join(filter(None, (size, feature, stored, kind))),
             layers=_named([layer] * NUM_LAYERS),
@@ -140,9 +140,9 @@ def make_runs(
         if not capabilities.refusals(layer, device)
         for kind in kinds
     ]
-    if not found:
+    if not runs:
         raise ConformanceError(f"a backend with these capabilities serves no layer of the runs: {capabilities}")
-    return (*_served_runs(capabilities, device, form), *found)
+    return (*_served_runs(capabilities, device, form), *runs)
 
 
 def _named(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
@@ -153,8 +153,10 @@ def _served_runs(capabilities: Capabilities, device: str, form: StateForm) -> It
     """Yield the ``SERVED`` steps with small layers of several kinds, as far as the backend serves them."""
     for feature, kinds in _SERVED_LAYERS.items():
         size = align_up(kinds[0].get("block_size", 16), capabilities.block_size_multiple)
-        made = [make_layer(capabilities, form, **{"num_heads": 6, **options, "block_size": size}) for options in kinds]
-        layers = [layer for layer in made if not capabilities.refusals(layer, device)]
+        all_layers = [
+            make_layer(capabilities, form, **{"num_heads": 6, **options, "block_size": size}) for options in kinds
+        ]
+        layers = [layer for layer in all_layers if not capabilities.refusals(layer, device)]
         for kind, steps in SERVED.items() if layers else ():
             yield Run(
                 name=f"served-{feature}-{kind}",
@@ -174,8 +176,8 @@ def sample_runs(runs: Sequence[Run], names: Collection[str] = TRAITS) -> tuple[R
         runs: What ``make_runs`` returned.
         names: Names of ``run_traits``; fewer for a backend that takes seconds per run.
     """
-    wanted = [{item for item in run_traits(run).items() if item[0] in names} for run in runs]
-    return tuple(runs[index] for index in cover(wanted, [_cost(run) for run in runs]))
+    parts = [{item for item in run_traits(run).items() if item[0] in names} for run in runs]
+    return tuple(runs[index] for index in cover(parts, [_cost(run) for run in runs]))
 
 
 def run_traits(run: Run) -> dict[str, Hashable]:
@@ -240,11 +242,11 @@ def _make_layers(
     )
 
     def layer(size: str, feature: str, dtype: str) -> LayerSpec:
-        made = make_layer(capabilities, form, **{**sizes[size], **features[feature], "dtype": dtype})
-        assert made.query is not None
+        usual = make_layer(capabilities, form, **{**sizes[size], **features[feature], "dtype": dtype})
+        assert usual.query is not None
         # The scores have the grid's size. With larger ones, only the largest score would matter.
-        scale = SCALE * (8 / made.query.head_size) ** 0.5
-        return attrs.evolve(made, query=attrs.evolve(made.query, scale=scale))
+        scale = SCALE * (8 / usual.query.head_size) ** 0.5
+        return attrs.evolve(usual, query=attrs.evolve(usual.query, scale=scale))
 
     for size in sizes:
         for feature in features:
@@ -293,11 +295,11 @@ def _continued(first: Step, num_new: int) -> Step:
         first: The step before.
         num_new: New tokens of the requests that are still in their prompt.
     """
-    found = {
+    requests = {
         name: Request(request.seq_len, 1 if request.num_generating else num_new)
         for name, request in reversed([*first.items()])
         if int(name) not in _LEAVING
     }
     for index in _LEAVING:
-        found[f"joined {index}"] = Request(first[str(index)].seq_len, num_new)
-    return found
+        requests[f"joined {index}"] = Request(first[str(index)].seq_len, num_new)
+    return requests

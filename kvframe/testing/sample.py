@@ -55,9 +55,9 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
     """
     if not cases:
         raise ConformanceError("there is no case to choose from")
-    wanted = {(first, second) for first, second in map(sorted, together)}
+    joint_traits = {(first, second) for first, second in map(sorted, together)}
     numbers: dict[Hashable, int] = {}
-    pairs = [_pairs(case, wanted, numbers) for case in cases]
+    pairs = [_pairs(case, joint_traits, numbers) for case in cases]
     return tuple(cases[index] for index in cover(pairs, [_cost(case) for case in cases]))
 
 

@@ -140,10 +140,6 @@ class _Served:
     def check_step(self, number: int, poison: float) -> None:
         """Compute a step, and compare each layer's output.
 
-        Args:
-            number: The step's number, from 0.
-            poison: The value of all memory without live state.
-
         Raises:
             ConformanceError: The output is wrong, or other memory was written.
         """
@@ -160,7 +156,7 @@ class _Served:
                 tensor.zero_()
         metadata = tuple(map(_in_memory_of, self._metadata, metadata)) or metadata
         self._metadata = metadata
-        guard = WriteGuard([tensor for each in metadata for tensor in tensors_of(each)])
+        guard = WriteGuard([tensor for common in metadata for tensor in tensors_of(common)])
         try:
             self._attention.begin_step(metadata)
             for layer in run.layers:

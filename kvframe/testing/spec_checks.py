@@ -66,10 +66,10 @@ def spec_checks(
     """
     part = f"cache spec {name or spec_class.kind!r}"
     registry = load_plugins().registry if registry is None else registry
-    found = list(_options_of(spec_class, options))
+    variants = list(_options_of(spec_class, options))
     specs = {
-        _label(given, size): make_part(part, spec_class, {**given, "block_size": size})
-        for given in found
+        _label(variant, size): make_part(part, spec_class, {**variant, "block_size": size})
+        for variant in variants
         for size in block_sizes
     }
     checks = [
@@ -86,8 +86,8 @@ def spec_checks(
         for label, spec in specs.items()
     ]
     refused: dict[str, tuple[str, ...]] = {}
-    for given in found:
-        label, spec = _label(given, 4), make_part(part, spec_class, {**given, "block_size": 4})
+    for variant in variants:
+        label, spec = _label(variant, 4), make_part(part, spec_class, {**variant, "block_size": 4})
         for backend in registry.backends.names():
             more, codes = _attention_checks(spec, label, backend, registry, whole)
             checks += more
@@ -96,9 +96,9 @@ def spec_checks(
     return Checks(part=part, checks=tuple(checks), refused=refused, order=tuple(f"law: {law}" for law in LAWS))
 
 
-def _label(given: Mapping[str, Any], block_size: int) -> str:
-    named = {key: value for key, value in given.items() if key not in _USUAL}
-    return "-".join(f"{key}={value}" for key, value in {**named, "block": block_size}.items())
+def _label(variant: Mapping[str, Any], block_size: int) -> str:
+    shown_options = {key: value for key, value in variant.items() if key not in _USUAL}
+    return "-".join(f"{key}={value}" for key, value in {**shown_options, "block": block_size}.items())
 
 
 def _options_of(
@@ -108,7 +108,7 @@ def _options_of(
     fields = {field.name: field for field in attrs.fields(spec_class) if field.init}
     usual = {key: value for key, value in _USUAL.items() if key in fields and fields[key].default is attrs.NOTHING}
     if options is not None:
-        return [{**usual, **given} for given in options]
+        return [{**usual, **variant} for variant in options]
     required = [
         key for key, field in fields.items() if field.default is attrs.NOTHING and key not in {*usual, "block_size"}
     ]
@@ -118,17 +118,17 @@ def _options_of(
             f"cache spec {spec_class.kind!r} needs {', '.join(map(repr, others))}, and the kit has values for whole "
             f"numbers only: give all that it needs, by --options '{{\"{others[0]}\": …}}' or by `options` of SpecTests"
         )
-    tried = [{**usual, **dict(zip(required, sizes * len(required), strict=False))} for sizes in _SIZES]
-    made = [given for given in tried if _can_be_made(spec_class, given)]
-    if not made:
-        make_part(f"cache spec {spec_class.kind!r}", spec_class, {**tried[0], "block_size": 4})
-    return made if required else made[:1]
+    variants = [{**usual, **dict(zip(required, sizes * len(required), strict=False))} for sizes in _SIZES]
+    possible = [variant for variant in variants if _can_be_made(spec_class, variant)]
+    if not possible:
+        make_part(f"cache spec {spec_class.kind!r}", spec_class, {**variants[0], "block_size": 4})
+    return possible if required else possible[:1]
 
 
-def _can_be_made(spec_class: type[KVCacheSpec], given: Mapping[str, Any]) -> bool:
+def _can_be_made(spec_class: type[KVCacheSpec], variant: Mapping[str, Any]) -> bool:
     try:
         for size in BLOCK_SIZES:
-            make_with_options(spec_class, {**given, "block_size": size})
+            make_with_options(spec_class, {**variant, "block_size": size})
     except (KVFrameError, ValueError):
         return False
     return True

@@ -75,9 +75,11 @@ class CopyCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call ``func``, and record it if it reads a tensor of the host, and reads or makes one of the device."""
         result = func(*args, **(kwargs or {}))
-        given = [each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        made = [each.device.type for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        if HOST.type in given and META.type in given + made:
+        read_devices = [
+            tensor.device.type for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)
+        ]
+        result_devices = [tensor.device.type for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+        if HOST.type in read_devices and META.type in read_devices + result_devices:
             self.found.append(str(func))
         return result
 
@@ -106,9 +108,13 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
             batches than the capabilities declare.
     """
     form, capabilities = form_of(backend_class), backend_class.capabilities
-    found = formats_of(capabilities, formats)
-    copied = [each for each in found if each.name not in capabilities.formats]
-    for kv_format in (PLAIN, *(each for each in found if each.name in capabilities.formats), *copied[:1]):
+    read_formats = formats_of(capabilities, formats)
+    copied_formats = [kv_format for kv_format in read_formats if kv_format.name not in capabilities.formats]
+    for kv_format in (
+        PLAIN,
+        *(kv_format for kv_format in read_formats if kv_format.name in capabilities.formats),
+        *copied_formats[:1],
+    ):
         layers = _layers(backend_class, form, kv_format)
         if kv_format != PLAIN:
             del layers[NUM_FORMATTED:]
@@ -140,9 +146,9 @@ def _layers(backend_class: type[AttentionBackend], form: StateForm, kv_format: K
     masks = make_masks(block_size)
     scores: Sequence[Mapping[str, Any]] = ({"soft_cap": SOFT_CAP}, {"has_sinks": True})
     biases: Sequence[Mapping[str, Any]] = ({"relative_bias": BIAS_SIZES}, {"alibi_slopes": ALIBI_SLOPES})
-    of_form = form.features(usual_head_size(capabilities, form)).values()
+    form_features = form.features(usual_head_size(capabilities, form)).values()
     layers = []
-    for index, options in enumerate((*(masks[name] for name in MASKS), *scores, *biases, *of_form)):
+    for index, options in enumerate((*(masks[name] for name in MASKS), *scores, *biases, *form_features)):
         layer = in_format(make_layer(capabilities, form, **{"block_size": block_size, **options}), kv_format)
         if layer is not None and not capabilities.refusals(layer, device):
             layers.append(attrs.evolve(layer, name=f"layers.{index}"))
@@ -165,11 +171,11 @@ def _copies_of_a_step(
     memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)
     plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_LEN)
     views = KVCacheStorage(plan, grouping, META).views
-    attention = Layers(layers, [choose(each, backend_class) for each in layers], grouping, views, META)
-    cases = {each.name: Case(name=each.name, layer=each, requests=(), form=form) for each in layers}
+    attention = Layers(layers, [choose(layer, backend_class) for layer in layers], grouping, views, META)
+    cases = {layer.name: Case(name=layer.name, layer=layer, requests=(), form=form) for layer in layers}
     learned = {name: Learned.draw(case, torch.Generator()).to(META) for name, case in cases.items()}
-    for name, each in learned.items():
-        attention[name].bind(each.parameters)
+    for name, tensors in learned.items():
+        attention[name].bind(tensors.parameters)
     manager = KVCacheManager(plan, max_num_seqs=len(requests), prefix_caching=False)
     for index, (num_computed, num_new) in enumerate(requests):
         manager.start(str(index), [0] * MAX_LEN)
@@ -190,7 +196,7 @@ def _copies_of_a_step(
     if is_replayed:
         if attention.capture is GraphCapture.NEVER:
             return None
-        metadata = tuple(attrs.evolve(each, static_shapes=True) for each in metadata)
+        metadata = tuple(attrs.evolve(layer, static_shapes=True) for layer in metadata)
         captured = attention.capture_step(metadata, ())
     with CopyCounter() as copies:
         if captured is None:

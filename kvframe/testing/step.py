@@ -20,7 +20,8 @@ from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST, Staging
 from kvframe.attention.wrapping import apply_chain
 from kvframe.cache.manager import KVCacheManager
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache, MoreInputs
+from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.errors import BackendError
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import CommonAttentionMetadata
@@ -74,15 +75,6 @@ def run_step(
 ) -> Output:
     """Run a backend after the case's chain, on requests in the order that its builder asks for.
 
-    Args:
-        backend_class: The backend.
-        case: The case.
-        inputs: Each request's tensors.
-        learned: The layer's learned tensors.
-        device: The device of the backend.
-        poison: The value of all memory without live state.
-        host: Whose memory and step the backend is given.
-
     Raises:
         ConformanceError: The chain keeps other tokens than the generating ones, the output breaks the contract, or
             other memory was written.
@@ -129,17 +121,25 @@ def run_step(
     guard.check("a wrapper wrote to the batch metadata")
     kept_rows = _kept_rows(chain, metadata, wrapped)
     query = query.index_select(0, kept_rows.to(device))
+    more = None if case.query.choice is None else MoreInputs(chosen=_choices(case, device))
     common, back = wrapped, None
     if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
         common, permutation = permute(wrapped, builder.batch_order)
         query, back = query.index_select(0, permutation.tokens), permutation.inverse
+        if more is not None and more.chosen is not None:
+            more = MoreInputs(chosen=more.chosen.rows(lambda rows: rows.index_select(0, permutation.tokens)))
     query = host.rows(query)
     guard = WriteGuard([storage.pool, query, *tensors_of(metadata), *tensors_of(common)])
     results: dict[str, Attended] = {}
 
     def attend(how: str, built: Any, sinks: torch.Tensor | None, *, with_lse: bool) -> None:
         try:
-            if with_lse:
+            if more is not None:
+                pair = backend.forward_more(seen, query, kv_cache, built, sinks, more)
+                output, lse = (
+                    check_outputs(pair, case, query) if with_lse else (check_output(pair[0], case, query), None)
+                )
+            elif with_lse:
                 output, lse = check_outputs(backend.forward_with_lse(seen, query, kv_cache, built, sinks), case, query)
             else:
                 out = host.make_output((len(query), case.query.num_heads, case.form.head_size_v(case.spec)), query)
@@ -178,6 +178,14 @@ def pack(
 
     query, key, value = zip(*((request.query, request.key, request.value) for request in inputs), strict=True)
     return packed(query), packed(key), packed(value)
+
+
+def _choices(case: Case, device: torch.device) -> ChosenTokens:
+    """Return what the step's queries read, those of padding too."""
+    assert case.query.choice is not None
+    rows = torch.cat([case.chosen(index) for index in range(len(case.requests))])
+    padding = rows.new_zeros(case.num_padding, *rows.shape[1:])
+    return ChosenTokens(torch.cat([rows, padding]).to(device), case.query.choice.block_size)
 
 
 def _turns(num_tokens: int, host: Host) -> Iterator[torch.Tensor]:

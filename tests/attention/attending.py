@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import types
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
 import torch
 
-import kvframe
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import Layers
 from kvframe.attention.local import LocalCaches
@@ -76,20 +74,6 @@ def eight_layers() -> tuple[LayerSpec, ...]:
 
 def close(expected: torch.Tensor, found: torch.Tensor) -> bool:
     return torch.allclose(expected, found, rtol=1e-4, atol=1e-5)
-
-
-def plugin(name: str, **registered: Mapping[str, type]) -> types.ModuleType:
-    """Return a plugin module that registers classes: ``plugin("mine", backends={"fast": Fast})``."""
-    module = types.ModuleType(name)
-    for kind, classes in registered.items():
-
-        def register_all(register: Any, classes: Mapping[str, type] = classes) -> None:
-            for key, each in classes.items():
-                register(key, each)
-
-        register_all.__name__ = f"kvframe_register_{kind}"
-        setattr(module, register_all.__name__, kvframe.contract.hookimpl(register_all))
-    return module
 
 
 class Bench:

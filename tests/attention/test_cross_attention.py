@@ -30,10 +30,10 @@ from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
 from kvframe.testing.reference import dense_attention
-from tests.attention.attending import plugin
 from tests.covering import cover_values
 from tests.models.mixed_decoder import MixedDecoder
 from tests.models.serving import held_pages, ids, make_stack
+from tests.support.plugins import plugin
 
 CPU = torch.device("cpu")
 QUERY = QuerySpec(num_heads=4, head_size=8, scale=0.3)

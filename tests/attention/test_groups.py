@@ -21,7 +21,8 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, share_caches
 from kvframe.selection.choice import Identity
 from kvframe.selection.skipping import DRAFTING, NO_SKIPPING, Skipping, find_skippable_layers
-from tests.attention.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
+from tests.attention.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local
+from tests.support.plugins import plugin
 
 
 def chunked(chunk: int) -> ChunkedLocalSpec:

@@ -23,8 +23,8 @@ from kvframe.contract import (
 )
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
-from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
+from tests.support.plugins import plugin
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
 CPU = torch.device("cpu")

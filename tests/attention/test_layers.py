@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import kvframe
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import Layers
 from kvframe.attention.storage import KVCacheStorage
@@ -32,8 +30,8 @@ from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.choice import Choice
 from kvframe.selection.select import select_backends
-from tests.attention.attending import plugin
 from tests.cache.plans import full, make_plan, ranged
+from tests.support.plugins import plugin
 
 CPU = torch.device("cpu")
 
@@ -72,23 +70,7 @@ class Recorder(AttentionBackend):
         return torch.zeros_like(query) if seen is None else torch.zeros_like(query) + seen.values
 
 
-def registering() -> types.ModuleType:
-    """Make a plugin module that registers this file's wrapper and backend."""
-    module = types.ModuleType("recording_plugin")
-
-    @kvframe.contract.hookimpl
-    def kvframe_register_wrappers(register: Any) -> None:
-        register("halve", Halve)
-
-    @kvframe.contract.hookimpl
-    def kvframe_register_backends(register: Any) -> None:
-        register("recorder", Recorder)
-
-    module.kvframe_register_wrappers = kvframe_register_wrappers  # type: ignore[attr-defined]
-    module.kvframe_register_backends = kvframe_register_backends  # type: ignore[attr-defined]
-    return module
-
-
+RECORDING = plugin("recording_plugin", wrappers={"halve": Halve}, backends={"recorder": Recorder})
 QUERY = QuerySpec(num_heads=2, head_size=4, scale=0.5)
 
 
@@ -183,7 +165,7 @@ def test_a_core_without_another_backend_says_what_to_install(caplog: pytest.LogC
 
 
 def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None:
-    host = load_plugins(plugins=[registering()])
+    host = load_plugins(plugins=[RECORDING])
     (choice,) = select_backends(attending("a"), Stack(), host.registry, "cpu")
     assert choice.backend.endswith(":recorder")
     reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates if not candidate.refusals}
@@ -204,7 +186,7 @@ class Captured(Recorder):
 
 def test_auto_takes_a_backend_that_can_be_captured_if_the_stack_names_sizes_of_graphs() -> None:
     mine = plugin("mine", backends={"captured": Captured})
-    registry = load_plugins(plugins=[registering(), mine]).registry
+    registry = load_plugins(plugins=[RECORDING, mine]).registry
 
     def chosen(graphs: Any, **rule: Any) -> Choice:
         stack = Stack.from_mapping({"model": {"graphs": graphs}, "rules": [{"layers": "*", **rule}]})
@@ -230,7 +212,7 @@ def test_auto_takes_a_backend_that_can_be_captured_if_the_stack_names_sizes_of_g
 
 
 def test_a_named_backend_is_taken_or_refused_never_replaced() -> None:
-    host = load_plugins(plugins=[registering()])
+    host = load_plugins(plugins=[RECORDING])
     stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": "recorder"}]})
     with pytest.raises(BackendError, match=r"gives layer 'a' to backend 'recorder', which cannot serve it: .*cap"):
         select_backends(attending("a", soft_cap=30.0), stack, host.registry, "cpu")
@@ -255,14 +237,14 @@ def test_a_backend_for_another_device_is_not_asked_whether_it_could_run() -> Non
 
 
 def test_a_wrappers_wrong_option_names_its_options() -> None:
-    host = load_plugins(plugins=[registering()])
+    host = load_plugins(plugins=[RECORDING])
     stack = Stack.from_mapping({"rules": [{"layers": "*", "wrappers": [{"name": "halve", "bye": 3}]}]})
     with pytest.raises(StackError, match=r"wrapper 'halve': .*its options: by"):
         select_backends(attending("a"), stack, host.registry, "cpu")
 
 
 def run_layers(layers: Sequence[LayerSpec], stack: Stack) -> tuple[Layers, KVCacheStorage]:
-    host = load_plugins(plugins=[registering()])
+    host = load_plugins(plugins=[RECORDING])
     grouping = group_layers(layers)
     plan = plan_cache(grouping, memory_bytes=20_000, max_model_len=32, max_num_batched_tokens=8)
     storage = KVCacheStorage(plan, grouping, CPU)

@@ -20,7 +20,8 @@ from kvframe.contract.errors import SpecError
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.planning.groups import group_layers, share_caches
-from tests.attention.attending import CPU, Bench, close, full, layer, plugin
+from tests.attention.attending import CPU, Bench, close, full, layer
+from tests.support.plugins import plugin
 
 MIXED = [(0, 9), (0, 1), (0, 4), (0, 12), (0, 3)]
 LENS = [new for _, new in MIXED]

@@ -43,11 +43,12 @@ from kvframe.selection.select import select_backends
 from kvframe.selection.skipping import Skipping, find_skippable_layers
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.staging import META, CopyCounter, check_staging
-from tests.attention.attending import full, layer, local, plugin
+from tests.attention.attending import full, layer, local
 from tests.attention.capturable import CapturableReference
 from tests.attention.test_states import states
 from tests.attention.test_steps import Decodes, ShortOnes
 from tests.covering import keep
+from tests.support.plugins import plugin
 
 
 class OnHost(CapturableReference):

@@ -26,7 +26,8 @@ from kvframe.contract.order import BatchOrder, split_batch
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers, share_caches
 from kvframe.testing.guard import ScalarGuard, guard
-from tests.attention.attending import MIXED, Bench, close, eight_layers, full, layer, local, plugin
+from tests.attention.attending import MIXED, Bench, close, eight_layers, full, layer, local
+from tests.support.plugins import plugin
 
 SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]
 

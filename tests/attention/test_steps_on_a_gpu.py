@@ -13,8 +13,8 @@ from kvframe_engine.requests.request import SamplingParams
 from kvframe import Engine, Setup, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.planning.recognise import find_adapter
-from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
+from tests.support.plugins import plugin
 
 pytest.importorskip("transformers", reason="tiny models are made by transformers")
 from kvframe_transformers.testing import save_tiny

@@ -20,7 +20,7 @@ from kvframe.contract.specs import KVCacheSpec, LayerSpec, TokenRange
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import plan_cache
-from tests.attention.attending import plugin
+from tests.support.plugins import plugin
 
 SIZES = {"num_kv_heads": 2, "head_size": 8}
 

@@ -14,10 +14,10 @@ from kvframe_engine.core import EngineCore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe.cache.events import CacheEvent
-from kvframe.contract import hookimpl
 from kvframe.contract.errors import PlanError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+from tests.support.plugins import plugin
 
 KINDS: Mapping[str, str] = {
     "backend": "a backend raises in one of the step's layers",
@@ -195,10 +195,4 @@ class Careless(MetadataWrapper):
 
 def careless_plugin() -> ModuleType:
     """Return a plugin that brings the careless wrapper."""
-    module = ModuleType("careless_plugin")
-
-    def kvframe_register_wrappers(register: Callable[[str, type], None]) -> None:
-        register(Careless.name, Careless)
-
-    vars(module)["kvframe_register_wrappers"] = hookimpl(kvframe_register_wrappers)
-    return module
+    return plugin("careless_plugin", wrappers={Careless.name: Careless})

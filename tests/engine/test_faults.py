@@ -15,7 +15,6 @@ from kvframe_engine.turns import HeldInterrupts
 
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.loading.plugins import load_plugins
-from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
 from tests.covering import cover_values, few
 from tests.engine import injected_faults
@@ -24,6 +23,7 @@ from tests.engine.test_with_models import assert_pool_as_before
 from tests.models.encoder_decoder import generated
 from tests.models.encoder_decoder import prompts as encoder_prompts
 from tests.models.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, held_pages
+from tests.support.plugins import plugin
 
 SMALL_STEPS = {"max_num_seqs": 3, "max_num_batched_tokens": 20, "block_size": 4}
 TIGHT = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5, "max_num_seqs": 8}

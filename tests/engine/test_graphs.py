@@ -30,10 +30,10 @@ from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import Axis, Extension
 from kvframe.planning.groups import Grouping
-from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference, DecodesOnly, UniformOnly
 from tests.covering import cover_values, few
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, make_stack, served
+from tests.support.plugins import plugin
 
 BACKENDS = {"capturable": CapturableReference, "decodes_only": DecodesOnly, "uniform_only": UniformOnly}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
 
 from kvframe import Engine, Setup, Stack, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.contract import hookimpl
 from kvframe.contract.order import BatchOrder
 from tests.engine.scripted_model import ScriptedModel
+from tests.support.plugins import plugin
 
 
 @st.composite
@@ -136,11 +135,7 @@ class NotingModel(ScriptedModel):
 
 
 def test_a_batch_is_packed_as_a_backend_asks_and_its_tokens_find_their_requests() -> None:
-    plugin = ModuleType("my_plugin")
-    plugin.kvframe_register_backends = hookimpl(  # type: ignore[attr-defined]
-        lambda register: register("decodes_first", DecodesFirst), specname="kvframe_register_backends"
-    )
-    registry = load_plugins(plugins=[plugin]).registry
+    registry = load_plugins(plugins=[plugin("my_plugin", backends={"decodes_first": DecodesFirst})]).registry
     model = NotingModel("the quick")
     stack = Stack.from_mapping(
         {

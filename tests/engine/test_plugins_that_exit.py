@@ -19,8 +19,8 @@ from kvframe.contract.eviction import LRU, EvictionPolicy, ReleasedPages
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import TokenRange
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from tests.attention.attending import plugin
 from tests.engine.scripted_model import ScriptedModel
+from tests.support.plugins import plugin
 
 SCRIPT = "the quick brown fox jumps over the lazy dog"
 

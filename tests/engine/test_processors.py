@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 
 from kvframe import Engine, SamplingParams, Setup, load_plugins
 from kvframe.config.stack import Stack
-from kvframe.contract import LogitsProcessor, ProcessedRequest, Register, RequestError, Vocabulary, hookimpl
+from kvframe.contract import LogitsProcessor, ProcessedRequest, RequestError, Vocabulary
 from tests.engine.scripted_model import ScriptedModel
+from tests.support.plugins import plugin
 
 SCRIPT = "the quick brown fox jumps"
 CALLS: list[tuple[str, list[int]]] = []
@@ -72,17 +72,11 @@ class NeedsText(LogitsProcessor):
         raise NotImplementedError
 
 
-@hookimpl
-def kvframe_register_logits_processors(register: Register) -> None:
-    for each in (Instead, Another, Breaks, NeedsText):
-        register(each.name, each)
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    manifest = ModuleType("manifest_of_processors")
-    vars(manifest)["kvframe_register_logits_processors"] = kvframe_register_logits_processors
-    registry, model = load_plugins(plugins=[manifest]).registry, ScriptedModel(SCRIPT)
+    processors = {each.name: each for each in (Instead, Another, Breaks, NeedsText)}
+    registry = load_plugins(plugins=[plugin("processors_of_a_test", logits_processors=processors)]).registry
+    model = ScriptedModel(SCRIPT)
     stack = Stack.from_mapping(
         {"cache": {"block_size": 4, "memory": 32 * 1024}, "model": {"device": "cpu"}, "engine": {"self_check": False}}
     )

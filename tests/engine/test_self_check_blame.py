@@ -24,8 +24,8 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.loading.plugins import load_plugins
-from tests.attention.attending import plugin
 from tests.models.serving import TinyModel
+from tests.support.plugins import plugin
 
 LAYERS = [f"model.layers.{index}.self_attn" for index in range(3)]
 

@@ -14,8 +14,8 @@ from kvframe.contract.backend import KVCache
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
-from tests.attention.attending import plugin
 from tests.models.serving import TinyModel
+from tests.support.plugins import plugin
 
 
 class WrongSteps(TorchReferenceBackend):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,10 +13,10 @@ from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, RequestOutput, SamplingParams, Stack
-from kvframe.contract import hookimpl
 from kvframe.contract.errors import BackendError, ModelError, PlanError, StackError
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
 from tests.support.models import save_tokenizer, trained_tokenizer
+from tests.support.plugins import plugin
 
 TEXT = "Ein Größenvergleich: 1 € ≈ 1,1 $; naïve cafés, 𝄞 and 東京. The quick brown fox jumps over the lazy dog. " * 3
 VOCAB_SIZE = 320
@@ -266,20 +265,8 @@ class WrongBackend(TorchBackend):
         return super().forward(layer, query * (1.01 if "window" in layer.spec.kind else 1), *rest)
 
 
-def plugin_with(**backends: type) -> ModuleType:
-    """Return a manifest module, as a script would write it."""
-    module = ModuleType("my_plugin")
-
-    def kvframe_register_backends(register: Callable[..., None]) -> None:
-        for name, backend in backends.items():
-            register(name, backend)
-
-    module.kvframe_register_backends = hookimpl(kvframe_register_backends)  # type: ignore[attr-defined]
-    return module
-
-
 def test_a_backend_from_a_script_serves_a_model(model: TinyModel, reference: list[tuple[int, ...]]) -> None:
-    plugins = [plugin_with(counting=CountingBackend)]
+    plugins = [plugin("my_plugin", backends={"counting": CountingBackend})]
     with Engine.from_pretrained(model.path, stack=make_stack(backend="counting"), plugins=plugins) as engine:
         assert {"my_plugin:counting"} == {choice.backend for choice in engine.choices}
         assert reference == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
@@ -295,7 +282,7 @@ def test_a_rule_for_an_unknown_kind_is_refused_before_the_model_is_read(tmp_path
 def test_wrong_attention_is_refused_and_the_layer_named(model: TinyModel) -> None:
     stack = make_stack(backend="wrong", self_check=True)
     with pytest.raises(BackendError, match=r"^backend 'my_plugin:wrong' .* layer 'model\.layers\.0\.self_attn' wrong"):
-        Engine.from_pretrained(model.path, stack=stack, plugins=[plugin_with(wrong=WrongBackend)])
+        Engine.from_pretrained(model.path, stack=stack, plugins=[plugin("my_plugin", backends={"wrong": WrongBackend})])
 
 
 def test_a_refused_model_is_left_as_it_was(model: TinyModel, reference: list[tuple[int, ...]]) -> None:

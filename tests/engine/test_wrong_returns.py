@@ -17,8 +17,9 @@ from kvframe.contract.errors import BackendError, ModelError, PluginError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.state import StateRound, StateRun
-from tests.attention.attending import MIXED, Bench, layer, local, plugin
+from tests.attention.attending import MIXED, Bench, layer, local
 from tests.engine.scripted_model import ScriptedModel
+from tests.support.plugins import plugin
 
 
 def bench_of(backend: type, num_layers: int = 1) -> Bench:

@@ -27,7 +27,7 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
     "kvframe.attention.layer": {
         "read.metadata, sinks, wanted)": "read.metadata, sinks, wanted, later=1)\n"
         "            SEEN.add((self._backend.kvframe_later(), self.spec.spec.kvframe_later))",
-        "class GroupStep:": "SEEN = set()\n\n\nclass GroupStep:",
+        "class AttentionLayer:": "SEEN = set()\n\n\nclass AttentionLayer:",
     },
 }
 """By module, text that occurs once in its source, and what stands there in the later version."""

@@ -31,7 +31,8 @@ def become_newer() -> None:
     from tests.frozen.newer import change_source
 
     change_source()
-    from kvframe.contract import deprecations, hookspecs, metadata
+    from kvframe.contract import hookspecs, metadata
+    from kvframe.loading import deprecations
 
     major, minor = hookspecs.API_VERSION.split(".")
     hookspecs.API_VERSION = f"{major}.{int(minor) + 1}"

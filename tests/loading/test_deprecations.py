@@ -11,10 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvframe.cli import main
-from kvframe.contract import deprecations
-from kvframe.contract.deprecations import DEPRECATED, Deprecation
 from kvframe.contract.hookspecs import API_VERSION, Register
-from kvframe.loading import deprecated
+from kvframe.loading import deprecations
+from kvframe.loading.deprecations import DEPRECATED, Deprecation
 from kvframe.loading.plugins import load_plugins
 from tests.frozen.snapshot import take
 from tests.loading.fake_distributions import FakeSite
@@ -49,7 +48,7 @@ class Kept(EvictionPolicy):
 @pytest.fixture
 def deprecate(monkeypatch: pytest.MonkeyPatch) -> Deprecate:
     """Returns a function that makes this kvframe a later one, which deprecates something."""
-    monkeypatch.setattr(deprecated, "_warned", {})
+    monkeypatch.setattr(deprecations, "_warned", {})
 
     def apply(**instead: str) -> None:
         found = {name: Deprecation(since="1.1", instead=text) for name, text in instead.items()}

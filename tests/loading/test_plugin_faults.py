@@ -24,7 +24,7 @@ from kvframe.attention.group import form_groups
 from kvframe.attention.layer import AttentionLayer, GroupStep
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.config.eviction_choice import make_policy
+from kvframe.config.choices import make_policy
 from kvframe.contract import hookimpl
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.description import LayerDescription, ModelDescription

@@ -12,10 +12,10 @@ import pytest
 
 from kvframe.contract import hookspecs
 from kvframe.contract.errors import KVFrameError, PluginError, StackError, UnknownNameError
-from kvframe.contract.hookspecs import hookimpl
 from kvframe.loading.misnamed import find_misnamed
 from kvframe.loading.plugins import PluginHost, PluginPolicy, load_plugins
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
+from tests.support.plugins import plugin
 
 GOOD = registers("backends", ("good", "kvframe_good.backend:Good"))
 
@@ -522,14 +522,8 @@ def test_plugin_that_refuses_its_settings_is_broken(site: FakeSite) -> None:
 # --- plugins passed as modules ---------------------------------------------------------------------------------------
 
 
-def make_module(name: str = "my_notebook") -> ModuleType:
-    @hookimpl
-    def kvframe_register_backends(register: hookspecs.Register) -> None:
-        register("mine", "my_notebook:Mine")
-
-    module = ModuleType(name)
-    vars(module)["kvframe_register_backends"] = kvframe_register_backends
-    return module
+def make_module() -> ModuleType:
+    return plugin("my_notebook", backends={"mine": "my_notebook:Mine"})
 
 
 def test_hand_made_module_is_a_plugin(site: FakeSite) -> None:

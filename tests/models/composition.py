@@ -23,12 +23,12 @@ import torch
 
 from kvframe import Embedder, Engine, KVFrameError, SamplingParams, Setup, load_plugins
 from kvframe.contract.formats import PLAIN
-from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
 from tests.models import encoder_decoder
 from tests.models.headed import save_headed
 from tests.models.kept_code import KeptCode
 from tests.models.serving import TinyModel, held_pages, ids, make_stack
+from tests.support.plugins import plugin
 
 EQUAL, WRONG = "equal", "WRONG"
 BACKEND = "capturable"

@@ -8,7 +8,8 @@ from types import ModuleType
 
 import attrs
 
-from kvframe.contract import DraftRequest, Proposer, Register, hookimpl
+from kvframe.contract import DraftRequest, Proposer
+from tests.support.plugins import plugin
 
 MAX_DRAFTS = 4
 ANSWERS: list[list[int]] = []
@@ -36,11 +37,4 @@ class Knowing(Proposer):
 
 
 def make_manifest() -> ModuleType:
-    manifest = ModuleType("knowing_plugin")
-
-    @hookimpl
-    def kvframe_register_proposers(register: Register) -> None:
-        register("knowing", Knowing)
-
-    manifest.kvframe_register_proposers = kvframe_register_proposers  # type: ignore[attr-defined]
-    return manifest
+    return plugin("knowing_plugin", proposers={"knowing": Knowing})

@@ -30,11 +30,12 @@ from kvframe_transformers import adapter  # noqa: F401  # imported before the pr
 from transformers import AutoModelForCausalLM
 
 from kvframe import Embedder, Engine, SamplingParams, Stack
-from kvframe.contract import DraftRequest, Proposer, Register, hookimpl
+from kvframe.contract import DraftRequest
 from kvframe.contract.errors import EngineError, KVFrameError
 from tests.loading.fake_distributions import FakeSite
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
+from tests.support.plugins import plugin
 
 Result = dict[str, Any]
 
@@ -88,17 +89,6 @@ class Noting(Knowing):
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
         self.seen += [(len(each.token_ids), list(each.continuation)) for each in requests]
         return super().propose(requests)
-
-
-def plugin_of(name: str, proposer: type[Proposer]) -> ModuleType:
-    manifest = ModuleType(f"{name}_plugin")
-
-    @hookimpl
-    def kvframe_register_proposers(register: Register) -> None:
-        register(name, proposer)
-
-    vars(manifest)["kvframe_register_proposers"] = kvframe_register_proposers
-    return manifest
 
 
 def engine_of(path: Path, *, plugins: Sequence[ModuleType] = (), **options: Any) -> Engine:
@@ -207,7 +197,7 @@ def draft_of(engine: Engine) -> Result:
 def draft_guessing(folder: Path) -> Result:
     """What heads draft that are never right, for requests that also get right drafts."""
     options: dict[str, Any] = {
-        "plugins": [plugin_of("noting", Noting)],
+        "plugins": [plugin("noting_plugin", proposers={"noting": Noting})],
         "drafts": "noting",
         "max_num_batched_tokens": 24,
     }
@@ -219,7 +209,9 @@ def draft_from_hidden_states(folder: Path) -> Result:
     """Drafts of a proposer that needs hidden states."""
     drafts = {"name": "reading", "model": str(folder / "llama")}
     options: dict[str, Any] = {"max_num_batched_tokens": 24}
-    with engine_of(folder / "llama", plugins=[plugin_of("reading", Reading)], drafts=drafts, **options) as engine:
+    with engine_of(
+        folder / "llama", plugins=[plugin("reading_plugin", proposers={"reading": Reading})], drafts=drafts, **options
+    ) as engine:
         drafting: Any = engine._scheduler._drafting
         return {**draft_of(engine), "missing": drafting._proposer.num_missing}
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvframe import Engine, Stack
-from tests.attention.attending import plugin
 from tests.attention.key_halves import KeyHalves
 from tests.covering import keep
 from tests.models.serving import served
+from tests.support.plugins import plugin
 
 HALVES = plugin("halves", wrappers={"key_halves": KeyHalves})
 

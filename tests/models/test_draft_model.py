@@ -10,7 +10,6 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
@@ -25,11 +24,12 @@ from kvframe_transformers.testing import save_tiny
 
 from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Setup, Stack, load_plugins
 from kvframe.cli import main
-from kvframe.contract import DraftRequest, PrefixFileError, Register, StackError, hookimpl
+from kvframe.contract import DraftRequest, PrefixFileError, StackError
 from kvframe.planning.recognise import FoundAdapter
 from tests.covering import cover_values, few
 from tests.models import encoder_decoder
 from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, make_stack
+from tests.support.plugins import plugin
 
 OTHERS = (
     "llama",
@@ -98,24 +98,17 @@ class Informed(DraftModelProposer):
         return found
 
 
-def make_manifest() -> ModuleType:
-    manifest = ModuleType("meddling_plugin")
-
-    @hookimpl
-    def kvframe_register_proposers(register: Register) -> None:
-        register("meddling", Meddling)
-        register("informed", Informed)
-
-    manifest.kvframe_register_proposers = kvframe_register_proposers  # type: ignore[attr-defined]
-    return manifest
-
-
 Models = Callable[..., TinyModel]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    registry, made = load_plugins(plugins=[make_manifest()]).registry, {}
+    registry, made = (
+        load_plugins(
+            plugins=[plugin("meddling_plugin", proposers={"meddling": Meddling, "informed": Informed})]
+        ).registry,
+        {},
+    )
 
     def model(family: str, dtype: str | None = None) -> TinyModel:
         # In float64, no two tokens are as close as rounding, which differs by batch and by machine.

@@ -19,12 +19,12 @@ from kvframe import Engine, Prompt, SamplingParams, Stack
 from kvframe.contract.errors import BackendError, KVFrameError, SpecError
 from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat, StateTensor
 from kvframe.loading.plugins import load_plugins
-from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
 from tests.covering import few, keep
 from tests.models.encoder_decoder import encoder_inputs
 from tests.models.rounding import rounding
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages, served
+from tests.support.plugins import plugin
 
 FORMATS: tuple[KVFormat, ...] = (Fp8Tensor(), Fp8TokenHead(), Int8TokenHead(), Int4TokenHead())
 FAMILIES = {

@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe import Prompt, SamplingParams, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
-from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableLatents, CapturableReference
 from tests.covering import cover_pairs, cover_values, few
 from tests.models import encoder_decoder
 from tests.models.knowing import ANSWERS, MAX_DRAFTS, make_manifest
 from tests.models.serving import PROMPTS, TinyModel, held_pages, ids
+from tests.support.plugins import plugin
 
 WITH_STATES = ("mamba", "mamba2", "jamba", "falcon_h1", "qwen3_next", "lfm2", "kimi_linear")
 WITH_ENCODERS = ("bart", "t5", "whisper")

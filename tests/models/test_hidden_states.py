@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import ModuleType
 from typing import Any, ClassVar
 
 import attrs
@@ -12,13 +11,13 @@ import pytest
 import torch
 
 from kvframe import SamplingParams, load_plugins
-from kvframe.contract import DraftRequest, Register, StackError, hookimpl
-from tests.attention.attending import plugin
+from kvframe.contract import DraftRequest, StackError
 from tests.attention.capturable import CapturableReference
 from tests.engine.scripted_model import ScriptedModel
 from tests.models import encoder_decoder
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import PROMPTS, TinyModel, held_pages
+from tests.support.plugins import plugin
 
 WITH_ENCODERS = ("bart", "t5")
 HEAD: list[Any] = []
@@ -43,23 +42,12 @@ class Checking(Knowing):
         return super().propose(requests)
 
 
-def manifest() -> ModuleType:
-    module = ModuleType("checking_plugin")
-
-    @hookimpl
-    def kvframe_register_proposers(register: Register) -> None:
-        register("checking", Checking)
-        register("knowing", Knowing)
-
-    vars(module)["kvframe_register_proposers"] = kvframe_register_proposers
-    return module
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     folder = tmp_path_factory.mktemp("models")
-    mine = plugin("mine", backends={"capturable": CapturableReference})
-    registry = load_plugins(plugins=[mine, manifest()]).registry
+    proposers = {"checking": Checking, "knowing": Knowing}
+    mine = plugin("mine", backends={"capturable": CapturableReference}, proposers=proposers)
+    registry = load_plugins(plugins=[mine]).registry
 
     def model(family: str) -> TinyModel:
         return attrs.evolve(TinyModel.save(folder / family, family), registry=registry).in_dtype("float64")

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import attrs
@@ -40,15 +39,14 @@ from kvframe.contract import (
     ModelError,
     PrefixFileError,
     QuerySpec,
-    Register,
     StackError,
     WrapperError,
-    hookimpl,
 )
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_values, few, keep
 from tests.models.headed import HEADED, Reference, save_headed
 from tests.models.serving import PROMPTS, TinyModel
+from tests.support.plugins import plugin
 
 MODELS = {"deepseek_v3": 2, "glm4_moe": 3, "mellum": 1}
 """The families, with their numbers of heads."""
@@ -91,21 +89,6 @@ class Meddling(MTPProposer):
         return right
 
 
-def manifest() -> ModuleType:
-    module = ModuleType("meddling_plugin")
-
-    @hookimpl
-    def kvframe_register_proposers(register: Register) -> None:
-        register("meddling", Meddling)
-
-    @hookimpl
-    def kvframe_register_backends(register: Register) -> None:
-        register("decodes_first", DecodesFirst)
-
-    vars(module).update({each.__name__: each for each in (kvframe_register_proposers, kvframe_register_backends)})
-    return module
-
-
 @attrs.frozen
 class Headed:
     """A model, and transformers over the same checkpoint."""
@@ -118,7 +101,9 @@ Models = Callable[[str], Headed]
 
 
 def load(path: Path) -> TinyModel:
-    registry = load_plugins(plugins=[manifest()]).registry
+    registry = load_plugins(
+        plugins=[plugin("meddling_plugin", proposers={"meddling": Meddling}, backends={"decodes_first": DecodesFirst})]
+    ).registry
     return TinyModel(path, find_adapter(path, registry).load(path, device="cpu", dtype="float32"), registry)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
@@ -20,9 +19,9 @@ from kvframe.contract import (
     ModelError,
     StackError,
     TokenRange,
-    hookimpl,
 )
 from tests.stacks import tables_of
+from tests.support.plugins import plugin
 
 SIZES = {"num_kv_heads": 2, "head_size": 16}
 PROMPTS = [[*range(3, 60)], [5, 6, 7], [*range(3, 30), 9]]
@@ -52,18 +51,7 @@ class TurnedHeads(TorchReferenceBackend):
         return found.flip(1) if layer.spec.kind == "anchors" else found
 
 
-def plugin() -> ModuleType:
-    module = ModuleType("anchors_of_a_test")
-
-    def kvframe_register_specs(register: Any) -> None:
-        register("anchors", Anchors)
-
-    def kvframe_register_backends(register: Any) -> None:
-        register("turned_heads", TurnedHeads)
-
-    vars(module)["kvframe_register_specs"] = hookimpl(kvframe_register_specs)
-    vars(module)["kvframe_register_backends"] = hookimpl(kvframe_register_backends)
-    return module
+PLUGIN = plugin("anchors_of_a_test", specs={"anchors": Anchors}, backends={"turned_heads": TurnedHeads})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +66,7 @@ def stack_of(*rules: dict[str, Any], **options: Any) -> Stack:
 
 
 def make_engine(path: Path, *rules: dict[str, Any], **options: Any) -> Engine:
-    return Engine.from_pretrained(path, stack=stack_of(*rules), plugins=[plugin()], **options)
+    return Engine.from_pretrained(path, stack=stack_of(*rules), plugins=[PLUGIN], **options)
 
 
 def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
@@ -193,7 +181,7 @@ def test_a_type_that_a_layer_cannot_have_is_refused(
     family: str, rule: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path / family, family)
-    registry = load_plugins(plugins=[plugin()]).registry
+    registry = load_plugins(plugins=[PLUGIN]).registry
     description = describe(tmp_path / family)
 
     def make() -> None:

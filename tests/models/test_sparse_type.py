@@ -14,7 +14,7 @@ from kvframe import Engine, SamplingParams, Setup, Stack, load_plugins
 from kvframe.contract import AttentionSpec, BackendError, MaskFunction, TokenRange, positive_int
 from kvframe.planning.recognise import find_adapter
 from kvframe.testing.laws import check_spec
-from tests.attention.attending import plugin
+from tests.support.plugins import plugin
 
 WINDOW, DILATION = 6, 3
 SHARED = [token * 7 % 128 for token in range(1, 41)]

@@ -65,6 +65,7 @@ BESIDE = ("builtin", "testing")
 
 # Modules of the contract that use torch's types, and modules of other packages that load no torch.
 NEED_TORCH = {
+    "entries",
     "backend",
     "capabilities",
     "declared_words",

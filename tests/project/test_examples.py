@@ -55,6 +55,42 @@ def test_a_system_prompt_is_saved_in_one_process_and_loaded_in_another() -> None
     assert "the same token: True" == lines[3]
 
 
+@pytest.mark.parametrize(
+    ("name", "entry", "most_blocks"),
+    [
+        ("moba", "means", (16, 16)),
+        ("native_sparse", "means", (16, 16)),
+        # The blocks of compressed tokens are freed; a block of means holds the mean of 16 tokens.
+        ("compressive_memory", "memory", (9, 8)),
+        # Only the heads that read all tokens keep all blocks.
+        ("duo_attention", "near", (16, 7)),
+    ],
+)
+def test_a_type_that_defines_its_attention_equals_its_definition(
+    monkeypatch: pytest.MonkeyPatch,
+    run_here: Callable[[str], str],
+    name: str,
+    entry: str,
+    most_blocks: tuple[int, int],
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "by_content"))
+    lines = run_here(f"by_content/{name}.py").splitlines()
+    layer = "model.layers.0.self_attn"
+    held = (f"{layer}: at most {most_blocks[0]} blocks held", f"{layer}/{entry}: at most {most_blocks[1]} blocks held")
+    assert [
+        *held,
+        "prefix cache: 128 of 216 prompt tokens",
+        "other tokens than full attention: True",
+        "tokens equal to the dense definition: 3 of 3 requests",
+    ] == lines[-5:]
+
+
+def test_each_such_type_takes_few_lines() -> None:
+    lengths = {path.stem: len(path.read_text().splitlines()) for path in (EXAMPLES / "by_content").glob("*.py")}
+    assert 5 == len(lengths)
+    assert 150 >= max(lengths.values())
+
+
 def test_the_cache_manager_serves_a_batch_without_the_engine(run_here: Callable[[str], str]) -> None:
     lines = run_here("manage_a_cache.py").splitlines()
     # 443 tokens with the generated ones: 28 blocks, and the last five of the window of 64 tokens.

@@ -6,16 +6,13 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from kvframe import load_plugins
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract import hookimpl
 from kvframe.contract.capabilities import Capabilities
-from kvframe.contract.hookspecs import Register
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.registry import Registry
 from kvframe.selection.chains import WrapperChain
@@ -27,6 +24,7 @@ from kvframe.testing.grid import make_cases
 from kvframe.testing.sample import sample
 from kvframe.testing.state import form_of
 from tests.covering import keep
+from tests.support.plugins import plugin
 from tests.testing import composition as matrix
 from tests.testing.composition import EQUAL, MISSING, WRONG, Cell, compose, main, render
 
@@ -189,23 +187,12 @@ class Elsewhere(TorchReferenceBackend):
         return "it runs elsewhere"
 
 
-def plugin_with(**backends: type | str) -> ModuleType:
-    @hookimpl
-    def kvframe_register_backends(register: Register) -> None:
-        for name, target in backends.items():
-            register(name, target)
-
-    module = ModuleType("another_plugin")
-    vars(module)["kvframe_register_backends"] = kvframe_register_backends
-    return module
-
-
 def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "MAX_CHAIN", 0)
     few = {label: composition.LAYERS[label] for label in ("full", "window")}
     monkeypatch.setattr(composition, "LAYERS", few)
-    plugin = plugin_with(slightly_wrong=SlightlyWrong, elsewhere=Elsewhere, gone="not_a_module:Backend")
-    cells = compose(load_plugins(plugins=[plugin]).registry)
+    backends = {"slightly_wrong": SlightlyWrong, "elsewhere": Elsewhere, "gone": "not_a_module:Backend"}
+    cells = compose(load_plugins(plugins=[plugin("another_plugin", backends=backends)]).registry)
     full = {cell.backend: cell.verdict for cell in cells if cell.layer == "full"}
     expected = {
         "elsewhere": "environment",

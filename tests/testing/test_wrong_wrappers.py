@@ -16,9 +16,9 @@ from kvframe.loading.plugins import load_plugins
 from kvframe.testing.case import Request
 from kvframe.testing.guard import ScalarGuard, guard
 from kvframe.testing.metadata import make_metadata
-from tests.attention.attending import plugin
 from tests.models.serving import GREEDY, PROMPTS, TinyModel
 from tests.programs import run_program
+from tests.support.plugins import plugin
 from tests.testing.wrong_wrappers import WRONG, Change, Wrong, bench_of, end_of, longer
 
 NUM_RANDOM = 150

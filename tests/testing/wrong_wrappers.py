@@ -22,7 +22,8 @@ from kvframe.config.stack import Stack
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from tests.attention.attending import MIXED, Bench, full, layer, plugin
+from tests.attention.attending import MIXED, Bench, full, layer
+from tests.support.plugins import plugin
 
 Change = Callable[[CommonAttentionMetadata], Mapping[str, Any]]
 NAMES = tuple(field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")

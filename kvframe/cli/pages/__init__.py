@@ -18,12 +18,6 @@ _BEGINNING = b"<!doctype html>"
 def write_page(path: Path, template: str, data: Mapping[str, Any], *, package: str = __name__) -> None:
     """Write a page with its data inside.
 
-    Args:
-        path: The file; an existing page is replaced.
-        template: The template's file name.
-        data: What the page shows, as plain values.
-        package: The package that holds the template.
-
     Raises:
         FileError: The file cannot be written, or there is another file, such as a model's, which is not replaced.
     """

@@ -30,15 +30,7 @@ def page_of_plan(
     planned: KVCachePlan,
     concurrency: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the data of a plan's page.
-
-    Args:
-        description: The model.
-        layers: Its layer specs.
-        grouping: Its groups, as planned.
-        planned: The plan; it has a group.
-        concurrency: For some lengths, how many requests fit.
-    """
+    """Return the data of a plan's page."""
     from kvframe.planning.groups import group_layers
 
     full, equal = group_layers(layers, hybrid=False).groups, _EqualGroups.of(grouping.groups)

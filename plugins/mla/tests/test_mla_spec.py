@@ -62,11 +62,21 @@ def test_layers_of_other_sizes_share_a_group_and_full_attention_has_its_own() ->
     assert [("0", "1", "3"), ("2",)] == [group.layers for group in grouping.groups]
 
 
-@pytest.mark.parametrize("option", ["latent_size", "rope_size", "head_size_v", "block_size"])
+@pytest.mark.parametrize("option", ["latent_size", "head_size_v", "block_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True])
 def test_sizes_are_whole_numbers_of_at_least_one(option: str, value: object) -> None:
     with pytest.raises(SpecError, match=rf"MLASpec\.{option} must be a whole number of at least 1"):
         spec(**{option: value})
+
+
+@pytest.mark.parametrize("value", [-1, 2.0, True])
+def test_the_size_of_the_rotated_part_is_a_whole_number(value: object) -> None:
+    with pytest.raises(SpecError, match=r"MLASpec\.rope_size must be a whole number of at least 0"):
+        spec(rope_size=value)
+
+
+def test_keys_may_have_no_rotated_part() -> None:
+    assert (4, 6) == spec(rope_size=0, latent_size=6).state_tensors()["latent"].shape
 
 
 def test_an_unknown_dtype_is_named() -> None:

@@ -17,6 +17,7 @@ _LAYERS, _HEADS, _HEAD, _WIDTH, _MLP, _WINDOW = 4, 4, 16, 64, 96, 8
 _SIZES: tuple[tuple[str, Any], ...] = (
     (r"(text_)?vocab_size(_per_layer_input)?|decoder_vocab_size|n_tokens", VOCAB),
     (r"(num|n)_(kv|key_value)_heads|num_key_value_heads|multi_query_group_num", 2),
+    (r"index(er)?_n_heads", 16),  # with few, all products of a query and a key are often negative, and scores equal
     (r"(.*_)?(num_heads|attention_heads|n_heads|n_head|num_.*heads|n_.*heads)", _HEADS),
     (r"qk_rope_head_dim|partial_rotary_dim|rotary_dim|rope_head_dim|qk_rope_dim", 8),
     (r"kv_lora_rank|q_lora_rank|(.*_)?lora_rank|laurel_rank|time_step_rank|mamba_dt_rank|.*_rank|lora_r", 16),
@@ -90,10 +91,14 @@ _DOTS_3_NOTE = {
     "swa_v_head_dim": 16,
 }
 
-_MINIMAX_M3 = {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense", "sparse"] * 2}
+_MINIMAX_M3 = {
+    "index_n_heads": 2,
+    "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+    "mlp_layer_types": ["dense", "sparse"] * 2,
+}
 
 _QWEN_4 = {
-    "indexer_n_heads": 4,
+    "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
     "indexer_budget": 8,

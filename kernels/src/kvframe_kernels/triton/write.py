@@ -94,7 +94,7 @@ def write_launch(
             f"{side}_scale_slot": strides[1],
             f"{side}_scale_head": strides[2],
             f"SIZE_{side.upper()}": source.shape[-1],
-            f"BLOCK_{side.upper()}": triton.next_power_of_2(source.shape[-1]),
+            f"BLOCK_{side.upper()}": triton.next_power_of_2(max(1, source.shape[-1])),
         }
     rows = max(1, _TILE // max(arguments["BLOCK_K"], arguments["BLOCK_V"]))
     rows = min(rows, triton.next_power_of_2(num_tokens * num_heads))

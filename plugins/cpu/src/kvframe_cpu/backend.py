@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from kvframe_kernels.cpu.attention import Batch, Scales, Scoring, paged_attention
 from kvframe_kernels.cpu.build import BuildError, load_library
@@ -21,9 +22,12 @@ from kvframe.contract import (
     GraphCapture,
     KVCache,
     LayerSpec,
+    MoreInputs,
     Slots,
+    find_chosen,
     lookahead_ends,
 )
+from kvframe_cpu.chosen import as_pages
 
 
 class CpuMetadataBuilder(AttentionMetadataBuilder):
@@ -80,6 +84,7 @@ class CpuBackend(AttentionBackend):
         separate_value_size=True,
         takes_copies=True,
         returns_lse=True,
+        choices=frozenset({"tokens", "blocks"}),
         capture=GraphCapture.ALWAYS,
         preference=10,
     )
@@ -114,8 +119,10 @@ class CpuBackend(AttentionBackend):
             value_factor=getattr(spec.kv_format, "v_scale", 1.0),
         )
 
-    def make_builder(self) -> CpuMetadataBuilder:
-        """Return the builder."""
+    def make_builder(self) -> AttentionMetadataBuilder:
+        """Return the builder; for chosen tokens, one that keeps the step."""
+        if self.layers[0].query is not None and self.layers[0].query.choice is not None:
+            return super().make_builder()
         return CpuMetadataBuilder(self._mask)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
@@ -136,12 +143,7 @@ class CpuBackend(AttentionBackend):
         """Compute attention over the pages in place; write the log-sum-exp to ``lse`` if it is given."""
         assert isinstance(metadata, Batch)
         bias = self.bias_tables.get(layer.name)
-        scales = Scales(
-            key_scale=kv_cache.get("k_scale"),
-            value_scale=kv_cache.get("v_scale"),
-            key_min=kv_cache.get("k_min"),
-            value_min=kv_cache.get("v_min"),
-        )
+        scales = _scales_of(kv_cache)
         return paged_attention(
             query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias, scales, lse, out, self._slopes
         )
@@ -152,3 +154,43 @@ class CpuBackend(AttentionBackend):
         """Compute attention over the pages in place, with the log-sum-exp."""
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse
+
+    def forward_more(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute attention over the chosen tokens in place, as over pages of one token."""
+        assert more.chosen is not None
+        assert layer.spec is not None
+        assert layer.spec.mask_function is not None
+        places = find_chosen(more.chosen, metadata, layer.spec.mask_function)
+        pages, batch = as_pages(kv_cache, places)
+        num_tokens, num_choosers, _ = places.seen.shape
+        scoring = attrs.evolve(self._scoring, window=None, num_sink_tokens=0, chunk=None)
+        num_heads = query.shape[1]
+        # The heads of a chooser become the heads of its own requests.
+        queries = query.reshape(num_tokens * num_choosers, num_heads // num_choosers, -1)
+        lse = queries.new_empty(queries.shape[:2], dtype=torch.float32)
+        output = paged_attention(
+            queries, pages["k"], pages["v"], batch, scoring, None, None, _scales_of(pages), lse
+        ).view(num_tokens, num_heads, -1)
+        lse = lse.view(num_tokens, num_heads)
+        if sinks is not None:
+            # A sink is one more term of each softmax's denominator.
+            output = output * torch.sigmoid(lse - sinks)[..., None].to(output.dtype)
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
+        return output, lse
+
+
+def _scales_of(kv_cache: KVCache) -> Scales:
+    return Scales(
+        key_scale=kv_cache.get("k_scale"),
+        value_scale=kv_cache.get("v_scale"),
+        key_min=kv_cache.get("k_min"),
+        value_min=kv_cache.get("v_min"),
+    )

@@ -7,13 +7,15 @@ compute attention without pages, backends and wrappers: over all of its tokens, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
 
+from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.errors import ModelError
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.model import AttachedLayer, AttachedState
+from kvframe.contract.model import AttachedEntry, AttachedLayer, AttachedState
 from kvframe.contract.specs import TOKENS, KVCacheSpec, LayerSpec
 from kvframe_engine.assembly import Assembly
 from kvframe_engine.self_check import run_packed
@@ -99,6 +101,11 @@ class _DenseLayers:
         """The layers that keep a state, as the engine has them."""
         return self._paged.states
 
+    @property
+    def entries(self) -> Mapping[str, AttachedEntry]:
+        """The entries that the model reads, as the engine has them."""
+        return self._paged.entries
+
     def __getitem__(self, name: str, /) -> AttachedLayer:
         """Return a layer."""
         layer = self._specs[name]
@@ -110,6 +117,8 @@ class _DenseLayers:
 def _is_dense(layer: LayerSpec) -> bool:
     spec, query = layer.spec, layer.query
     if spec is None or query is None or query.relative_bias is not None or spec.sequence != TOKENS:
+        return False
+    if query.choice is not None or query.merged:
         return False
     return {*spec.in_format(PLAIN).state_tensors()} == {"k", "v"}
 
@@ -123,12 +132,19 @@ class _DenseLayer:
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take nothing: the layer has no learned bias."""
 
+    def with_lse(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raise: a layer that is merged runs on its pages."""
+        raise NotImplementedError("dense layers are not merged")
+
     def __call__(
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        *,
+        chosen: ChosenTokens | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Attend from position 0 on: ``[num_tokens, num_heads, head_size]``."""
         layer = self._layer
@@ -139,6 +155,9 @@ class _DenseLayer:
             assert value is not None
             self._stored[layer.name] = key.double(), value.double()
         keys, values = self._stored[self._owner]
+        if layer.spec.defines_attention:
+            more = {name: tensor.double() for name, tensor in (inputs or {}).items()}
+            return layer.spec.dense_attention(layer, query.double(), keys, values, more).to(query.dtype)
         group_size = query.shape[1] // keys.shape[1]
         keys, values = (each.repeat_interleave(group_size, dim=1) for each in (keys, values))
         scores = torch.einsum("qhd,thd->hqt", query.double(), keys) * layer.query.scale

@@ -13,14 +13,18 @@ from kvframe.contract import (
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
+    AttentionMetadataBuilder,
     Capabilities,
     GraphCapture,
     KVCache,
     LayerSpec,
+    MoreInputs,
     Slots,
+    find_chosen,
     lse_dtype,
 )
 from kvframe_mla.builder import DenseBatch, MLAMetadataBuilder
+from kvframe_mla.chosen import attend_chosen
 from kvframe_mla.cost import Cost
 from kvframe_mla.dense_batches import ABSORBED, SQUARE
 from kvframe_mla.spec import KV_UP
@@ -44,8 +48,10 @@ class MLABackend(AttentionBackend):
         masks=frozenset({"causal", "ranges"}),
         extensions=frozenset({SEQ_STARTS, RANGE_ENDS}),
         state=frozenset({"latent"}),
+        sinks=True,
         separate_value_size=True,
         returns_lse=True,
+        choices=frozenset({"tokens", "blocks"}),
         capture=GraphCapture.ALWAYS,
     )
     conformance_form = "kvframe_mla.testing:Latents"
@@ -56,13 +62,16 @@ class MLABackend(AttentionBackend):
         spec: Any = layers[0].spec
         assert layers[0].query is not None
         self._scale, self._num_heads = layers[0].query.scale, layers[0].query.num_heads
+        self._chooses = layers[0].query.choice is not None
         self._latent_size: int = spec.latent_size
         self._rope_size: int = spec.rope_size
         self._head_size_v: int = spec.head_size_v
         self._nope_size = layers[0].query.head_size - spec.rope_size
 
-    def make_builder(self) -> MLAMetadataBuilder:
-        """Return the builder of the step's dense batches."""
+    def make_builder(self) -> AttentionMetadataBuilder:
+        """Return the builder of the step's dense batches; for chosen tokens, one that keeps the step."""
+        if self._chooses:
+            return super().make_builder()
         cost = Cost.of(self._latent_size, self._nope_size, self._head_size_v)
         return MLAMetadataBuilder(cost, self._num_heads)
 
@@ -88,6 +97,9 @@ class MLABackend(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gather each dense batch's latents, and compute attention in the dense batch's form."""
+        if sinks is not None:
+            result = self.forward_with_lse(layer, query, kv_cache, metadata, sinks)[0]
+            return result if out is None else out.copy_(result)
         return self._forward(layer, query, kv_cache, metadata, out, None)
 
     def forward_with_lse(
@@ -95,7 +107,45 @@ class MLABackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the scores of the expanded form once more, because torch's attention returns no log-sum-exp."""
         lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
-        return self._forward(layer, query, kv_cache, metadata, None, lse), lse
+        output = self._forward(layer, query, kv_cache, metadata, None, lse)
+        if sinks is None:
+            return output, lse
+        # A sink is one more term of each softmax's denominator.
+        logits = sinks.to(lse.dtype)
+        return output * torch.sigmoid(lse - logits)[..., None].to(output.dtype), torch.logaddexp(
+            lse, logits.expand_as(lse)
+        )
+
+    def forward_more(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute attention over the chosen tokens, in the space of latents."""
+        assert more.chosen is not None
+        assert layer.spec is not None
+        assert layer.spec.mask_function is not None
+        places = find_chosen(more.chosen, metadata, layer.spec.mask_function)
+        key_up, value_up = self._ups(layer, query.dtype)
+        output, lse = attend_chosen(
+            self._absorb(query, key_up) * self._scale, kv_cache["latent"], places, self._latent_size, sinks
+        )
+        return torch.bmm(output.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1), lse
+
+    def _ups(self, layer: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the up-projections of keys and of values, ``[num_heads, size, latent_size]``."""
+        kv_up = self.parameters[layer.name][KV_UP].to(dtype)
+        key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
+        return key_up, value_up
+
+    def _absorb(self, query: torch.Tensor, key_up: torch.Tensor) -> torch.Tensor:
+        """Return queries in the space of latents, ``[num_tokens, num_heads, latent_size + rope_size]``."""
+        nope, rope = query.split_with_sizes([self._nope_size, self._rope_size], dim=-1)
+        return torch.cat([torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1), rope], dim=-1)
 
     def _forward(
         self,
@@ -137,10 +187,8 @@ class MLABackend(AttentionBackend):
             num_queries, num_heads]``, or None.
         """
         key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
-        nope, rope = rows.split_with_sizes([self._nope_size, self._rope_size], dim=-1)
-        absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
         # All heads read the same latents, so they are folded into the queries of one head.
-        folded = torch.cat([absorbed, rope], dim=-1).view(dense.num_tiles, -1, tokens.shape[-1]) * self._scale
+        folded = self._absorb(rows, key_up).view(dense.num_tiles, -1, tokens.shape[-1]) * self._scale
         scores = torch.bmm(folded, tokens.transpose(1, 2))
         if scores.dtype in (torch.float16, torch.bfloat16):
             scores = scores.float()

@@ -30,6 +30,11 @@ def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> 
         raise UnknownNameError("dtype", str(value), ITEM_BYTES)
 
 
+def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: Any) -> None:
+    if type(value) is not int or value < 0:
+        raise SpecError(f"MLASpec.{attribute.name} must be a whole number of at least 0, not {value!r}")
+
+
 @attrs.frozen(kw_only=True)
 class MLASpec(KVCacheSpec):
     """The latents of every past token: the live range at ``n`` is ``[0, n)`` (DeepSeek-V2, arXiv 2405.04434, 2.1).
@@ -41,7 +46,7 @@ class MLASpec(KVCacheSpec):
 
     Attributes:
         latent_size: Elements of the latent (``kv_lora_rank``).
-        rope_size: Elements of the rotated part of a key (``qk_rope_head_dim``).
+        rope_size: Elements of the rotated part of a key (``qk_rope_head_dim``); 0 for keys without one.
         head_size_v: Elements of a head's value, after the up-projection (``v_head_dim``).
         dtype: Element type of the stored tensors, by torch's name.
     """
@@ -50,7 +55,7 @@ class MLASpec(KVCacheSpec):
     layout_fields: ClassVar[frozenset[str]] = frozenset({"latent_size", "rope_size", "head_size_v", "dtype"})
 
     latent_size: int = positive_int
-    rope_size: int = positive_int
+    rope_size: int = attrs.field(validator=_not_negative)
     head_size_v: int = positive_int
     dtype: str = attrs.field(default="float32", validator=_known_dtype)
 
@@ -69,6 +74,8 @@ class MLASpec(KVCacheSpec):
                 f"a query has {query.head_size} elements, and must have more than the rotated part of a key, "
                 f"{self.rope_size}"
             )
+        if query.choice is not None and query.choice.num_choosers > 1:
+            raise SpecError("latents are those of all heads, so there is one choice for each query")
 
     def parameters(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
         """Add the up-projection ``kv_up`` to the learned tensors."""

@@ -48,6 +48,7 @@ class Latents(StateForm):
             "large_latent": {"latent_size": 8 * head_size},
             "small_latent": {"latent_size": 2, "rope_size": head_size - 1},
             "one_head": {"num_heads": 1},
+            "no_rotated_part": {"rope_size": 0},
         }
 
     def head_size_v(self, spec: KVCacheSpec) -> int:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvframe.contract.backend import AttentionBackend, KVCache
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache, MoreInputs
 from kvframe.contract.capabilities import Capabilities
+from kvframe.contract.choice import find_chosen
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import RANGE_ENDS, SEQ_STARTS
 from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe_torch.builder import Batch, TorchMetadata, TorchMetadataBuilder
+from kvframe_torch.chosen import attend_chosen
 
 MAX_SCRATCH_ELEMENTS = 1 << 24
 """Up to so many elements, the memory of gathered tokens is kept for the next call."""
@@ -38,6 +40,7 @@ class TorchBackend(AttentionBackend):
         separate_value_size=True,
         takes_copies=True,
         returns_lse=True,
+        choices=frozenset({"tokens", "blocks"}),
     )
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
@@ -48,8 +51,10 @@ class TorchBackend(AttentionBackend):
         slopes = None if query is None else query.alibi_slopes
         self._slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=device)
 
-    def make_builder(self) -> TorchMetadataBuilder:
-        """Return the builder that divides a step into batches."""
+    def make_builder(self) -> AttentionMetadataBuilder:
+        """Return the builder that divides a step into batches; for chosen tokens, one that keeps the step."""
+        if self.layers[0].query is not None and self.layers[0].query.choice is not None:
+            return super().make_builder()
         return TorchMetadataBuilder(self.layers[0], self.device)
 
     def forward(
@@ -73,6 +78,23 @@ class TorchBackend(AttentionBackend):
             # No batch contains a request without keys; only its sink counts.
             lse.copy_(sinks.expand_as(lse))
         return self._forward(layer, query, kv_cache, metadata, sinks, None, lse), lse
+
+    def forward_more(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gather the chosen tokens, and compute attention over them."""
+        assert more.chosen is not None
+        assert layer.query is not None
+        assert layer.spec is not None
+        assert layer.spec.mask_function is not None
+        places = find_chosen(more.chosen, metadata, layer.spec.mask_function)
+        return attend_chosen(query, kv_cache, places, layer.query, sinks)
 
     def _forward(
         self,

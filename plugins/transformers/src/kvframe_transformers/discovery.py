@@ -15,8 +15,10 @@ from kvframe.contract import LayerDescription, ModelError
 from kvframe_transformers.alibi import PARAMETER as SLOPES
 from kvframe_transformers.alibi import slopes_of
 from kvframe_transformers.calls import name_of_call, path_of
+from kvframe_transformers.compressors import describe_entries, find_compressor
 from kvframe_transformers.direct_recording import hides_keys_from_all
 from kvframe_transformers.encoders import attends_sparsely, computes_waves, counts_positions, has_table_of_waves
+from kvframe_transformers.indexers import ENTRY, IndexerKind, find_indexer, reads_choices
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
@@ -28,7 +30,9 @@ from kvframe_transformers.states import CACHE_NAMES
 from kvframe_transformers.uniform import AnyIndex
 
 _KEEPS_STATE = re.compile(rf"\b({'|'.join(CACHE_NAMES)}|layer_past)(\.layers\[[^]]+\])?\.(?P<update>update\w*)\(")
-_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position_bias", "alibi"})
+_KNOWN_TENSORS = frozenset(
+    {"s_aux", "position_ids", "cache_position", "position_bias", "alibi", "indices", "block_indices"}
+)
 """Tensors that may come with an attention call: those that kvframe serves, and those that change nothing."""
 
 
@@ -155,6 +159,7 @@ class _Reader:
         self._recording = recording
         self._kinds: dict[int, MaskKind] = {}
         self._biases = BiasReader()
+        self._last_indexer: nn.Module | None = None
 
     def layers(self) -> tuple[LayerDescription, ...]:
         """Return a description of every recorded call; raise ``ModelError`` for a call that has none."""
@@ -165,7 +170,7 @@ class _Reader:
                 "attention interface, and none that keeps a state in transformers' cache, so nothing can be routed "
                 f"through kvframe{if_untested()}"
             )
-        served = {call.module for call in calls}
+        served = {call.module for call in calls} | self._recording.index_keys.keys() | self._recording.compressed.keys()
         for module in self._recording.ran:
             kept = None if module in served else _KEEPS_STATE.search(_forward_source(type(module)))
             if kept is not None and kept["update"].startswith("update_index"):
@@ -195,9 +200,38 @@ class _Reader:
                     raise self._refusal(call.module, "attends to latents more than once in a forward")
             name = name_of_call(path, number)
             # A layer that attends to the tensor objects of an earlier layer reads that layer's cache.
-            producer = producers.setdefault((id(call.key), id(call.value)), name)
+            producer = producers.setdefault(self._stored_by(call), name)
             found[name] = self._describe(call, name, None if producer == name else producer)
+            indexer = find_indexer(call.module)
+            keys = None if indexer is None else self._recording.index_keys.get(indexer)
+            if keys is not None:
+                entry = f"{name}/{ENTRY}"
+                found[entry] = LayerDescription(
+                    name=entry, kind="token_entries", options={"tensors": {ENTRY: keys}}, query={}, entry_of=name
+                )
+            compressor = find_compressor(call.module)
+            if compressor is not None:
+                entries = describe_entries(name, compressor, self._recording.compressed[compressor])
+                found |= {each.name: each for each in entries}
         return tuple(found.values())
+
+    def _stored_by(self, call: RecordedCall) -> tuple[int, int]:
+        """Return what identifies the tensors that a call's layer stores: keys and values, or latents."""
+        expansion = self._recording.expansions.get(call.module)
+        if expansion is not None and expansion.is_of(call.key, call.value):
+            return id(expansion.latents), id(expansion.rotated)
+        return id(call.key), id(call.value)
+
+    def _choice_of(self, call: RecordedCall) -> Mapping[str, int] | None:
+        """Return the form of the choices that a call reads: those of its module's indexer, or of the one before it."""
+        if not reads_choices(call.module, call.inputs):
+            return None
+        indexer = find_indexer(call.module) or self._last_indexer
+        kind = None if indexer is None else IndexerKind.of(indexer)
+        if kind is None:
+            raise self._refusal(call.module, "reads tokens that no indexer before it has chosen")
+        self._last_indexer = indexer
+        return kind.choice
 
     def _describe(self, call: RecordedCall, path: str, shares_with: str | None) -> LayerDescription:
         unserved = [
@@ -218,7 +252,11 @@ class _Reader:
                 slopes = slopes_of(self._model, call.query.shape[1])
         except LookupError as error:
             raise self._refusal(call.module, str(error)) from error
-        mask = self._cross_mask_of(call) if call.is_cross else self._mask_of(call)
+        choice = self._choice_of(call)
+        if choice is not None:
+            mask = MaskKind("full_attention")  # what is chosen is the indexer's own, and the self-check sees it
+        else:
+            mask = self._cross_mask_of(call) if call.is_cross else self._mask_of(call)
         if mask.kind is None:
             refusal = self._refusal(call.module, mask.why)
             raise OwnMaskError(str(refusal)) if mask.why == _OWN_MASK and call.is_direct else refusal
@@ -235,6 +273,8 @@ class _Reader:
             "has_sinks": call.inputs.get("s_aux") is not None,
             **({} if relative_bias is None else {"relative_bias": relative_bias}),
             **({} if slopes is None else {SLOPES: slopes}),
+            **({} if choice is None else {"choice": choice}),
+            **({} if find_compressor(call.module) is None else {"merged": True}),
         }
         kind, expansion = mask.kind, self._recording.expansions.get(call.module)
         if expansion is not None and kind == "full_attention" and expansion.is_of(call.key, call.value):

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from kvframe.contract import (
     AttachedLayers,
-    Attend,
     LayerDescription,
     LoadedModel,
     ModelDescription,
@@ -27,6 +26,7 @@ from kvframe.contract import (
     PredictionHeads,
 )
 from kvframe_transformers.apart import LENGTHS, find_apart, unfolding_apart, unfolds
+from kvframe_transformers.by_content import ByContent
 from kvframe_transformers.calls import path_of
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.compiled import CompiledBody, for_any_size
@@ -174,7 +174,8 @@ class TransformersModel(LoadedModel):
                 for module in modules.values()
                 if attends_directly(module)
             }
-            mode = self._mode = StepMode(self.model, temperatures, self._latents_of(modules), direct)
+            by_content = ByContent(self.description.layers, self.model, layers.entries)
+            mode = self._mode = StepMode(self.model, temperatures, self._latents_of(modules), direct, by_content)
             self._drivers = {
                 modules[name]: MixerDriver(name, modules[name], own_forward(modules[name]), state)
                 for name, state in layers.states.items()
@@ -243,9 +244,11 @@ class TransformersModel(LoadedModel):
         Raises:
             ModelError: torch cannot compile it.
         """
-        if self._mode is not None and (self._mode.direct or self._mode.apart):
+        if self._mode is not None and (self._mode.direct or self._mode.apart or self._mode.by_content):
             does = "computes attention itself, outside of transformers' attention interface"
-            if not self._mode.direct:
+            if self._mode.by_content:
+                does = "chooses tokens by content for each request of a step"
+            elif not self._mode.direct:
                 does = f"has parts that mix tokens outside of attention ({type(next(iter(self._mode.apart))).__name__})"
             raise ModelError(f"{self.description.name} {does}, so it cannot be compiled; leave compile out")
         if self._mode is not None:
@@ -324,7 +327,11 @@ class TransformersModel(LoadedModel):
         if layers is None or mode is None:
             raise ModelError(f"{self.description.name} is not attached to an engine; make an engine for it")
         kept_rows = layers.kept_rows
-        with torch.inference_mode(), mode.on(), running(RunningStep(self._routes, positions, kept_rows)):
+        with (
+            torch.inference_mode(),
+            mode.on(),
+            running(RunningStep(self._routes, positions, kept_rows, mode.by_content)),
+        ):
             if kept_rows is not None:
                 return self._run(input_ids, positions)
             if self._keeps_logits:
@@ -524,14 +531,15 @@ class TransformersModel(LoadedModel):
 
     def _check_reached(self, modules: Mapping[str, nn.Module]) -> None:
         """Run two tokens through layers that only record their calls, and find how mixers continue a sequence."""
-        for layer in self.description.layers:
+        described = [layer for layer in self.description.layers if layer.entry_of is None]
+        for layer in described:
             if layer.name not in modules:
                 raise ModelError(f"{self.description.name} has no module {layer.name!r}, which its config describes")
         inputs = SharedInputs()
         with inputs.recorded(packable(self._body) if self.packs_weights else ()):
             num_rows, _ = self._note_rows(modules, 2, None)
         self._joined = inputs.groups()
-        for layer in self.description.layers:
+        for layer in described:
             if layer.name not in num_rows:
                 raise ModelError(
                     f"layer {layer.name!r} of {self.description.name} ({type(modules[layer.name]).__name__}) does not "
@@ -571,7 +579,7 @@ class TransformersModel(LoadedModel):
         """Run tokens through layers that only record how many queries they get; return these numbers and the logits."""
         num_rows: dict[str, int] = {}
         routes = routes_by_module(
-            {layer.name: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}, modules
+            {layer.name: Route.of(layer, _NotingLayer(layer, num_rows)) for layer in self._attending}, modules
         )
         noting = {module: partial(driver.note, num_rows) for module, driver in self._drivers.items()}
         assert self._mode is not None
@@ -580,7 +588,10 @@ class TransformersModel(LoadedModel):
             positions = torch.arange(num_tokens, device=self.model.device)
             if num_wanted is not None and self._keeps_logits:
                 inputs["logits_to_keep"] = torch.arange(num_wanted, device=self.model.device)
-            with self._mode.on(noting), running(RunningStep(routes, positions, kept_rows)):
+            with (
+                self._mode.on(noting),
+                running(RunningStep(routes, positions, kept_rows, self._mode.by_content)),
+            ):
                 return num_rows, self._run(torch.zeros_like(positions), positions, **inputs)
 
     def _blocks_from(self, skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
@@ -596,17 +607,22 @@ def _body_of(model: Any) -> Any:
     return next((part for part in model.children() if isinstance(part, PreTrainedModel)), body)
 
 
-def _noting_layer(layer: LayerDescription, num_rows: dict[str, int]) -> Attend:
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        num_rows[layer.name] = len(query)
-        return query.new_zeros(*query.shape[:2], value_size(layer))
+class _NotingLayer:
+    """Records how many queries it gets, and gives zeros."""
 
-    return run
+    def __init__(self, layer: LayerDescription, num_rows: dict[str, int]) -> None:
+        self._layer, self._num_rows = layer, num_rows
+
+    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take no parameters."""
+
+    def __call__(self, query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self._num_rows[self._layer.name] = len(query)
+        return query.new_zeros(*query.shape[:2], value_size(self._layer))
+
+    def with_lse(self, query: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros, and zeros as their log-sum-exp."""
+        return self(query), query.new_zeros(query.shape[:2], dtype=torch.float32)
 
 
 def value_size(layer: LayerDescription) -> int:

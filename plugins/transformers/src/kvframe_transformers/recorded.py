@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import nn
 
+from kvframe_transformers.compressors import Compressed
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import Expansion
 from kvframe_transformers.masks import MaskFunction
@@ -64,6 +65,8 @@ class Recording:
         masks: The masks.
         ran: Every module that ran.
         expansions: The latents of attention modules.
+        index_keys: The shape of a token's keys, for each sparse indexer that ran.
+        compressed: What each compressor that ran keeps, by the names of its cache.
         uniform: The tensors whose numbers are known, because they are all the same.
         values: What is known of other tensors; None if values are not wanted.
     """
@@ -73,6 +76,8 @@ class Recording:
     values: KnownValues | None = None
     ran: list[nn.Module] = attrs.field(factory=list)
     expansions: dict[nn.Module, Expansion] = attrs.field(factory=dict)
+    index_keys: dict[nn.Module, tuple[int, ...]] = attrs.field(factory=dict)
+    compressed: dict[nn.Module, Mapping[str, Compressed]] = attrs.field(factory=dict)
     uniform: UniformTensors = attrs.field(factory=UniformTensors)
 
 

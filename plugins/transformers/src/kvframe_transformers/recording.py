@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import attrs
@@ -15,9 +16,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.contract import ModelError
 from kvframe_transformers.checkpoint import one_sentence
+from kvframe_transformers.compressors import find_compressor
+from kvframe_transformers.compressors import probe as probe_compressor
 from kvframe_transformers.direct_attention import attends_directly
 from kvframe_transformers.direct_recording import direct_recorder
 from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
+from kvframe_transformers.indexers import find_indexer, keeps_index_keys, probe
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import noting_expansions
 from kvframe_transformers.masks import MaskFunction
@@ -171,6 +175,15 @@ def _record(
     if direct:
         recorders |= {module: direct_recorder(module) for module in model.modules() if attends_directly(module)}
     recording = Recording(values=values)
+    for module in model.modules():
+        indexer = find_indexer(module)
+        if indexer is not None and keeps_index_keys(indexer):
+            note = partial(_note_index_keys, recording, indexer)
+            recorders[indexer] = probe(indexer, own_forward(indexer), note)
+        compressor = find_compressor(module)
+        if compressor is not None:
+            keep = partial(recording.compressed.__setitem__, compressor)
+            recorders[compressor] = probe_compressor(compressor, own_forward(compressor), keep)
     token = RECORDING.set(recording)
     try:
         with (
@@ -191,6 +204,10 @@ def _record(
     finally:
         RECORDING.reset(token)
     return recording
+
+
+def _note_index_keys(recording: Recording, indexer: nn.Module, shape: tuple[int, ...]) -> None:
+    recording.index_keys[indexer] = tuple(shape)
 
 
 def _note_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:

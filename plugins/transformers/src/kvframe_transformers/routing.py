@@ -12,7 +12,15 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvframe.contract import Attend, LayerDescription, ModelError, OpaqueAttention
+from kvframe.contract import (
+    AttachedLayer,
+    ChosenTokens,
+    LayerDescription,
+    ModelError,
+    OpaqueAttention,
+    merge_attention,
+)
+from kvframe_transformers.by_content import ByContent
 from kvframe_transformers.direct_attention import DirectAttention, replacing
 from kvframe_transformers.discovery import scale_of
 from kvframe_transformers.states import Forward
@@ -25,7 +33,7 @@ RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""
 
 RUN_TIME_DIRECT = "kvframe_direct"
-"""The same for a model whose modules compute attention themselves: they may need something to add as a mask."""
+"""The same for a model with modules that compute attention, or choose tokens, by a mask: they need some mask."""
 
 
 @attrs.frozen(eq=False)
@@ -40,21 +48,25 @@ class Route:
         shares: Whether it reads another layer's cache and stores nothing itself.
         temperature: The factor on its queries by position, if there is one.
         skipped: Whether it computes only the rows that a step keeps.
+        chosen_block_size: Tokens of the blocks that are chosen for its queries; None if it reads all tokens.
+        merged: Whether it also reads what the module's compressor made.
     """
 
-    layer: Attend
+    layer: AttachedLayer
     name: str
     scale: float
     soft_cap: float | None
     shares: bool
     temperature: Temperature | None = None
     skipped: bool = False
+    chosen_block_size: int | None = None
+    merged: bool = False
 
     @classmethod
     def of(
         cls,
         description: LayerDescription,
-        layer: Attend,
+        layer: AttachedLayer,
         temperature: Temperature | None = None,
         skipped: bool = False,
     ) -> Route:
@@ -67,6 +79,8 @@ class Route:
             shares=description.shares_with is not None,
             temperature=temperature,
             skipped=skipped,
+            chosen_block_size=choice.get("block_size", 1) if (choice := description.query.get("choice")) else None,
+            merged=description.query.get("merged", False),
         )
 
 
@@ -95,12 +109,14 @@ class RunningStep:
         routes: The targets of its attention calls.
         positions: ``[num_tokens], int64, device``: of the packed tokens.
         kept_rows: ``[num_kept], int64, device``: the packed tokens that the skipped layers compute; None for all.
+        by_content: The model's indexers and compressors; None for none.
         num_calls: The calls so far of each module that attends several times.
     """
 
     routes: Routes
     positions: torch.Tensor
     kept_rows: torch.Tensor | None = None
+    by_content: ByContent | None = None
     num_calls: dict[nn.Module, int] = attrs.field(factory=dict)
 
 
@@ -131,6 +147,7 @@ def _run_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention by the engine's layer.
@@ -140,10 +157,12 @@ def _run_attention(
         query: ``[1, num_heads, num_tokens, head_size], device``.
         key: ``[1, num_kv_heads, num_tokens, head_size], device``; for latents ``[1, 1, num_tokens, latent_size]``.
         value: ``[1, num_kv_heads, num_tokens, head_size_v], device``; likewise ``[1, 1, num_tokens, rope_size]``.
-        attention_mask: Not used: the engine's metadata contain the mask.
+        attention_mask: Not used: the engine's metadata contain the mask. Of some modules that read chosen tokens, the
+            choices of an earlier layer.
         scaling: Factor on the query-key products.
         softcap: Soft cap of the scores.
         s_aux: ``[num_heads], device``: learned sink logits.
+        indices: ``[1, num_tokens, max_chosen], device``: the tokens that an earlier layer chose.
 
     Returns:
         ``[1, num_tokens, num_heads, head_size_v], device``, and no attention weights.
@@ -158,8 +177,18 @@ def _run_attention(
             f"layer {route.name!r} asks for scale {scaling} and soft cap {softcap}, but was planned with "
             f"{route.scale} and {route.soft_cap}; its checkpoint and its config do not belong together"
         )
-    out = _attend(step, route, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
-    return out.unsqueeze(0), None
+    chosen = None
+    if route.chosen_block_size is not None:
+        assert step.by_content is not None
+        chosen = step.by_content.indexers.read_by(
+            module, attention_mask if indices is None else indices, route.chosen_block_size
+        )
+    rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if route.merged:
+        assert step.by_content is not None
+        parts = [route.layer.with_lse(*rows, s_aux), step.by_content.compressors.attend(module, rows[0], route.scale)]
+        return merge_attention(*zip(*parts, strict=True))[0].unsqueeze(0), None
+    return _attend(step, route, *rows, s_aux, chosen).unsqueeze(0), None
 
 
 def direct_forward(module: nn.Module, forward: Forward) -> Forward:
@@ -198,11 +227,15 @@ def _attend(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    chosen: ChosenTokens | None = None,
 ) -> torch.Tensor:
     if route.temperature is not None:
         cut = route.skipped and step.kept_rows is not None
         query = route.temperature.scale(query, step.positions[step.kept_rows] if cut else step.positions)
-    return route.layer(query, None, None, sinks) if route.shares else route.layer(query, key, value, sinks)
+    stored = (None, None) if route.shares else (key, value)
+    if chosen is not None:
+        return route.layer(query, *stored, sinks, chosen=chosen)
+    return route.layer(query, *stored, sinks)
 
 
 def _route_of(module: nn.Module) -> tuple[RunningStep, Route]:
@@ -227,4 +260,5 @@ def _no_mask(*, batch_size: int, q_length: int, kv_length: int, **_: Any) -> tor
 
 
 AttentionInterface.register(RUN_TIME, _run_attention)
+AttentionInterface.register(RUN_TIME_DIRECT, _run_attention)
 AttentionMaskInterface.register(RUN_TIME_DIRECT, _no_mask)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvframe_transformers.by_content import ByContent
 from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.implementations import IMPLEMENTATION, configs_of
 from kvframe_transformers.latents import Latents
@@ -34,6 +35,7 @@ class StepMode:
         packed: The packed copies of linear layers; None if no layer is packed.
         direct: The forwards in a step of modules that compute attention themselves.
         apart: The forwards in a step of modules that mix the tokens of a batch.
+        by_content: The indexers and compressors, which run over the requests of the step; None for none.
         opaque: What a compiled model calls instead of the forwards of its mixers, by module.
     """
 
@@ -43,6 +45,7 @@ class StepMode:
         temperatures: Temperatures,
         latents: Latents,
         direct: Mapping[nn.Module, Forward] | None = None,
+        by_content: ByContent | None = None,
     ) -> None:
         """Find the configs that name the implementation; the model stays as it is.
 
@@ -51,7 +54,9 @@ class StepMode:
             temperatures: The temperatures of its attention modules.
             latents: Its latent attention modules.
             direct: The forwards in a step of its modules that compute attention themselves.
+            by_content: Its indexers and compressors; None for none.
         """
+        self.by_content = by_content
         self.direct = dict(direct or {})
         self.temperatures = temperatures
         self.latents = latents
@@ -66,7 +71,13 @@ class StepMode:
         try:
             with quiet():
                 model.set_attn_implementation(RUN_TIME)
-            self._in_step = [(config, RUN_TIME_DIRECT if self.direct else config[IMPLEMENTATION]) for config in configs]
+            self._in_step = [
+                (
+                    config,
+                    RUN_TIME_DIRECT if self.direct or (by_content and by_content.indexers) else config[IMPLEMENTATION],
+                )
+                for config in configs
+            ]
         finally:
             _set_implementations(zip(configs, own, strict=True))
 
@@ -85,12 +96,16 @@ class StepMode:
                 _set_training(training, False)
                 self.temperatures.switch_off()
                 self.latents.switch_on()
+                if self.by_content:
+                    self.by_content.switch_on(noting=forwards is not None)
                 if self.packed is not None:
                     self.packed.switch_on()
                 yield
             finally:
                 if self.packed is not None:
                     self.packed.switch_off()
+                if self.by_content:
+                    self.by_content.switch_off()
                 self.latents.switch_off()
                 self.temperatures.switch_on()
                 _set_training(training, True)

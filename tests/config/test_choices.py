@@ -12,7 +12,7 @@ from kvframe_scan_resistant.policy import ScanResistant
 
 from kvframe import Engine, SamplingParams, Setup
 from kvframe.cli import main
-from kvframe.config.eviction_choice import make_policy
+from kvframe.config.choices import make_policy
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import StackError
 from kvframe.contract.eviction import LRU, EvictionPolicy
