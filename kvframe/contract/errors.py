@@ -147,6 +147,17 @@ class BatchError(KVFrameError):
 class ModelError(KVFrameError):
     """A model cannot be read, understood or served."""
 
+    def __init__(self, message: str, code: str = "bad_model") -> None:
+        """Keep a stable code beside the sentence.
+
+        Args:
+            message: The sentence for a person.
+            code: The ``snake_case`` code for a program: ``not_compiled`` if the model can be served, and cannot be
+                compiled; otherwise ``bad_model``.
+        """
+        super().__init__(message)
+        self.code = code
+
 
 class RequestError(KVFrameError):
     """One request is refused; the others continue."""

@@ -24,7 +24,7 @@ import torch
 from kvframe import Embedder, Engine, KVFrameError, SamplingParams, Setup, load_plugins
 from kvframe.contract.formats import PLAIN
 from tests.attention.capturable import CapturableReference
-from tests.models import encoder_decoder
+from tests.models import by_content, encoder_decoder
 from tests.models.headed import save_headed
 from tests.models.kept_code import KeptCode
 from tests.models.serving import TinyModel, held_pages, ids, make_stack
@@ -74,6 +74,7 @@ class Kind:
         has_keys: Whether a layer keeps keys and values, which have a format.
         generates: Whether the model generates tokens; otherwise it gives embeddings.
         num_heads: Its prediction heads, which then make the drafts.
+        by_content: Whether its attention chooses by content: then it is neither captured nor compiled.
     """
 
     family: str
@@ -82,6 +83,7 @@ class Kind:
     has_keys: bool = True
     generates: bool = True
     num_heads: int = 0
+    by_content: bool = False
 
     @property
     def drafts(self) -> Any:
@@ -119,6 +121,11 @@ KINDS: Mapping[str, Kind] = {
     "encoder and decoder": Kind(family="bart"),
     "encoder and decoder, relative bias": Kind(family="t5"),
     "encoder of sound and decoder": Kind(family="whisper"),
+    "chosen latents": Kind(family="deepseek_v32", has_keys=False, by_content=True),
+    "chosen latents beside windows": Kind(family="dots3_note_text", by_content=True),
+    "chosen blocks": Kind(family="minimax_m3_vl_text", by_content=True),
+    "pooled index keys beside linear attention": Kind(family="qwen4_exp_text", by_content=True),
+    "compressed tokens beside windows": Kind(family="deepseek_v4", by_content=True),
     "encoder alone": Kind(family="bert", has_keys=False, generates=False),
 }
 """Every kind of model by name."""
@@ -155,8 +162,14 @@ class Cell:
     @property
     def codes(self) -> frozenset[str]:
         """The codes of refusals that the cell may have; with another code it is wrong."""
-        is_refused = not KINDS[self.kind].generates and (self.drafts or self.graphs)
-        return frozenset({"nothing_generated"} if is_refused else ())
+        kind, codes = KINDS[self.kind], set()
+        if not kind.generates and (self.drafts or self.graphs):
+            codes.add("nothing_generated")
+        if kind.by_content and self.graphs:
+            codes.add("not_captured")
+        if kind.by_content and self.compiled:
+            codes.add("not_compiled")
+        return frozenset(codes)
 
 
 SWITCHES = ((False, False), (True, False), (False, True), (True, True))
@@ -209,6 +222,8 @@ class Models:
         self._compiler = CountingCompiler()
 
     def _make(self, family: str) -> TinyModel:
+        if family in by_content.FAMILIES:
+            return attrs.evolve(by_content.save(self._folder / family, family), registry=self._registry)
         (num_heads,) = {each.num_heads for each in KINDS.values() if each.family == family}
         saved = attrs.evolve(TinyModel.save(self._folder / family, family), registry=self._registry)
         if num_heads:
@@ -369,8 +384,9 @@ things:
   compilation and wrappers. Drafts were accepted and rejected, steps were replayed, and each step of a compiled model
   ran as one compiled graph. If a model has prediction heads, the drafts are theirs, and all of this holds for the heads
   too. An encoder alone gives embeddings: the means of the hidden states of transformers;
-- a `code`: refused, with a sentence. [Refusals](../docs/refusals.md) explains each code. Only models that generate
-  nothing are refused anything: drafts, and graphs of some sizes.
+- a `code`: refused, with a sentence. [Refusals](../docs/refusals.md) explains each code. Only two kinds of models are
+  refused anything: drafts, and graphs of some sizes, of those that generate nothing; graphs and compilation of those
+  that choose by content.
 
 Latents and states have no format, so a model that keeps nothing else has one row for all formats. Backends differ in
 what they attend to, not in what composes: [which wrappers and backends compose](COMPOSITION.md).

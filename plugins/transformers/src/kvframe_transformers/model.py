@@ -250,7 +250,9 @@ class TransformersModel(LoadedModel):
                 does = "chooses tokens by content for each request of a step"
             elif not self._mode.direct:
                 does = f"has parts that mix tokens outside of attention ({type(next(iter(self._mode.apart))).__name__})"
-            raise ModelError(f"{self.description.name} {does}, so it cannot be compiled; leave compile out")
+            raise ModelError(
+                f"{self.description.name} {does}, so it cannot be compiled; leave compile out", code="not_compiled"
+            )
         if self._mode is not None:
             self._mode.opaque = {
                 module: OpaqueForward(driver.form, driver) for module, driver in self._drivers.items() if driver.form
@@ -259,7 +261,8 @@ class TransformersModel(LoadedModel):
         if again := next((layer.name for layer in self._attending if path_of(layer.name) != layer.name), None):
             raise ModelError(
                 f"layer {path_of(again)!r} of {self.description.name} attends several times in a forward, so the model "
-                "cannot be compiled; leave compile out"
+                "cannot be compiled; leave compile out",
+                code="not_compiled",
             )
         sizes = {modules[layer.name]: value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend, self._cutter)
@@ -286,7 +289,8 @@ class TransformersModel(LoadedModel):
             self._note_rows(modules, 1, None, num_wanted=1)
         except Exception as error:  # a compiler may raise anything
             raise ModelError(
-                f"{self.description.name} cannot be compiled here ({one_sentence(error)}); leave compile out"
+                f"{self.description.name} cannot be compiled here ({one_sentence(error)}); leave compile out",
+                code="not_compiled",
             ) from error
 
     def detach(self) -> None:
