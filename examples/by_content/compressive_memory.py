@@ -93,9 +93,7 @@ def attend(layer: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torc
 class CompressiveMemoryBackend(AttentionBackend):
     """Computes a compressive memory query by query in plain torch."""
 
-    capabilities = Capabilities(
-        devices={"cpu"}, dtypes={"float32", "float64"}, masks={"live_range"}, kinds={"compressive_memory"}
-    )
+    capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"compressive_memory"})
 
     def forward(self, *arguments: Any) -> torch.Tensor:
         """Raise: layers of this type are computed by ``forward_more``."""

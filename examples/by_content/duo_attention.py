@@ -93,9 +93,7 @@ def attend(
 class DuoBackend(AttentionBackend):
     """Computes both kinds of heads in plain torch."""
 
-    capabilities = Capabilities(
-        devices={"cpu"}, dtypes={"float32", "float64"}, masks={"live_range"}, kinds={"duo_attention"}
-    )
+    capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"duo_attention"})
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store the heads that read all tokens."""

@@ -99,7 +99,7 @@ def attend(
 class MobaBackend(AttentionBackend):
     """Computes MoBA request by request in plain torch."""
 
-    capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks={"live_range"}, kinds={"moba"})
+    capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"moba"})
 
     def forward(self, *arguments: Any) -> torch.Tensor:
         """Raise: layers of this type are computed by ``forward_more``."""

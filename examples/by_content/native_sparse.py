@@ -105,9 +105,7 @@ def attend(
 class NativeSparseBackend(AttentionBackend):
     """Computes it request by request in plain torch."""
 
-    capabilities = Capabilities(
-        devices={"cpu"}, dtypes={"float32", "float64"}, masks={"live_range"}, kinds={"native_sparse"}
-    )
+    capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"native_sparse"})
 
     def forward(self, *arguments: Any) -> torch.Tensor:
         """Raise: layers of this type are computed by ``forward_more``."""

@@ -179,11 +179,7 @@ class Layers(Mapping[str, AttentionLayer]):
             KVFrameError: What else ``select_backends`` raises.
         """
         for layer in layers:
-            if layer.spec is None or layer.query is None or layer.spec.sequence != TOKENS or is_step_local(layer):
-                raise BackendError(
-                    f"layer {layer.name!r} cannot be hosted: it does not attend to the tokens of its own request and "
-                    "keep them; give layers with a cache spec over tokens and a query side"
-                )
+            check_on_host_pages(layer)
         choices = select_backends(layers, stack, registry, device.type, Skipping(layers=tuple(skipped)))
         grouping = group_layers([*owners, *layers])
         # The host has one block table for all of them.
@@ -486,6 +482,24 @@ class Layers(Mapping[str, AttentionLayer]):
 
     def __len__(self) -> int:
         return len(self._layers)
+
+
+def check_on_host_pages(layer: LayerSpec) -> None:
+    """Raise ``BackendError`` for a layer that a host cannot compute on pages of its own.
+
+    Args:
+        layer: The layer.
+    """
+    if layer.spec is None or layer.query is None or layer.spec.sequence != TOKENS or is_step_local(layer):
+        raise BackendError(
+            f"layer {layer.name!r} cannot be hosted: it does not attend to the tokens of its own request and keep "
+            "them; give layers with a cache spec over tokens and a query side"
+        )
+    if layer.spec.entries or layer.spec.inputs(layer.query):
+        raise BackendError(
+            f"layer {layer.name!r} cannot be hosted: its type {layer.spec.kind!r} has inputs, or entries beside its "
+            "state, for which a host's call and pages have no place; give it another type"
+        )
 
 
 def _named(group: AttentionGroup) -> str:

@@ -59,7 +59,8 @@ class Capabilities:
         separate_value_size: Whether value vectors may differ in size from key vectors.
         returns_lse: Whether it has ``forward_with_lse``, whose results ``merge_attention`` merges.
         choices: Which choices by content it honours (``QuerySpec.choice``): ``tokens``, ``blocks``.
-        kinds: Cache specs, by registered name, whose own attention it computes (``KVCacheSpec.dense_attention``).
+        kinds: Cache specs, by registered name, whose own attention it computes (``KVCacheSpec.dense_attention``). A
+            backend that declares some, and serves nothing else, declares no masks.
         block_size_multiple: The block size must be a multiple of this.
         spec_sizes: For fields of specs, the values that it supports (``{"latent_size": frozenset({512})}``).
             Another value is refused with the field's name as the code. A field that is not listed may have any value.
@@ -158,7 +159,10 @@ class Capabilities:
         for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
             refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
         has_function = spec.mask_function is not None
-        if spec.is_sparse:
+        if spec.defines_attention:
+            if spec.kind not in self.kinds:
+                refuse("kind", f"does not compute the attention that the type {spec.kind} defines")
+        elif spec.is_sparse:
             if "sparse" not in self.masks:
                 refuse("mask_sparse", f"has no mask sparse, and would see every live token ({listed(self.masks)})")
         elif spec.mask is not None and spec.mask.lookahead is not None:
@@ -184,8 +188,6 @@ class Capabilities:
             refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")
         if query.choice is not None and query.choice.unit not in self.choices:
             refuse(f"choice_{query.choice.unit}", f"would read more than the {query.choice.unit} that are chosen")
-        if spec.defines_attention and spec.kind not in self.kinds:
-            refuse("kind", f"does not compute the attention that the type {spec.kind} defines")
         if query.soft_cap is not None and not self.soft_cap:
             refuse("soft_cap", "does not cap scores")
         if query.has_sinks and not self.sinks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -76,27 +76,25 @@ def known_devices(instance: Any, attribute: attrs.Attribute[Any], value: Any) ->
             raise _error(str(UnknownNameError("device type", name, USUAL_DEVICES, hint)), attribute)
 
 
-def known_masks(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that every word is one of ``MASK_FEATURES``."""
-    _require_some(attribute, value)
-    for name in _words(attribute, value):
-        if name not in MASK_FEATURES:
-            raise _error(str(UnknownNameError("mask feature", name, MASK_FEATURES)), attribute)
+def _known(
+    what: str, known: Collection[str], *, is_optional: bool = False
+) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+    """Return an attrs validator that checks that there are words, unless they are optional, and each is a known one."""
+
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        # A backend that only computes the attention that types define has no masks.
+        if not is_optional and not (attribute.name == "masks" and instance.kinds):
+            _require_some(attribute, value)
+        for name in _words(attribute, value):
+            if name not in known:
+                raise _error(str(UnknownNameError(what, name, known)), attribute)
+
+    return check
 
 
-def known_choices(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that every word is one of ``CHOICES``."""
-    for name in _words(attribute, value):
-        if name not in CHOICES:
-            raise _error(str(UnknownNameError("choice", name, CHOICES)), attribute)
-
-
-def known_dtypes(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that every word is a dtype that state may have."""
-    _require_some(attribute, value)
-    for name in _words(attribute, value):
-        if name not in ITEM_BYTES:
-            raise _error(str(UnknownNameError("dtype", name, ITEM_BYTES)), attribute)
+known_masks = _known("mask feature", MASK_FEATURES)
+known_dtypes = _known("dtype", ITEM_BYTES)
+known_choices = _known("choice", CHOICES, is_optional=True)
 
 
 def extension_names(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

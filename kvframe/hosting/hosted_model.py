@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.layers import Layers
+from kvframe.attention.layers import Layers, check_on_host_pages
 from kvframe.cache.live_range import LiveRange
 from kvframe.config.choices import make_proposer
 from kvframe.config.stack import Stack
@@ -80,6 +80,7 @@ class HostedModel:
         described = tuple(_as_kind(layer, kinds, registry) for layer in description.layers)
         made = Setup.of(attrs.evolve(description, layers=described), stack, registry, dtype=_name(dtype)).layers
         for layer in made:
+            check_on_host_pages(layer)
             _check_stored(layer, stored[layer.name])
         skippable, wrapper = find_skippable_layers(made), stack.model.prefill_skipping
         if skippable and skips != (wrapper is not None):

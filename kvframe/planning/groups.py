@@ -134,13 +134,17 @@ def make_layer_specs(
     made = [
         spec
         for layer in description.layers
-        for spec in _with_entries(_layer_spec(layer, registry, stack, dtypes, kv_format), layer.inputs)
+        for spec in with_entries(_layer_spec(layer, registry, stack, dtypes, kv_format), layer.inputs)
     ]
     return follow_owners([_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in made], chosen)
 
 
-def _with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[LayerSpec]:
+def with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[LayerSpec]:
     """Yield a layer, and the entries that its type declares.
+
+    Args:
+        layer: The layer.
+        given_inputs: The names of the inputs that the model gives.
 
     Raises:
         SpecError: An entry cannot be kept beside the layer's main state, or the model does not give an input of the

@@ -222,6 +222,23 @@ def test_a_layer_that_does_not_attend_is_refused(registry: Registry) -> None:
         Layers.on_host_pages([layer("a"), keeping], stack({"backend": "torch"}), registry, CPU)
 
 
+@attrs.frozen(kw_only=True)
+class IndexedSpec(FullAttentionSpec):
+    """Keeps an index beside keys and values."""
+
+    kind = "indexed"
+
+    @property
+    def entries(self) -> Mapping[str, KVCacheSpec]:
+        return {"index": SPEC}
+
+
+def test_a_layer_with_entries_is_refused_because_the_host_has_no_pages_for_them(registry: Registry) -> None:
+    indexed = IndexedSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=8, dtype="float32")
+    with pytest.raises(BackendError, match="'a' cannot be hosted: its type 'indexed' has inputs, or entries"):
+        Layers.on_host_pages([layer("a", indexed)], stack({"backend": "torch"}), registry, CPU)
+
+
 def test_a_layer_without_its_bias_is_refused_until_it_is_bound(registry: Registry) -> None:
     bias = RelativeBias(num_buckets=8, max_distance=16, bidirectional=False)
     hosted = Layers.on_host_pages([layer("a", relative_bias=bias)], stack({"backend": "torch"}), registry, CPU)

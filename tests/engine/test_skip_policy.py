@@ -13,9 +13,8 @@ import torch
 from kvframe_engine.core import STEP_FAILED
 from kvframe_engine.requests.request import SamplingParams
 
-from kvframe import Engine, RequestOutput
+from kvframe import Engine, RequestOutput, Step
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.local import LocalCaches
 from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages
@@ -246,18 +245,18 @@ class PaddedLayers:
     """Replaces the layers; the last ones run at a size that is always two rows too large."""
 
     skipped = ("layer",)
-    local = LocalCaches((), torch.device("cpu"), max_tokens=0, max_reqs=0)
+    layers: Any
     kept_rows: torch.Tensor
 
-    def order_for(self, num_computed: Any, query_lens: Any) -> None:
-        return None
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layers, name)
 
     def begin_step(
         self, metadata: Sequence[CommonAttentionMetadata], *, inputs: tuple[torch.Tensor, ...], **_: Any
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Step:
         rows = metadata[0].generating_indices
         self.kept_rows = torch.cat([rows, rows[-1:], rows[-1:]])
-        return inputs
+        return Step(groups=(), inputs=inputs, kept_rows=self.kept_rows, states=())
 
 
 class PaddedModel(ScriptedModel):
@@ -278,7 +277,7 @@ class PaddedModel(ScriptedModel):
 def test_padded_rows_are_nobodys_logits(skips: bool) -> None:
     layers: Any = PaddedLayers()
     with PaddedModel(layers, "the quick brown").engine(max_num_batched_tokens=5) as engine:
-        engine._runner._layers = layers
+        layers.layers, engine._runner._layers = engine._runner._layers, layers
         engine._runner._skip_policy = lambda _: skips
         outputs = engine.generate(["the", "the quick"], SamplingParams(max_new_tokens=4))
     assert [" qui", " bro"] == [output.text for output in outputs]

@@ -389,7 +389,7 @@ INTERFACES = (
         AttentionBackend,
         GoodBackend,
         {"__init__": set_up, "unusable_reason": set_up, "page_copier": set_up, "make_builder": set_up, "bind": bind},
-        frozenset({"write_kv", "forward", "forward_with_lse"}),
+        frozenset({"write_kv", "forward", "forward_with_lse", "forward_more"}),
     ),
     Interface(
         "",

@@ -391,6 +391,13 @@ def test_an_extra_of_the_core_installs_each_plugin(plugin: Path) -> None:
     assert f"{name}{version}" in extras["all"]
 
 
+def test_every_package_takes_the_same_versions_of_torch() -> None:
+    """``plugins/COMPATIBILITY.md`` has the oldest of them, and the pinned one."""
+    packages = [ROOT, ROOT / "kernels", *PLUGINS]
+    texts = [(folder / "pyproject.toml").read_text(encoding="utf-8") for folder in packages]
+    assert {"torch>=2.11,<3"} == {found for text in texts for found in re.findall(r'"(torch[<>=][^"]*)"', text)}
+
+
 def test_one_extra_serves_ordinary_models() -> None:
     """Every attention type and what it needs, the model adapter, backends with and without a compiler, the server and
     what it answers ``response_format`` with."""

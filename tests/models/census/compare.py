@@ -266,7 +266,7 @@ class _Decoder:
                 difference = abs(output.logprobs[index] - theirs.logprobs[index]) / theirs.spreads[index]
                 if mine != own or difference > _TOLERANCE:
                     if self._is_own(output):
-                        return Verdict("equal", "equal to the model's own forward; its generate() gives other tokens")
+                        return Verdict("equal", "equal to the model's own forward; its generate() gives other logits")
                     what = f"is {mine} instead of {own}" if mine != own else f"has other logits, by {difference:.1e}"
                     return Verdict("wrong", f"token {index} {what}")
         return Verdict("equal")

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvframe.contract import ModelError, OpaqueFunction
 from kvframe_transformers.discovery import takes_position_ids
-from kvframe_transformers.encoders import counts_positions, has_table_of_waves
+from kvframe_transformers.encoders import computes_waves, counts_positions, has_table_of_waves
 from kvframe_transformers.routing import running_step
 
 _POSITIONS, _BIAS = "position_ids", "position_bias"
@@ -45,12 +45,12 @@ class DecoderHooks:
         ]
 
         def look_up(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            return _look_up(positions, module, output)
+            return _look_up(positions, module, args, output)
 
         self._handles += [
             module.register_forward_hook(look_up)
             for module in model.modules()
-            if has_table_of_waves(module) or counts_positions(module)
+            if has_table_of_waves(module) or counts_positions(module) or computes_waves(module)
         ]
         self._handles += [
             module.register_forward_pre_hook(_give_no_bias, with_kwargs=True)
@@ -93,7 +93,7 @@ def _positions_of(module: nn.Module, given: Any) -> torch.Tensor:
     return step.positions.view_as(given)
 
 
-def _look_up(positions: OpaqueFunction, module: Any, output: torch.Tensor) -> torch.Tensor:
+def _look_up(positions: OpaqueFunction, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     """Return the rows of a module's table for the true positions; a table of sines begins with rows for padding."""
     own_positions = output[..., 0].long()
     if torch.compiler.is_compiling():
@@ -102,6 +102,9 @@ def _look_up(positions: OpaqueFunction, module: Any, output: torch.Tensor) -> to
         return output
     else:
         rows = _positions_of(module, own_positions)
+    if computes_waves(module):
+        waves: torch.Tensor = module.forward(args[0], position_ids=rows.view(-1, 1))
+        return waves
     if isinstance(module, nn.Embedding):
         return module.weight[rows + getattr(module, "offset", 0)]
     table: torch.Tensor = module.weights

@@ -17,7 +17,7 @@ from kvframe_transformers.alibi import slopes_of
 from kvframe_transformers.calls import name_of_call, path_of
 from kvframe_transformers.compressors import describe_entries, find_compressor
 from kvframe_transformers.direct_recording import hides_keys_from_all
-from kvframe_transformers.encoders import attends_sparsely, counts_positions, has_table_of_waves
+from kvframe_transformers.encoders import attends_sparsely, computes_waves, counts_positions, has_table_of_waves
 from kvframe_transformers.indexers import ENTRY, IndexerKind, find_indexer, reads_choices
 from kvframe_transformers.known_values import KnownValues
 from kvframe_transformers.latents import KIND as LATENT_KIND
@@ -79,7 +79,8 @@ def discover_layers(
 def _takes_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequence[nn.Module]) -> bool:
     if takes_positions(model) or takes_decoder_positions(model):
         return True
-    if any(takes_position_ids(module) or has_table_of_waves(module) or counts_positions(module) for module in ran):
+    checks = (takes_position_ids, has_table_of_waves, counts_positions, computes_waves)
+    if any(check(module) for module in ran for check in checks):
         return True
     # Such a model uses positions only as distances in the scores.
     return all({"relative_bias", SLOPES} & layer.query.keys() or layer.kind == "cross_attention" for layer in layers)

@@ -38,6 +38,13 @@ def has_table_of_waves(module: nn.Module) -> bool:
     )
 
 
+def computes_waves(module: nn.Module) -> bool:
+    """Return whether a module without weights computes sines for positions, those that it gets or counts itself."""
+    is_for_positions = type(module).__name__.endswith("SinusoidalPositionalEmbedding")
+    is_bare = next(module.parameters(), None) is None and next(module.buffers(), None) is None
+    return is_for_positions and is_bare and "position_ids" in inspect.signature(module.forward).parameters
+
+
 def counts_positions(module: nn.Module) -> bool:
     """Return whether a module is a table of positions that it counts itself, from the number of tokens."""
     parameters = inspect.signature(module.forward).parameters if isinstance(module, nn.Embedding) else {}

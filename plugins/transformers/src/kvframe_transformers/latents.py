@@ -117,7 +117,9 @@ class Latents:
         module, options, query = self._modules[path], self._layers[path].options, self._layers[path].query
         nope_size = query["head_size"] - options["rope_size"]
         shape = query["num_heads"], nope_size + options["head_size_v"], options["latent_size"]
-        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        weight: Any = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        if hasattr(weight, "to_local"):
+            weight = weight.to_local()  # of the heads of this rank
         if isinstance(weight, torch.Tensor) and weight.shape == (shape[0] * shape[1], shape[2]):
             kv_up = weight.detach().view(shape)
             if _expands_by(module, kv_up, nope_size, options["rope_size"]):

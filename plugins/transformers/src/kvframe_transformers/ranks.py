@@ -122,6 +122,9 @@ def _is_divided(layer: LayerDescription, divided: Collection[str]) -> bool:
 
 def _share_of(layer: LayerDescription, name: str, size: int) -> LayerDescription:
     """Return a layer with the heads of one rank; transformers gives each rank equally many consecutive heads."""
+    if layer.kind == LATENT_KIND and layer.query["num_heads"] % size == 0:
+        # Each rank keeps the latents, which are those of all heads, and attends with its own heads.
+        return attrs.evolve(layer, query={**layer.query, "num_heads": layer.query["num_heads"] // size})
     if not layer.query or layer.kind == LATENT_KIND or {"relative_bias", "alibi_slopes"} & layer.query.keys():
         raise ModelError(
             f"{name} cannot run over {size} ranks: its tp_plan divides the layer {layer.name!r}, and kvframe divides "

@@ -1,0 +1,143 @@
+"""Compares a backend with the attention that a type defines, over requests that grow in steps of random sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvframe.attention.batch_metadata import StepBatch, build_metadata
+from kvframe.attention.layers import Layers
+from kvframe.attention.storage import KVCacheStorage
+from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.errors import BackendError
+from kvframe.contract.specs import AttentionSpec, LayerSpec, QuerySpec
+from kvframe.planning.groups import group_layers, with_entries
+from kvframe.planning.plan import plan_cache
+from kvframe.selection.choice import Choice, Identity
+from kvframe.testing.laws import ConformanceError
+
+_CPU = torch.device("cpu")
+_NUM_HEADS = 4
+
+
+def check_definition(
+    backend_class: type[AttentionBackend],
+    spec: AttentionSpec,
+    *,
+    lengths: Sequence[int] = (1, 55, 61),
+    num_heads: int = _NUM_HEADS,
+    seed: int = 0,
+) -> None:
+    """Raise ``ConformanceError`` if a backend computes other attention than ``dense_attention`` of a type.
+
+    Requests grow together, in steps of one token and of many, in pages that hold NaN before they are written and after
+    they are released. So a backend that reads a token too far, an entry of another request, or one that is not complete
+    shows.
+
+    Args:
+        backend_class: The backend; it declares the type's kind.
+        spec: The type, which defines its attention, with keys and values in float32 or float64.
+        lengths: The lengths of the requests at their ends.
+        num_heads: Query heads, a multiple of the KV heads.
+        seed: Of the random numbers.
+    """
+    side = QuerySpec(num_heads=num_heads, head_size=spec.head_size, scale=spec.head_size**-0.5)
+    layer = LayerSpec(name="layer", spec=spec, query=side)
+    if refusals := backend_class.capabilities.refusals(layer, "cpu"):
+        raise ConformanceError(f"{backend_class.__name__} {refusals[0].reason}")
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int, heads: int, size: int) -> torch.Tensor:
+        return torch.randn(length, heads, size, generator=generator).to(dtype)
+
+    needed = spec.inputs(side)
+    requests = [
+        (
+            draw(length, num_heads, spec.head_size),
+            draw(length, spec.num_kv_heads, spec.head_size),
+            draw(length, spec.num_kv_heads, spec.head_size_v),
+            {name: torch.randn(length, *shape, generator=generator).to(dtype) for name, shape in needed.items()},
+        )
+        for length in lengths
+    ]
+    outputs = _served(backend_class, layer, requests, torch.Generator().manual_seed(seed))
+    allowed = float(torch.finfo(dtype).eps ** 0.5)
+    for number, ((query, key, value, inputs), output) in enumerate(zip(requests, outputs, strict=True)):
+        exact = {name: tensor.double() for name, tensor in inputs.items()}
+        expected = spec.dense_attention(layer, query.double(), key.double(), value.double(), exact)
+        error = (output.double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2)).clamp_min(1e-30)
+        wrong = torch.nonzero(~(error <= allowed)).flatten().tolist()
+        if wrong:
+            raise ConformanceError(
+                f"{backend_class.__name__} on {spec.kind}: the output for token {wrong[0]} of request {number} "
+                f"({len(query)} tokens) differs from dense_attention by {float(error[wrong[0]]):.1e} of its size, "
+                f"allowed {allowed:.1e}; {len(wrong)} tokens differ"
+            )
+
+
+Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _served(
+    backend_class: type[AttentionBackend], layer: LayerSpec, requests: Sequence[Request], generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Return the outputs of all tokens of the requests, which are computed in steps of random sizes."""
+    layers = [*with_entries(layer, frozenset(requests[0][3]))]
+    grouping = group_layers(layers)
+    lengths = [len(query) for query, *_ in requests]
+    plan = plan_cache(grouping, memory_bytes=1 << 24, max_model_len=max(lengths), max_num_batched_tokens=sum(lengths))
+    storage = KVCacheStorage(plan, grouping, _CPU)
+    storage.poison()
+    manager = KVCacheManager(plan, max_num_seqs=len(requests), prefix_caching=False)
+    identity = Identity("kvframe", backend_class.__name__)
+    choice = Choice(
+        layer=layer.name,
+        wrappers=(),
+        wrapper_ids=(),
+        wrapped=layer,
+        backend=backend_class.__name__,
+        backend_class=backend_class,
+        backend_options=None,
+        backend_id=identity,
+        candidates=(),
+    )
+    attention = Layers(layers, [choice], grouping, storage.views, _CPU)
+    outputs: list[list[torch.Tensor]] = [[] for _ in requests]
+    num_computed = np.zeros(len(requests), dtype=np.int64)
+    for number in range(len(requests)):
+        manager.start(str(number), [0] * lengths[number])
+    while (rest := np.array(lengths) - num_computed).any():
+        # Some steps compute a single token of each request, as decodes do.
+        most = 1 if torch.rand((), generator=generator) < 0.5 else 12
+        query_lens = np.minimum(rest, torch.randint(0, most + 1, (len(requests),), generator=generator).numpy())
+        growing = np.flatnonzero(query_lens).tolist()
+        if not growing:
+            continue
+        for number in growing:
+            assert manager.extend(str(number), int(num_computed[number] + query_lens[number]))
+        batch = StepBatch(
+            rows=np.array([manager.row(str(number)) for number in growing]),
+            num_computed=num_computed[growing],
+            query_lens=query_lens[growing],
+            generating_indices=np.cumsum(query_lens[growing]) - 1,
+        )
+        attention.begin_step(build_metadata(batch, manager.tables, _CPU), batch=batch, tables=manager.tables)
+        parts = [slice(num_computed[number], num_computed[number] + query_lens[number]) for number in growing]
+        pairs = [*zip((requests[number] for number in growing), parts, strict=True)]
+        query = torch.cat([request[0][part] for request, part in pairs])
+        key = torch.cat([request[1][part] for request, part in pairs])
+        value = torch.cat([request[2][part] for request, part in pairs])
+        inputs = {name: torch.cat([request[3][name][part] for request, part in pairs]) for name in requests[0][3]}
+        try:
+            computed = attention[layer.name](query, key, value, inputs=inputs)
+        except BackendError as error:
+            raise ConformanceError(str(error)) from error
+        for number, output in zip(growing, computed.split(query_lens[growing].tolist()), strict=True):
+            outputs[number].append(output)
+            num_computed[number] += len(output)
+            manager.commit(str(number), [0] * int(num_computed[number]), int(num_computed[number]))
+    return [torch.cat(parts) for parts in outputs]

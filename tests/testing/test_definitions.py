@@ -1,0 +1,125 @@
+"""The comparison with the attention that a type defines passes the examples, and finds the mistakes of a backend."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.contract import EntryStep
+from kvframe.testing.definitions import check_definition
+from kvframe.testing.laws import ConformanceError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "by_content"
+SIZES: Mapping[str, Any] = {"block_size": 8, "num_kv_heads": 2, "head_size": 16}
+TYPES: Mapping[str, tuple[str, str, Mapping[str, int]]] = {
+    "moba": ("MobaSpec", "MobaBackend", {"chunk": 4, "num_blocks": 2}),
+    "native_sparse": ("NativeSparseSpec", "NativeSparseBackend", {"chunk": 4, "num_blocks": 2, "window": 6}),
+    "compressive_memory": ("CompressiveMemorySpec", "CompressiveMemoryBackend", {"group": 8, "recent": 12}),
+    "duo_attention": ("DuoSpec", "DuoBackend", {"num_full": 1, "window": 12, "num_first": 4}),
+}
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Any, Any]]:
+    """Return a function that gives the spec and the backend of an example."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "compare", raising=False)
+
+    def load(name: str) -> tuple[Any, Any]:
+        spec_name, backend_name, options = TYPES[name]
+        found = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+        return found[spec_name](**SIZES, **options), found[backend_name]
+
+    return load
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_the_examples_compute_what_their_types_define(example: Callable[[str], tuple[Any, Any]], name: str) -> None:
+    spec, backend_class = example(name)
+    check_definition(backend_class, spec)
+
+
+def shifted(read: Any) -> Any:
+    return lambda step, *arguments: {name: tensor.roll(1, 0) for name, tensor in read(step, *arguments).items()}
+
+
+def of_another_request(read: Any) -> Any:
+    def wrong(step: EntryStep, request: int, *arguments: Any) -> Any:
+        other = step.requests[0].request
+        return read(step, other if step.tokens_per_entry > 1 else request, *arguments)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "mistake"),
+    [
+        ("moba", "read", shifted),
+        ("moba", "read", of_another_request),
+        ("native_sparse", "read", shifted),
+        ("compressive_memory", "read", of_another_request),
+        ("duo_attention", "read", shifted),
+        ("duo_attention", "write", lambda write: lambda step, **entries: None),
+        ("moba", "store", lambda store: lambda step, *arguments, **entries: None),
+    ],
+)
+def test_a_mistake_shows(
+    example: Callable[[str], tuple[Any, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    method: str,
+    mistake: Callable[[Any], Any],
+) -> None:
+    spec, backend_class = example(name)
+    monkeypatch.setattr(EntryStep, method, mistake(getattr(EntryStep, method)))
+    with pytest.raises(ConformanceError):
+        check_definition(backend_class, spec)
+
+
+def test_a_choice_with_one_block_less_shows(example: Callable[[str], tuple[Any, Any]]) -> None:
+    spec, backend_class = example("moba")
+
+    class Fewer(backend_class):  # type: ignore[misc,valid-type]
+        def forward_more(self, layer: Any, *arguments: Any) -> Any:
+            fewer = attrs.evolve(layer, spec=attrs.evolve(layer.spec, num_blocks=1))
+            return super().forward_more(fewer, *arguments)
+
+    with pytest.raises(ConformanceError, match="differs from dense_attention"):
+        check_definition(Fewer, spec)
+
+
+def test_a_backend_without_the_kind_is_refused(example: Callable[[str], tuple[Any, Any]]) -> None:
+    spec, _ = example("moba")
+    with pytest.raises(ConformanceError, match="does not compute the attention that the type moba defines"):
+        check_definition(TorchReferenceBackend, spec)
+
+
+def test_inputs_reach_the_backend(example: Callable[[str], tuple[Any, Any]]) -> None:
+    spec, backend_class = example("moba")
+
+    @attrs.frozen(kw_only=True)
+    class Gated(type(spec)):  # type: ignore[misc]
+        def inputs(self, query: Any) -> Mapping[str, tuple[int, ...]]:
+            return {"gate": (query.num_heads,)}
+
+        def dense_attention(self, layer: Any, query: Any, key: Any, value: Any, inputs: Any) -> torch.Tensor:
+            gated: torch.Tensor = super().dense_attention(layer, query, key, value, {}) * inputs["gate"][..., None]
+            return gated
+
+    class GatedBackend(backend_class):  # type: ignore[misc,valid-type]
+        def forward_more(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, more: Any) -> Any:
+            output, lse = super().forward_more(layer, query, kv_cache, metadata, sinks, more)
+            return output * more.inputs["gate"][..., None], lse
+
+    gated = Gated(**attrs.asdict(spec, recurse=False))
+    check_definition(GatedBackend, gated)
+    with pytest.raises(ConformanceError, match="differs from dense_attention"):
+        check_definition(backend_class, gated)
