@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from kvframe_engine.ranks.messages import TableEntries
 from kvframe_engine.ranks.place import Place, find_place, stack_of_rank
 from kvframe_engine.ranks.step_limit import StepLimit
 
-from kvframe import Stack
+from kvframe import Setup, Stack
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
@@ -145,6 +146,7 @@ def agreed(*setups: RankSetup, rank: int = 0) -> KVCachePlan:
     plan = plan_cache(grouping, memory_bytes=setups[rank].memory_bytes, max_model_len=64, max_num_batched_tokens=16)
     ranks: Any = Together(rank, list(setups))
     own: Any = SimpleNamespace(all_layers=setups[rank].layers, plan=plan, choices=(), stack=setups[rank].stack)
+    own.plan_shares = partial(Setup.plan_shares, own)
     return agree(ranks, own, setups[rank].fingerprint)
 
 
