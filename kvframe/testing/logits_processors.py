@@ -53,14 +53,24 @@ def logits_processor_checks(
         processor_class: The processor.
         options: The options of a request; none unless given.
         name: Its registered name; its own unless given.
+
+    Raises:
+        ConformanceError: It refuses these options.
     """
+    part = f"logits processor {name or processor_class.name!r}"
     vocabulary = Vocabulary(size=257, eos_token_ids=frozenset({256}), tokenizer_json=byte_tokenizer_json())
+    try:
+        call(part, lambda: processor_class(vocabulary).start(dict(options or {})), passes=(RequestError,))
+    except RequestError as error:
+        raise ConformanceError(f"{part} refuses the options {options or {}}: {error}; give other options") from error
+    except PluginError:
+        pass  # the check fails, and says what it raised
     check = Check(
         name="laws",
         features=("logits of requests alone, together and with drafts",),
         run=partial(check_logits_processor, processor_class, vocabulary, dict(options or {})),
     )
-    return Checks(part=f"logits processor {name or processor_class.name!r}", checks=(check,))
+    return Checks(part=part, checks=(check,))
 
 
 def byte_tokenizer_json() -> str:

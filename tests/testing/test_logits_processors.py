@@ -146,3 +146,5 @@ def test_a_wrong_processor_is_found(wrong: type[LogitsProcessor], says: str) -> 
 def test_options_that_are_refused_are_named() -> None:
     with pytest.raises(ConformanceError, match=r"refuses the options \{'other': 1\}: less takes by"):
         check_logits_processor(Less, VOCABULARY, {"other": 1})
+    with pytest.raises(ConformanceError, match=r"^logits processor 'less' refuses .*: less takes by.*; give other opt"):
+        logits_processor_checks(Less, {"other": 1})
