@@ -130,6 +130,13 @@ def test_pictures_of_trocr_and_donut_become_the_tokens_of_transformers(
     assert Verdict("equal") == compare("text with images", "vision-encoder-decoder")
 
 
+def test_a_decoder_that_counts_the_encoders_tokens_of_all_requests_is_refused() -> None:
+    """Two requests begin in one step of the self-check, and Moonshine's decoder gives their inputs positions."""
+    verdict = compare("speech", "moonshine_streaming")
+    assert "refused" == verdict.word
+    assert "gives other logits in a packed batch than alone" in verdict.why
+
+
 def test_a_long_mask_that_a_module_makes_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The local layers of GPT-Neo see windows, which only a run of all positions shows."""
     monkeypatch.setitem(shrink.SPECIAL, "gpt_neo", {**shrink.SPECIAL["gpt_neo"], "max_position_embeddings": 2049})

@@ -33,6 +33,10 @@ _CHUNKS = Stack.from_mapping(
     {"cache": {"memory": "8MiB", "block_size": 5}, "limits": {"max_num_batched_tokens": 22, "max_num_seqs": 2}}
 )
 """A step has a part of the longest prompt, and blocks end within prompts."""
+_TOGETHER = Stack.from_mapping(
+    {"cache": {"memory": "8MiB", "block_size": 5}, "limits": {"max_num_batched_tokens": 512, "max_num_seqs": 2}}
+)
+"""A step has the inputs of several requests."""
 _TOLERANCE = 1e-3
 
 
@@ -254,7 +258,8 @@ class _Decoder:
             prompts = [Prompt(encoder=next(iter(inputs.values()))[0], decoder=[self._start]) for inputs in self._inputs]
             if input_name_of(self._model) == "input_ids":
                 prompts = [Prompt(encoder=prompt, decoder=[self._start]) for prompt in _PROMPTS]
-        with Engine.from_pretrained(folder, stack=_CHUNKS) as engine:
+        stack = _TOGETHER if self._model.config.is_encoder_decoder else _CHUNKS
+        with Engine.from_pretrained(folder, stack=stack) as engine:
             outputs = engine.generate(prompts, params)
             again = engine.generate(prompts, params)  # the prompts' blocks are found
         for output, theirs in [*zip(outputs, expected, strict=True), *zip(again, expected, strict=True)]:

@@ -26,7 +26,7 @@ def run_packed(
     """Return the logits ``[len(prompt), vocab_size]`` of each prompt, with as many prompts per batch as the pool holds.
 
     A batch is computed in three steps, as serving makes them: the longest prompt alone but for its last two
-    tokens, its next token beside the other prompts, and the last token of each.
+    tokens, its next token beside the other prompts, and the last token of each. Prompts with inputs begin together.
 
     It has its own request table, so the engine's is not changed.
 
@@ -118,7 +118,9 @@ def _run_together(
         prompt.start(manager, str(index))
         rows.append(manager.row(str(index)))
         runner.set_row(rows[-1], prompt.token_ids, prompt.inputs, prompt.ranges)
-    for step in _steps([len(prompt.token_ids) for prompt in prompts], is_whole=is_whole):
+    begins_together = any(prompt.inputs for prompt in prompts)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    for step in _steps(lengths, is_whole=is_whole, begins_together=begins_together):
         new_inputs: dict[str, dict[int, ModelInput]] = {}
         for index, (start, stop) in step.items():
             if not manager.extend(str(index), stop):
@@ -141,10 +143,13 @@ def _run_together(
     return [torch.cat(each) for each in parts]
 
 
-def _steps(lens: Sequence[int], *, is_whole: bool) -> list[dict[int, tuple[int, int]]]:
-    """Return the tokens of each prompt that each step computes, for prompts of these lengths."""
+def _steps(lens: Sequence[int], *, is_whole: bool, begins_together: bool) -> list[dict[int, tuple[int, int]]]:
+    """Return the tokens of each prompt that each step computes, for prompts of these lengths.
+
+    With ``begins_together``, the first step has a token of each, so that their inputs are encoded in one step.
+    """
     longest = max(range(len(lens)), key=lens.__getitem__)
-    ends = [[0, 0, max(0, length - 1), length] for length in lens]
+    ends = [[0, min(int(begins_together), length - 1), max(0, length - 1), length] for length in lens]
     ends[longest][1] = max(0, lens[longest] - 2)
     if is_whole:
         ends = [[0, length] for length in lens]
