@@ -93,10 +93,12 @@ class GroupStep:
         group: The group.
         index: Its index among the attention groups.
         read: What its layers read in the step that was begun last.
+        audited: The step's metadata, by which choices of tokens are checked; None if they are not.
     """
 
     def __init__(self, group: AttentionGroup, index: int = 0) -> None:
         self.group, self.index = group, index
+        self.audited: CommonAttentionMetadata | None = None
         self.read = GroupMetadata(None, 0, None, None)
 
 

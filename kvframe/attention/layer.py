@@ -11,12 +11,14 @@ import torch
 
 from kvframe.attention.build import GroupMetadata, GroupStep
 from kvframe.attention.entries import AttachedEntryLayer
+from kvframe.attention.nested import replace_tensors
 from kvframe.attention.returned import step_failure
 from kvframe.contract.backend import KVCache, MoreInputs
-from kvframe.contract.choice import ChosenTokens
+from kvframe.contract.choice import ChosenTokens, find_chosen
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
+from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.answers import ask
 
@@ -310,12 +312,32 @@ class AttentionLayer:
                     f"is specified with {'none' if form is None else f'{list(form[:3])} of blocks of {form[3]}'}",
                     code="wrong_input",
                 )
+        if chosen is not None and self.step.audited is not None:
+            self._audit_choice(chosen, self.step.audited)
         wanted = {name: (num_rows, *shape) for name, shape in self._inputs.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in more.inputs.items()}
         if shapes != wanted:
             raise BackendError(
                 f"layer {self.spec.name!r} was called with the inputs {shapes or 'none'}, and it is specified with "
                 f"{wanted or 'none'}",
+                code="wrong_input",
+            )
+
+    def _audit_choice(self, chosen: ChosenTokens, metadata: CommonAttentionMetadata) -> None:
+        """Raise ``BackendError`` for a chosen token that is not live, or later than its query."""
+        spec = self.spec.spec
+        assert spec is not None
+        assert spec.mask_function is not None
+        on_host = ChosenTokens(chosen.indices.cpu(), chosen.block_size)
+        seen = find_chosen(on_host, replace_tensors(metadata, lambda tensor: tensor.cpu()), spec.mask_function).seen
+        # Of a chosen block, its first token is live.
+        first = on_host.indices.long() * chosen.block_size
+        beyond = torch.nonzero((first >= 0) & ~seen[..., :: chosen.block_size])
+        if len(beyond):
+            row, chooser, index = beyond[0].tolist()
+            raise BackendError(
+                f"layer {self.spec.name!r} was called with a choice of the token {int(first[row, chooser, index])} for "
+                f"the query in row {row}, which does not see that token: choose among the live tokens up to the query",
                 code="wrong_input",
             )
 

@@ -90,7 +90,8 @@ class Layers(Mapping[str, AttentionLayer]):
             skipped: The layers that were chosen to be skipped.
             local: The scratch pages of the layers that keep nothing; None if every layer keeps something.
             max_static_copies: The most bytes of the copies of pages that a graph reads; None for any.
-            audited: Whether the results of wrappers are checked on the device too; then each step waits for it.
+            audited: Whether the results of wrappers, and chosen tokens, are checked on the device too; then each step
+                waits for it.
 
         Raises:
             BackendError: A backend could not be set up.
@@ -143,6 +144,8 @@ class Layers(Mapping[str, AttentionLayer]):
         self._builds_on_host = self._staging.is_needed and any(group.builder.on_host for group in self.groups)
         num_cache_groups = len(grouping.groups) + self.local.num_places
         self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
+        choosing = [step for step in self._steps if step.group.wrapped.query and step.group.wrapped.query.choice]
+        self._audited_steps = choosing if audited else []
         stores = {group.cache_group for group in self.groups if group.writes}
         self._of_inputs = frozenset(group.index for group in grouping.groups if group.spec.sequence != TOKENS)
         self._stores_tokens, self._stores_inputs = sorted(stores - self._of_inputs), bool(stores & self._of_inputs)
@@ -397,6 +400,8 @@ class Layers(Mapping[str, AttentionLayer]):
             self._check_bound()
         if self._block_sizes:
             metadata = [self._of_host(common) for common in metadata]
+        for step in self._audited_steps:
+            step.audited = metadata[step.group.cache_group]
         prepared = self._plan.prepare(metadata)
         mappings = {index: metadata[index].slot_mapping for index in self._stores_tokens}
         mappings.update(input_mappings)

@@ -15,10 +15,10 @@ from kvframe_transformers.indexers import IndexDriver
 
 from kvframe import KVCachePlan, Setup, Stack, load_plugins
 from kvframe.contract import ChosenTokens, EntryStep
-from kvframe.contract.errors import ModelError, StackError
+from kvframe.contract.errors import BackendError, ModelError, StackError
 from tests.covering import cover_pairs, cover_values, few
 from tests.models.by_content import FAMILIES, save
-from tests.models.serving import PROMPTS, TinyModel, Tokens, served
+from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, served
 
 Expected = Callable[[str], Tokens]
 NGRAM = {"name": "ngram", "max_drafts": 3, "min_match": 1, "shared_tokens": 1000}
@@ -49,7 +49,7 @@ def test_tokens_equal_those_of_generate(
     prefix_caching: bool,
 ) -> None:
     tokens = expected(family)
-    options = {"block_size": block_size, "max_num_batched_tokens": chunk, "max_num_seqs": max_num_seqs}
+    options: dict[str, Any] = {"block_size": block_size, "max_num_batched_tokens": chunk, "max_num_seqs": max_num_seqs}
     with models(family).engine(prefix_caching=prefix_caching, **options) as engine:
         assert tokens == served(engine)
         assert tokens == served(engine)
@@ -157,6 +157,28 @@ def test_the_self_check_refuses_a_wrong_choice(
     monkeypatch.setattr(IndexDriver, "choose", reversed_choice)
     with pytest.raises(ModelError, match="gives other logits in a packed batch than alone"):
         models("deepseek_v32").engine(self_check=True)
+
+
+@pytest.mark.parametrize("family", few(3, FAMILIES))
+def test_an_audited_engine_serves_the_same(models: Callable[[str], TinyModel], expected: Expected, family: str) -> None:
+    tokens = expected(family)
+    with models(family).engine(block_size=8, audit=True) as engine:
+        assert tokens == served(engine)
+
+
+def test_an_audited_choice_of_a_later_token_ends_its_request(
+    models: Callable[[str], TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = IndexDriver.choose
+
+    def later(driver: IndexDriver, *arguments: Any) -> ChosenTokens:
+        return choose(driver, *arguments).rows(lambda rows: rows + 5)
+
+    monkeypatch.setattr(IndexDriver, "choose", later)
+    with models("deepseek_v32").engine(block_size=8, audit=True) as engine:
+        with pytest.raises(BackendError, match=r"was called with a choice of the token \d+ for the query in row"):
+            engine.generate([PROMPTS[2]], GREEDY)
+        assert 0 == held_pages(engine)
 
 
 def test_a_model_that_chooses_is_neither_compiled_nor_captured(models: Callable[[str], TinyModel]) -> None:
