@@ -84,6 +84,8 @@ def test_every_order_of_operations_lies_within_a_part_of_the_bound(order: str, s
 def test_so_do_keys_and_values_that_are_computed_from_latents(order: str) -> None:
     mla = load_plugins().registry.backends.load("mla")
     for case in make_cases(mla.capabilities, form=form_of(mla), only="full-*-prefill"):
+        if case.query.choice is not None:  # these orders of operations know no query that sees nothing
+            continue
         assert max_part_in_dtype(case, order) <= RIGHT, case.name
 
 
