@@ -51,6 +51,7 @@ class Layers(Mapping[str, Bound]):
         self.skipped: tuple[str, ...] = ()
         self.kept_rows = None
         self.states: dict[str, Any] = {}
+        self.entries: dict[str, Any] = {}
         self.layers = {name: Bound() for name in names}
 
     def __getitem__(self, name: str) -> Bound:
