@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvframe.contract import KVCacheSpec, LayerDescription, LoadedModel, StateStep, StateTensor, TokenRange
+from kvframe.contract import (
+    AttachedEntry,
+    KVCacheSpec,
+    LayerDescription,
+    LoadedModel,
+    StateStep,
+    StateTensor,
+    TokenRange,
+)
 from kvframe.testing.framework import state_step
 
 
@@ -104,7 +112,7 @@ class DenseLayers(Mapping[str, DenseLayer]):
         self.dtypes = frozenset({torch.float32})
         self._layers = {each.name: DenseLayer(each, self) for each in descriptions if each.query}
         self.states = {each.name: DenseState(each) for each in descriptions if not each.query}
-        self.entries: dict[str, Any] = {}
+        self.entries: Mapping[str, AttachedEntry] = {}
         self._lengths: dict[int, int] = {}
 
     def __getitem__(self, name: str) -> DenseLayer:
