@@ -112,7 +112,7 @@ class DenseLayers(Mapping[str, DenseLayer]):
         self.dtypes = frozenset({torch.float32})
         self._layers = {each.name: DenseLayer(each, self) for each in descriptions if each.query}
         self.states = {each.name: DenseState(each) for each in descriptions if not each.query}
-        self.entries: dict[str, AttachedEntry] = {}
+        self.entries: Mapping[str, AttachedEntry] = {}
         self._lengths: dict[int, int] = {}
 
     def __getitem__(self, name: str) -> DenseLayer:
