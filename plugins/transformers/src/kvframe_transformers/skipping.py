@@ -97,24 +97,37 @@ class RowCutter:
             self._traced, self._cut_already = None, ()
 
     def _cut_inputs(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if torch.compiler.is_compiling():
-            if self._traced is None:
-                return None
-            rows, num_tokens = self._traced
-            is_ambiguous = True
-        else:
-            step = running_step()
-            if step is None or step.kept_rows is None:
-                return None
-            rows, num_tokens = step.kept_rows, len(step.positions)
-            is_ambiguous = _is_ambiguous(step)
+        if not torch.compiler.is_compiling():
+            return self._cut_in_step(block, args, kwargs)
+        if self._traced is None:
+            return None
         if block is self._first:
             self._cut_already = ()
-        elif is_ambiguous and not self._has_output(args, kwargs):
+        elif not self._has_output(args, kwargs):
+            # Only the running step shows whether its rows can be distinguished.
+            return self._cut_uncompiled(block, args, kwargs)
+        return self._cut_all(args, kwargs, *self._traced)
+
+    @torch.compiler.disable
+    def _cut_uncompiled(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        return self._cut_in_step(block, args, kwargs)
+
+    def _cut_in_step(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        step = running_step()
+        if step is None or step.kept_rows is None:
+            return None
+        if block is self._first:
+            self._cut_already = ()
+        elif _is_ambiguous(step) and not self._has_output(args, kwargs):
             raise ModelError(
                 f"{type(block).__name__} does not get the output of the block before it, so rows that were cut "
                 "cannot be distinguished from others; turn prefill skipping off for this model"
             )
+        return self._cut_all(args, kwargs, step.kept_rows, len(step.positions))
+
+    def _cut_all(
+        self, args: Any, kwargs: dict[str, Any], rows: torch.Tensor, num_tokens: int
+    ) -> tuple[Any, dict[str, Any]]:
         return self._cut(args, rows, num_tokens), {
             name: self._cut(value, rows, num_tokens) for name, value in kwargs.items()
         }
