@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from kvframe.contract import ModelError
 from kvframe_transformers.routing import RunningStep, running_step
+
+_Cut = Callable[[nn.Module, Any, dict[str, Any]], "tuple[Any, dict[str, Any]] | None"]
 
 
 def blocks_from(model: nn.Module, attention: Sequence[str], skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
@@ -69,6 +71,7 @@ class RowCutter:
         self._first = blocks[0]
         self._cut_already: tuple[torch.Tensor, ...] = ()
         self._traced: tuple[torch.Tensor, int] | None = None
+        self._cut_uncompiled: _Cut = torch.compiler.disable(self._cut_in_step)
         self._handles: list[RemovableHandle] = []
         for block in blocks:
             self._handles += [
@@ -107,10 +110,6 @@ class RowCutter:
             # Only the running step shows whether its rows can be distinguished.
             return self._cut_uncompiled(block, args, kwargs)
         return self._cut_all(args, kwargs, *self._traced)
-
-    @torch.compiler.disable
-    def _cut_uncompiled(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        return self._cut_in_step(block, args, kwargs)
 
     def _cut_in_step(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         step = running_step()
