@@ -63,6 +63,7 @@ bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and par
 	$(BIN)/python -m benchmarks.engine.skipping
 	$(BIN)/python -m benchmarks.attention.metadata
 	$(BIN)/python -m benchmarks.attention.formats
+	$(BIN)/python -m benchmarks.attention.chosen
 	$(BIN)/python -m benchmarks.engine.profile_step
 	$(BIN)/python -m benchmarks.memory.plans
 	$(BIN)/python -m benchmarks.memory.traffic

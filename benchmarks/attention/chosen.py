@@ -105,7 +105,7 @@ def _attend(
     return backend.forward_more(layer, query, views, built, None, MoreInputs(chosen=ChosenTokens(chosen)))[0]
 
 
-def render(record: Mapping[str, Any]) -> str:
+def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of a record."""
     rows = [
         [
@@ -129,7 +129,7 @@ def _time(made: Mapping[str, Callable[[], Any]], name: str, _: int) -> float:
     return timed(made[name])[0]
 
 
-@benchmark("chosen_tokens", render)
+@benchmark("chosen_tokens", write_report)
 @options.repeats(7)
 @options.threads(1)
 @click.option("--num-tokens", default=65536, help="Tokens of the request, a multiple of 16.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention import cpu, formats, fuzz, metadata
+from benchmarks.attention import chosen, cpu, formats, fuzz, metadata
 from benchmarks.cache import core, definition, eviction, growth
 from benchmarks.engine import beside_vllm, drafts, generate, profile_step, server, skipping, soak
 from benchmarks.harness import pages, record
@@ -22,6 +22,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "cache_growth": growth.write_report,
     "cache_model": definition.write_report,
     "cache_on_intel": core.write_report,
+    "chosen_tokens": chosen.write_report,
     "cpu_attention": cpu.write_report,
     "drafts": drafts.write_report,
     "evaluation": evaluation.write_report,
