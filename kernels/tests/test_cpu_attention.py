@@ -438,6 +438,10 @@ def test_what_cannot_be_read_is_refused() -> None:
     wrong = Batch(query_start_loc=batch.query_start_loc, seq_lens=batch.seq_lens.long(), block_table=batch.block_table)
     with pytest.raises(ValueError, match=r"seq_lens must be int32, not torch\.int64"):
         paged_attention(query, key, value, wrong, scoring)
+    for num_kv_heads in (0, 3):
+        few = key[:, :, :1].expand(-1, -1, 3, -1)[:, :, :num_kv_heads]
+        with pytest.raises(ValueError, match=f"4 query heads cannot share {num_kv_heads} KV heads equally"):
+            paged_attention(query, few, few, batch, scoring)
 
 
 @pytest.mark.parametrize("length", [1, 20])

@@ -158,7 +158,7 @@ def paged_attention(
 
     Raises:
         BuildError: The kernels cannot be built on this machine.
-        ValueError: The kernels do not support a dtype or a stride.
+        ValueError: The kernels do not support a dtype, a stride or a number of heads.
     """
     library = load_library()
     query, key, value = (
@@ -178,6 +178,9 @@ def paged_attention(
     bias = None if bias is None else bias.float().contiguous()
     slopes = None if slopes is None else slopes.float().contiguous()
     num_tokens, num_heads, head_size = query.shape
+    num_kv_heads = key.shape[2]
+    if not num_kv_heads or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads equally")
     head_size_v = value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
     output = query.new_empty(num_tokens, num_heads, head_size_v) if out is None else out
     of_scales = [scales.key_scale, scales.value_scale, scales.key_min, scales.value_min]
@@ -203,7 +206,7 @@ def paged_attention(
         num_tokens=num_tokens,
         block_size=key.shape[1],
         num_heads=num_heads,
-        num_kv_heads=key.shape[2],
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         head_size_v=head_size_v,
         query_dtype=DTYPES[query.dtype],
