@@ -107,7 +107,7 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
     ]
     checked = None
     if model is not None and not torch_problem:
-        checked = check_model(find_model(model, weights=False), stack, host.registry)
+        checked = check_model(find_model(model, weights=False), stack, host)
         problems += checked.problems
     report = {
         "versions": _versions(host),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvframe.config.stack import Stack
     from kvframe.contract.description import ModelDescription
     from kvframe.hosting.setup import Setup
+    from kvframe.loading.plugins import PluginHost, PluginRecord
     from kvframe.loading.registry import Registry
 
 
@@ -33,15 +34,16 @@ class ModelCheck:
     install: str = ""
 
 
-def check_model(path: Path, stack: Stack, registry: Registry) -> ModelCheck:
+def check_model(path: Path, stack: Stack, host: PluginHost) -> ModelCheck:
     """Return what a model lacks, or what would serve it."""
     from kvframe.hosting.setup import Setup
     from kvframe.planning.recognise import describe_model
 
     try:
-        description = describe_model(path, registry)
-        missing = _missing(description, registry)
-        return _lacking(missing) if missing else ModelCheck(facts=_facts(Setup.read(path, stack, registry)))
+        missing = _missing(describe_model(path, host.registry), host.registry)
+        if missing:
+            return _lacking(missing, host.records)
+        return ModelCheck(facts=_facts(Setup.read(path, stack, host.registry)))
     except KVFrameError as error:
         return ModelCheck(problems=(str(error),))
 
@@ -58,18 +60,28 @@ def _missing(description: ModelDescription, registry: Registry) -> list[tuple[st
     ]
 
 
-def _lacking(missing: list[tuple[str, str]]) -> ModelCheck:
+def _lacking(missing: list[tuple[str, str]], records: Sequence[PluginRecord]) -> ModelCheck:
     providers = {claim: provider_of(*claim) for claim in missing}
-    packages = dict.fromkeys(provider for provider in providers.values() if provider is not None)
+    not_loaded = {record.distribution: record for record in records if record.status != "loaded"}
     labels = {"spec": "attention type", "wrapper": "wrapper"}
     return ModelCheck(
         problems=tuple(
-            f"the model needs the {labels[kind]} {name!r}, "
-            + ("which no package of kvframe provides" if provider is None else f"which {provider} provides")
+            f"the model needs the {labels[kind]} {name!r}, {_whence(provider, not_loaded)}"
             for (kind, name), provider in providers.items()
         ),
-        install=_install_all([*packages]),
+        install=_install_all(
+            [*dict.fromkeys(each for each in providers.values() if each is not None and each not in not_loaded)]
+        ),
     )
+
+
+def _whence(provider: str | None, not_loaded: Mapping[str, PluginRecord]) -> str:
+    if provider is None:
+        return "which no package of kvframe provides"
+    if provider in not_loaded:
+        record = not_loaded[provider]
+        return f"which {provider} provides; its plugin is {record.status}: {record.reason}"
+    return f"which {provider} provides"
 
 
 def _install_all(packages: list[str]) -> str:

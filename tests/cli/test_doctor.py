@@ -11,11 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from click.testing import CliRunner, Result
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from kvframe.cli import doctor, main
+from kvframe.cli.model_check import check_model
+from kvframe.config.stack import Stack
+from kvframe.loading.plugins import load_plugins
 from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
 
 BACKEND = """
@@ -230,14 +234,28 @@ def test_a_model_that_can_be_served_is_described(tmp_path: Path) -> None:
 
 def test_what_a_model_lacks_is_one_line_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    stack = without(tmp_path, "sliding_window", "mamba")
-    found = json.loads(run(LAYERS / "phi_4_mini_flash.toml", "--stack", stack, "--json").stdout)
-    assert [
+    stack = Stack.from_file(without(tmp_path, "sliding_window", "mamba"))
+    # As if the two were not installed.
+    host = attrs.evolve(load_plugins(stack.plugins), records=())
+    checked = check_model(LAYERS / "phi_4_mini_flash.toml", stack, host)
+    assert (
         "the model needs the attention type 'mamba', which kvframe-mamba provides",
         "the model needs the attention type 'sliding_window', which kvframe-sliding-window provides",
+    ) == checked.problems
+    assert "pip install -e plugins/mamba -e plugins/sliding_window" == checked.install
+
+
+def test_what_is_installed_and_not_loaded_is_not_installed_again(tmp_path: Path) -> None:
+    stack = without(tmp_path, "sliding_window", "mamba")
+    result = run(LAYERS / "phi_4_mini_flash.toml", "--stack", stack, "--json")
+    found = json.loads(result.stdout)
+    assert [
+        f"the model needs the attention type '{name}', which kvframe-{name.replace('_', '-')} provides; "
+        f"its plugin is disabled: {stack} disables it"
+        for name in ("mamba", "sliding_window")
     ] == found["problems"]
-    assert ["pip install -e plugins/mamba -e plugins/sliding_window"] == found["next"]
-    assert 1 == run(LAYERS / "phi_4_mini_flash.toml", "--stack", stack).exit_code
+    assert ["kvframe doctor, after the problems are solved"] == found["next"]
+    assert 1 == result.exit_code
 
 
 def test_a_wrapper_and_a_type_of_nobody_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +267,9 @@ def test_a_wrapper_and_a_type_of_nobody_are_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(SlidingWindowSpec, "default_wrappers", ("chunked_local",))
     stack = without(tmp_path, "chunked_local")
     found = json.loads(run(LAYERS / "gemma_3_27b.json", "--stack", stack, "--json").stdout)
-    assert ["the model needs the wrapper 'chunked_local', which kvframe-chunked-local provides"] == found["problems"]
+    assert found["problems"][0].startswith(
+        "the model needs the wrapper 'chunked_local', which kvframe-chunked-local provides; its plugin is disabled"
+    )
 
 
 def test_a_model_that_cannot_be_served_is_a_problem(tmp_path: Path) -> None:
