@@ -85,7 +85,7 @@ def note_sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepBatch, GraphSi
 
 def has_input(batch: StepBatch) -> bool:
     """Return whether a step computes inputs of an encoder."""
-    return any(inputs.is_new.any() for inputs in batch.inputs.values())
+    return any(is_new.any() for is_new in batch.stores_input.values())
 
 
 def generates(batch: StepBatch) -> bool:

@@ -175,7 +175,3 @@ def test_it_is_not_compiled(tmp_path: Path) -> None:
     stack = Stack.from_mapping({"cache": {"memory": "2MiB"}, "model": {"compile": True}})
     with pytest.raises(ModelError, match="computes each text alone"):
         Embedder.from_pretrained(tmp_path, stack=stack)
-
-
-def test_a_decoder_that_no_layer_describes_is_still_refused() -> None:
-    assert "refused" == compare("decoders", "rwkv").word
