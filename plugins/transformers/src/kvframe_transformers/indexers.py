@@ -18,12 +18,11 @@ from torch import nn
 
 from kvframe.contract import AttachedEntry, ChosenTokens, EntryStep, LayerDescription, ModelError, NewTokens
 from kvframe_transformers.names import if_untested
-from kvframe_transformers.states import names_of
+from kvframe_transformers.states import CACHE_NAMES, names_of
 
 ENTRY = "index_keys"
 """The name of the entry in which a layer keeps the keys of its indexer, and of the tensor in it."""
 
-_CACHE = "past_key_values"
 _FROM_CHOICE = "build_attention_mask_from_topk"
 """The method by which some attention modules make a mask of the chosen tokens."""
 
@@ -114,17 +113,17 @@ class IndexerCall:
         cache: The name of the argument that takes the cache.
     """
 
-    cache = _CACHE
-
     def __init__(self, module: nn.Module) -> None:
         """Read the signature of its forward."""
         signature = inspect.signature(type(module).forward)
         self._signature = signature.replace(parameters=list(signature.parameters.values())[1:])
-        if _CACHE not in self._signature.parameters:
+        names = [name for name in self._signature.parameters if name in CACHE_NAMES]
+        if len(names) != 1:
             raise ModelError(
-                f"{type(module).__name__} keeps keys in transformers' cache, and has no argument {_CACHE!r} for it"
-                f"{if_untested()}"
+                f"{type(module).__name__} keeps keys in transformers' cache, and takes it by none or several of "
+                f"{', '.join(CACHE_NAMES)}{if_untested()}"
             )
+        (self.cache,) = names
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call."""
@@ -194,7 +193,7 @@ def probe(module: nn.Module, forward: Callable[..., Any], note: Callable[[torch.
         arguments = call.bind(args, kwargs)
         tokens = next(iter(arguments.values()))
         with suppress(_Seen):
-            forward(**{**arguments, _CACHE: IndexCache(stop, lambda: tokens.shape[1])})
+            forward(**{**arguments, call.cache: IndexCache(stop, lambda: tokens.shape[1])})
         assert kind is not None
         return kind.empty(tokens.shape[1], tokens.device)
 
@@ -252,7 +251,7 @@ class IndexDriver:
             return step.read_together([new.request for new in some])[ENTRY]
 
         own = {name: rows_of(value, [new.rows for new in some]) for name, value in arguments.items()}
-        own[_CACHE] = IndexCache(update, lambda: longest)
+        own[self._call.cache] = IndexCache(update, lambda: longest)
         # The positions of the queries, and the keys that each of them sees.
         positions = torch.tensor([new.first for new in some], device=device)[:, None]
         positions = positions + torch.arange(num_queries, device=device)
