@@ -63,6 +63,7 @@ PACKAGES: Mapping[str, Package] = MappingProxyType(
             suites={
                 **_ADAPTER,
                 "the tests of prediction heads": ["tests/models/test_prediction_heads.py"],
+                "models that choose by content": ["tests/models/test_by_content.py"],
                 "frozen plugins in the engine": ["tests/frozen"],
             },
         ),
