@@ -44,6 +44,11 @@ class AttentionLayer:
         self.spec, self.kv_cache, self.step = spec, kv_cache, step
         self._entries = entries
         group = step.group
+        if entries and group.builder.batch_order is not None:
+            raise BackendError(
+                f"backend {group.backend_name!r}, of layer {spec.name!r}: it reads entries, and its builder asks for "
+                "an order of requests, which entries do not have; leave its batch_order None"
+            )
         self._wrapped = attrs.evolve(group.wrapped, name=spec.name, shares_with=spec.shares_with)
         self._backend, self._backend_name = group.backend, group.backend_name
         self._writes = spec.shares_with is None
@@ -304,11 +309,11 @@ class AttentionLayer:
         choice, chosen = self._choice, more.chosen
         if choice is not None or chosen is not None:
             form = None if choice is None else (num_rows, choice.num_choosers, choice.max_chosen, choice.block_size)
-            given = None if chosen is None else (*chosen.indices.shape, chosen.block_size)
-            if form is None or given is None or given[:2] != form[:2] or given[2] > form[2] or given[3] != form[3]:
+            sizes = None if chosen is None else (*chosen.indices.shape, chosen.block_size)
+            if form is None or sizes is None or sizes[:2] != form[:2] or sizes[2] > form[2] or sizes[3] != form[3]:
                 raise BackendError(
                     f"layer {self.spec.name!r} was called with "
-                    f"{'no choice' if given is None else f'choices {list(given[:3])} of blocks of {given[3]}'}, and it "
+                    f"{'no choice' if sizes is None else f'choices {list(sizes[:3])} of blocks of {sizes[3]}'}, and it "
                     f"is specified with {'none' if form is None else f'{list(form[:3])} of blocks of {form[3]}'}",
                     code="wrong_input",
                 )

@@ -157,11 +157,11 @@ class BlockAllocator:
         lacking = [0] * len(self._tables)
         start = max(self._numbers.num_computed.item(row), num_tokens - self._kinds.plan.max_num_batched_tokens)
         for group in self._kinds.of_tokens:
-            held = np.count_nonzero(
+            num_held = np.count_nonzero(
                 self._tables[group.index].ids[row, : self._numbers.num_blocks.item(group.index, row)]
             )
-            most = group.answers.num_resident_blocks(start, max(0, num_tokens - start))
-            lacking[group.index] = max(0, most - int(held))
+            num_needed = group.answers.num_resident_blocks(start, max(0, num_tokens - start))
+            lacking[group.index] = max(0, num_needed - int(num_held))
         for each in self._numbers.states[row].inputs:
             lacking[each.group] = each.num_blocks - self._numbers.num_blocks.item(each.group, row)
         return self._pool.free_list.can_take(lacking)

@@ -131,12 +131,12 @@ def make_layer_specs(
         for layer in description.layers
         if "format" in {**layer.options, **stack.rule_for(layer.name, layer.kind).spec}
     }
-    made = [
+    layers = [
         spec
         for layer in description.layers
         for spec in with_entries(_layer_spec(layer, registry, stack, dtypes, kv_format), layer.inputs)
     ]
-    return follow_owners([_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in made], chosen)
+    return follow_owners([_with_drafts(layer, num_drafts, stack) if num_drafts else layer for layer in layers], chosen)
 
 
 def with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[LayerSpec]:

@@ -112,8 +112,8 @@ def _served(
         manager.start(str(number), [0] * lengths[number])
     while (rest := np.array(lengths) - num_computed).any():
         # Some steps compute a single token of each request, as decodes do.
-        most = 1 if torch.rand((), generator=generator) < 0.5 else 12
-        query_lens = np.minimum(rest, torch.randint(0, most + 1, (len(requests),), generator=generator).numpy())
+        max_new = 1 if torch.rand((), generator=generator) < 0.5 else 12
+        query_lens = np.minimum(rest, torch.randint(0, max_new + 1, (len(requests),), generator=generator).numpy())
         growing = np.flatnonzero(query_lens).tolist()
         if not growing:
             continue

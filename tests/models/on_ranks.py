@@ -246,7 +246,7 @@ def serve_latents(folder: Path, family: str = "deepseek_v2") -> Result:
 
 
 def serve_chosen_latents(folder: Path) -> Result:
-    """Latents of which an indexer chooses."""
+    """Latents, and an indexer that chooses which of them are read."""
     return serve_latents(folder, "deepseek_v32")
 
 

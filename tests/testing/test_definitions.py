@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract import EntryStep
+from kvframe.contract import BackendError, BatchOrder, EntryStep
 from kvframe.testing.definitions import check_definition
 from kvframe.testing.laws import ConformanceError
 
@@ -123,3 +123,17 @@ def test_inputs_reach_the_backend(example: Callable[[str], tuple[Any, Any]]) -> 
     check_definition(GatedBackend, gated)
     with pytest.raises(ConformanceError, match="differs from dense_attention"):
         check_definition(backend_class, gated)
+
+
+def test_a_backend_of_entries_asks_for_no_order(example: Callable[[str], tuple[Any, Any]]) -> None:
+    """Entries are packed as the step is."""
+    spec, backend_class = example("moba")
+
+    class Ordered(backend_class):  # type: ignore[misc]
+        def make_builder(self) -> Any:
+            builder = super().make_builder()
+            builder.batch_order = BatchOrder()
+            return builder
+
+    with pytest.raises(BackendError, match="reads entries, and its builder asks for an order of requests"):
+        check_definition(Ordered, spec)

@@ -222,7 +222,7 @@ class _Generated:
     margins: tuple[float, ...]
     """The difference between the two largest logits, relative to their spread."""
     logprobs: tuple[float, ...]
-    """Of the tokens; a tiny model may generate one token again and again, whatever it attends to."""
+    """The log-probabilities of the tokens, because a tiny model may repeat one token, whatever it attends to."""
     spreads: tuple[float, ...]
     """The standard deviation of the logits."""
 

@@ -111,7 +111,7 @@ def describe_entries(layer: str, compressor: Any, kept: Mapping[str, Compressed]
         kept: What ``probe`` noted.
     """
     group = compressor.compress_rate
-    found = []
+    entries = []
     for name, sizes in kept.items():
         # Vectors that are wider than an entry hold a second one, which is used for the next group.
         overlap = group if sizes.width > sizes.size else 0
@@ -120,13 +120,13 @@ def describe_entries(layer: str, compressor: Any, kept: Mapping[str, Compressed]
             "unfinished_group": {"group": group, "overlap": overlap, "tensors": tokens},
             "token_entries": {"tokens_per_entry": group, "tensors": {_KV: (sizes.size,)}},
         }
-        found += [
+        entries += [
             LayerDescription(
                 name=_entry_name(layer, name, kind), kind=kind, options=options[kind], query={}, entry_of=layer
             )
             for kind in options
         ]
-    return found
+    return entries
 
 
 def _entry_name(layer: str, name: str, kind: str) -> str:
@@ -238,13 +238,13 @@ class CompressorDriver:
             name: _Kept(tokens.step, entries.step, part.position_bias)
             for name, (tokens, entries, part) in self._entries.items()
         }
-        found = []
+        compressed = []
         for new in next(iter(kept.values())).tokens.requests:
             own = {name: rows_of(value, [new.rows]) for name, value in arguments.items()}
             own[self.call.cache] = _PagedCache(kept, new, self._module.compress_rate)
             entries, bias = self._forward(**own)
-            found.append(CompressedKeys(new.rows, entries[0, 0], None if bias is None else bias[0, 0]))
-        return found
+            compressed.append(CompressedKeys(new.rows, entries[0, 0], None if bias is None else bias[0, 0]))
+        return compressed
 
 
 class Compressors:

@@ -92,8 +92,8 @@ def _as_rows(values: Any) -> list[list[Any]] | None:
     if values is None:
         return None
     try:
-        found = values.tolist() if hasattr(values, "tolist") else [*values]
-        is_flat = not found or not hasattr(found[0], "__len__")
-        return [found] if is_flat else [row.tolist() if hasattr(row, "tolist") else [*row] for row in found]
+        listed = values.tolist() if hasattr(values, "tolist") else [*values]
+        is_flat = not listed or not hasattr(listed[0], "__len__")
+        return [listed] if is_flat else [row.tolist() if hasattr(row, "tolist") else [*row] for row in listed]
     except Exception as error:  # a foreign sequence may raise anything
         raise RequestError(f"{IDS} and {SHOWN} are lists of whole numbers", code="bad_token") from error
