@@ -16,6 +16,7 @@ from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
     RANGE_ENDS,
+    SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
     Extension,
@@ -119,6 +120,10 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
             "causal": True,
         }
     }
+    hidden: dict[int, Mapping[str, Extension]] = {}
+    for group, first_tokens in tables.first_tokens.items():
+        first_cpu = torch.from_numpy(first_tokens[batch.rows].astype(np.int32))
+        hidden[group] = {**extensions, SEQ_STARTS: Extension(there(first_cpu), Axis.REQUEST, first_cpu)}
     found: dict[int, CommonAttentionMetadata] = {}
     for stack in tables.stacks:
         size, sequence = stack.block_size, stack.sequence
@@ -140,7 +145,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
                 slot_mapping=slot_mapping,
                 block_size=size,
                 # A sequence of an input is in no order.
-                extensions=extensions if sequence == TOKENS else batch.extensions,
+                extensions=hidden.get(group, extensions) if sequence == TOKENS else batch.extensions,
             )
     return tuple(found[group] for group in sorted(found))
 

@@ -21,6 +21,7 @@ from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.answers import ask
+from kvframe.planning.prompt_budget import QUERY
 
 
 class AttentionLayer:
@@ -61,6 +62,8 @@ class AttentionLayer:
         self._inputs = ask(kept, "inputs(query)", lambda: dict(kept.inputs(query)))
         self._choice, self._merged = query.choice, query.merged
         self._has_more = query.choice is not None or kept.defines_attention
+        # Entries of a type that defines no attention are the queries of its steps, for its choice of tokens to keep.
+        self._queries = None if kept.defines_attention else entries.get(QUERY)
         self._needed = ask(kept, "parameters(query)", lambda: dict(kept.parameters(query)))
         self.lacks_parameters = bool(self._needed)
 
@@ -117,6 +120,8 @@ class AttentionLayer:
         """
         read = self.step.read
         self.write(key, value, self.kv_cache, read)
+        if self._queries is not None:
+            self._queries.step.write(query=query)
         if self._has_more or chosen is not None or inputs is not None:
             return self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, inputs, key, value))[0]
         return self.attend(query, self.kv_cache, read, sinks)
@@ -152,6 +157,8 @@ class AttentionLayer:
             )
         read = self.step.read
         self.write(key, value, self.kv_cache, read)
+        if self._queries is not None:
+            self._queries.step.write(query=query)
         output, lse = self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, None, key, value))
         assert lse is not None
         return output, lse

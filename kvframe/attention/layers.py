@@ -505,6 +505,11 @@ def check_on_host_pages(layer: LayerSpec) -> None:
             f"layer {layer.name!r} cannot be hosted: its type {layer.spec.kind!r} has inputs, or entries beside its "
             "state, for which a host's call and pages have no place; give it another type"
         )
+    if layer.spec.prompt_budget is not None:
+        raise BackendError(
+            f"layer {layer.name!r} cannot be hosted: its type {layer.spec.kind!r} gives up tokens of prompts, and the "
+            "host would keep their pages; give it another type"
+        )
 
 
 def _named(group: AttentionGroup) -> str:

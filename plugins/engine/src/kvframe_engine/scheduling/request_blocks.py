@@ -60,6 +60,8 @@ class RequestBlocks(Generic[RequestT]):
 
     def swap_out(self, request: RequestT) -> bool:
         """Swap a request out to host memory; return False, and change nothing, if that is not possible."""
+        if request.has_to_choose:  # between two steps only: it computes its prompt again
+            return False
         try:
             if not self._cache.swap_out(request.request_id):
                 return False
@@ -76,7 +78,7 @@ class RequestBlocks(Generic[RequestT]):
         self._cache.free(request.request_id)
         request.row = -1
         request.is_swapped = False
-        request.num_computed = 0
+        request.num_computed, request.has_chosen = 0, False
         request.new_inputs = frozenset()
 
     # --- the three ways to start --------------------------------------------------------------------------------------
@@ -124,6 +126,7 @@ class RequestBlocks(Generic[RequestT]):
                 use_prefix=request.uses_prefix,
                 inputs=request.input_sequences,
                 ranges=request.ranges,
+                num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
             )
             if request.inputs:
                 request.new_inputs = self._cache.missing_inputs(request.request_id)
