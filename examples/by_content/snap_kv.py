@@ -88,7 +88,8 @@ class SnapKVSpec(AttentionSpec):
         grouped = query.unflatten(1, (num_kv_heads, -1))
         scores = torch.einsum("qhgd,thd->hgqt", grouped, key) * layer.query.scale
         later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(num_tokens - len(query) + 1)
-        read = scores.masked_fill(later, -torch.inf).softmax(-1).sum((1, 2))
+        # The logarithm of what a token is read with: the weights of most tokens are too small for numbers.
+        read = scores.masked_fill(later, -torch.inf).log_softmax(-1).logsumexp((1, 2))
         pooled = torch.nn.functional.avg_pool1d(read[:, None], POOLED, 1, POOLED // 2)[:, 0]
         pooled[:, num_tokens - self.last :] = torch.inf
         return pooled.topk(num_kept, dim=-1).indices

@@ -51,7 +51,7 @@ class KeptTokens:
             assert spec.prompt_budget is not None
             if group in pages:
                 state = _read(self._views[layer.name], spec, blocks[group], ((0, num_tokens),))
-                chosen = _choose(layer, spec, spec.prompt_budget, state, self._entries(layer, num_tokens, blocks))
+                chosen = choose_tokens(layer, spec.prompt_budget, state, self._entries(layer, num_tokens, blocks))
                 self._write(layer, spec, num_tokens, state, chosen, pages[group])
 
     def _entries(
@@ -98,14 +98,23 @@ def _read(
     return {name: torch.cat(parts) for name, parts in read.items()}
 
 
-def _choose(
+def choose_tokens(
     layer: LayerSpec,
-    spec: KVCacheSpec,
     num_kept: int,
     state: Mapping[str, torch.Tensor],
     entries: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> torch.Tensor:
-    """Return which tokens each head keeps, ``[num_kv_heads, num_kept]``, ascending; raise for a wrong choice."""
+    """Return the checked answer of ``KVCacheSpec.choose_kept``, which takes the same arguments.
+
+    Returns:
+        ``[num_kv_heads, num_kept], int64, device``: positions, ascending for each head.
+
+    Raises:
+        SpecError: They are not tokens of the prompt, each once for a head.
+        PluginError: The type raised something.
+    """
+    spec = layer.spec
+    assert spec is not None
     num_tokens, num_heads = state["k"].shape[:2]
     whose = f"the cache spec {spec.kind!r} of layer {layer.name!r}: choose_kept()"
     with torch.no_grad():
