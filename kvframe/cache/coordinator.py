@@ -289,7 +289,6 @@ class KVCacheCoordinator:
             raise
         if self._publisher is not None:
             self._publisher.unfollow(row)
-            self._publisher.forget_pages(row, 0, self._max_tokens)
         for group, (start, stop) in blocks.items():
             ids = self._tables[group].ids[row, :stop]
             self._release_resident(ids[::-1], group)

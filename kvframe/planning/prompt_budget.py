@@ -24,13 +24,13 @@ def check_prompt_budget(layer: LayerSpec) -> None:
     whose = f"layer {layer.name!r}: its type {spec.kind!r} keeps {budget!r} tokens of a prompt"
     if type(budget) is not int or budget < 1:
         raise SpecError(f"{whose}; prompt_budget must be a whole number of at least 1, or None")
+    if spec.kv_format != PLAIN:
+        raise SpecError(f"{whose}, and is stored as {spec.kv_format.name}; its tokens are moved in the plain format")
     if spec.defines_attention or spec.mask != AttentionMask() or spec.state_tensors().keys() != {"k", "v"}:
         raise SpecError(
             f"{whose}, which only a type of keys and values can whose queries see all earlier tokens: with the mask "
             "AttentionMask(), and without dense_attention"
         )
-    if spec.kv_format != PLAIN:
-        raise SpecError(f"{whose}, and is stored as {spec.kv_format.name}; its tokens are moved in the plain format")
     if query is not None and (query.choice or query.relative_bias or query.alibi_slopes or query.first_token):
         raise SpecError(
             f"{whose}, which get other positions, and its queries read keys by position: it has a choice, a bias by "

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from kvframe_ngram.proposer import NgramProposer
 
 from kvframe import Engine, SamplingParams, load_plugins
+from kvframe.contract import DraftRequest
 from kvframe.contract.errors import BackendError, KVFrameError, SpecError, StackError
 from tests.models.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, Tokens, held_pages, ids, served
 
@@ -109,6 +111,35 @@ def test_preempted_requests_give_the_same_tokens(model: Served, preemption: str,
         stats = engine.stats()
         assert 0 < stats.preemptions
         assert (0 < stats.swaps) == (preemption == "swap")
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_a_request_that_is_preempted_after_each_token_chooses_the_same(model: Served, preemption: str) -> None:
+    options = {"preemption": "swap", "swap_memory": "2MiB"} if preemption == "swap" else {}
+    with model.engine(block_size=4, **options) as engine:
+        tokens: list[int] = []
+        for output in engine.stream(PROMPTS[3], GREEDY):
+            tokens += output.new_token_ids
+            if output.finish_reason is None:
+                engine._scheduler.preempt_last()
+        assert model.tokens[3] == tuple(tokens)
+        # Between the prompt's last token and the choice, the request cannot be swapped.
+        assert engine.stats().swaps == (NUM_NEW_TOKENS - 2 if preemption == "swap" else 0)
+
+
+def test_right_drafts_wait_for_the_choice(model: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, tokens = PROMPTS[2], model.tokens[2]
+    known = [*prompt, *tokens]
+
+    def propose(_: Any, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
+        return [known[len(each.token_ids) :][: each.max_drafts] for each in requests]
+
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    with model.engine(block_size=4, drafts=NGRAM) as engine:
+        # Of the prompt's 17 tokens, the second request finds all but the last one.
+        for _ in range(2):
+            assert tokens == engine.generate([prompt], GREEDY)[0].token_ids
+        assert 0 < engine.stats().accepted_draft_tokens == engine.stats().draft_tokens
 
 
 @pytest.mark.parametrize("chunk", [7, 2048])

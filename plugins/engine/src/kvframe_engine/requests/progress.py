@@ -167,7 +167,7 @@ class RequestProgress:
 
     def fork(self, other: RequestProgress) -> None:
         """Take over the progress of another request, from which this one forks."""
-        self.num_computed, self.has_chosen = other.num_computed, other.has_chosen
+        self.num_computed = other.num_computed
 
     def forget_partial(self) -> None:
         """Forget the computed parts of results that are not complete, because the model changed."""
