@@ -280,9 +280,8 @@ class AttentionBackend(Growing, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute what ``forward`` computes, and the log-sum-exp of each query and head.
 
-        Called instead of ``forward`` when the keys of a request are attended to in parts, on one device or on several,
-        whose results ``merge_attention`` merges; or when the model merges them itself (``QuerySpec.merged``). Only
-        backends that declare ``returns_lse`` are asked.
+        Called instead of ``forward`` for a layer whose output the model merges with other attention of the same queries
+        (``QuerySpec.merged``, ``merge_attention``). Only backends that declare ``returns_lse`` are asked.
 
         The log-sum-exp is the natural logarithm of the softmax's denominator, ``log(sum_t exp(s_t))`` over the tokens
         that the query sees. A score ``s_t`` includes the layer's scale, its soft cap and its bias. A learned sink is

@@ -120,16 +120,13 @@ class Capabilities:
         """Return whether it serves a layer on copies of its pages, because it does not read their format."""
         return layer.spec is not None and layer.spec.kv_format.name not in self.formats
 
-    def refusals(
-        self, layer: LayerSpec, device: str, extensions: Collection[str] = (), *, lse: bool = False
-    ) -> list[Refusal]:
+    def refusals(self, layer: LayerSpec, device: str, extensions: Collection[str] = ()) -> list[Refusal]:
         """Return every reason why a layer cannot be served; empty if it can.
 
         Args:
             layer: The layer as its wrapper chain leaves it.
             device: Where it runs (``"cpu"``).
             extensions: The extensions that its chain may add to the batch metadata.
-            lse: Whether the log-sum-exp is needed too.
         """
         spec, query = layer.spec, layer.query
         assert spec is not None
@@ -184,7 +181,7 @@ class Capabilities:
         needed = {*extensions, SEQ_STARTS} if query.first_token else {*extensions}
         for extension in sorted(needed - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
-        if (lse or query.merged) and not self.returns_lse:
+        if query.merged and not self.returns_lse:
             refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")
         if query.choice is not None and query.choice.unit not in self.choices:
             refuse(f"choice_{query.choice.unit}", f"would read more than the {query.choice.unit} that are chosen")

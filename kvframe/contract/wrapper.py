@@ -121,9 +121,6 @@ class MetadataWrapper(Growing, ABC):
     """Wrappers, or effects, that must not come before it in a chain."""
     not_before: ClassVar[frozenset[str]] = frozenset()
     """Wrappers, or effects, that must not come after it in a chain."""
-    num_parts: ClassVar[int] = 1
-    """The number of parts into which it divides the keys of each query. A wrapper with more than one part is the last
-    of a chain, and the backend after it returns the log-sum-exp."""
     capture: ClassVar[GraphCapture] = GraphCapture.NEVER
     """For which batches the shapes of its output are known before it runs."""
 
@@ -171,26 +168,6 @@ class MetadataWrapper(Growing, ABC):
         Raises:
             WrapperError: The step cannot be transformed; ``code`` says why.
         """
-
-    def parts(self, metadata: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, ...]:
-        """Return batches of the same queries that together have all their keys, and each key in one of them.
-
-        The framework calls it once a step for each attention group if ``num_parts`` is more than 1. The backend attends
-        to one part after the other, and ``merge_attention`` merges the results. A part may have a row for each query.
-        Its lengths, block tables and extensions (those of ``added_extensions``) may differ from those of the step. If
-        the keys of a query no longer end at its own position, the part is not causal, and the backend must take
-        batches that are not.
-
-        Args:
-            metadata: What this wrapper returned for the step, which may be its input. Must not be written to.
-
-        Returns:
-            ``num_parts`` batches, each with the ``slot_mapping`` of ``metadata``. A query may have no key in a part.
-
-        Raises:
-            WrapperError: The keys cannot be divided; ``code`` says why.
-        """
-        return (metadata,)
 
     def evolve(
         self,

@@ -16,7 +16,6 @@ import attrs
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.loading.declarations import find_misdeclared, find_undefined
-from kvframe.loading.deprecations import uses_of_class, warn_of
 from kvframe.loading.targets import find_problem
 
 BUILTIN_OWNER = "kvframe"
@@ -199,7 +198,6 @@ class Claim:
             raise self._error(str(error)) from error.__cause__
         if unfit:
             raise self._error(f"{safe_repr(self.target)} {unfit}")
-        warn_of(self.plugin, uses_of_class(loaded))
         return loaded
 
     def problem(self) -> str:

@@ -21,7 +21,6 @@ from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.checks import OWNERS, TABLES, TEXTS
 from kvframe.loading.claims import Claim
-from kvframe.loading.deprecations import uses_of_hooks, uses_of_register, warn_of
 from kvframe.loading.discovery import FoundPlugin, find_plugins, is_called
 from kvframe.loading.misnamed import hint_for
 from kvframe.loading.packages import provider_of, to_install
@@ -282,7 +281,6 @@ def _attach(found: FoundPlugin, manifest: Any) -> pluggy.PluginManager:
         raise _SetAside("broken", f"{', '.join(sorted(unmarked))} lacks @hookimpl and would never be called")
     if not callers:
         raise _SetAside("broken", f"{found.module} implements no hook; hooks: {', '.join(_HOOKS)}")
-    warn_of(found.id, uses_of_hooks(callers))
     return manager
 
 
@@ -363,5 +361,4 @@ class _Registering:
                 f"plugin {self.found.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
                 "returned; nothing was registered"
             )
-        warn_of(self.found.id, uses_of_register(needs=needs, install=install, needs_versions=needs_versions))
         self.claims.append(Claim(self.kind, name, target, *owner, needs, install, needs_versions))

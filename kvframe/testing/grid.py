@@ -24,7 +24,7 @@ from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import FieldUse
 from kvframe.loading.plugins import load_plugins
-from kvframe.selection.chains import WrapperChain, bind_chain, chain_capture, divides_keys
+from kvframe.selection.chains import WrapperChain, bind_chain, chain_capture
 from kvframe.testing.batches import (
     HIDDEN_CROSS_STARTS,
     HIDDEN_STARTS,
@@ -382,10 +382,10 @@ def chain_refusals(chain: WrapperChain, layer: LayerSpec, capabilities: Capabili
     """Return every reason why a chain or the backend refuses a layer; empty if both serve it."""
     try:
         check_order([type(wrapper) for wrapper in chain])
-        bound, seen, required = bind_chain(chain, layer)
+        _, seen, required = bind_chain(chain, layer)
     except WrapperError as error:
         return [Refusal(error.code, str(error))]
-    return capabilities.refusals(seen, device, required, lse=divides_keys(bound))
+    return capabilities.refusals(seen, device, required)
 
 
 def _chain_cases(

@@ -13,7 +13,6 @@ import attrs
 import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
-from kvframe.attention.key_parts import merged_over
 from kvframe.attention.layer import AttentionLayer
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.request_order import is_ordered, permute
@@ -92,7 +91,6 @@ def run_step(
     learned = learned.to(device)
     learned_guard = WriteGuard(learned.tensors)
     backend = writer = _make_backend(backend_class, seen, device, learned.parameters)
-    backend = merged_over(backend, chain, [seen], device)
     if case.layer.shares_with is not None:
         layer = attrs.evolve(seen, name=owner, shares_with=None)
         writer = _make_backend(backend_class, layer, device, learned.parameters)
