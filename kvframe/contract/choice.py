@@ -36,7 +36,6 @@ class ChoiceSpec:
     num_choosers: int = 1
 
     def __attrs_post_init__(self) -> None:
-        """Refuse numbers that are no counts."""
         for field in attrs.fields(ChoiceSpec):
             value = getattr(self, field.name)
             if type(value) is not int or value < 1:

@@ -129,12 +129,6 @@ class _Windows:
 
 
 def _is_safe(text: str, more_text: str, num_shown: int) -> bool:
-    """Return whether the text of some tokens is the end of the text of more tokens, apart from its own beginning.
-
-    Args:
-        text: The text of the tokens.
-        more_text: The text of these tokens and some before them.
-        num_shown: Characters of ``text``, of which one has to be whole and no space.
-    """
+    """Return whether the text of some tokens is the end of the text of more tokens, apart from its own beginning."""
     whole = _WHOLE.search(text, 0, num_shown)
     return whole is not None and more_text.endswith(text[whole.start() :])

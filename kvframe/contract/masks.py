@@ -41,7 +41,6 @@ class AttentionMask:
     lookahead: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Refuse numbers that no kernel can take, and parts that do not go together."""
         for name, number, least in (
             ("window", self.window, 1),
             ("num_sink_tokens", self.num_sink_tokens, 0),

@@ -532,7 +532,6 @@ class QuerySpec:
     merged: bool = False
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what is no number, switch or bias."""
         if type(self.first_token) is not int or self.first_token < 0:
             raise SpecError(
                 f"QuerySpec.first_token must be a whole number of at least 0, not {shown(self.first_token)}"
