@@ -62,11 +62,7 @@ class ChosenTokens:
     block_size: int = 1
 
     def rows(self, take: Callable[[torch.Tensor], torch.Tensor]) -> ChosenTokens:
-        """Return the choices of some queries.
-
-        Args:
-            take: Returns the rows of these queries in ``[num_tokens, num_choosers, max_chosen]``.
-        """
+        """Return the choices of the queries whose rows ``take`` returns, ``[num_tokens, num_choosers, max_chosen]``."""
         return attrs.evolve(self, indices=take(self.indices))
 
     def positions(self) -> torch.Tensor:

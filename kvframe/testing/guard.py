@@ -37,7 +37,7 @@ class DeviceTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, unless it waits. Results are guarded, and read-only if they are views of a read-only tensor."""
+        """Call ``func``, unless it waits. Results are guarded, and views of a read-only tensor are read-only."""
         kwargs = kwargs or {}
         if _waits(func.__name__, args, kwargs):
             raise ConformanceError(f"{func.__name__} makes the host wait for the device")

@@ -169,10 +169,11 @@ class StateForm(ABC):
     def magnitudes(
         self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the magnitudes in which rounding errors of ``expand``'s keys and values are counted, shaped like these.
+        """Return the magnitudes in which rounding errors of ``expand``'s keys and values are counted.
 
         The default holds for keys and values that are sums of products of stored numbers and parameters: the sums of
-        the products' magnitudes. The arguments are those of ``expand``, or their magnitudes.
+        the products' magnitudes. The arguments are those of ``expand``, or their magnitudes; the results have the same
+        shapes.
         """
         return self.expand(layer, key.abs(), value.abs(), parameters)
 
