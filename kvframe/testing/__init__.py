@@ -8,6 +8,6 @@ queries attend to (``attended``). ``framework`` has the functions of the host th
 test framework and no engine: a broken contract raises ``ConformanceError``.
 
 ``backend_checks``, ``spec_checks`` and so on return what is checked of one part of a plugin, as ``checks``. ``suites``
-has classes that make a test of pytest of each; ``kvframe check`` runs the same ones. The checks of model adapters serve
-a model: they are in ``kvframe_engine.testing``.
+has classes that make a test of pytest of each; ``kvframe check`` runs the same ones. The checks of what only an engine
+uses are in ``kvframe_engine.testing``: model adapters, proposers, logits processors.
 """
