@@ -100,12 +100,7 @@ def check(
 
 
 def _find(asked: _Asked) -> tuple[PluginHost, Sequence[Any], Sequence[Claim]]:
-    """Return the loaded plugins, the module that was named if any, and the claims to check.
-
-    Raises:
-        UnknownNameError: The name stands for nothing.
-        PluginError: The plugin cannot be used, or registers nothing.
-    """
+    """Return the loaded plugins, the module that was named if any, and the claims to check."""
     from kvframe.loading.plugins import load_plugins
 
     host = load_plugins()

@@ -104,6 +104,8 @@ class MetadataWrapper(Growing, ABC):
     A wrapper is a frozen value, its parameters, and a pure function. It knows no backend, and no backend knows it. It
     never waits for the device (no ``.item()``, no ``.cpu()``), never loops over requests in Python, and never writes
     to its input. The metadata holds copies on the host of the numbers that a wrapper needs there.
+
+    Methods that get a layer get it as the earlier wrappers of the chain leave it.
     """
 
     name: ClassVar[str]
@@ -127,9 +129,6 @@ class MetadataWrapper(Growing, ABC):
     def for_layer(self, layer: LayerSpec) -> Self:
         """Return the wrapper with the parameters that depend on the layer. Called at set-up, before any other method.
 
-        Args:
-            layer: The layer as the earlier wrappers of the chain leave it.
-
         Raises:
             WrapperError: It cannot serve such a layer; ``code`` says why.
         """
@@ -138,18 +137,13 @@ class MetadataWrapper(Growing, ABC):
     def wrapped_layer(self, layer: LayerSpec) -> LayerSpec:
         """Return the layer as later wrappers and the backend see it. Called at set-up.
 
-        Args:
-            layer: The layer as the earlier wrappers of the chain leave it. If this wrapper changes what a row of the
-                batch stands for, the mask of the returned layer applies to the new rows.
+        If this wrapper changes what a row of the batch stands for, the mask of the returned layer applies to the new
+        rows.
         """
         return layer
 
     def added_extensions(self, layer: LayerSpec) -> frozenset[str]:
-        """Return the extensions that it may add for such a layer. The backend must then support them.
-
-        Args:
-            layer: The layer as the earlier wrappers of the chain leave it.
-        """
+        """Return the extensions that it may add for such a layer. The backend must then support them."""
         return frozenset()
 
     @abstractmethod
@@ -223,16 +217,8 @@ class MetadataWrapper(Growing, ABC):
     ) -> Mapping[str, Extension]:
         """Return the extensions of ``metadata``, treated as the class declares in ``extensions``.
 
-        A sliced extension keeps its copy on the host if the index is given on the host too.
-
-        Args:
-            metadata: The wrapper's input.
-            requests: ``[num_new_reqs], int64 or int32, device``: the request that each new row comes from; None if
-                the rows stay the same.
-            tokens: ``[num_new_tokens], int64 or int32, device``: the token that each new token comes from; None if
-                the tokens stay the same.
-            requests_cpu: ``requests`` on the host, if it is known there.
-            tokens_cpu: ``tokens`` on the host, if it is known there.
+        The indices are those of ``evolve``; None if the rows or tokens stay the same. A sliced extension keeps its copy
+        on the host if the index is given on the host too.
         """
         if not metadata.extensions:
             return NO_EXTENSIONS

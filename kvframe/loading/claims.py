@@ -130,7 +130,6 @@ class Claim:
     needs_versions: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
 
     def __attrs_post_init__(self) -> None:
-        """Raise ``PluginError`` for a name, target or version that could not be used later."""
         kind = KINDS[self.kind]
         if not isinstance(self.name, str) or len(self.name) > _MAX_NAME or not _SNAKE_CASE.fullmatch(self.name):
             raise PluginError(

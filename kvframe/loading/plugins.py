@@ -211,10 +211,7 @@ def _is_disabled(policy: PluginPolicy, found: FoundPlugin) -> bool:
 
 
 def _find_clashes(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) -> Mapping[str, str]:
-    """Return why each found plugin that shares its name with another cannot be used, by id.
-
-    A plugin that is disabled or incompatible clashes with none.
-    """
+    """Return why each found plugin that shares its name with another cannot be used, by id."""
     running: dict[str, list[FoundPlugin]] = {}
     for found in found_plugins:
         if not (found.incompatible or found.broken or _is_disabled(policy, found)):
@@ -285,10 +282,7 @@ def _attach(found: FoundPlugin, manifest: Any) -> pluggy.PluginManager:
 
 
 def _read_hooks(manager: pluggy.PluginManager, manifest: Any) -> tuple[list[pluggy.HookCaller], set[str]]:
-    """Return the callers of a manifest's hooks, and the names of functions that look like hooks and are not marked.
-
-    pluggy's own check, ``check_pending()``, knows only what is marked.
-    """
+    """Return the callers of a manifest's hooks, and the names of functions that look like hooks and are not marked."""
     unmarked = {
         name
         for name in dir(manifest)
@@ -329,15 +323,7 @@ def _configure(manager: pluggy.PluginManager, found: FoundPlugin, policy: Plugin
 
 @attrs.define(eq=False)
 class _Registering:
-    """The ``register`` callback that one hook of one plugin gets.
-
-    Attributes:
-        hook: The hook's name.
-        kind: The kind of the names that the hook registers.
-        found: The plugin.
-        claims: The list to which the claims are appended.
-        is_over: Whether the hook has returned.
-    """
+    """The ``register`` callback that one hook of one plugin gets."""
 
     hook: str
     kind: str

@@ -223,11 +223,7 @@ def _consider(
     registry: Registry,
     device: str,
 ) -> tuple[Candidate, _Usable | None]:
-    """Check whether one backend can serve a layer; any error in its code is the reason that it cannot.
-
-    Raises:
-        StackError: The stack names the backend and gives it options that do not fit.
-    """
+    """Check whether one backend can serve a layer; any error in its code is the reason that it cannot."""
     claim = registry.backends.get(name)
     whose = f"backend {claim.id!r}"
     try:
