@@ -44,15 +44,7 @@ ROW_TOKENS, COLUMN_TOKENS = 4, 16
 
 
 def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER) -> tuple[Case, ...]:
-    """Return a few of the cases, in the grid's order, in which all traits and pairs occur.
-
-    Args:
-        cases: The result of ``make_cases``.
-        together: Names of ``traits`` whose pairs must all occur.
-
-    Raises:
-        ConformanceError: There is no case.
-    """
+    """Return a few of the cases, in the grid's order, in which all traits and all pairs ``together`` occur."""
     if not cases:
         raise ConformanceError("there is no case to choose from")
     joint_traits = {(first, second) for first, second in map(sorted, together)}
