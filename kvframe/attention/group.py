@@ -9,7 +9,6 @@ import attrs
 import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
-from kvframe.attention.key_parts import merged_over
 from kvframe.attention.returned import make_builder
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capabilities import Capabilities, Refusal
@@ -155,7 +154,6 @@ def _set_up(
     made = (choice.backend_class, layers, device, choice.backend_options, scratch)
     try:
         backend = call(f"{whose}__init__()", make_backend, *made)
-        backend = merged_over(backend, choice.wrappers, layers, device)
         builder = call(f"{whose}make_builder()", make_builder, backend)
         call(f"{whose}reuse_key of its builder", lambda: hash(builder.reuse_key))
         return backend, builder

@@ -247,10 +247,7 @@ def _libraries(entries: Sequence[Claim]) -> list[Library]:
 
 
 def _requirements(host: PluginHost) -> Iterator[tuple[str, Requirement | str]]:
-    """Yield what kvframe's and the plugins' distributions require here, each with the distribution.
-
-    Extras are left out. For a requirement that cannot be read, a sentence is yielded.
-    """
+    """Yield what kvframe's and the plugins' distributions require here, each with the distribution."""
     for distribution in dict.fromkeys(["kvframe", *(record.distribution for record in host.records)]):
         try:
             written = importlib.metadata.requires(distribution) or []

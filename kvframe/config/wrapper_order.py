@@ -30,8 +30,6 @@ def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
 def _misplaced(chain: Sequence[type[MetadataWrapper]]) -> str | None:
     """Return what is wrong with the order of a chain; None if it is right."""
     for first, second in itertools.combinations(chain, 2):
-        if first.num_parts > 1:
-            return f"wrapper {first.name!r} divides keys, and cannot come before {second.name!r}"
         for reason in sorted(({first.name} | first.effects) & second.not_after):
             return f"wrapper {second.name!r} cannot come after {_because(first, reason)}"
         for reason in sorted(({second.name} | second.effects) & first.not_before):

@@ -47,14 +47,9 @@ class BatchOrder:
         return kinds
 
     def ranks(self, num_computed: npt.ArrayLike, query_lens: npt.ArrayLike) -> IntArray:
-        """Return each request's rank: a batch is in this order if its ranks never decrease.
+        """Return each request's rank, ``[num_reqs]``: a batch is in this order if its ranks never decrease.
 
-        Args:
-            num_computed: ``[num_reqs]``: tokens that were computed before this step.
-            query_lens: ``[num_reqs]``: tokens that this step computes.
-
-        Returns:
-            ``[num_reqs]``: the request's kind; if extends and fresh prefills may be mixed, both are extends.
+        A rank is the request's kind; if extends and fresh prefills may be mixed, both are extends.
         """
         kinds = self.kinds(num_computed, query_lens)
         if not self.extends_first:
@@ -80,13 +75,7 @@ class BatchSplit:
 
 
 def split_batch(metadata: CommonAttentionMetadata, order: BatchOrder) -> BatchSplit:
-    """Count the kinds of requests in a batch that is in ``order``.
-
-    A request with tokens in the cache before this step is never counted as a fresh prefill.
-
-    Args:
-        metadata: The metadata that a builder gets.
-        order: The builder's own ``batch_order``.
+    """Count the kinds of requests in a batch that is in the builder's own ``batch_order``.
 
     Raises:
         BackendError: The batch is in another order.

@@ -105,10 +105,7 @@ class KVCacheSpec(Growing, ABC):
 
     @abstractmethod
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the token ranges whose state must be resident to compute token ``n``.
-
-        Args:
-            n: The position that is computed next; tokens ``[0, n)`` are in the past.
+        """Return the token ranges whose state must be resident to compute token ``n``, after tokens ``[0, n)``.
 
         Returns:
             Sorted, disjoint, non-empty ranges ``[start, stop)`` within ``[0, n)``.
@@ -228,9 +225,6 @@ class KVCacheSpec(Growing, ABC):
         """Return what an attention call is given beside query, key and value: shapes for each token, by name.
 
         Only models that give them serve a layer of such a type. Only a type that ``defines_attention`` has inputs.
-
-        Args:
-            query: The query side of the layer.
         """
         return {}
 
@@ -270,24 +264,15 @@ class KVCacheSpec(Growing, ABC):
 
         A layer runs only if its model binds all of them, in these shapes. The default is the relative bias, if the
         query side has one; a type may add tensors, such as those that make keys and values of its state.
-
-        Args:
-            query: The query side of the layer.
         """
         bias = query.relative_bias
         return {} if bias is None else {RELATIVE_BIAS: (bias.num_buckets, query.num_heads)}
 
     def check_query(self, query: QuerySpec) -> None:
-        """Refuse queries that cannot attend to what the type stores, such as heads of another size.
+        """Refuse queries that cannot attend to what the type stores, such as heads of another size, by a ``SpecError``.
 
         Called when a layer is specified. So a backend that serves a type need not check shapes that no layer has. The
         default refuses nothing.
-
-        Args:
-            query: The query side of a layer.
-
-        Raises:
-            SpecError: They cannot.
         """
 
     def with_drafts(self, num_draft_tokens: int) -> KVCacheSpec:
@@ -383,11 +368,8 @@ class KVCacheSpec(Growing, ABC):
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the most blocks that a request holds at once until it has ``num_tokens`` tokens.
 
-        A type that stores all blocks of a step is asked at few positions, because of the law of forgetting.
-
-        Args:
-            num_tokens: The request's length at its end, in tokens.
-            max_new_tokens: The most tokens that one step computes for it.
+        One step computes at most ``max_new_tokens`` of them. A type that stores all blocks of a step is asked at few
+        positions, because of the law of forgetting.
         """
         if type(self).stored_blocks is KVCacheSpec.stored_blocks:
             return self._peak_of_steps_in(num_tokens, max_new_tokens) if num_tokens > 0 else 0
@@ -470,10 +452,7 @@ class AttentionSpec(KVCacheSpec):
         return attrs.evolve(self, format=kv_format)
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
-        """Return what the format makes of the sizes; for the plain one ``k`` and ``v``.
-
-        These are ``[block_size, num_kv_heads, head_size]`` and ``[block_size, num_kv_heads, head_size_v]``.
-        """
+        """Return what the format makes of the sizes."""
         return state_of(self.format, self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype)
 
     def check_query(self, query: QuerySpec) -> None:
@@ -573,7 +552,6 @@ class QuerySpec:
     merged: bool = False
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what is no number, switch or bias."""
         if type(self.first_token) is not int or self.first_token < 0:
             raise SpecError(
                 f"QuerySpec.first_token must be a whole number of at least 0, not {shown(self.first_token)}"

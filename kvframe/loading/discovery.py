@@ -124,10 +124,7 @@ def _entry_points_of(dist: Distribution) -> str:
 
 
 class _Installed:
-    """Remembers the installed plugins, because reading all distributions takes most of the time of loading plugins.
-
-    They are read again if a finder, the path or a folder on it changed.
-    """
+    """Remembers the installed plugins, because reading all distributions takes most of the time of loading plugins."""
 
     def __init__(self) -> None:
         self._finders: list[object] = []

@@ -188,11 +188,7 @@ def with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[Lay
 
 
 def _with_drafts(layer: LayerSpec, num_drafts: int, stack: Stack) -> LayerSpec:
-    """Return a layer whose requests may have so many draft tokens in a step.
-
-    Raises:
-        StackError: The layer keeps a state, and none to go back to.
-    """
+    """Return a layer whose requests may have so many draft tokens in a step."""
     if layer.spec is None:
         return layer
     spec = ask(layer.spec, "with_drafts", partial(layer.spec.with_drafts, num_drafts))

@@ -129,11 +129,7 @@ def plan_ranks(
 
 
 def _find_shares(ranks: Sequence[Sequence[LayerSpec]], size: int) -> dict[str, Shares]:
-    """Return the shares of each layer, in the order that the layers run.
-
-    Raises:
-        SpecError: Two layers of one rank, or of two tensor-parallel groups, have one name.
-    """
+    """Return the shares of each layer, in the order that the layers run."""
     found: dict[str, Shares] = {}
     for first in range(0, len(ranks), size):
         shares: dict[str, dict[int, LayerSpec]] = {}

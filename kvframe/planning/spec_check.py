@@ -184,11 +184,7 @@ def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> N
 
 
 def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, ranges: tuple[TokenRange, ...]) -> None:
-    """Check that a mask function shows what is live, the query itself and nothing else. A sparse type may show less.
-
-    At the first positions, all tokens are compared, as in the kit. After these, the ends of the live ranges, the tokens
-    beside them, some other live tokens and some of all tokens.
-    """
+    """Check that a mask function shows what is live, the query itself and nothing else. A sparse type may show less."""
     for key in (n, n + 1, n + 2, *(range(n) if n < _DENSE else _sampled_keys(n, ranges))):
         place = bisect_right(ranges, key, key=itemgetter(0)) - 1
         is_live, question = place >= 0 and key < ranges[place][1], f"mask_function({n}, {key})"

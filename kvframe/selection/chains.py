@@ -85,11 +85,6 @@ def _needed_extensions(layer: LayerSpec) -> Iterator[tuple[str, str]]:
         yield SEQ_STARTS, "requests give up tokens of their prompts"
 
 
-def divides_keys(chain: Sequence[MetadataWrapper]) -> bool:
-    """Return whether a chain divides the keys, so that the backend after it must return the log-sum-exp."""
-    return any(wrapper.num_parts > 1 for wrapper in chain)
-
-
 def chain_capture(chain: Sequence[MetadataWrapper]) -> GraphCapture:
     """Return the batches for which a whole chain can be captured: the least of its wrappers; always, if it is empty."""
     return min((wrapper.capture for wrapper in chain), default=GraphCapture.ALWAYS)

@@ -48,7 +48,7 @@ def spec_checks(
     num_refused: int = 0,
     whole: bool = False,
 ) -> Checks:
-    """Return the checks of a spec.
+    """Return the checks of a spec. The arguments are the attributes of ``SpecTests``.
 
     Args:
         spec_class: The spec.
@@ -60,9 +60,6 @@ def spec_checks(
         max_tokens: Positions up to this one are checked.
         num_refused: As for ``check_spec``.
         whole: Whether attention is computed for each step, and not for the mixed ones alone.
-
-    Raises:
-        ConformanceError: The spec cannot be made with these options.
     """
     part = f"cache spec {name or spec_class.kind!r}"
     registry = load_plugins().registry if registry is None else registry

@@ -162,10 +162,7 @@ def _copies_of_a_step(
     requests: Requests,
     is_replayed: bool,
 ) -> list[str] | None:
-    """Run a step of all layers; return the operations that copied to the device.
-
-    The result is None if the step is to be replayed but cannot be captured.
-    """
+    """Run a step of all layers; return the operations that copied to the device."""
     with_lse = backend_class.capabilities.returns_lse
     grouping = group_layers(layers)
     memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)

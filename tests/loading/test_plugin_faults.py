@@ -408,7 +408,7 @@ INTERFACES = (
             "wrapped_layer": lambda registry: choose(registry, wrappers=["bad"]),
             "added_extensions": lambda registry: choose(registry, wrappers=["bad"]),
         },
-        frozenset({"__call__", "evolve", "parts", "pass_extensions"}),
+        frozenset({"__call__", "evolve", "pass_extensions"}),
     ),
     Interface(
         "format",

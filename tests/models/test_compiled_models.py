@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_transformers.operators import OpaqueAttention, OpaqueFunction
 
 from kvframe import Engine, SamplingParams
 from kvframe.contract.errors import ModelError
-from kvframe.contract.operator import OpaqueAttention, OpaqueFunction
 from tests.covering import keep
 from tests.engine.scripted_model import ScriptedModel
 from tests.models import encoder_decoder

@@ -64,7 +64,6 @@ def test_a_system_prompt_is_saved_in_one_process_and_loaded_in_another() -> None
         ("compressive_memory", "memory", (9, 8)),
         # Only the heads that read all tokens keep all blocks.
         ("duo_attention", "near", (16, 7)),
-        # Two requests hold 24 tokens of a prompt while another one computes its own.
         ("snap_kv", "query", (16, 5)),
     ],
 )

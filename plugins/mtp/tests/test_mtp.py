@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
+from kvframe_engine.testing.suites import ProposerTests
 from kvframe_mtp.proposer import MTPProposer
 
 import kvframe
 from kvframe.contract import DraftRequest
-from kvframe.testing.suites import ProposerTests
 
 
 class TestMTP(ProposerTests):
