@@ -435,21 +435,18 @@ class KVCacheManager:
                 f"blocks for them all, not for {num_tokens}; ask for at least {entry.stored.num_computed}",
                 code="bad_count",
             )
-<<<<<<< HEAD
-        # Cached blocks of its prompt have all tokens, and not those that it kept.
-        row, use_prefix = self._rows.next_free(), self.prefix_caching and use_prefix and not entry.first_tokens
-=======
-        # After a reset, cached pages may come from other weights than the request's own.
-        use_prefix = use_prefix and self.prefix_caching and entry.num_resets == self._num_resets
+        # After a reset, cached pages may come from other weights than the request's own; and after it gave up tokens of
+        # its prompt, they have all tokens of the prompt, and not those that it kept.
+        is_shared = self.prefix_caching and entry.num_resets == self._num_resets and not entry.first_tokens
         row = self._rows.next_free()
->>>>>>> main
+        use_prefix = use_prefix and is_shared
         if not self._swapper.swap_in_row(row, entry, entry.stored, num_tokens, use_prefix=use_prefix):
             return False
         self._rows.take()
         entry.row, entry.stored = row, None
         if self.prefix_caching:
             self._fresh[row] = entry
-            if entry.num_resets == self._num_resets and not entry.first_tokens:
+            if is_shared:
                 # Its next commit publishes all its blocks again: some of them may have been evicted.
                 self._publisher.follow(row, 0, NO_MATCH)
         return True

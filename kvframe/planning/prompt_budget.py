@@ -41,8 +41,8 @@ def check_prompt_budget(layer: LayerSpec) -> None:
     for name, tensors in entries.items():
         if name != QUERY or [*tensors] != [QUERY] or tensors[QUERY].shape[1:] != shape:
             raise SpecError(
-                f"{whose}, and has the entry {name!r} of {[*tensors]}; the host stores only one named {QUERY!r}, of one "
-                f"tensor {QUERY!r} [block_size, *{shape}]"
+                f"{whose}, and has the entry {name!r} of {[*tensors]}; the host stores only one named {QUERY!r}, of "
+                f"one tensor {QUERY!r} [block_size, *{shape}]"
             )
 
 

@@ -73,9 +73,7 @@ class Pages:
     def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         self._copy(group, "host", host_ids, "pool", block_ids)
 
-    def move(
-        self, num_tokens: int, blocks: Sequence[Sequence[int]], pages: Mapping[int, Sequence[int]]
-    ) -> None:
+    def move(self, num_tokens: int, blocks: Sequence[Sequence[int]], pages: Mapping[int, Sequence[int]]) -> None:
         for group, ids in pages.items():
             spec = self.specs[group]
             assert spec.prompt_budget is not None
@@ -176,9 +174,7 @@ class World:
     ],
 )
 @given(seed=st.integers(0, 2**32), num_slabs=st.integers(30, 60))
-def test_each_request_reads_what_it_kept_and_what_followed(
-    specs: list[KVCacheSpec], seed: int, num_slabs: int
-) -> None:
+def test_each_request_reads_what_it_kept_and_what_followed(specs: list[KVCacheSpec], seed: int, num_slabs: int) -> None:
     source, world = random.Random(seed), World(specs, num_slabs)
     for number in range(40):
         verb = source.choice(["start", "step", "step", "step", "step", "fork", "swap", "again", "free"])

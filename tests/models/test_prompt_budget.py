@@ -15,7 +15,6 @@ from kvframe_ngram.proposer import NgramProposer
 
 from kvframe import Engine, SamplingParams, load_plugins
 from kvframe.contract import DraftRequest
-from kvframe.contract.errors import BackendError, KVFrameError, SpecError, StackError
 from tests.models.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, Tokens, held_pages, ids, served
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "by_content"
@@ -162,7 +161,7 @@ def test_samples_of_one_prompt_choose_each_for_itself(model: Served) -> None:
 def test_a_prompt_gives_its_blocks_back_and_others_still_find_them(model: Served) -> None:
     with model.engine(block_size=4, max_num_seqs=1) as engine:
         held = []
-        for output in engine.stream(PROMPTS[3], attrs.evolve(GREEDY, max_new_tokens=5)):
+        for _ in engine.stream(PROMPTS[3], attrs.evolve(GREEDY, max_new_tokens=5)):
             held.append(held_pages(engine))
         groups = len(engine.plan.groups)
         # 12 tokens in at most 4 blocks of the main state, 5 queries in at most 3, and the next token's blocks.

@@ -90,7 +90,9 @@ def test_a_budget_is_a_number_of_tokens(budget: Any) -> None:
 def test_only_attention_to_all_earlier_tokens_gives_some_up(
     wrong: str, query: Mapping[str, Any], sentence: str
 ) -> None:
-    layer = LayerSpec(name="a", spec=key_spec(wrong=wrong), query=QuerySpec(num_heads=4, head_size=8, scale=1.0, **query))
+    layer = LayerSpec(
+        name="a", spec=key_spec(wrong=wrong), query=QuerySpec(num_heads=4, head_size=8, scale=1.0, **query)
+    )
     with pytest.raises(SpecError, match=sentence):
         [*with_entries(layer, frozenset())]
 

@@ -26,6 +26,7 @@ class RequestCache(Protocol):
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
         ranges: Sequence[TokenRange] = (),
+        num_prompt_tokens: int | None = None,
     ) -> int:
         """Add a request; return the number of tokens that a cached prefix covers, fewer than ``token_ids``."""
 
@@ -53,6 +54,9 @@ class RequestCache(Protocol):
 
     def commit_rows(self, rows: IntArray, num_computed: IntArray) -> None:
         """Record the numbers of computed tokens of several requests, by row."""
+
+    def shrink(self, request_id: str) -> bool:
+        """Let the layers choose what they keep of a computed prompt; return False, unchanged, if blocks are too few."""
 
     def swap_out(self, request_id: str) -> bool:
         """Move a request's state to host memory; False, and no change, if it does not fit there; may raise."""
