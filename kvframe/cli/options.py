@@ -127,14 +127,7 @@ def read_stack(
 ) -> Stack:
     """Return the stack of a file, or the default one, with the command line's values in place of its own.
 
-    Args:
-        stack_file: The stack file; None for the defaults.
-        cache: Values that replace those of the stack's ``[cache]``, by key; None replaces nothing.
-        model: The same for ``[model]``.
-        limits: The same for ``[limits]``.
-
-    Raises:
-        StackError: The file cannot be read or is wrong, or a value of the command line is.
+    ``model``, ``limits`` and ``cache`` are values of these tables by key; None replaces nothing.
     """
     from kvframe.config.stack import Stack
 
@@ -152,12 +145,7 @@ def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:
 
 
 def load_checked_plugins(stack: Stack) -> PluginHost:
-    """Load the plugins that the stack allows, and check the names in its rules against what they register.
-
-    Raises:
-        PluginError: A plugin that the stack requires cannot be used.
-        StackError: A rule names something that no plugin registers.
-    """
+    """Load the plugins that the stack allows, and check the names in its rules against what they register."""
     from kvframe.loading.plugins import load_plugins
 
     host = load_plugins(stack.plugins)

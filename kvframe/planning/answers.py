@@ -23,16 +23,7 @@ T = TypeVar("T")
 
 
 def ask(spec: KVCacheSpec, question: str, answer: Callable[[], T]) -> T:
-    """Return a spec's answer.
-
-    Args:
-        spec: The spec.
-        question: The call as Python code, for errors: ``live_ranges(37)``.
-        answer: Makes the call.
-
-    Raises:
-        SpecError: The call raises.
-    """
+    """Return a spec's answer to a question in Python code (``live_ranges(37)``); raise ``SpecError`` if it fails."""
     try:
         return call(f"{_subject(type(spec))}: {question}", answer)
     except PluginError as error:
@@ -168,7 +159,6 @@ class Answers:
     """
 
     def __init__(self, spec: KVCacheSpec) -> None:
-        """Begin with no answers."""
         self._spec = spec
         self._ranges: dict[int, Ranges] = {}
         self._blocks: dict[int, Ranges] = {}
@@ -203,30 +193,17 @@ class Answers:
         return min(self._num_checked, num_tokens)
 
     def check(self, num_tokens: int) -> None:
-        """Check the live ranges at positions ``[0, num_tokens)``.
-
-        Raises:
-            SpecError: An answer breaks a law; the error is about the first of them.
-        """
+        """Check the live ranges at positions ``[0, num_tokens)``."""
         if self.num_right(num_tokens) < num_tokens and self._fault is not None:
             raise self._fault
 
     def live_blocks(self, n: int) -> Ranges:
-        """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch, sorted and disjoint.
-
-        Raises:
-            SpecError: The live ranges at ``n`` break a law, or the spec raises.
-        """
+        """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch, sorted and disjoint."""
         blocks = self._blocks.get(n)
         return self._ask(n) if blocks is None else blocks
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> Ranges:
-        """Return ``KVCacheSpec.stored_blocks``.
-
-        Raises:
-            SpecError: The answer names blocks of other tokens or lacks a block that is live after these tokens, or the
-                spec raises.
-        """
+        """Return ``KVCacheSpec.stored_blocks``; raise ``SpecError`` if a block that is live afterwards is missing."""
         spec, size, end = self._spec, self._spec.block_size, n + num_new_tokens
         question = f"stored_blocks({n}, {num_new_tokens}, {branch})"
         blocks = ask(spec, question, partial(spec.stored_blocks, n, num_new_tokens, branch))
@@ -286,18 +263,7 @@ class Answers:
 
 
 def ask_count(spec: KVCacheSpec, question: str, answer: Callable[[], int], *, least: int, most: int) -> int:
-    """Return a spec's answer that is a number.
-
-    Args:
-        spec: The spec.
-        question: The call as Python code, for errors.
-        answer: Makes the call.
-        least: The smallest possible number.
-        most: The largest possible number.
-
-    Raises:
-        SpecError: The call raises, or the number is not possible.
-    """
+    """Return a spec's answer that is a number; raise ``SpecError`` if it fails, or is not within the limits."""
     count = ask(spec, question, answer)
     if type(count) is not int or not least <= count <= most:
         raise wrong_answer(spec, question, count, f"an int of at least {least} and at most {most}")

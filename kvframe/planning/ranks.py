@@ -69,9 +69,9 @@ def plan_ranks(
     Args:
         ranks: Each rank's layers, in the order they run. A rank may have no layer of a group, or no layer at all.
         memory_bytes: The most bytes that each rank allocates.
-        max_model_len: The longest request, in tokens.
+        max_model_len: As for ``plan_cache``, like the next two.
         max_num_batched_tokens: The most tokens that one step computes.
-        max_input_lens: The most tokens of each input sequence, such as an encoder's, by name.
+        max_input_lens: The most tokens of each input sequence.
         hybrid: As for ``group_layers``.
         prefix_caching: Whether prefixes are cached, if all layers allow it.
         tensor_parallel_size: The number of ranks of a tensor-parallel group. Each group is as many ranks that follow
@@ -80,8 +80,7 @@ def plan_ranks(
     Raises:
         SpecError: As for ``group_layers``; or the shares of a layer differ in more than their layout; or a layer reads
             the cache of a layer that its rank does not have.
-        PlanError: As for ``plan_cache``, and the message names the rank; or the ranks cannot be divided into groups of
-            this size.
+        PlanError: As for ``plan_cache``; or the ranks cannot be divided into groups of this size.
     """
     size = tensor_parallel_size
     if size < 1 or len(ranks) % size:
