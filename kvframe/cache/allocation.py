@@ -10,9 +10,9 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
+from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import Counts, GroupKinds, RowNumbers, Rows, TableStack
-from kvframe.cache.free_list import BlockIds
 from kvframe.planning.answers import Answers
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]

@@ -13,10 +13,9 @@ import numpy as np
 
 from kvframe.cache.allocation import BlockAllocator, PageCopier, SharedBlocks
 from kvframe.cache.arguments import too_many_tokens
+from kvframe.cache.block_order import BlockIds, Groups, of_groups
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import NO_REQUEST, BlockTable, Counts, GroupKinds, RowNumbers, Rows, RowState, TableStack
-from kvframe.cache.eviction import of_groups
-from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.live_range import NEVER, DeathLists, Positions
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_list import AnyBlockIds
+from kvframe.cache.block_order import AnyBlockIds
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.keys import PrefixHash, input_key
 from kvframe.cache.live_range import Pages

@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_order import Groups
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
-from kvframe.cache.free_list import Groups
 from kvframe.cache.live_range import Pages
 from kvframe.contract.errors import RequestError
 from kvframe.contract.foreign import safe_repr

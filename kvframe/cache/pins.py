@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import attrs
 import numpy as np
 
+from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.free_list import BlockIds
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.contract.errors import RequestError
 from kvframe.planning.plan import KVCachePlan

@@ -10,10 +10,10 @@ from typing import Any
 import attrs
 import numpy as np
 
+from kvframe.cache.block_order import Groups
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.block_table import GroupKinds, RowNumbers
 from kvframe.cache.events import EventLog
-from kvframe.cache.free_list import Groups
 from kvframe.cache.input_index import InputBlocks, InputIndex, Namespace
 from kvframe.cache.live_range import LiveRange, Pages, longest_common_prefix
 from kvframe.cache.publisher import Publisher

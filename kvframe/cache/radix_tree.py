@@ -17,10 +17,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_order import Groups, equal_runs
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.block_table import TableStack
-from kvframe.cache.eviction import equal_runs
-from kvframe.cache.free_list import Groups
 from kvframe.cache.input_index import Namespace
 from kvframe.cache.live_range import LiveRange
 from kvframe.contract.errors import RequestError

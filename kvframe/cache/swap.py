@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from kvframe.cache.arguments import check_copies
 from kvframe.cache.audit import audit_pool
+from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import GroupKinds, RowNumbers, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator
-from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.prefix_lookup import PrefixCache
 from kvframe.cache.radix_tree import NO_MATCH, as_bytes, num_readable

@@ -23,8 +23,7 @@ from kvframe_engine.parts import attach_models, make_admission, make_manager, ma
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.joining import ranks_of
 from kvframe_engine.ranks.leader import RANKS_ENDED, Leader
-from kvframe_engine.requests.progress import RequestT
-from kvframe_engine.requests.request_table import RequestTable
+from kvframe_engine.requests.progress import RequestT, RequestTable
 from kvframe_engine.resizing import resize
 from kvframe_engine.running.model_runner import ModelRunner, SkipPolicy
 from kvframe_engine.scheduling.scheduler import Scheduler

@@ -20,12 +20,21 @@ from kvframe_engine.prefixes.fingerprint import fingerprint_of
 from kvframe_engine.prefixes.of_prompts import PromptPrefixes
 from kvframe_engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
 from kvframe_engine.requests.admission import check_token_ids
-from kvframe_engine.requests.batch import checked_params, make_samples, params_for_each, sample_ids
 from kvframe_engine.requests.params import SamplingParams
 from kvframe_engine.requests.processors import Processors
-from kvframe_engine.requests.prompt import AnyPrompt, prompts_of
+from kvframe_engine.requests.prompt import (
+    AnyPrompt,
+    check_owner,
+    check_salt,
+    checked_params,
+    make_samples,
+    owner_of_each,
+    params_for_each,
+    prompts_of,
+    salt_of_each,
+    sample_ids,
+)
 from kvframe_engine.requests.request import Request, RequestOutput
-from kvframe_engine.requests.salts import check_owner, check_salt, owner_of_each, salt_of_each
 from kvframe_engine.requests.stops import NO_STOPS, StopStrings
 from kvframe_engine.requests.text import TextStream
 from kvframe_engine.running.draft_runner import DraftRunner

@@ -26,7 +26,7 @@ from kvframe.contract.order import IntArray
 from kvframe.contract.proposer import DraftRequest, Proposer
 from kvframe_engine.requests.progress import RequestT
 from kvframe_engine.scheduling.pace import MAX_PAUSE, Pace
-from kvframe_engine.scheduling.request_cache import RequestCache
+from kvframe_engine.scheduling.request_blocks import RequestCache
 from kvframe_engine.scheduling.step import ScheduledStep
 
 if TYPE_CHECKING:

@@ -40,8 +40,7 @@ from kvframe.contract.order import IntArray
 from kvframe_engine.requests.progress import FinishReason, RequestProgress, RequestT
 from kvframe_engine.scheduling.drafting import Continue, Drafting
 from kvframe_engine.scheduling.fair_queue import FairQueue
-from kvframe_engine.scheduling.request_blocks import RequestBlocks, is_being_computed
-from kvframe_engine.scheduling.request_cache import RequestCache
+from kvframe_engine.scheduling.request_blocks import RequestBlocks, RequestCache, is_being_computed
 from kvframe_engine.scheduling.stats import SchedulerStats
 from kvframe_engine.scheduling.step import Outcomes, RunningRequests, ScheduledStep
 
