@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import logging
 import os
 import re
 import shutil
@@ -215,24 +214,6 @@ def progress(description: str, total: int) -> Iterator[ShowProgress]:
     with Progress(*columns, console=make_console(sys.stderr), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.update(task, completed=done)
-
-
-@contextmanager
-def log_lines() -> Iterator[None]:
-    """Print kvframe's log messages while the body runs, if stderr is a terminal: they explain a slow start."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    log, handler = logging.getLogger("kvframe"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("kvframe: %(message)s"))
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)
 
 
 def format_bytes(num_bytes: int) -> str:

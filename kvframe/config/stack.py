@@ -14,7 +14,6 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from kvframe.config.cache_key import read_secret
 from kvframe.config.options import (
     AUTO,
     CacheOptions,
@@ -120,10 +119,6 @@ class Stack:
         except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
             reason = str(error).strip().splitlines()[0]
             raise StackError(f"{self.source}: model.device {self.model.device!r} cannot be used: {reason}") from error
-
-    def read_secret(self) -> bytes:
-        """Return the secret of ``[cache] key``, 32 bytes, or a random one if the stack has no key."""
-        return read_secret(self.cache.key, self.source)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Stack:

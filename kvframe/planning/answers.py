@@ -61,17 +61,8 @@ def ask_mask(spec: KVCacheSpec) -> AttentionMask | None:
     mask = ask(spec, "mask", lambda: spec.mask)
     if mask is None:
         return None
-    if (
-        not isinstance(mask, AttentionMask)
-        or any(size is not None and (type(size) is not int or size < 1) for size in (mask.window, mask.chunk))
-        or type(mask.num_sink_tokens) is not int
-        or mask.num_sink_tokens < 0
-        or (mask.lookahead is not None and (type(mask.lookahead) is not int or mask.lookahead < 0))
-    ):
-        expected = (
-            "None or an AttentionMask with a window and chunk of at least 1, sink tokens and lookahead of at least 0"
-        )
-        raise wrong_answer(spec, "mask", mask, expected)
+    if not isinstance(mask, AttentionMask):
+        raise wrong_answer(spec, "mask", mask, "None or an AttentionMask")
     if mask.lookahead is not None and spec.sequence != TOKENS:
         expected = f"no lookahead, because a query has no place among the tokens of the {spec.sequence} sequence"
         raise wrong_answer(spec, "mask", mask, expected)
