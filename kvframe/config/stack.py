@@ -40,7 +40,7 @@ from kvframe.contract.eviction import LRU
 from kvframe.contract.files import read_toml
 from kvframe.contract.formats import PLAIN
 from kvframe.loading.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
-from kvframe.loading.claims import canonical
+from kvframe.loading.claims import KINDS, canonical
 from kvframe.loading.plugins import PluginPolicy
 from kvframe.loading.registry import Catalogue, Registry
 
@@ -286,16 +286,8 @@ def _over(options: _Options, given: Mapping[str, Any]) -> _Options:
     return attrs.evolve(options, **values)
 
 
-@attrs.frozen(kw_only=True)
-class _OwnersTable:
-    spec: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    wrapper: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    backend: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    format: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    eviction: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    proposer: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    logits_processor: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    model_adapter: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+_texts = partial(attrs.field, factory=dict, validator=TABLE_OF_TEXTS, type=Mapping[str, str])
+_OwnersTable: Any = attrs.make_class("_OwnersTable", {kind: _texts() for kind in KINDS}, frozen=True, kw_only=True)
 
 
 @attrs.frozen(kw_only=True)

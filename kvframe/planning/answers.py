@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvframe.contract.errors import PluginError, SpecError
 from kvframe.contract.foreign import call, safe_repr
-from kvframe.contract.specs import TOKENS, AttentionMask, KVCacheSpec, StateTensor, TokenRange
+from kvframe.contract.specs import TOKENS, AttentionMask, KVCacheSpec, StateTensor, TokenRange, blocks_of
 
 _MOST_KNOWN = 1 << 14
 """The number of positions whose answers are kept."""
@@ -115,18 +115,6 @@ def lacks(needed: Iterable[TokenRange], *kept: Iterable[TokenRange]) -> TokenRan
         if start < stop:
             return start, stop
     return None
-
-
-def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> Ranges:
-    """Return the block index ranges that token ranges touch, sorted and disjoint."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        first, last = start // block_size, -(-stop // block_size)
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return tuple(merged)
 
 
 def seen_by(mask: AttentionMask, n: int) -> Ranges:
