@@ -13,8 +13,7 @@ import pytest
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.radix_tree import as_bytes
-from kvframe.cache.ranged_tokens import RangedTokens
+from kvframe.cache.radix_tree import RangedTokens, as_bytes
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.definition import HostCopies
@@ -236,7 +235,7 @@ def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
 WITHOUT_ASSERTIONS = """
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import as_bytes
-from kvframe.cache.ranged_tokens import RangedTokens
+from kvframe.cache.radix_tree import RangedTokens
 from kvframe.contract.errors import RequestError
 from tests.cache.plans import full, make_plan
 assert False, "assertions are on"
