@@ -405,7 +405,9 @@ class KVCacheManager:
                 f"blocks for them all, not for {num_tokens}; ask for at least {entry.stored.num_computed}",
                 code="bad_count",
             )
-        row, use_prefix = self._rows.next_free(), self.prefix_caching and use_prefix
+        # After a reset, cached pages may come from other weights than the request's own.
+        use_prefix = use_prefix and self.prefix_caching and entry.num_resets == self._num_resets
+        row = self._rows.next_free()
         if not self._swapper.swap_in_row(row, entry, entry.stored, num_tokens, use_prefix=use_prefix):
             return False
         self._rows.take()
