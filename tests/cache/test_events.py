@@ -170,7 +170,7 @@ def test_a_reset_clears_all_of_it_held_blocks_included() -> None:
 
 def test_a_swap_is_no_event_as_what_was_published_stays_findable() -> None:
     plan = make_plan(full(4), num_slabs=20, max_model_len=64, max_num_batched_tokens=64)
-    manager, tokens = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(20, {})), [*range(14)]
+    manager, tokens = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(plan, {})), [*range(14)]
     log = manager.record_events(SECRET)
     compute(manager, "a", tokens)
     assert [CacheCleared(), stored(tokens, 0, 12, 4)] == log.take()

@@ -37,7 +37,7 @@ def make_manager(
     *specs: KVCacheSpec, max_num_seqs: int = 3, can_fork: bool = True, audited: bool = True
 ) -> KVCacheManager:
     plan = make_plan(*specs, num_slabs=60, max_model_len=MAX_LEN, max_encoder_len=MAX_ENCODER_LEN)
-    host = HostCopies(60, {})
+    host = HostCopies(plan, {})
     copier = host.copy_within if can_fork else None
     return KVCacheManager(plan, max_num_seqs=max_num_seqs, host_pages=host, copier=copier, audited=audited)
 
