@@ -120,10 +120,6 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
             "causal": True,
         }
     }
-    hidden: dict[int, Mapping[str, Extension]] = {}
-    for group, first_tokens in tables.first_tokens.items():
-        first_cpu = torch.from_numpy(first_tokens[batch.rows].astype(np.int32))
-        hidden[group] = {**extensions, SEQ_STARTS: Extension(there(first_cpu), Axis.REQUEST, first_cpu)}
     found: dict[int, CommonAttentionMetadata] = {}
     for stack in tables.stacks:
         size, sequence = stack.block_size, stack.sequence
@@ -145,8 +141,12 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
                 slot_mapping=slot_mapping,
                 block_size=size,
                 # A sequence of an input is in no order.
-                extensions=hidden.get(group, extensions) if sequence == TOKENS else batch.extensions,
+                extensions=extensions if sequence == TOKENS else batch.extensions,
             )
+    for group, first_tokens in tables.first_tokens.items():
+        first_cpu = torch.from_numpy(first_tokens[batch.rows].astype(np.int32))
+        hidden = {**extensions, SEQ_STARTS: Extension(there(first_cpu), Axis.REQUEST, first_cpu)}
+        found[group] = attrs.evolve(found[group], extensions=hidden)
     return tuple(found[group] for group in sorted(found))
 
 

@@ -62,8 +62,6 @@ class AttentionLayer:
         self._inputs = ask(kept, "inputs(query)", lambda: dict(kept.inputs(query)))
         self._choice, self._merged = query.choice, query.merged
         self._has_more = query.choice is not None or kept.defines_attention
-        # Entries of a type that defines no attention are the queries of its steps, for its choice of tokens to keep.
-        self._queries = None if kept.defines_attention else entries.get(QUERY)
         self._needed = ask(kept, "parameters(query)", lambda: dict(kept.parameters(query)))
         self.lacks_parameters = bool(self._needed)
 
@@ -120,8 +118,6 @@ class AttentionLayer:
         """
         read = self.step.read
         self.write(key, value, self.kv_cache, read)
-        if self._queries is not None:
-            self._queries.step.write(query=query)
         if self._has_more or chosen is not None or inputs is not None:
             return self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, inputs, key, value))[0]
         return self.attend(query, self.kv_cache, read, sinks)
@@ -157,8 +153,6 @@ class AttentionLayer:
             )
         read = self.step.read
         self.write(key, value, self.kv_cache, read)
-        if self._queries is not None:
-            self._queries.step.write(query=query)
         output, lse = self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, None, key, value))
         assert lse is not None
         return output, lse
@@ -396,6 +390,27 @@ class AttentionLayer:
             f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's forward",
             code="wrong_output",
         )
+
+
+class QueryStoringLayer(AttentionLayer):
+    """A layer whose type has an entry of queries, for its choice of the tokens that it keeps of a prompt."""
+
+    def __call__(self, query: torch.Tensor, *tensors: torch.Tensor | None, **more: Any) -> torch.Tensor:
+        """Store the step's queries, and attend."""
+        self._entries[QUERY].step.write(query=query)
+        return super().__call__(query, *tensors, **more)
+
+    def with_lse(
+        self, query: torch.Tensor, *tensors: torch.Tensor | None, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the step's queries, and attend."""
+        self._entries[QUERY].step.write(query=query)
+        return super().with_lse(query, *tensors, **more)
+
+
+def stores_queries(layer: LayerSpec) -> bool:
+    """Return whether a layer's type has the entry of queries that the host stores."""
+    return layer.spec is not None and layer.spec.prompt_budget is not None and QUERY in layer.spec.entries
 
 
 def _head_shape(layer: LayerSpec) -> tuple[int, int | None]:

@@ -14,7 +14,7 @@ from kvframe.attention.build import GroupStep, MetadataPlan, PreparedStep
 from kvframe.attention.copies import CopyScratch
 from kvframe.attention.entries import AttachedEntryLayer, form_entry_groups, read_entries
 from kvframe.attention.group import AttentionGroup, form_groups
-from kvframe.attention.layer import AttentionLayer
+from kvframe.attention.layer import AttentionLayer, QueryStoringLayer, stores_queries
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.padding import pad_step
@@ -122,7 +122,7 @@ class Layers(Mapping[str, AttentionLayer]):
             if entry.entry_of is not None
         }
         self._layers: dict[str, AttentionLayer] = {
-            layer.name: AttentionLayer(
+            layer.name: (QueryStoringLayer if stores_queries(layer) else AttentionLayer)(
                 layer, views[layer.name] if views else {}, step, read_entries(layer, self.entries)
             )
             for step in self._steps

@@ -70,6 +70,18 @@ def union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
     return merged
 
 
+def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> tuple[TokenRange, ...]:
+    """Return the block index ranges that sorted token ranges touch, sorted and disjoint."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        first, last = start // block_size, -(-stop // block_size)
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
 def num_covered(ranges: Iterable[tuple[int, int]]) -> int:
     """Return how many places disjoint ranges have together."""
     return sum(stop - start for start, stop in ranges)
@@ -323,14 +335,7 @@ class KVCacheSpec(Growing, ABC):
 
     def live_blocks(self, n: int) -> tuple[tuple[int, int], ...]:
         """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint."""
-        merged: list[tuple[int, int]] = []
-        for start, stop in self.live_ranges(n):
-            first, last = start // self.block_size, -(-stop // self.block_size)
-            if merged and first <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-            else:
-                merged.append((first, last))
-        return tuple(merged)
+        return blocks_of(self.live_ranges(n), self.block_size)
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
         """Return the block index ranges that get a page when tokens ``[n, n + num_new_tokens)`` are computed.

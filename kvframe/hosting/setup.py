@@ -209,8 +209,7 @@ class Setup:
             max_num_batched_tokens=self.plan.max_num_batched_tokens,
             max_input_lens=self.plan.max_input_lens,
             hybrid=self.stack.cache.hybrid,
-            tensor_parallel_size=len(layers),
-        ).plans
+        )
 
     def num_host_slabs(self, plan: KVCachePlan) -> int:
         """Return the number of slabs for preempted requests in CPU memory; 0 if requests are not swapped.

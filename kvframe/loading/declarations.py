@@ -17,12 +17,9 @@ from kvframe.contract.foreign import safe_repr
 
 
 def find_misdeclared(base: type, made: Any) -> str:
-    """Return which attribute of ``made`` does not fit its annotation in ``base``; empty if all fit.
+    """Return which attribute of ``made`` does not fit its annotation in the contract's ``base``; empty if all fit.
 
-    Args:
-        base: A base class of the contract.
-        made: A subclass, whose ``ClassVar`` annotations are checked, or an instance, whose annotations are all checked.
-            Reading its attributes may raise anything.
+    Of a subclass, the ``ClassVar`` annotations are checked, and of an instance all. Reading them may raise anything.
     """
     for name, hint in _declared(base, of_class=issubclass(type(made), type)):
         try:
@@ -35,11 +32,7 @@ def find_misdeclared(base: type, made: Any) -> str:
 
 
 def find_undefined(backend_class: Any) -> str:
-    """Return what a backend's class declares and does not have, or in a form that no stack can use; empty if nothing.
-
-    Args:
-        backend_class: A subclass of ``AttentionBackend`` whose attributes fit their annotations.
-    """
+    """Return what a backend's class declares and lacks, or has in a form that no stack can use; empty if nothing."""
     from kvframe.contract.backend import AttentionBackend  # imports torch, as the class did
 
     options_class = backend_class.options_class

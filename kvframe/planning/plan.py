@@ -155,26 +155,20 @@ class KVCachePlan:
         return lost / (slabs * self.slab_bytes)
 
     def peak_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """Return the most blocks per group that a request ever holds.
+        """Return the most blocks per group that a request of a final length ever holds.
 
-        Args:
-            num_tokens: Its final length.
-            input_lens: The lengths of its inputs, by sequence; None for the longest ones.
+        ``input_lens`` are the lengths of its inputs, by sequence; None for the longest ones.
         """
         return self._most_blocks(num_tokens, self.max_num_batched_tokens, input_lens)
 
     def generating_blocks(
         self, num_tokens: int, input_lens: Mapping[str, int] | None = None, num_prompt_tokens: int = 0
     ) -> tuple[int, ...]:
-        """Return the most blocks per group that a request holds while it generates.
+        """Return the most blocks per group that a request holds while it generates, likewise.
 
         A step then computes one token, and the draft tokens for which states are planned. The blocks are fewer than
-        ``peak_blocks`` if a type needs more of them while a prompt is computed, or keeps a part of it.
-
-        Args:
-            num_tokens: Its final length.
-            input_lens: The lengths of its inputs, by sequence; None for the longest ones.
-            num_prompt_tokens: How many of its tokens are the prompt, of which some types keep a part.
+        ``peak_blocks`` if a type needs more of them while a prompt is computed, or keeps a part of the prompt, which is
+        the first ``num_prompt_tokens`` tokens.
         """
         specs = [group.spec for group in self.groups]
         num_drafts = max((max(spec.num_rollback_states, spec.states_per_block - 1) for spec in specs), default=0)
@@ -214,11 +208,8 @@ class KVCachePlan:
     def resized(self, memory: str | int) -> KVCachePlan:
         """Return a plan of the same layout for another amount of memory: with more slabs of this size, or fewer.
 
-        Args:
-            memory: The most bytes, or a size such as ``"2GiB"``.
-
         Raises:
-            StackError: ``memory`` is not a size.
+            StackError: ``memory`` is neither a number of bytes nor a size such as ``"2GiB"``.
             PlanError: The memory does not hold one slab for each group, or there are too many slabs for a block id.
         """
         memory_bytes = parse_bytes(memory)
@@ -229,7 +220,7 @@ class KVCachePlan:
         """Return whether one request that grows to ``num_tokens`` tokens fits the pool.
 
         If it fits, a request that runs alone gets the pages for every step, for any division of its tokens into steps
-        of at most ``max_num_batched_tokens``, and with any cached prefixes.
+        of at most ``max_num_batched_tokens``, and with any cached prefixes. ``input_lens`` are as for ``peak_blocks``.
 
         If it does not fit, then for some division a step gets no pages. This holds if the plan has one group that
         attends, or only groups of full attention and of inputs. In other plans, the groups may hold their most blocks
@@ -238,10 +229,6 @@ class KVCachePlan:
         chunked group for up to one chunk more: of Llama 4 Scout, 2 GiB promise 12,912 tokens in steps of 2,048, and
         serve any division of 17,040 (``tests/cache/test_fits.py``). A type that stores few blocks, such as a state,
         counts each block that a later request may continue from, and a lone request need not hold these.
-
-        Args:
-            num_tokens: Its final length.
-            input_lens: The lengths of its inputs, by sequence; None for the longest ones.
         """
         if num_tokens <= self.max_model_len and self.longest_fits:
             return True
@@ -258,12 +245,10 @@ class KVCachePlan:
         return self.num_slabs_for(group.peak_blocks for group in self.groups) <= self.num_slabs
 
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
-        """Return how many requests of ``num_tokens`` tokens fit at once; None if no state is kept (no limit).
+        """Return how many requests of ``num_tokens`` tokens, ``max_model_len`` unless given, fit at once.
 
-        It is the number of requests that the slabs hold if each one holds the most blocks that it ever does.
-
-        Args:
-            num_tokens: Their length; ``max_model_len`` if not given.
+        It is the number of requests that the slabs hold if each one holds the most blocks that it ever does; None if no
+        state is kept (no limit).
         """
         if not self.groups:
             return None
@@ -271,13 +256,9 @@ class KVCachePlan:
         return self._most_requests(blocks, blocks)
 
     def max_generating(self, num_tokens: int | None = None, num_prompt_tokens: int = 0) -> int | None:
-        """Return how many requests of ``num_tokens`` tokens fit at once if one of them computes its prompt.
+        """Return how many such requests fit at once if one of them computes its prompt and the others generate.
 
-        The others generate. None if no state is kept (no limit).
-
-        Args:
-            num_tokens: Their length; ``max_model_len`` if not given.
-            num_prompt_tokens: How many of their tokens are the prompt, of which some types keep a part.
+        Some types keep a part of the prompt, which is the first ``num_prompt_tokens`` tokens.
         """
         if not self.groups:
             return None

@@ -15,11 +15,7 @@ WrapperChain = tuple[MetadataWrapper, ...]
 
 
 def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[WrapperChain, LayerSpec, frozenset[str]]:
-    """Make a chain for a layer.
-
-    Args:
-        wrappers: The chain as the stack gives it.
-        layer: The layer.
+    """Make a chain, as the stack gives it, for a layer.
 
     Returns:
         The chain, with the wrappers' parameters for this layer; the layer as a backend after the chain sees it; the
