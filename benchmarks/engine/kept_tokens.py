@@ -34,7 +34,7 @@ def save_model(path: str, num_tokens: int) -> None:
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
-        max_position_embeddings=2 * num_tokens,
+        max_position_embeddings=num_tokens + 128,
         eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(path)
