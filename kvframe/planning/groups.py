@@ -21,6 +21,7 @@ from kvframe.contract.foreign import call
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks
+from kvframe.planning.prompt_budget import check_prompt_budget
 from kvframe.planning.retyping import retyped
 from kvframe.planning.rollback import RollbackSpec
 
@@ -145,14 +146,16 @@ def with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[Lay
     spec = layer.spec
     if spec is None:
         return
-    if not spec.defines_attention:
+    if spec.prompt_budget is not None:
+        check_prompt_budget(layer)
+    elif not spec.defines_attention:
         if spec.entries or (layer.query is not None and spec.inputs(layer.query)):
             raise SpecError(
                 f"layer {layer.name!r}: its type {spec.kind!r} has entries or inputs, and no dense_attention that says "
                 "what it does with them"
             )
         return
-    if layer.query is not None:
+    if layer.query is not None and spec.defines_attention:
         query = layer.query
         missing = sorted(ask(spec, "inputs(query)", lambda: set(spec.inputs(query))) - given_inputs)
         if missing:

@@ -19,6 +19,7 @@ from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, a
 from kvframe.loading.checks import parse_bytes
 from kvframe.planning.answers import Answers
 from kvframe.planning.groups import Grouping, KVCacheGroup
+from kvframe.planning.prompt_budget import num_moved_blocks
 from kvframe.planning.spec_check import check_spec_at_set_up, peak_of
 
 _MAX_PAGES_PER_SLAB = 64
@@ -160,15 +161,24 @@ class KVCachePlan:
         """
         return self._most_blocks(num_tokens, self.max_num_batched_tokens, input_lens)
 
-    def generating_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
+    def generating_blocks(
+        self, num_tokens: int, input_lens: Mapping[str, int] | None = None, num_prompt_tokens: int = 0
+    ) -> tuple[int, ...]:
         """Return the most blocks per group that a request holds while it generates, likewise.
 
         A step then computes one token, and the draft tokens for which states are planned. The blocks are fewer than
-        ``peak_blocks`` if a type needs more of them while a prompt is computed.
+        ``peak_blocks`` if a type needs more of them while a prompt is computed, or keeps a part of the prompt, which is
+        the first ``num_prompt_tokens`` tokens.
         """
         specs = [group.spec for group in self.groups]
         num_drafts = max((max(spec.num_rollback_states, spec.states_per_block - 1) for spec in specs), default=0)
-        return self._most_blocks(num_tokens, 1 + num_drafts, input_lens)
+        blocks = self._most_blocks(num_tokens, 1 + num_drafts, input_lens)
+        return tuple(
+            min(count, -(-num_tokens // group.block_size) - (num_prompt_tokens - budget) // group.block_size)
+            if (budget := group.spec.prompt_budget) is not None and budget < num_prompt_tokens
+            else count - num_moved_blocks(group.spec, num_tokens)
+            for count, group in zip(blocks, self.groups, strict=True)
+        )
 
     def _most_blocks(
         self, num_tokens: int, max_new_tokens: int, input_lens: Mapping[str, int] | None
@@ -180,7 +190,7 @@ class KVCachePlan:
             if group.is_of_input
             else group.peak_blocks
             if is_planned
-            else peak_of(group.spec, num_tokens, max_new_tokens)
+            else peak_of(group.spec, num_tokens, max_new_tokens) + num_moved_blocks(group.spec, num_tokens)
             for group in self.groups
         )
 
@@ -225,6 +235,11 @@ class KVCachePlan:
         return self.num_slabs_for(self.peak_blocks(num_tokens, input_lens)) <= self.num_slabs
 
     @cached_property
+    def keeps_part(self) -> bool:
+        """Whether a group keeps a part of each prompt (``KVCacheSpec.prompt_budget``)."""
+        return any(group.spec.prompt_budget is not None for group in self.groups)
+
+    @cached_property
     def longest_fits(self) -> bool:
         """Whether a request of ``max_model_len`` tokens with the longest inputs fits the pool; then all do."""
         return self.num_slabs_for(group.peak_blocks for group in self.groups) <= self.num_slabs
@@ -240,12 +255,16 @@ class KVCachePlan:
         blocks = self.peak_blocks(self.max_model_len if num_tokens is None else num_tokens)
         return self._most_requests(blocks, blocks)
 
-    def max_generating(self, num_tokens: int | None = None) -> int | None:
-        """Return how many such requests fit at once if one of them computes its prompt and the others generate."""
+    def max_generating(self, num_tokens: int | None = None, num_prompt_tokens: int = 0) -> int | None:
+        """Return how many such requests fit at once if one of them computes its prompt and the others generate.
+
+        Some types keep a part of the prompt, which is the first ``num_prompt_tokens`` tokens.
+        """
         if not self.groups:
             return None
         num_tokens = self.max_model_len if num_tokens is None else num_tokens
-        return self._most_requests(self.generating_blocks(num_tokens), self.peak_blocks(num_tokens))
+        generating = self.generating_blocks(num_tokens, num_prompt_tokens=num_prompt_tokens)
+        return self._most_requests(generating, self.peak_blocks(num_tokens))
 
     def _most_requests(self, blocks: Sequence[int], last: Sequence[int]) -> int:
         """Return how many requests fit at once if one of them holds ``last`` blocks and each other one ``blocks``."""
@@ -428,7 +447,8 @@ def _peak_blocks(
 ) -> int:
     sequence = group.spec.sequence
     if sequence == TOKENS:
-        return peak_of(group.spec, max_model_len, max_num_batched_tokens)
+        moved = num_moved_blocks(group.spec, max_model_len)
+        return peak_of(group.spec, max_model_len, max_num_batched_tokens) + moved
     if sequence not in input_lens:
         raise PlanError(
             f"layer {group.layers[0]!r} ({group.spec.kind}) keeps state of the sequence {sequence!r}, and the model "

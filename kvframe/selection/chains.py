@@ -77,6 +77,8 @@ def _needed_extensions(layer: LayerSpec) -> Iterator[tuple[str, str]]:
     """Yield the extensions that a layer's steps have with any backend, each with the reason."""
     if layer.query is not None and layer.query.first_token:
         yield SEQ_STARTS, f"its queries see no token before {layer.query.first_token}"
+    if layer.spec is not None and layer.spec.prompt_budget is not None:
+        yield SEQ_STARTS, "requests give up tokens of their prompts"
 
 
 def chain_capture(chain: Sequence[MetadataWrapper]) -> GraphCapture:

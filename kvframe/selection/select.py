@@ -60,7 +60,8 @@ def select_backends(
     """
     _check_skipping(stack, registry)
     for layer in layers:
-        if layer.query is None and layer.spec is not None:
+        # A rule that names a layer by its pattern does not mean the layer's entries.
+        if layer.query is None and layer.spec is not None and layer.entry_of is None:
             _check_not_chosen(layer, layer.spec.kind, stack)
     attending = [layer for layer in layers if layer.query is not None]
     choices = tuple(_choose(layer, layers, stack, registry, device, skipping) for layer in attending)
