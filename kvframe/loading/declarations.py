@@ -38,9 +38,14 @@ def find_undefined(backend_class: Any) -> str:
     options_class = backend_class.options_class
     if options_class is not None and not attrs.has(options_class):
         return f"declares options_class = {safe_repr(options_class)}, which is not an attrs class"
+    capabilities = backend_class.capabilities
+    if capabilities.masks and backend_class.forward is AttentionBackend.forward:
+        return "declares masks, and does not define forward"
     lacks_lse = backend_class.forward_with_lse is AttentionBackend.forward_with_lse
-    if backend_class.capabilities.returns_lse and lacks_lse:
+    if capabilities.returns_lse and lacks_lse:
         return "declares returns_lse, and does not define forward_with_lse"
+    if (capabilities.choices or capabilities.kinds) and backend_class.forward_more is AttentionBackend.forward_more:
+        return "declares choices or kinds, and does not define forward_more"
     return ""
 
 

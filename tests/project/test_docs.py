@@ -449,9 +449,10 @@ def test_the_tables_of_fields_are_those_of_the_bodies() -> None:
 def test_the_drawings_are_those_of_todays_specs_and_slabs() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "drawings.py"))["draw_all"]()
     assert {path.name for path in (ROOT / "docs").glob("*.svg")} == {*drawn}
+    pages = read("docs/design.md") + read("docs/attention_that_chooses.md")
     for name, picture in drawn.items():
         assert read(f"docs/{name}") == picture, "run python docs/drawings.py"
-        assert f"]({name})" in read("docs/design.md")
+        assert f"]({name})" in pages
 
 
 def test_the_list_of_pages_is_complete_and_numbered() -> None:
