@@ -224,10 +224,7 @@ def progress(description: str, total: int) -> Iterator[ShowProgress]:
 
 @contextmanager
 def log_lines() -> Iterator[None]:
-    """Print kvframe's log messages while the body runs, if stderr is a terminal: they explain a slow start."""
-    if not sys.stderr.isatty():
-        yield
-        return
+    """Print kvframe's log messages to stderr while the body runs: they say what serves, and explain a slow start."""
     log, handler = logging.getLogger("kvframe"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("kvframe: %(message)s"))
     level = log.level
