@@ -14,7 +14,7 @@ from kvframe.attention.build import GroupStep, MetadataPlan, PreparedStep
 from kvframe.attention.copies import CopyScratch
 from kvframe.attention.entries import AttachedEntryLayer, form_entry_groups, read_entries
 from kvframe.attention.group import AttentionGroup, form_groups
-from kvframe.attention.layer import AttentionLayer
+from kvframe.attention.layer import AttentionLayer, QueryStoringLayer, stores_queries
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.padding import pad_step
@@ -122,7 +122,7 @@ class Layers(Mapping[str, AttentionLayer]):
             if entry.entry_of is not None
         }
         self._layers: dict[str, AttentionLayer] = {
-            layer.name: AttentionLayer(
+            layer.name: (QueryStoringLayer if stores_queries(layer) else AttentionLayer)(
                 layer, views[layer.name] if views else {}, step, read_entries(layer, self.entries)
             )
             for step in self._steps
@@ -504,6 +504,11 @@ def check_on_host_pages(layer: LayerSpec) -> None:
         raise BackendError(
             f"layer {layer.name!r} cannot be hosted: its type {layer.spec.kind!r} has inputs, or entries beside its "
             "state, for which a host's call and pages have no place; give it another type"
+        )
+    if layer.spec.prompt_budget is not None:
+        raise BackendError(
+            f"layer {layer.name!r} cannot be hosted: its type {layer.spec.kind!r} gives up tokens of prompts, and the "
+            "host would keep their pages; give it another type"
         )
 
 

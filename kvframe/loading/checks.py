@@ -35,13 +35,9 @@ MAX_SIZE = 2**60
 
 
 def parse_bytes(size: str | int) -> int:
-    """Return a size in bytes.
+    """Return a size in bytes: of ``"2GiB"``, ``"512 MB"``, ``"1.5GiB"``, or a number of bytes.
 
-    Args:
-        size: ``"2GiB"``, ``"512 MB"``, ``"1.5GiB"``, or a number of bytes.
-
-    Raises:
-        StackError: ``size`` is not a size, is less than one byte, or is more than ``MAX_SIZE``.
+    Raises ``StackError`` if it is not a size, is less than one byte, or is more than ``MAX_SIZE``.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         num_bytes = size

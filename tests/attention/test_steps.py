@@ -24,9 +24,10 @@ from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder, split_batch
 from kvframe.contract.specs import LayerSpec
-from kvframe.planning.groups import group_layers, share_caches
+from kvframe.planning.groups import group_layers
 from kvframe.testing.guard import ScalarGuard, guard
 from tests.attention.attending import MIXED, Bench, close, eight_layers, full, layer, local
+from tests.support.layers import share_caches
 from tests.support.plugins import plugin
 
 SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]

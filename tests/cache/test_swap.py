@@ -242,6 +242,21 @@ def test_a_block_that_is_not_full_is_never_shared() -> None:
     assert mine[1] != others[1]
 
 
+def test_a_request_of_before_a_reset_shares_no_page_of_after() -> None:
+    # The cache is reset when weights change: equal tokens then have other states.
+    pages, tokens = FailingPages(10, set()), [*range(8), 9]
+    manager = KVCacheManager(make_plan(full()), max_num_seqs=2, host_pages=pages)
+    for name in ("old", "new"):
+        manager.start(name, tokens)
+        assert manager.extend(name, 9)
+        manager.commit(name, tokens, 9)
+        if name == "old":
+            assert manager.swap_out("old")
+            manager.reset_prefix_cache()
+    assert manager.swap_in("old", 9)
+    assert not {*manager.block_ids("old")[0]} & {*manager.block_ids("new")[0]}
+
+
 def test_an_input_that_is_not_computed_gets_no_page_of_an_equal_one() -> None:
     plan, inputs = make_plan(full(), encoder(), num_slabs=40), {ENCODER: InputSequence(9, b"x")}
     manager = KVCacheManager(plan, max_num_seqs=2, host_pages=FailingPages(8, set()))

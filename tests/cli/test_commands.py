@@ -15,6 +15,7 @@ import attrs
 import pytest
 from click.testing import CliRunner, Result
 from kvframe_engine.commands import generate as generating
+from kvframe_engine.commands.options import log_lines
 from kvframe_engine.engine import Engine
 from kvframe_transformers.testing import save_tiny, tiny_config
 
@@ -583,7 +584,7 @@ def test_a_terminal_shows_which_group_limits_prefix_hits(
 
 def test_a_start_shows_its_slow_parts_and_nothing_after_it(capsys: pytest.CaptureFixture[str]) -> None:
     log = logging.getLogger("kvframe")
-    with render.log_lines():
+    with log_lines():
         log.info("capturing %d graphs", 4)
     log.info("no command asked")
     assert ("", "kvframe: capturing 4 graphs\n") == capsys.readouterr()
