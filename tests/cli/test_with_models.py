@@ -23,6 +23,7 @@ from transformers import DeepseekV3Config
 
 from kvframe.cli import main
 from tests.programs import start_program
+from tests.support.commands import without_start
 from tests.support.models import save_tokenizer, trained_tokenizer
 
 TEXT = "the cat sat on the mat and the dog sat on the cat"
@@ -76,7 +77,7 @@ def run(*arguments: str) -> Result:
 
 def run_json(*arguments: str) -> Any:
     result = run(*arguments, "--json")
-    assert (0, "") == (result.exit_code, result.stderr), result.output
+    assert (0, "") == (result.exit_code, without_start(result.stderr)), result.output
     return json.loads(result.stdout)
 
 
