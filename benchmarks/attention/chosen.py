@@ -72,7 +72,7 @@ def calls(shape: str, backend: str, num_tokens: int, num_chosen: int) -> dict[st
     )
     query = torch.randn(1, query_sizes["num_heads"], query_sizes["head_size"], generator=generator)
     chosen = torch.randperm(num_tokens, generator=generator)[:num_chosen].int().view(1, 1, -1)
-    made: dict[str, Callable[[], Any]] = {}
+    calls_by_name: dict[str, Callable[[], Any]] = {}
     for name, choice in (("all", None), ("chosen", {"max_chosen": num_chosen})):
         side = QuerySpec(scale=query_sizes["head_size"] ** -0.5, choice=choice, **query_sizes)
         layer = LayerSpec(name="layer", spec=spec, query=side)
@@ -81,12 +81,12 @@ def calls(shape: str, backend: str, num_tokens: int, num_chosen: int) -> dict[st
         instance = selected.backend_class([layer], CPU)
         needed = spec.parameters(side)
         instance.bind(layer, {key: torch.randn(size, generator=generator) * 0.05 for key, size in needed.items()})
-        made[name] = partial(_attend, instance, layer, query, views, step, chosen if choice else None)
+        calls_by_name[name] = partial(_attend, instance, layer, query, views, step, chosen if choice else None)
     keys = torch.randn(num_tokens, INDEX_SIZE, generator=generator)
     index_query = torch.randn(INDEX_HEADS, INDEX_SIZE, generator=generator)
     weights = torch.randn(INDEX_HEADS, generator=generator)
-    made["scores"] = lambda: (weights @ torch.relu(index_query @ keys.T)).topk(num_chosen).indices
-    return made
+    calls_by_name["scores"] = lambda: (weights @ torch.relu(index_query @ keys.T)).topk(num_chosen).indices
+    return calls_by_name
 
 
 def _attend(
@@ -125,8 +125,8 @@ def write_report(record: Mapping[str, Any]) -> str:
     return page(heading("Attention over chosen tokens", record, medians(record)), text, table(columns, rows))
 
 
-def _time(made: Mapping[str, Callable[[], Any]], name: str, _: int) -> float:
-    return timed(made[name])[0]
+def _time(calls_by_name: Mapping[str, Callable[[], Any]], name: str, _: int) -> float:
+    return timed(calls_by_name[name])[0]
 
 
 @benchmark("chosen_tokens", write_report)
@@ -139,10 +139,10 @@ def main(repeats: int, threads: int, num_tokens: int, num_chosen: int) -> dict[s
     rows = []
     for shape, backends in BACKENDS.items():
         for backend in backends:
-            made = calls(shape, backend, num_tokens, num_chosen)
-            turns = by_turns([*made], repeats, partial(_time, made), warm_up=True)
-            found = counted(turns)
-            rows.append({"shape": shape, "backend": backend, **found})
+            named_calls = calls(shape, backend, num_tokens, num_chosen)
+            turns = by_turns([*named_calls], repeats, partial(_time, named_calls), warm_up=True)
+            times = counted(turns)
+            rows.append({"shape": shape, "backend": backend, **times})
     return {"num_tokens": num_tokens, "num_chosen": num_chosen, "repeats": repeats, "rows": rows}
 
 

@@ -37,11 +37,11 @@ def make_proposer(stack: Stack, registry: Registry) -> Proposer | None:
         return None
     where = f"{stack.source}: model.drafts"
     proposer: Proposer = _make(where, "proposer", use, registry.proposers.load)
-    most = proposer.max_drafts
-    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MOST_DRAFTS:
+    max_drafts = proposer.max_drafts
+    if type(max_drafts) is not int or not 1 <= max_drafts <= MOST_DRAFTS:
         raise StackError(
             f"{where}: proposer {use.name!r}: max_drafts must be a whole number from 1 to {MOST_DRAFTS}, "
-            f"not {shown(most)}"
+            f"not {shown(max_drafts)}"
         )
     return proposer
 

@@ -22,6 +22,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache, MoreInputs
 from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.errors import BackendError
+from kvframe.contract.foreign import safe_repr
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.slots import Slots
@@ -100,7 +101,7 @@ def run_step(
 
     builder = backend.make_builder()
     if misdeclared := find_misdeclared(AttentionMetadataBuilder, builder):
-        raise ConformanceError(f"make_builder() returns what {misdeclared}")
+        raise ConformanceError(f"make_builder() returned {safe_repr(builder)}, which {misdeclared}")
     exact = builder.needs_exact_lens or bool(len(chain))
     metadata = host.metadata(make_metadata_of_groups(case, manager, rows, device)[0], exact=exact)
     query, key, value = pack(case, inputs, poison, device)
@@ -326,9 +327,9 @@ def _checked(
     if type(values) is not torch.Tensor:
         raise ConformanceError(f"{method} returns {type(values).__name__}, not torch.Tensor")
     expected = _say(shape, dtype, device, torch.strided)
-    given = _say(tuple(values.shape), values.dtype, values.device, values.layout)
-    if given != expected:
-        raise ConformanceError(f"{what} is {given}, not {expected}")
+    actual = _say(tuple(values.shape), values.dtype, values.device, values.layout)
+    if actual != expected:
+        raise ConformanceError(f"{what} is {actual}, not {expected}")
     return values
 
 

@@ -97,3 +97,13 @@ def test_a_builder_gets_the_order_that_it_asks_for_and_outputs_come_back_in_the_
 def test_the_kit_says_what_a_wrong_builder_got_wrong(builder: type[Builder], message: str) -> None:
     with pytest.raises(ConformanceError, match=message):
         check_backend(backend_with(builder), MIXED)
+
+
+def test_a_backend_without_a_builder_is_told_what_it_returned() -> None:
+    class Lacking(TorchReferenceBackend):
+        def make_builder(self) -> Any:
+            return None
+
+    layer = make_layer(Lacking.capabilities)
+    with pytest.raises(ConformanceError, match=r"make_builder\(\) returned None, which declares no "):
+        check_backend(Lacking, Case(name="one", layer=layer, requests=(Request(0, 4),)))

@@ -175,27 +175,27 @@ def test_a_layer_that_is_no_attention_is_refused_as_one_on_a_backend_of_vllms() 
 def test_layers_that_vllm_may_not_give_to_this_backend_are_refused_with_its_reason(
     asked: dict[str, Any], reason: str
 ) -> None:
-    from kvframe_vllm.adapter.hooks import _select
+    from kvframe_vllm.adapter.hooks import select_backend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     if unknown := asked.keys() - {*AttentionSelectorConfig._fields}:
         pytest.skip(f"this vLLM does not know {', '.join(unknown)}")
     given = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
     with pytest.raises(BackendError, match=rf"does not serve \({reason}\): unset KVFRAME_STACK"):
-        _select(object, None, AttentionSelectorConfig(**{**given, **asked}))
+        select_backend(object, None, AttentionSelectorConfig(**{**given, **asked}))
 
 
 def test_windows_sinks_and_latents_are_served_by_the_class_for_them() -> None:
-    from kvframe_vllm.adapter.hooks import _select
+    from kvframe_vllm.adapter.hooks import select_backend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     given = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16}
     classes = {
-        _select(object, None, AttentionSelectorConfig(**given, **asked)).rpartition(".")[2]
+        select_backend(object, None, AttentionSelectorConfig(**given, **asked)).rpartition(".")[2]
         for asked in ({}, {"has_sink": True, "has_sliding_window": True}, {"use_kv_connector": True})
     }
     assert {"HostedBackend"} == classes
-    latents = _select(object, None, AttentionSelectorConfig(**given, use_mla=True))
+    latents = select_backend(object, None, AttentionSelectorConfig(**given, use_mla=True))
     assert "kvframe_vllm.adapter.backend.HostedLatentBackend" == latents
 
 

@@ -234,14 +234,14 @@ class StepPlanner:
             self.heads,
             self._shapes,
         )
-        found = [
+        works_of_plan = [
             Work(
                 np.frombuffer(numbers, dtype=np.int32),
                 tuple([Programs(self.tilings[tiling], self.heads, *place) for tiling, *place in programs]),
             )
             for numbers, programs in works
         ]
-        return [found[place] for place in places]
+        return [works_of_plan[place] for place in places]
 
     @cached_property
     def _shapes(self) -> bytes:

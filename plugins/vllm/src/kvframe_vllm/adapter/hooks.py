@@ -28,13 +28,13 @@ def install(stack: Stack, registry: Registry) -> None:
         return {name: spec.copy_with_new_block_size(block_size) for name, spec in specs.items()}
 
     Worker.get_kv_cache_spec = get_kv_cache_spec
-    type(current_platform).get_attn_backend_cls = classmethod(_select)
+    type(current_platform).get_attn_backend_cls = classmethod(select_backend)
     # The registry fills itself at its first call, but only if it is empty: so this call comes before the registration.
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})
     KVCacheSpecRegistry.register(HostedSpec, LiveBlockManager)
 
 
-def _select(cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+def select_backend(cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
     """Select kvframe's backend for every attention layer, after vLLM's own validation of a backend."""
     backend = HostedLatentBackend if attn_selector_config.use_mla else HostedBackend
     reasons = backend.validate_configuration(**attn_selector_config._asdict(), device_capability=None)
