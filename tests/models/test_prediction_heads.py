@@ -26,7 +26,7 @@ from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.prediction_heads import TransformersHeads
 from safetensors.torch import load_file, save_file
 
-from kvframe import Engine, RequestOutput, SamplingParams, Stack, load_plugins
+from kvframe import Engine, SamplingParams, Stack, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
@@ -45,7 +45,8 @@ from kvframe.contract import (
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_values, few, keep
 from tests.models.headed import HEADED, Reference, save_headed
-from tests.models.serving import PROMPTS, TinyModel
+from tests.models.serving import PROMPTS, TinyModel, held_pages
+from tests.support.drafts import generated, shown
 from tests.support.plugins import plugin
 
 MODELS = {"deepseek_v3": 2, "glm4_moe": 3, "mellum": 1}
@@ -118,22 +119,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return cache(headed)
 
 
-def shown(outputs: Sequence[RequestOutput]) -> list[Any]:
-    return [(each.token_ids, each.finish_reason) for each in outputs]
-
-
-EXPECTED: dict[Any, list[RequestOutput]] = {}
-
-
-def expected(model: TinyModel, params: SamplingParams, prompts: Sequence[Any] = SOME) -> list[RequestOutput]:
-    """Return what a model generates without drafts."""
-    key = (model.path, str(params), str(prompts))
-    if key not in EXPECTED:
-        with model.engine() as engine:
-            EXPECTED[key] = engine.generate(prompts, params)
-    return EXPECTED[key]
-
-
 def check(
     headed: Headed,
     params: SamplingParams = GREEDY,
@@ -145,14 +130,14 @@ def check(
 ) -> Any:
     """Check that drafts change no token and are those of transformers, without and with hits; return the statistics."""
     model = headed.model
-    wanted = expected(model, params, prompts)
+    wanted = generated(model, params, prompts)[0]
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     CONTINUED.clear()
     TOO_FEW.clear()
     with model.engine(drafts=drafts, **options) as engine:
         for _ in range(2):
             assert shown(wanted) == shown(engine.generate(prompts, params))
-        assert 0 == engine._manager.num_held_pages
+        assert 0 == held_pages(engine)
         assert not engine._runner.draft.is_set_aside  # type: ignore[attr-defined]
         stats = engine.stats()
     if compares:
@@ -283,7 +268,7 @@ def test_sampled_tokens_stay_the_same(models: Models, family: str, sampling: str
 
 def test_log_probabilities_stay_the_same(models: Models) -> None:
     headed, params = models("deepseek_v3"), SamplingParams(max_new_tokens=12, logprobs=True, prompt_logprobs=True)
-    wanted = expected(headed.model, params)
+    wanted = generated(headed.model, params, SOME)[0]
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     with headed.model.engine(drafts="meddling", max_num_batched_tokens=24) as engine:
         found = engine.generate(SOME, params)
@@ -303,7 +288,7 @@ def check_drafts(reference: Reference) -> None:
 @pytest.mark.parametrize("family", keep(HEADED, "glm4_moe"))
 def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Models, family: str) -> None:
     headed = models(family)
-    wanted = expected(headed.model, GREEDY)
+    wanted = generated(headed.model, GREEDY, SOME)[0]
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
@@ -377,7 +362,7 @@ class DecodesFirst(TorchBackend):
 
 def test_requests_are_packed_as_the_backend_of_the_heads_asks(models: Models) -> None:
     headed, mixed = models("glm4_moe"), 0
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected(headed.model, GREEDY)]
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in generated(headed.model, GREEDY, SOME)[0]]
     with headed.model.engine(drafts="meddling", backends={"full_attention": "decodes_first"}) as engine:
         runner = cast(HeadsRunner, cast(TokenRunner, engine._runner).draft)
         batches: list[StepBatch] = []
@@ -538,7 +523,7 @@ def test_heads_that_fail_are_set_aside(
     models: Models, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models("glm4_moe").model
-    wanted = expected(model, GREEDY)
+    wanted = generated(model, GREEDY, SOME)[0]
     for failing_call, kind in ((1, SystemExit), (4, GeneratorExit), (9, RuntimeError)):
         caplog.clear()
         with model.engine(drafts="mtp") as engine:
@@ -553,7 +538,7 @@ def test_heads_that_fail_are_set_aside(
 
             monkeypatch.setattr(heads, "forward_head", fail)
             assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
-            assert 0 == engine._manager.num_held_pages
+            assert 0 == held_pages(engine)
             assert failing_call == len(calls)
         monkeypatch.undo()
         expected_message = "a prediction head failed, and the heads are set aside: no drafts: "
@@ -606,7 +591,7 @@ def test_a_closed_engine_leaves_the_model_as_it_was(models: Models) -> None:
         decoder = loaded.model.get_decoder()
         assert decoder._forward_hooks
     assert not decoder._forward_hooks
-    assert shown(expected(headed.model, GREEDY)) == shown(expected(headed.model, GREEDY))
+    assert shown(generated(headed.model, GREEDY, SOME)[0]) == shown(generated(headed.model, GREEDY, SOME)[0])
 
 
 # --- what is planned --------------------------------------------------------------------------------------------------
