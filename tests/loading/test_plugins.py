@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -593,15 +592,3 @@ def test_the_hooks_of_version_1_0_are_there() -> None:
         "kvframe_register_wrappers",
         "kvframe_unusable_reason",
     ]
-
-
-# --- cost ------------------------------------------------------------------------------------------------------------
-
-
-def test_loading_plugins_imports_nothing_heavy() -> None:
-    code = """
-import sys, kvframe.loading.plugins
-kvframe.loading.plugins.load_plugins()
-print({"torch", "transformers", "numpy", "cattrs", "rich"} & set(sys.modules))
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

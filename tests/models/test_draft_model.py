@@ -15,7 +15,6 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from click.testing import CliRunner
 from kvframe_draft_model.proposer import DraftModelProposer
 from kvframe_engine.assembly import _load_draft
 from kvframe_engine.ranks.follower import Follower
@@ -23,13 +22,14 @@ from kvframe_engine.ranks.leader import Leader
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Setup, Stack
-from kvframe.cli import main
 from kvframe.contract import DraftRequest, PrefixFileError, StackError
 from kvframe.planning.recognise import FoundAdapter
 from tests.covering import cover_values, few
 from tests.models import encoder_decoder
 from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, held_pages, make_stack
+from tests.support.commands import run, run_json
 from tests.support.drafts import generated, models_with, shown
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 OTHERS = (
@@ -289,14 +289,14 @@ def test_both_models_run_in_graphs(models: Models, family: str) -> None:
     model = models(family, "float32")
     wanted = generated(model, greedy(model), SOME)[0]
     with model.engine(drafts=by(model.path), graphs=(4, 8)) as engine:
-        draft = engine._runner.draft  # type: ignore[attr-defined]
-        runners: list[Any] = [engine._runner, draft.runner]
+        draft = runner_of(engine).draft
+        runners: list[Any] = [runner_of(engine), draft.runner]
         captured = [each.graphs.num_graphs for each in runners]
         for _ in range(2):
             assert shown(wanted) == shown(engine.generate(SOME, greedy(model)))
         # No request waited for a capture.
         assert captured == [each.graphs.num_graphs for each in runners]
-        assert engine._runner.graphs.num_replays > 0  # type: ignore[attr-defined]
+        assert runner_of(engine).graphs.num_replays > 0
         assert draft.runner.graphs.num_replays > 0
         # It follows in graphs too: no logits are wanted then.
         assert {True, False} == {sizes.num_wanted > 0 for sizes in draft.runner.graphs._graphs}
@@ -469,20 +469,15 @@ def test_the_command_line_plans_explains_and_generates_with_it(models: Models, t
     stack.write_text(f"[model]\ndrafts = {{ name = 'draft_model', model = '{tmp_path / 'small'}' }}\n{rules}")
     prompts.write_text(json.dumps([PROMPTS[2]]))
 
-    def run(*arguments: str) -> Any:
-        result = CliRunner().invoke(main, [*arguments, "--json"])
-        assert 0 == result.exit_code, result.output
-        return json.loads(result.stdout)
-
     path, name = str(model.path), "draft:model.layers.0.self_attn"
-    assert name in run("plan", path, "--stack", str(stack), "--memory", "4MiB")["groups"][1]["layers"]
-    explained = {each["layer"]: each for each in run("explain", path, "--stack", str(stack))["layers"]}
+    assert name in run_json("plan", path, "--stack", str(stack), "--memory", "4MiB")["groups"][1]["layers"]
+    explained = {each["layer"]: each for each in run_json("explain", path, "--stack", str(stack))["layers"]}
     assert "kvframe:torch_reference" == explained[name]["backend"] != explained["model.layers.3.self_attn"]["backend"]
     asked = ("generate", path, "--prompt-token-ids", str(prompts), "--max-new-tokens", "12", "--memory", "4MiB")
-    plain, drafted = run(*asked), run(*asked, "--drafts", json.dumps(drafts))
+    plain, drafted = run_json(*asked), run_json(*asked, "--drafts", json.dumps(drafts))
     assert plain["outputs"] == drafted["outputs"]
     assert drafted["stats"]["draft_tokens"] > 0 == plain["stats"]["draft_tokens"]
-    wrong = CliRunner().invoke(main, [*asked, "--drafts", '{"model": "small"}'])
+    wrong = run(*asked, "--drafts", '{"model": "small"}')
     assert 2 == wrong.exit_code
     assert 'is no JSON object with a "name" and options' in wrong.output
 

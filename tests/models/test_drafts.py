@@ -14,6 +14,7 @@ from tests.covering import cover_values, keep
 from tests.models import encoder_decoder
 from tests.models.knowing import ANSWERS, make_manifest
 from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, held_pages, ids
+from tests.support.commands import run
 from tests.support.drafts import generated, models_with, shown
 
 FAMILIES = (
@@ -235,15 +236,11 @@ def test_a_wrong_choice_of_drafts_is_refused_in_one_sentence(models: Any, drafts
 def test_the_command_line_takes_a_proposer(circling: TinyModel, tmp_path: Path) -> None:
     import json
 
-    from click.testing import CliRunner
-
-    from kvframe.cli import main
-
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps([[*ids(3, 9), *ids(3, 9)]]))
     command = ["generate", str(circling.path), "--prompt-token-ids", str(prompts), "--max-new-tokens", "40", "--json"]
-    plain = CliRunner().invoke(main, [*command, "--memory", "4MiB"])
-    drafted = CliRunner().invoke(main, [*command, "--memory", "4MiB", "--drafts", "ngram"])
+    plain = run(*command, "--memory", "4MiB")
+    drafted = run(*command, "--memory", "4MiB", "--drafts", "ngram")
     assert (0, 0) == (plain.exit_code, drafted.exit_code), plain.output + drafted.output
     first, second = json.loads(plain.stdout), json.loads(drafted.stdout)
     assert first["outputs"] == second["outputs"]

@@ -16,7 +16,6 @@ from typing import Any, cast
 import attrs
 import pytest
 import torch
-from click.testing import CliRunner
 from kvframe_engine.running.heads_runner import HeadsRunner
 from kvframe_engine.running.model_runner import Compute, TokenRunner
 from kvframe_mtp.proposer import MTPProposer
@@ -30,7 +29,6 @@ from kvframe import Engine, SamplingParams, Stack, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.cli import main
 from kvframe.contract import (
     BatchOrder,
     DraftRequest,
@@ -46,7 +44,9 @@ from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_values, few, keep
 from tests.models.headed import HEADED, Reference, save_headed
 from tests.models.serving import PROMPTS, TinyModel, held_pages
+from tests.support.commands import run
 from tests.support.drafts import generated, shown
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 MODELS = {"deepseek_v3": 2, "glm4_moe": 3, "mellum": 1}
@@ -138,7 +138,7 @@ def check(
         for _ in range(2):
             assert shown(wanted) == shown(engine.generate(prompts, params))
         assert 0 == held_pages(engine)
-        assert not engine._runner.draft.is_set_aside  # type: ignore[attr-defined]
+        assert not runner_of(engine).draft.is_set_aside
         stats = engine.stats()
     if compares:
         assert len(CONTINUED) > len(prompts)
@@ -233,7 +233,7 @@ def test_pages_of_fewer_bits_hold_the_keys_of_heads_too(models: Models) -> None:
         for _ in range(2):
             assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
         assert engine.stats().accepted_draft_tokens > 0
-        assert not engine._runner.draft.is_set_aside  # type: ignore[attr-defined]
+        assert not runner_of(engine).draft.is_set_aside
 
 
 @pytest.mark.parametrize(("family", "preemption"), keep(cover_values(HEADED, ["recompute", "swap"]), "mellum"))
@@ -292,7 +292,7 @@ def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Mod
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
-        heads, runner = cast(TransformersHeads, engine._draft), cast(TokenRunner, engine._runner)
+        heads, runner = cast(TransformersHeads, engine._draft), cast(TokenRunner, runner_of(engine))
         if family == "glm4_moe":
             engine.model.compile("eager")
             heads.compile("eager")
@@ -333,7 +333,7 @@ def test_graphs_of_heads_are_dropped_with_those_of_the_model(models: Models) -> 
     headed = models("deepseek_v3")
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
-        runners = cast(HeadsRunner, cast(TokenRunner, engine._runner).draft).runners
+        runners = cast(HeadsRunner, cast(TokenRunner, runner_of(engine)).draft).runners
         for drop in (engine.weights_changed, partial(engine.resize_cache, "6MiB")):
             engine.generate(SOME, GREEDY)
             assert all(each.graphs is not None and each.graphs.num_graphs for each in runners)
@@ -364,7 +364,7 @@ def test_requests_are_packed_as_the_backend_of_the_heads_asks(models: Models) ->
     headed, mixed = models("glm4_moe"), 0
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in generated(headed.model, GREEDY, SOME)[0]]
     with headed.model.engine(drafts="meddling", backends={"full_attention": "decodes_first"}) as engine:
-        runner = cast(HeadsRunner, cast(TokenRunner, engine._runner).draft)
+        runner = cast(HeadsRunner, cast(TokenRunner, runner_of(engine)).draft)
         batches: list[StepBatch] = []
 
         def noting(compute: Compute) -> Compute:
@@ -449,15 +449,15 @@ def sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_layer_skips_tokens_whose_hidden_states_the_heads_need(sharing: Path) -> None:
     model, params = load(sharing), SamplingParams(max_new_tokens=24, ignore_eos=True)
     with model.engine(prefill_skipping="decode_only") as engine:
-        assert ("model.layers.2.self_attn",) == engine._runner._layers.skipped  # type: ignore[attr-defined]
+        assert ("model.layers.2.self_attn",) == runner_of(engine)._layers.skipped
         wanted = engine.generate(SOME, params)
     with model.engine(prefill_skipping="decode_only", drafts="mtp") as engine:
-        assert () == engine._runner._layers.skipped  # type: ignore[attr-defined]
+        assert () == runner_of(engine)._layers.skipped
         assert shown(wanted) == shown(engine.generate(SOME, params))
         stats = engine.stats()
     assert stats.accepted_draft_tokens > 0.8 * stats.draft_tokens > 0
     with model.engine(prefill_skipping="decode_only", drafts="ngram") as engine:
-        assert ("model.layers.2.self_attn",) == engine._runner._layers.skipped  # type: ignore[attr-defined]
+        assert ("model.layers.2.self_attn",) == runner_of(engine)._layers.skipped
 
 
 @pytest.mark.parametrize("command", ["plan", "explain"])
@@ -466,7 +466,7 @@ def test_the_plan_says_why_no_layer_skips_tokens(sharing: Path, tmp_path: Path, 
         stack = tmp_path / "stack.toml"
         stack.write_text(f'[model]\nprefill_skipping = "decode_only"\n{engine}')
         asked = [command, str(sharing), "--stack", str(stack)]
-        results = [CliRunner().invoke(main, [*asked, *more], env={"COLUMNS": "250"}) for more in (["--json"], [])]
+        results = [run(*asked, *more, env={"COLUMNS": "250"}) for more in (["--json"], [])]
         assert [0, 0] == [each.exit_code for each in results], results
         return json.loads(results[0].stdout)["note"], results[1].stdout
 
@@ -493,7 +493,7 @@ def test_a_rule_that_leaves_out_tokens_which_the_heads_need_is_refused_with_the_
     with pytest.raises(WrapperError, match=reason) as caught:
         Engine.from_pretrained(sharing, stack=Stack.from_file(stack))
     assert "not_skipped" == caught.value.code
-    found = CliRunner().invoke(main, ["explain", str(sharing), "--stack", str(stack)])
+    found = run("explain", str(sharing), "--stack", str(stack))
     assert (2, True) == (found.exit_code, reason in found.output)
 
 
