@@ -41,9 +41,6 @@ _MEMORY = 2
 """After the release of so many times the pool's size, older counts are halved."""
 
 
-# --- free blocks ------------------------------------------------------------------------------------------------------
-
-
 class Cached(Protocol):
     """What a list of free blocks asks of the pool about cached ones (``BlockPool``)."""
 
@@ -140,9 +137,6 @@ class FreeList:
     def count_idle_slabs(self, held: BlockIds) -> int:
         """Return the number of slabs that all blocks but the given ones would fill."""
         return (self._num_blocks - len(held)) // self._per_slab
-
-
-# --- cached blocks ----------------------------------------------------------------------------------------------------
 
 
 def of_groups(groups: int | Groups, where: Where) -> int | Groups:

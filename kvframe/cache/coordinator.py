@@ -55,7 +55,7 @@ class KVCacheCoordinator:
                 self._dying.append((s, stack, DeathLists(dying)))
         numbers.next_death[...] = self._first_death = self._death_after(0)
         # If there is one group, and its blocks live as long as their request, rows have no gaps, and are freed in fewer
-        # steps: a request of 2,048 tokens costs 17 µs, with this and the allocator's one part, instead of 45.
+        # steps: a request of 2,048 tokens costs 16 µs, with this and the allocator's one part, instead of 46.
         is_lone = kinds.is_plain and len(self._tables) == 1 and self._first_death == NEVER
         self._lone = self._tables[0] if is_lone else None
 
@@ -282,7 +282,7 @@ class KVCacheCoordinator:
     def _free_lone(self, table: BlockTable, row: int) -> None:
         """Release every block of a row in the only group, where rows have no gaps."""
         numbers = self._numbers
-        ids = table.rows[row][: numbers.num_blocks.item(0, row)]
+        ids = table.ids[row, : numbers.num_blocks.item(0, row)]
         if self._publisher is None:
             self._pool.release_blocks(ids, 0)
         else:

@@ -22,13 +22,10 @@ from kvframe.cache.arguments import (
 from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator
-from kvframe.cache.events import EventLog
+from kvframe.cache.events import KEY_BYTES, NO_INPUTS, EventLog
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
-from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
-from kvframe.cache.pins import Pin, Pins
-from kvframe.cache.prefix_lookup import NO_HIT, PrefixCache, PrefixHit, found_prefix
-from kvframe.cache.radix_tree import NO_MATCH
-from kvframe.cache.ranged_tokens import before_range
+from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
+from kvframe.cache.radix_tree import NO_MATCH, before_range
 from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
 from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
@@ -576,7 +573,7 @@ class KVCacheManager:
         An earlier log gets no more events.
 
         Args:
-            secret: 32 bytes, for the keys of blocks (``kvframe.cache.keys``).
+            secret: 32 bytes, for the keys of blocks (``kvframe.cache.events``).
         """
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
             raise RequestError(f"the secret must be {KEY_BYTES} bytes, not {safe_repr(secret)}", code="bad_secret")

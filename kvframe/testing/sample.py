@@ -86,6 +86,7 @@ def traits(case: Case) -> dict[str, Hashable]:
         "has_sinks": query.has_sinks,
         "bias": query.relative_bias,
         "alibi": query.alibi_slopes is not None,
+        "choice": query.choice,
         "num_heads": query.num_heads,
         "state": tuple(sorted((name, tensor.shape[1:]) for name, tensor in state.items())),
         "batch": _kind(case.requests),

@@ -18,7 +18,7 @@ from kvframe.cache.audit import pages_in
 from kvframe.cache.events import EventLog
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pins import Pin
+from kvframe.cache.prefix_lookup import Pin
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.specs import ENCODER, KVCacheSpec

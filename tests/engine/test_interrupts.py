@@ -21,7 +21,7 @@ from kvframe_engine.core import STEP_FAILED
 
 import kvframe
 from kvframe import Engine, RequestOutput, SamplingParams
-from kvframe.cache.pins import Pin
+from kvframe.cache.prefix_lookup import Pin
 from kvframe.contract.errors import RequestError
 from kvframe.contract.model import ModelIdentity
 from tests.engine.scripted_model import ScriptedModel

@@ -251,6 +251,13 @@ def test_wrong_ranges_are_refused(model: tuple[Path, Any]) -> None:
         assert "exceeds_step" == refusal(engine, [(2, 19)])
 
 
+def test_an_empty_iterator_states_no_range(model: tuple[Path, Any]) -> None:
+    with make_engine(model[0]) as engine:
+        stated = [Prompt(decoder=TEXT, bidirectional=ranges) for ranges in ((), iter(()))]
+        plain, empty = engine.generate(stated, SamplingParams(max_new_tokens=2))
+        assert plain.token_ids == empty.token_ids
+
+
 def test_ranges_are_refused_if_a_layers_backend_does_not_honour_them(
     model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

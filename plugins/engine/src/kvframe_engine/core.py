@@ -529,13 +529,12 @@ class EngineCore(ABC, Generic[RequestT]):
             self._compute_batch()
         finally:
             self._step_began = 0.0
+            if self._scheduler.failed:
+                self._requests.note(self._scheduler.take_failed())
 
     def _compute_batch(self) -> None:
         scheduler, unreported = self._scheduler, self._requests.unreported
-        try:
-            step = scheduler.schedule()
-        finally:
-            self._note_failed()
+        step = scheduler.schedule()
         if step is None:
             return
         trace = self._trace
@@ -551,10 +550,7 @@ class EngineCore(ABC, Generic[RequestT]):
                 self._end_all(RANKS_ENDED)
             refuse_exit(f"{self.model.description.name}: a step failed", error)
             raise
-        try:
-            unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
-        finally:
-            self._note_failed()
+        unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
         if trace is not None:
             trace.note_computed(step)
         if self._cache_events.listener is not None:
@@ -571,11 +567,6 @@ class EngineCore(ABC, Generic[RequestT]):
             if request.finish_reason is None:
                 request.error = error
                 self._scheduler.end(request, "error")
-
-    def _note_failed(self) -> None:
-        """Record the requests that the scheduler ended with an error."""
-        if self._scheduler.failed:
-            self._requests.note(self._scheduler.take_failed())
 
     def _forget(self, requests: Iterable[RequestT]) -> None:
         """End requests without a report to their owner."""

@@ -32,7 +32,6 @@ from kvframe_engine.requests.prompt import (
     params_for_each,
     prompts_of,
     salt_of_each,
-    sample_ids,
 )
 from kvframe_engine.requests.request import Request, RequestOutput
 from kvframe_engine.requests.stops import NO_STOPS, StopStrings
@@ -426,7 +425,7 @@ class Engine(EngineCore[Request]):
             if params.special_tokens:
                 decode_stream = partial(decode_stream, special_tokens=True)
         requests = make_samples(
-            [self._new_id(each) for each in sample_ids(request_id, params.n)],
+            [request_id, *(self._new_id(f"{request_id}/{sample}") for sample in range(1, params.n))],
             token_ids,
             params,
             lambda: TextStream(decode_stream, token_ids, stops) if has_text else None,

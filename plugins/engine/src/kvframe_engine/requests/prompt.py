@@ -181,11 +181,6 @@ def _one_for_each(values: str | Sequence[str], num_requests: int, name: str, cod
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def sample_ids(request_id: str, count: int) -> list[str]:
-    """Return the ids of a request's samples in the engine: the request's id, then ids derived from it."""
-    return [request_id, *(f"{request_id}/{index}" for index in range(1, count))]
-
-
 def make_samples(
     ids: Sequence[str],
     token_ids: Sequence[int],

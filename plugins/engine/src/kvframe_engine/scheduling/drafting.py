@@ -10,6 +10,11 @@ The more requests generate, the more a wrong draft costs, up to as much as a tok
 of all requests were wrong, only every eighth step has drafts, and a request gets them only after three that are tried
 and right. A tried draft is not computed. It is compared with the token that the request generates. A request that the
 proposer has no drafts for is then asked about more and more seldom.
+
+With 32 requests of ``benchmarks.engine.drafts --text sampled``, whose text does not repeat itself, 71 of 135 drafts are
+wrong, and the engine runs at 0.99 of its speed without drafts. Without tries (``NUM_TRIES = 0``) it runs at 0.97, with
+340 wrong drafts; if each request is asked about in every step (``Pace.skip`` returns 0) as well, at 0.92, with 561. On
+text that repeats itself they change nothing.
 """
 
 from __future__ import annotations
