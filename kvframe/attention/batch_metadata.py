@@ -16,6 +16,7 @@ from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
     RANGE_ENDS,
+    SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
     Extension,
@@ -142,6 +143,10 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
                 # A sequence of an input is in no order.
                 extensions=extensions if sequence == TOKENS else batch.extensions,
             )
+    for group, first_tokens in tables.first_tokens.items():
+        first_cpu = torch.from_numpy(first_tokens[batch.rows].astype(np.int32))
+        hidden = {**extensions, SEQ_STARTS: Extension(there(first_cpu), Axis.REQUEST, first_cpu)}
+        found[group] = attrs.evolve(found[group], extensions=hidden)
     return tuple(found[group] for group in sorted(found))
 
 

@@ -76,9 +76,7 @@ class AttentionGroup:
         all requests are of one kind. A wrapper with effects may turn requests of equal lengths into requests of
         several lengths, unless each computes a single token.
         """
-        order, limit = self.builder.batch_order, GraphCapture.ALWAYS
-        if order is not None:
-            limit = GraphCapture.DECODE if order.extends_first else GraphCapture.UNIFORM
+        limit = GraphCapture.ALWAYS if self.builder.batch_order is None else GraphCapture.UNIFORM
         if any(wrapper.effects for wrapper in self.wrappers) and self.builder.capture == GraphCapture.UNIFORM:
             limit = min(limit, GraphCapture.DECODE)
         return min(chain_capture(self.wrappers), self.builder.capture, limit)

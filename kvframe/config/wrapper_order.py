@@ -10,11 +10,7 @@ from kvframe.contract.wrapper import MetadataWrapper
 
 
 def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
-    """Raise for a chain whose wrappers cannot be in this order.
-
-    Raises:
-        WrapperError: With the code ``chain_order``; the message names the legal order, if there is one.
-    """
+    """Raise ``WrapperError`` (``chain_order``) for a wrong order of wrappers, with the legal order if there is one."""
     problem = _misplaced(chain)
     if problem is None:
         return

@@ -244,7 +244,6 @@ class AttentionBackend(Growing, ABC):
         assert self.layers[0].spec is not None
         self.layers[0].spec.kv_format.write(key, value, kv_cache, slots)
 
-    @abstractmethod
     def forward(
         self,
         layer: LayerSpec,
@@ -255,6 +254,9 @@ class AttentionBackend(Growing, ABC):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention of the new tokens over the cache, their own keys included (already written).
+
+        A backend that declares masks defines it. One without masks serves only types with attention of their own, which
+        ``forward_more`` computes.
 
         Args:
             layer: The layer that runs, as the group's wrapper chain leaves it.
@@ -269,7 +271,11 @@ class AttentionBackend(Growing, ABC):
 
         Returns:
             ``[num_tokens, num_heads, head_size_v], device``, in the query's dtype.
+
+        Raises:
+            BackendError: The backend does not define this method; the code is ``forward``.
         """
+        raise BackendError(f"{type(self).__name__} declares no masks, and does not define forward", "forward")
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None

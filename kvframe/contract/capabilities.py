@@ -167,7 +167,8 @@ class Capabilities:
         if spec.sequence != TOKENS and not_causal is not None and not_causal not in found:
             # Between the positions of two sequences there is no order: such a batch is never causal.
             found.append(not_causal)
-        needed = {*extensions, SEQ_STARTS} if query.first_token else {*extensions}
+        hides_tokens = query.first_token or spec.prompt_budget is not None
+        needed = {*extensions, SEQ_STARTS} if hides_tokens else {*extensions}
         for extension in sorted(needed - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
         if query.merged and not self.returns_lse:

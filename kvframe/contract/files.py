@@ -42,14 +42,9 @@ def exists(path: Path) -> bool:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a file.
+    """Return the content of a file, of at most ``max_bytes``; raise ``FileError`` if it cannot be read, or is longer.
 
-    Args:
-        path: A file, a pipe, or a device. A pipe that no process has open for writing is empty.
-        max_bytes: The most bytes that it may hold.
-
-    Raises:
-        FileError: It cannot be read, or holds more bytes.
+    It may also be a device, or a pipe: one that no process has open for writing is empty.
     """
     try:
         with open(path, "rb", opener=_open_at_once) as file:

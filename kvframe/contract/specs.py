@@ -70,6 +70,18 @@ def union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
     return merged
 
 
+def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> tuple[TokenRange, ...]:
+    """Return the block index ranges that sorted token ranges touch, sorted and disjoint."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        first, last = start // block_size, -(-stop // block_size)
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
 def num_covered(ranges: Iterable[tuple[int, int]]) -> int:
     """Return how many places disjoint ranges have together."""
     return sum(stop - start for start, stop in ranges)
@@ -176,9 +188,50 @@ class KVCacheSpec(Growing, ABC):
         """What a layer of this type keeps beside its main state, by name: each has pages and a block table of its own.
 
         Its backends write and read them in ``forward_more``. The specs have no entries themselves, and keep state of
-        the same sequence. Only a type that ``defines_attention`` has entries.
+        the same sequence. Only a type that ``defines_attention`` has entries. A type with a ``prompt_budget`` may have
+        one, named ``query``, in which the host stores the queries of each step; its state is one tensor, ``query``.
         """
         return {}
+
+    @property
+    def prompt_budget(self) -> int | None:
+        """How many tokens a request keeps of its prompt, at most, when all of the prompt is computed; None for all.
+
+        A longer prompt is read as a whole while it is computed. Then each layer chooses by content what it keeps
+        (``choose_kept``). The chosen keys and values are moved together into pages that no other request finds, and
+        become the last tokens of the prompt: later queries see them, and the tokens after them. The other pages of the
+        prompt are released, but other requests still find them in the cache. What is computed later depends on the
+        choice, so its blocks are not published.
+
+        Only for keys and values in the plain format of which a query sees all earlier ones. Every step of such a layer
+        has the extension ``SEQ_STARTS``. ``live_ranges`` says what may be kept, so it names all tokens.
+        """
+        return None
+
+    def choose_kept(
+        self,
+        layer: LayerSpec,
+        num_kept: int,
+        state: Mapping[str, torch.Tensor],
+        entries: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Choose the tokens of a prompt that a layer keeps, by their content: for a type with a ``prompt_budget``.
+
+        Each KV head chooses for itself: if a rank has some of the heads, they choose as they do among all heads.
+
+        Args:
+            layer: The layer.
+            num_kept: How many tokens each head keeps.
+            state: The keys and values of the prompt, ``k`` and ``v``, each ``[num_tokens, num_kv_heads, size],
+                device``. It is not written to.
+            entries: For each entry of the type its state of the tokens that are live after the prompt, by name,
+                ``[num_live, *shape], device``.
+
+        Returns:
+            ``[num_kv_heads, num_kept], int64, device``: positions of tokens, each once, in any order. They keep the
+            order of their positions.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps whole prompts")
 
     def inputs(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
         """Return what an attention call is given beside query, key and value: shapes for each token, by name.
@@ -282,14 +335,7 @@ class KVCacheSpec(Growing, ABC):
 
     def live_blocks(self, n: int) -> tuple[tuple[int, int], ...]:
         """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint."""
-        merged: list[tuple[int, int]] = []
-        for start, stop in self.live_ranges(n):
-            first, last = start // self.block_size, -(-stop // self.block_size)
-            if merged and first <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-            else:
-                merged.append((first, last))
-        return tuple(merged)
+        return blocks_of(self.live_ranges(n), self.block_size)
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
         """Return the block index ranges that get a page when tokens ``[n, n + num_new_tokens)`` are computed.

@@ -25,6 +25,7 @@ from kvframe.selection.skipping import DRAFTING, Skipping, find_skipping
 
 if TYPE_CHECKING:
     from kvframe.attention.layers import Layers
+    from kvframe.cache.coordinator import TokenMover
     from kvframe.config.stack import Stack
     from kvframe.contract.backend import KVCache
     from kvframe.contract.description import ModelDescription
@@ -208,8 +209,7 @@ class Setup:
             max_num_batched_tokens=self.plan.max_num_batched_tokens,
             max_input_lens=self.plan.max_input_lens,
             hybrid=self.stack.cache.hybrid,
-            tensor_parallel_size=len(layers),
-        ).plans
+        )
 
     def num_host_slabs(self, plan: KVCachePlan) -> int:
         """Return the number of slabs for preempted requests in CPU memory; 0 if requests are not swapped.
@@ -238,6 +238,18 @@ class Setup:
             StackError: The proposer is unknown, cannot be imported, or does not take its options.
         """
         return make_proposer(self.stack, self.registry)
+
+    def make_mover(self, views: Mapping[str, KVCache]) -> TokenMover | None:
+        """Return what moves the tokens that layers keep of a prompt; None if all layers keep whole prompts.
+
+        Args:
+            views: Each layer's state tensors in the pool.
+        """
+        if all(layer.spec is None or layer.spec.prompt_budget is None for layer in self.all_layers):
+            return None
+        from kvframe.attention.kept_tokens import KeptTokens
+
+        return KeptTokens(self.all_layers, self.grouping, views)
 
     def make_layers(
         self,

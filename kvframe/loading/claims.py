@@ -213,13 +213,9 @@ class Claim:
             return str(error)
 
     def why_unusable(self, loaded: Any) -> str:
-        """Return the class's own reason why it cannot be used in this environment; empty if it gives none.
+        """Return the reason of a loaded class why it cannot be used in this environment; empty if it gives none.
 
-        Args:
-            loaded: The class that ``load`` returned.
-
-        Raises:
-            PluginError: Its ``unusable_reason`` raises, or returns neither a sentence nor None.
+        Raises ``PluginError`` if its ``unusable_reason`` raises, or returns neither a sentence nor None.
         """
         if self.kind != "backend":
             return ""

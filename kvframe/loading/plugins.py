@@ -124,9 +124,6 @@ def load_plugins(policy: PluginPolicy = PluginPolicy(), plugins: Sequence[Module
         policy: The stack's policy for plugins.
         plugins: Modules with kvframe hooks that need not be installed; a module that cannot be used is an error.
 
-    Returns:
-        One record per plugin, and the registry.
-
     Raises:
         StackError: The policy names a plugin that was not found, or has settings for one that takes none.
         PluginError: A plugin that the stack requires, or that was passed, cannot be used.

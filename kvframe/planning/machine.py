@@ -31,19 +31,10 @@ _CPU_FEATURES = {
 
 
 def with_dtype(stack: Stack, path: Path, registry: Registry, *, runs_here: bool = True) -> Stack:
-    """Return a stack that names a dtype: its own, otherwise the checkpoint's.
+    """Return a stack that names a dtype: its own, otherwise that of the checkpoint or layer file.
 
-    A CPU that cannot multiply a dtype of 16 bits computes it more slowly than float32, so that float32 is chosen there.
-
-    Args:
-        stack: What to use, with a device.
-        path: The model's folder, its config file, or a layer file.
-        registry: Where model adapters are looked up.
-        runs_here: Whether the model runs on this machine; if not, it is planned for another one.
-
-    Raises:
-        ModelError: The path is not a model.
-        PluginError: The adapter that recognises it fails.
+    A CPU that cannot multiply a dtype of 16 bits computes it more slowly than float32, so that float32 is chosen there,
+    if the model ``runs_here`` and is not planned for another machine.
     """
     if stack.model.dtype != AUTO:
         return stack

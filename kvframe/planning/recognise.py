@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class FoundAdapter:
-    """Wraps a plugin's model adapter, so that its failures become errors that name it.
-
-    Attributes:
-        claim: The plugin's claim to the adapter's name.
-        adapter: The plugin's instance.
-    """
+    """Wraps a plugin's model adapter, so that its failures become errors that name it by the plugin's claim."""
 
     claim: Claim
     adapter: ModelAdapter
@@ -70,11 +65,7 @@ class FoundAdapter:
     def load(self, path: Path, *, device: str, dtype: str, whole: bool = False) -> LoadedModel:
         """Return the loaded model; raise ``KVFrameError`` if the adapter refuses or fails.
 
-        Args:
-            path: The model's folder.
-            device: The device of the model.
-            dtype: The dtype of its weights, by name.
-            whole: Whether this process alone runs the model, if there are several.
+        ``whole`` says whether this process alone runs the model, if there are several.
         """
         name = "load_whole" if whole else "load"
         what, load = f"{self.whose}: {name}()", getattr(self.adapter, name)
@@ -145,14 +136,7 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
 def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory:
     """Return a model that is in memory already, as the one adapter that knows it takes it.
 
-    Args:
-        model: The object that the user gave.
-        tokenizer: Its tokenizer, or None.
-        registry: Where adapters are looked up.
-
-    Raises:
-        ModelError: No adapter or more than one knows it, or the one that knows it cannot serve it.
-        PluginError: An adapter fails.
+    Raises ``ModelError`` if no adapter or more than one knows it, or the one that knows it cannot serve it.
     """
     names = registry.model_adapters.names()
     adopted = {name: FoundAdapter.make(registry.model_adapters.get(name)).adopt(model, tokenizer) for name in names}
@@ -187,16 +171,7 @@ def describe(path: str | Path, *, plugins: Sequence[ModuleType] = ()) -> ModelDe
 
 
 def describe_model(path: Path, registry: Registry) -> ModelDescription:
-    """Read a model's layers without its weights, from a layer file or by the adapter that recognises ``path``.
-
-    Args:
-        path: A model's folder or config file, or a layer file (``kvframe.planning.layer_file``), which needs no torch.
-        registry: Where adapters are looked up.
-
-    Raises:
-        ModelError: The path does not exist, is not a model, or is a model that the adapter cannot describe.
-        PluginError: The adapter that recognises it fails.
-    """
+    """Read a model's layers without its weights, from a layer file or by the adapter that recognises ``path``."""
     if is_layer_file(path):
         return read_layer_file(path)
     return find_adapter(path, registry).describe(path)

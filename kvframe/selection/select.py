@@ -38,7 +38,7 @@ def select_backends(
     device: str,
     skipping: Skipping = NO_SKIPPING,
 ) -> tuple[Choice, ...]:
-    """Choose a wrapper chain and a backend for each layer.
+    """Choose a wrapper chain and a backend for each layer that attends, in the model's order.
 
     The chain is the stack's, or otherwise the default of the layer's cache spec. If the stack names a backend, that
     backend serves the layer or the layer is refused; no other one is tried. ``"auto"`` considers the backends whose
@@ -47,16 +47,6 @@ def select_backends(
     then the highest preference, then the first name.
 
     A layer that keeps state and does not attend is computed by the model, so no backend is chosen for it.
-
-    Args:
-        layers: The model's layers, in the order they run.
-        stack: Its rules.
-        registry: Where names are looked up.
-        device: The device type that the model runs on (``"cpu"``).
-        skipping: Which layers compute only a step's generating tokens.
-
-    Returns:
-        The choices for the layers that attend, in their order.
 
     Raises:
         BackendError: No backend can serve a layer, or the named one cannot; the message says why for each. Or a rule
@@ -70,7 +60,8 @@ def select_backends(
     """
     _check_skipping(stack, registry)
     for layer in layers:
-        if layer.query is None and layer.spec is not None:
+        # A rule that names a layer by its pattern does not mean the layer's entries.
+        if layer.query is None and layer.spec is not None and layer.entry_of is None:
             _check_not_chosen(layer, layer.spec.kind, stack)
     attending = [layer for layer in layers if layer.query is not None]
     choices = tuple(_choose(layer, layers, stack, registry, device, skipping) for layer in attending)

@@ -83,10 +83,6 @@ def make_cases(
         formats: The formats that exist; the installed ones unless given. Cases are made in those that the backend
             declares, and in all others too if it takes copies.
         only: A pattern for the names of the cases (``"full-*"``).
-
-    Raises:
-        ConformanceError: The backend declares a format that is not among ``formats``; or no case can be made at all,
-            after one of the chains, in one of the formats, or with a name that matches.
     """
     all_cases: list[Case] = []
     refusals: list[Refusal] = []

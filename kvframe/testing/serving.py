@@ -160,8 +160,7 @@ class _Served:
 
     def _packed(self, step: Mapping[str, Request]) -> dict[str, Request]:
         """Return a step's requests in the order in which an engine packs them."""
-        lengths = np.array([(request.num_computed, request.num_new) for request in step.values()])
-        order = self._attention.order_for(lengths[:, 0], lengths[:, 1])
+        order = self._attention.order_for(np.array([request.num_new for request in step.values()]))
         items = [*step.items()]
         return dict(items if order is None else [items[index] for index in order])
 

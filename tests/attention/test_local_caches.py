@@ -19,8 +19,9 @@ from kvframe.config.stack import Stack
 from kvframe.contract.errors import SpecError
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.planning.groups import group_layers, share_caches
+from kvframe.planning.groups import group_layers
 from tests.attention.attending import CPU, Bench, close, full, layer
+from tests.support.layers import share_caches
 from tests.support.plugins import plugin
 
 MIXED = [(0, 9), (0, 1), (0, 4), (0, 12), (0, 3)]

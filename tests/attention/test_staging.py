@@ -37,7 +37,7 @@ from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import group_layers, share_caches
+from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
 from kvframe.selection.skipping import Skipping, find_skippable_layers
@@ -48,6 +48,7 @@ from tests.attention.capturable import CapturableReference
 from tests.attention.test_states import states
 from tests.attention.test_steps import Decodes, ShortOnes
 from tests.covering import keep
+from tests.support.layers import share_caches
 from tests.support.plugins import plugin
 
 

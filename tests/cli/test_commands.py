@@ -13,6 +13,7 @@ from textwrap import dedent
 import attrs
 import pytest
 from kvframe_engine.commands import generate as generating
+from kvframe_engine.commands.options import log_lines
 from kvframe_engine.engine import Engine
 from kvframe_transformers.testing import save_tiny, tiny_config
 
@@ -573,7 +574,7 @@ def test_a_terminal_shows_the_slow_parts_of_a_start(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     log = logging.getLogger("kvframe")
-    with render.log_lines():
+    with log_lines():
         log.info("capturing %d graphs", 4)
     log.info("nobody asked")
     assert ("kvframe: capturing 4 graphs\n" if is_terminal else "") == capsys.readouterr().err

@@ -21,13 +21,14 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import SpecError
 from kvframe.contract.formats import StateTensor
 from kvframe.contract.specs import AttentionMask, KVCacheSpec, LayerSpec, QuerySpec, TokenRange
-from kvframe.planning.groups import group_layers, make_layer_specs, share_caches
+from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.planning.spec_check import check_spec_at_set_up, sampled_positions
 from tests.cache.plans import RangeSpec, StateSpec, full, ranged
 from tests.covering import few
 from tests.models.serving import GREEDY, TinyModel, held_pages, ids, make_stack
 from tests.support.engines import manager_of
+from tests.support.layers import share_caches
 
 MAX_LEN = 512
 

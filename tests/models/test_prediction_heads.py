@@ -375,7 +375,7 @@ def test_requests_are_packed_as_the_backend_of_the_heads_asks(models: Models) ->
             each.compute = noting(each.compute)
         engine.generate(SOME, GREEDY)
         for batch in batches:
-            assert None is runner._layers.order_for(batch.num_computed, batch.query_lens)
+            assert None is runner._layers.order_for(batch.query_lens)
             mixed += len({*(batch.query_lens > 1).tolist()}) > 1
     assert mixed > 0
 

@@ -91,9 +91,7 @@ ALSO_TORCH_FREE = (
 
 # The imports that plugins and their tests may have: the names of ``kvframe``, the contract, the test kit, and what
 # commands share.
-PUBLIC = re.compile(
-    r"kvframe|kvframe\.(contract|testing)(\.\w+)?|kvframe\.cli\.(completion|interrupts|options|pages|render)"
-)
+PUBLIC = re.compile(r"kvframe|kvframe\.(contract|testing)(\.\w+)?|kvframe\.cli\.(options|pages|render)")
 PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
 
 

@@ -72,7 +72,7 @@ class PagedAttention:
         format: The format of keys and values, of ``FORMATS``.
         k_scale: The factor on keys stored as ``fp8_tensor``.
         v_scale: Likewise for values.
-        num_choosers: If queries read chosen tokens, the equal groups of KV heads with choices of their own; 0 otherwise.
+        num_choosers: If tokens are chosen, the equal groups of KV heads with choices of their own; 0 otherwise.
         num_cores: The device's multiprocessors.
         tilings: Shapes of programs, by ascending rows; None for shapes that suit the sizes.
     """
@@ -147,7 +147,7 @@ class PagedAttention:
             kv_cache: ``k``, ``v`` and, if the format has them, scales: ``[num_block_ids, block_size, num_kv_heads, …],
                 device``, strided over the pool.
             block_table: ``[num_reqs, max_blocks], int32, device``. For chosen tokens (``batch_of_chosen``)
-                ``[num_tokens, num_choosers, num_chosen]``: their slots, ``block * block_size + offset``; negative for none.
+                ``[num_tokens, num_choosers, num_chosen]``: slots, ``block * block_size + offset``; negative for none.
             numbers: The numbers of ``plan``'s result, on the device.
             programs: The programs of ``plan``'s result.
             output: ``[num_tokens, num_heads, head_size_v], device``, contiguous; every row is written.

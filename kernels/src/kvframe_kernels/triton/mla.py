@@ -71,7 +71,8 @@ class LatentAttention:
 
     def tilings_for(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
         """Return the shapes of programs, for queries of this dtype."""
-        return self.tilings or suitable_tilings(self.latent_size, dtype.itemsize, 1 if self.by_token else self.block_size)
+        block_size = 1 if self.by_token else self.block_size
+        return self.tilings or suitable_tilings(self.latent_size, dtype.itemsize, block_size)
 
     def planner(self, dtype: torch.dtype) -> StepPlanner:
         """Return the planner of steps, for which each program's share of the heads is a KV head."""

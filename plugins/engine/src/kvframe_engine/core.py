@@ -19,6 +19,7 @@ from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
 from kvframe_engine.assembly import Assembly, assemble
 from kvframe_engine.cache_events import CacheEventDelivery, CacheListener
+from kvframe_engine.cache_key import read_secret
 from kvframe_engine.parts import attach_models, make_admission, make_manager, make_scheduler
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.joining import ranks_of
@@ -109,7 +110,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         stack = setup.stack.with_device()
         setup = attrs.evolve(setup, stack=stack)
-        self._secret = stack.read_secret()
+        self._secret = read_secret(stack.cache.key, stack.source)
         assembly = assemble(model, setup, ranks)
         self.model, self.stack, self._registry = model, stack, setup.registry
         self.setup, self.grouping = assembly.setup, assembly.setup.grouping

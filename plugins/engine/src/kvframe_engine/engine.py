@@ -437,6 +437,7 @@ class Engine(EngineCore[Request]):
             cache_salt=cache_salt,
             owner=owner,
             boundaries=boundaries if self._manager.prefix_caching else (),
+            keeps_part=self.plan.keeps_part,
             ranges=ranges,
         )
         self._add(requests)

@@ -13,17 +13,14 @@ import click
 
 from kvframe import find_model
 from kvframe.cli.options import (
-    REFUSED_EXIT_CODE,
     block_size_option,
-    cache_salt_option,
-    device_option,
     dtype_option,
     memory_option,
-    read_salts,
     read_stack,
     stack_option,
 )
 from kvframe.cli.render import print_json, progress
+from kvframe_engine.commands.options import REFUSED_EXIT_CODE, cache_salt_option, device_option, read_salts
 from kvframe_engine.commands.prompts import read_prompt_token_ids, read_prompts
 
 if TYPE_CHECKING:

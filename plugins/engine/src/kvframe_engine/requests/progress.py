@@ -61,6 +61,9 @@ class RequestProgress:
         cached: What was found of its prompt, or taken from another sample, when it was first admitted; None before.
         pause_at: Computed tokens at which a step ends, so that other requests can fork from there; 0 for none.
         boundaries: Computed tokens at which steps end too, ascending, so that each type of state keeps one there.
+        keeps_part: Whether its layers keep a part of its prompt, which they choose when the prompt is computed.
+        has_chosen: Whether they have chosen. The tokens that they gave up are then computed again only with the whole
+            prompt.
         ranges: Ranges of its prompt whose tokens see each other in both directions; each is computed in one step.
         cache_tokens: Its tokens as the cache compares them.
         forks_from: The request with the same tokens from which it forks at ``pause_at``, to save computing them; None
@@ -92,6 +95,8 @@ class RequestProgress:
     cached: FoundPrefix | None = None
     pause_at: int = 0
     boundaries: tuple[int, ...] = ()
+    keeps_part: bool = False
+    has_chosen: bool = False
     ranges: tuple[TokenRange, ...] = ()
     cache_tokens: Sequence[int] = attrs.field(
         init=False, default=attrs.Factory(lambda self: self._marked, takes_self=True)
@@ -108,6 +113,11 @@ class RequestProgress:
     def num_final_tokens(self) -> int:
         """The most tokens that it may have at its end."""
         return len(self.token_ids)
+
+    @property
+    def has_to_choose(self) -> bool:
+        """Whether its layers choose what they keep of its prompt before a further token of it is computed."""
+        return self.keeps_part and not self.has_chosen and self.num_computed == self.num_prompt_tokens
 
     @property
     def next_stop(self) -> int:

@@ -112,7 +112,9 @@ class Drafting(Generic[RequestT]):
         may_draft = (step.num_known - step.num_computed == 1) & (step.num_scheduled == 1) & (step.num_computed > 0)
         requests = step.requests
         places = [
-            place for place in np.flatnonzero(may_draft & is_due).tolist() if not requests[place].wants_prompt_rows
+            place
+            for place in np.flatnonzero(may_draft & is_due).tolist()
+            if not requests[place].wants_prompt_rows and requests[place].num_computed >= requests[place].last_pause
         ]
         self._num_generating = int(np.count_nonzero(may_draft))
         counts = self._counts([requests[place] for place in places], budget)

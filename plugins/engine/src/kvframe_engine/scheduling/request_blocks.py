@@ -26,6 +26,7 @@ class RequestCache(Protocol):
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
         ranges: Sequence[TokenRange] = (),
+        num_prompt_tokens: int | None = None,
     ) -> int:
         """Add a request; return the number of tokens that a cached prefix covers, fewer than ``token_ids``."""
 
@@ -53,6 +54,9 @@ class RequestCache(Protocol):
 
     def commit_rows(self, rows: IntArray, num_computed: IntArray) -> None:
         """Record the numbers of computed tokens of several requests, by row."""
+
+    def shrink(self, request_id: str) -> bool:
+        """Let the layers choose what they keep of a computed prompt; return False, unchanged, if blocks are too few."""
 
     def swap_out(self, request_id: str) -> bool:
         """Move a request's state to host memory; False, and no change, if it does not fit there; may raise."""
@@ -118,6 +122,8 @@ class RequestBlocks(Generic[RequestT]):
 
     def swap_out(self, request: RequestT) -> bool:
         """Swap a request out to host memory; return False, and change nothing, if that is not possible."""
+        if request.has_to_choose:  # between two steps only: it computes its prompt again
+            return False
         try:
             if not self._cache.swap_out(request.request_id):
                 return False
@@ -134,7 +140,7 @@ class RequestBlocks(Generic[RequestT]):
         self._cache.free(request.request_id)
         request.row = -1
         request.is_swapped = False
-        request.num_computed = 0
+        request.num_computed, request.has_chosen = 0, False
         request.new_inputs = frozenset()
 
     # --- the three ways to start --------------------------------------------------------------------------------------
@@ -182,6 +188,7 @@ class RequestBlocks(Generic[RequestT]):
                 use_prefix=request.uses_prefix,
                 inputs=request.input_sequences,
                 ranges=request.ranges,
+                num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
             )
             if request.inputs:
                 request.new_inputs = self._cache.missing_inputs(request.request_id)
