@@ -572,8 +572,6 @@ def test_marker_with_another_hooks_name_is_honoured(site: FakeSite) -> None:
 HOOKS = sorted(name for name in vars(hookspecs.HookSpecs) if name.startswith("kvframe_"))
 
 
-
-
 def test_the_hooks_of_version_1_0_are_there() -> None:
     assert hookspecs.API_VERSION == "1.0"
     assert HOOKS == [
