@@ -15,13 +15,13 @@ from kvframe.attention.copies import CopyScratch
 from kvframe.attention.entries import AttachedEntryLayer, form_entry_groups, read_entries
 from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.layer import AttentionLayer, QueryStoringLayer, stores_queries
-from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.padding import pad_step
 from kvframe.attention.request_order import find_order
 from kvframe.attention.staging import HOST, StagedMemory, Staging
 from kvframe.attention.state import StateLayers
 from kvframe.attention.step import Step
+from kvframe.attention.storage import LocalCaches
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import KVCache
 from kvframe.contract.capture import GraphCapture, NotReplayableError

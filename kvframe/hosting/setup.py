@@ -16,9 +16,8 @@ from kvframe.contract.formats import PLAIN
 from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.layer_file import is_layer_file
-from kvframe.planning.machine import with_dtype
 from kvframe.planning.ranks import plan_ranks
-from kvframe.planning.recognise import describe_model
+from kvframe.planning.recognise import describe_model, with_dtype
 from kvframe.planning.retyping import retyped_layers
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.selection.skipping import DRAFTING, Skipping, find_skipping
@@ -273,7 +272,7 @@ class Setup:
         import torch
 
         from kvframe.attention.layers import Layers
-        from kvframe.attention.local import LocalCaches
+        from kvframe.attention.storage import LocalCaches
         from kvframe.selection.choice import layers_on_copies
 
         choices = self.choices if choices is None else choices

@@ -12,8 +12,7 @@ import torch
 
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import Layers
-from kvframe.attention.local import LocalCaches
-from kvframe.attention.storage import KVCacheStorage
+from kvframe.attention.storage import KVCacheStorage, LocalCaches
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.stack import Stack

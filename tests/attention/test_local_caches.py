@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvframe_attention_free import EncoderOnlySpec
 
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.local import LocalCaches, num_pages
 from kvframe.attention.padding import pad_metadata
+from kvframe.attention.storage import LocalCaches, num_pages
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import SpecError
 from kvframe.contract.specs import LayerSpec

@@ -21,10 +21,9 @@ from kvframe_triton.backend import TritonBackend
 
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.layers import Layers
-from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
-from kvframe.attention.storage import KVCacheStorage
+from kvframe.attention.storage import KVCacheStorage, LocalCaches
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager

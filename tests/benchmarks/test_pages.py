@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.attention import chosen, cpu, formats, fuzz, metadata
 from benchmarks.cache import core, definition, eviction, growth
-from benchmarks.engine import beside_vllm, drafts, generate, profile_step, server, skipping, soak
+from benchmarks.engine import beside_vllm, drafts, generate, kept_tokens, profile_step, server, skipping, soak
 from benchmarks.memory import plans, traffic
 from benchmarks.serving import evaluation, hostile
 from tests.benchmarks.calling import RESULTS, page_of, record_of
@@ -29,6 +29,7 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "eviction": eviction.write_report,
     "formats": formats.write_report,
     "generate": generate.write_report,
+    "kept_tokens": kept_tokens.write_report,
     "memory": plans.write_report,
     "memory_traffic": traffic.write_report,
     "metadata": metadata.write_report,

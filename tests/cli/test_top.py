@@ -17,7 +17,7 @@ from kvframe_engine.engine import Engine
 from kvframe_transformers.testing import save_tiny
 
 from tests.cli.test_width import run_on_terminal
-from tests.support.commands import run
+from tests.support.commands import run, without_start
 
 WINDOW = GroupUse(
     kind="sliding_window", blocks_held=12, bytes_held=3 << 20, asked_tokens=200, found_tokens=50, times_limiting=3
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_it_in_one_line(model: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Engine, "_advance", interrupted)
     result = top(model / "model", "--prompt-token-ids", model / "prompts.json")
-    assert (130, "\nkvframe: interrupted\n") == (result.exit_code, result.stderr)
+    assert (130, "\nkvframe: interrupted\n") == (result.exit_code, without_start(result.stderr))
     assert result.stdout.startswith("requests: 0 run, 0 wait, ended 0 of 8\n")
 
 

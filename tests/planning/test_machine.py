@@ -15,8 +15,8 @@ from kvframe_transformers.testing import save_tiny, tiny_model
 from kvframe import Engine, SamplingParams, Stack, load_plugins
 from kvframe.config import stack as stack_module
 from kvframe.contract.errors import ModelError, PluginError
-from kvframe.planning import machine
-from kvframe.planning.machine import cpu_multiplies, with_dtype
+from kvframe.planning import recognise
+from kvframe.planning.recognise import cpu_multiplies, with_dtype
 from tests.planning.test_recognise import Noting, found
 from tests.support.commands import run
 
@@ -190,5 +190,5 @@ def test_a_plan_is_for_the_dtype_of_the_checkpoint(monkeypatch: pytest.MonkeyPat
 def test_the_features_of_a_cpu_are_names_that_torch_has() -> None:
     known = getattr(torch.cpu, "get_capabilities", dict)()
     if known.get("architecture") == "x86_64":
-        names = [name for names in machine._CPU_FEATURES.values() for name in names if "avx" in name or "amx" in name]
+        names = [name for names in recognise._CPU_FEATURES.values() for name in names if "avx" in name or "amx" in name]
         assert set(names) <= set(known)
