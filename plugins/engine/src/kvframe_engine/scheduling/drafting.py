@@ -14,7 +14,7 @@ proposer has no drafts for is then asked about more and more seldom.
 With 32 requests of ``benchmarks.engine.drafts --text sampled``, whose text does not repeat itself, 71 of 135 drafts are
 wrong, and the engine runs at 0.99 of its speed without drafts. Without tries (``NUM_TRIES = 0``) it runs at 0.97, with
 340 wrong drafts; if each request is asked about in every step (``Pace.skip`` returns 0) as well, at 0.92, with 561. On
-text that repeats itself they change nothing.
+text that repeats itself, tries change nothing.
 """
 
 from __future__ import annotations
