@@ -26,6 +26,7 @@ from tests.cache.plans import encoder, full, make_plan, ranged, state
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_embedding import Echo
 from tests.support import managers
+from tests.support.engines import manager_of
 from tests.support.managers import compute
 
 PROMPT = "the quick brown"
@@ -349,7 +350,7 @@ def test_events_of_a_step_that_fails_come_with_the_next(caplog: pytest.LogCaptur
             engine.generate(["b" * 30], SHORT)
         model.spoil = None
         engine.generate(["c" * 30], SHORT)
-        assert len(list(engine._manager.published())) == len(mirror.blocks)
+        assert len(list(manager_of(engine).published())) == len(mirror.blocks)
 
 
 def test_another_process_makes_the_same_keys_from_the_secret_alone() -> None:

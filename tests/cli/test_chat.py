@@ -21,7 +21,7 @@ from kvframe import Engine, SamplingParams, Stack
 from kvframe.cli import main
 from kvframe.contract.model import LoadedModel
 from tests.programs import start_program
-from tests.support.commands import without_start
+from tests.support.commands import Terminal, without_start
 from tests.support.models import save_byte_model
 
 TEMPLATE = (
@@ -139,11 +139,6 @@ class Typed(io.TextIOWrapper):
     def __init__(self, text: str) -> None:
         super().__init__(io.BytesIO(text.encode()), encoding="utf-8")
 
-    def isatty(self) -> bool:
-        return True
-
-
-class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 

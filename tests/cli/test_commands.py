@@ -9,24 +9,23 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import attrs
 import pytest
-from click.testing import CliRunner, Result
 from kvframe_engine.commands import generate as generating
 from kvframe_engine.commands.options import log_lines
 from kvframe_engine.engine import Engine
 from kvframe_transformers.testing import save_tiny, tiny_config
 
 from kvframe.cache.stats import GroupLookups
-from kvframe.cli import main, render
+from kvframe.cli import render
 from kvframe.cli.live_range import describe_live_range
 from kvframe.config.stack import Stack
 from kvframe.contract.specs import AttentionSpec, TokenRange
 from tests.loading.fake_distributions import FakeSite, registers
 from tests.programs import run_program
-from tests.support.commands import without_start
+from tests.support.commands import run, run_json, without_start
+from tests.support.engines import manager_of
 
 FULL = {"kind": "full_attention", "num_kv_heads": 2, "head_size": 64}
 WINDOW = {"kind": "sliding_window", "num_kv_heads": 2, "head_size": 64, "window": 128}
@@ -35,16 +34,6 @@ LAYERS = {
     "max_model_len": 4096,
     "layers": [{"name": "l.{}", "count": 3, **WINDOW}, {"name": "l.{}", **FULL}],
 }
-
-
-def run(*arguments: object, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
-
-
-def run_json(*arguments: object) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def error_of(*arguments: object) -> str:
@@ -150,7 +139,7 @@ def test_plan_states_the_host_memory_of_a_run(model: Path, tmp_path: Path) -> No
     planned = run_json("plan", model, "--stack", stack)
     assert 3_000_000 - planned["slab_bytes"] < planned["host_bytes"] <= 3_000_000
     with Engine.from_pretrained(model, stack=Stack.from_file(stack)) as engine:
-        assert planned["host_bytes"] == engine._manager._swapper._host_pages.bytes.numel()  # type: ignore[union-attr]
+        assert planned["host_bytes"] == manager_of(engine)._swapper._host_pages.bytes.numel()  # type: ignore[union-attr]
     assert "for preempted requests" in run("plan", model, "--stack", stack).stdout
     assert 0 == run_json("plan", model, "--memory", "8MiB")["host_bytes"]
 
@@ -309,7 +298,7 @@ def test_samples_of_a_prompt_follow_each_other(model: Path, prompts: Path) -> No
 
 
 def test_generate_reads_standard_input(model: Path) -> None:
-    result = run("generate", model, "--prompt-token-ids", "-", "--max-new-tokens", 2, "--json", stdin="[1]\n[2, 3]\n")
+    result = run("generate", model, "--prompt-token-ids", "-", "--max-new-tokens", 2, "--json", input="[1]\n[2, 3]\n")
     assert [[1], [2, 3]] == [output["prompt_token_ids"] for output in json.loads(result.stdout)["outputs"]]
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvframe.cli import main
 from tests.programs import run_program
-from tests.support.commands import without_start
+from tests.support.commands import without_start, write
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "a", "mat"]
 
@@ -57,11 +57,6 @@ def here(saved: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     write(tmp_path / "ids.json", [[5, 6, 7], list(range(20, 60))])
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def write(path: Path, content: object) -> str:
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return str(path)
 
 
 def run(*arguments: str) -> Result:

@@ -13,14 +13,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from click.testing import CliRunner, Result
 from huggingface_hub import errors
 from kvframe_transformers.testing import save_tiny
 
-from kvframe.cli import main
 from kvframe.config import hub
 from tests.programs import run_program
-from tests.support.commands import without_start
+from tests.support.commands import run, without_start
 
 REPOSITORY = "acme/tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -39,10 +37,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ids.json").write_text("[[1, 2, 3]]")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments)
 
 
 def cached(cache: Path, checkpoint: Path, *names: str) -> Path:

@@ -27,6 +27,7 @@ from kvframe.planning.spec_check import check_spec_at_set_up, sampled_positions
 from tests.cache.plans import RangeSpec, StateSpec, full, ranged
 from tests.covering import few
 from tests.models.serving import GREEDY, TinyModel, held_pages, ids, make_stack
+from tests.support.engines import manager_of
 from tests.support.layers import share_caches
 
 MAX_LEN = 512
@@ -346,8 +347,8 @@ def serve(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
         last |= {output.request_id: output for output in engine.step()}
         if not engine.has_unfinished:
             break
-    assert (0, 0) == (held_pages(engine), engine._manager.stats.host_bytes_held)
-    engine._manager.audit()
+    assert (0, 0) == (held_pages(engine), manager_of(engine).stats.host_bytes_held)
+    manager_of(engine).audit()
     return [last[name] for name in names]
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config
 from kvframe import Engine, Prompt, RequestOutput, SamplingParams, Stack
 from kvframe.contract import RequestError
 from tests.covering import keep
+from tests.support.engines import runner_of
 
 NUM_NEW, WINDOW = 6, 8
 Ranges = Sequence[tuple[int, int]]
@@ -187,7 +188,7 @@ def test_steps_with_ranges_are_replayed_from_graphs(model: tuple[Path, Any]) -> 
     path, own = model
     graphs: dict[str, Any] = {"graphs": [1, 4], "graph_query_lens": [1, 16]}
     with make_engine(path, backend="cpu", model=graphs) as engine:
-        runner: Any = engine._runner
+        runner: Any = runner_of(engine)
         for case in CASES:
             check(own, [case], generate(engine, [case]))
         sizes = [*runner.graphs._graphs]

@@ -25,9 +25,7 @@ from typing import Any
 
 import attrs
 import pytest
-from click.testing import CliRunner
 
-from kvframe.cli import main
 from kvframe.config.stack import Stack
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.plugins import load_plugins
@@ -36,6 +34,7 @@ from kvframe.testing import runs as kit_runs
 from kvframe.testing.sample import sample
 from tests.programs import IMPORTED, commands_in_forks
 from tests.project.import_graph import SOURCES, runs_of_an_engine
+from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -199,7 +198,7 @@ def test_commands_run_and_print_the_shown_output(
     workplace(document)
     program, *arguments = shlex.split(command)
     assert program == "kvframe"
-    result = CliRunner().invoke(main, arguments)
+    result = run(*arguments)
     assert result.exit_code == 0, result.output
     assert is_as_shown(result.output, shown), result.output
 
