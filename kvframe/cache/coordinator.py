@@ -36,6 +36,7 @@ class KVCacheCoordinator:
 
     Attributes:
         allocator: Allocates the pages of rows.
+        blocks_moved: Per group, the pages that were filled with the tokens that rows kept of their prompts.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class KVCacheCoordinator:
         never_dies = self._first_death == NEVER and not kinds.budgets
         is_lone = kinds.is_plain and len(self._tables) == 1 and never_dies
         self._lone = self._tables[0] if is_lone else None
+        self.blocks_moved = [0] * len(self._tables)
 
     # --- the beginning ------------------------------------------------------------------------------------------------
 
@@ -292,6 +294,7 @@ class KVCacheCoordinator:
             ids = self._tables[group].ids[row, :stop]
             self._release_resident(ids[::-1], group)
             ids[start:] = pages[group]
+            self.blocks_moved[group] += stop - start
             self._tables.first_tokens[group][row] = first_tokens[group]
         state.first_tokens = first_tokens
         return True

@@ -679,6 +679,7 @@ class KVCacheManager:
             peak_blocks_held=[*pool.peak_blocks_held],
             peak_bytes_held=pool.peak_held_bytes,
             blocks_evicted=[*pool.blocks_evicted],
+            blocks_moved=[*self._coordinator.blocks_moved],
             host_bytes_held=0 if host is None else host.held_bytes,
             peak_host_bytes_held=0 if host is None else host.peak_held_bytes,
         )

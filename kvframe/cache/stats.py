@@ -65,6 +65,7 @@ class KVCacheStats:
         peak_blocks_held: Per group, the most pages held at once.
         peak_bytes_held: The most bytes of held pages of all groups at once.
         blocks_evicted: Per group, the cached pages that were evicted.
+        blocks_moved: Per group, the pages that were filled with the tokens that requests kept of their prompts.
         host_bytes_held: Bytes of pages of requests that are swapped out now.
         peak_host_bytes_held: The most of them at once.
     """
@@ -76,6 +77,7 @@ class KVCacheStats:
     peak_blocks_held: list[int] = attrs.field(factory=list)
     peak_bytes_held: int = 0
     blocks_evicted: list[int] = attrs.field(factory=list)
+    blocks_moved: list[int] = attrs.field(factory=list)
     host_bytes_held: int = 0
     peak_host_bytes_held: int = 0
 

@@ -112,6 +112,7 @@ class EngineMetrics(Collector):
         blocks = GaugeMetricFamily("kvframe_blocks_held", "Blocks of requests and pins.", labels=labels)
         pool = GaugeMetricFamily("kvframe_pool_bytes_held", "Bytes of the pool in these blocks.", labels=labels)
         evicted = CounterMetricFamily("kvframe_blocks_evicted", "Cached blocks that were evicted.", labels=labels)
+        moved = CounterMetricFamily("kvframe_blocks_moved", "Blocks that were kept of prompts.", labels=labels)
         counted = {
             name: CounterMetricFamily(f"kvframe_lookup_{name}", text, labels=labels) for name, text in _LOOKUPS.items()
         }
@@ -120,6 +121,7 @@ class EngineMetrics(Collector):
             blocks.add_metric(values, stats.blocks_held[index])
             pool.add_metric(values, stats.blocks_held[index] * group.page_bytes)
             evicted.add_metric(values, stats.blocks_evicted[index])
+            moved.add_metric(values, stats.blocks_moved[index])
             for name, family in counted.items():
                 family.add_metric(values, getattr(stats.lookups[index], name))
-        yield from (blocks, pool, evicted, *counted.values())
+        yield from (blocks, pool, evicted, moved, *counted.values())

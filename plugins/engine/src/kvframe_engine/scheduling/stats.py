@@ -72,6 +72,7 @@ class EngineStats:
         peak_bytes_held: The most bytes of blocks of all groups held at once.
         evictions: Cached blocks that were evicted.
         blocks_evicted: Per group, the cached blocks that were evicted.
+        blocks_moved: Per group, the blocks that were filled with the tokens that requests kept of their prompts.
         peak_host_bytes: The most bytes of host memory that swapped requests took at once.
         cache_bytes: Bytes allocated for the cache.
     """
@@ -98,6 +99,7 @@ class EngineStats:
     peak_bytes_held: int
     evictions: int
     blocks_evicted: tuple[int, ...]
+    blocks_moved: tuple[int, ...]
     peak_host_bytes: int
     cache_bytes: int
 
@@ -145,6 +147,7 @@ class EngineStats:
             peak_bytes_held=cached.peak_bytes_held,
             evictions=cached.num_evictions,
             blocks_evicted=tuple(cached.blocks_evicted),
+            blocks_moved=tuple(cached.blocks_moved),
             peak_host_bytes=cached.peak_host_bytes_held,
             cache_bytes=cache_bytes,
         )
