@@ -14,6 +14,7 @@ from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import Counts, GroupKinds, RowNumbers, Rows, TableStack
 from kvframe.planning.answers import Answers
+from kvframe.planning.prompt_budget import num_moved_blocks
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""
@@ -159,6 +160,8 @@ class BlockAllocator:
                 self._tables[group.index].ids[row, : self._numbers.num_blocks.item(group.index, row)]
             )
             num_needed = group.answers.num_resident_blocks(start, max(0, num_tokens - start))
+            if group.index in self._kinds.budgets and group.index not in self._numbers.states[row].first_tokens:
+                num_needed += num_moved_blocks(group.spec, num_tokens)
             lacking[group.index] = max(0, num_needed - int(num_held))
         for each in self._numbers.states[row].inputs:
             lacking[each.group] = each.num_blocks - self._numbers.num_blocks.item(each.group, row)

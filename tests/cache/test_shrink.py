@@ -283,6 +283,13 @@ def test_a_pool_without_pages_changes_nothing() -> None:
     manager.audit()
 
 
+def test_a_prompt_has_no_capacity_without_pages_for_what_it_keeps() -> None:
+    for num_slabs, has_capacity in ((7, False), (8, True)):
+        manager = with_pages(budget(4, 6), num_slabs=num_slabs)
+        manager.start("a", list(range(20)))
+        assert has_capacity == manager.has_capacity("a", 20)
+
+
 def test_a_failed_move_changes_nothing() -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no")
