@@ -281,8 +281,10 @@ class TightHost(OtherHost):
         return Memory(pool, {case.layer.name: views})
 
     def metadata(self, metadata: CommonAttentionMetadata, *, exact: bool) -> CommonAttentionMetadata:
-        """Return metadata with its own pages; entries after a request's last block name its last page."""
-        assert exact, "upper bounds of lengths need more columns"
+        """Return metadata with its own pages, and exact lengths; entries after a last block name the last page.
+
+        Upper bounds of lengths would need more columns.
+        """
         width = metadata.block_table.shape[1]
         table = self._page_of[metadata.block_table.long()].to(metadata.block_table.dtype)
         num_blocks = -(-metadata.seq_lens.long() // metadata.block_size)

@@ -93,6 +93,7 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
         "has_capacity": lambda name: manager.has_capacity(name, 5),
         "extend": lambda name: manager.extend(name, 5),
         "commit": lambda name: manager.commit(name, TOKENS, 5),
+        "shrink": manager.shrink,
         "swap_out": manager.swap_out,
         "swap_in": lambda name: manager.swap_in(name, 5),
         "free": manager.free,

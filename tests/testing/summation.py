@@ -41,7 +41,7 @@ class Given:
         """Return the arguments for some of the tokens, in an order."""
         bias = None if self.bias is None else self.bias[:, :, tokens]
         return attrs.evolve(
-            self, key=self.key[tokens], value=self.value[tokens], visible=self.visible[:, tokens], bias=bias
+            self, key=self.key[tokens], value=self.value[tokens], visible=self.visible[..., tokens], bias=bias
         )
 
 
