@@ -1,4 +1,4 @@
-"""Draw the pictures of design.md from kvframe itself: live ranges from cache specs, slabs from a cache manager.
+"""Draw the pictures of the documentation from kvframe itself: live ranges from cache specs, slabs from a cache manager.
 
 python docs/drawings.py
 """
@@ -27,10 +27,21 @@ _KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "recurrent state": ("mamba", {"conv_shapes": ((4, 3),)}),
 }
 
+GROUP = 4
+CHOSEN = (1, 4, 8, NEXT)
+"""The tokens that the query reads in the picture of a choice."""
+_ENTRIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "keys and values": ("full_attention", {}),
+    "index keys": ("token_entries", {"tensors": {"key": (8,)}}),
+    "means of 4 tokens": ("token_entries", {"tensors": {"mean": (8,)}, "tokens_per_entry": GROUP}),
+    "unfinished group": ("unfinished_group", {"tensors": {"key": (8,)}, "group": GROUP}),
+}
+"""What a layer keeps whose queries choose: its main state, and three entries."""
+
 
 def draw_all() -> dict[str, str]:
     """Return each picture, as SVG, by its file's name."""
-    return {"live_ranges.svg": _live_ranges(), "slabs.svg": _slabs(), "flow.svg": _flow()}
+    return {"live_ranges.svg": _live_ranges(), "slabs.svg": _slabs(), "flow.svg": _flow(), "choice.svg": _choice()}
 
 
 def _picture(title: str, width: int, height: int, *parts: str) -> str:
@@ -55,7 +66,7 @@ def _box(x: float, y: float, width: float, height: float, fill: str, line: str =
 
 
 def _spec(kind: str, options: Mapping[str, Any]) -> KVCacheSpec:
-    sizes = {} if kind == "mamba" else {"num_kv_heads": 1, "head_size": 8}
+    sizes = {} if kind == "mamba" or "tensors" in options else {"num_kv_heads": 1, "head_size": 8}
     made: KVCacheSpec = load_plugins().registry.specs.load(kind)(block_size=BLOCK_SIZE, **sizes, **options)
     return made
 
@@ -79,6 +90,30 @@ def _live_ranges() -> str:
     bottom = 34 + len(_KINDS) * step
     parts.append(_text(12, bottom + 8, f"Filled: the live range at {NEXT}. Dashed: the blocks that are resident."))
     return _picture("Live ranges of attention types", left + NUM_TOKENS * size + 12, bottom + 24, *parts)
+
+
+# --- a choice ---------------------------------------------------------------------------------------------------------
+
+
+def _choice() -> str:
+    """Return the entries that a layer keeps when the token after ``NEXT`` comes, and what the query at NEXT reads."""
+    left, size, step, length = 165, 26, 36, NEXT + 1
+    parts = [_text(left + (index + 0.5) * size, 24, str(index), "middle") for index in range(length)]
+    for row, (label, (kind, options)) in enumerate(_ENTRIES.items()):
+        y, spec = 34 + row * step, _spec(kind, options)
+        parts.append(_text(12, y + 18, label))
+        for start, stop in spec.live_ranges(length):
+            width = spec.tokens_per_entry
+            for first in range(start, stop - width + 1, width):
+                parts.append(_box(left + first * size + 2, y + 2, width * size - 4, size - 4, COLOURS[row > 0]))
+    y = 34 + len(_ENTRIES) * step
+    parts.append(_text(12, y + 18, f"the query at {NEXT}"))
+    for token in range(length):
+        fill = COLOURS[0] if token in CHOSEN else "#ffffff"
+        parts.append(_box(left + token * size + 2, y + 2, size - 4, size - 4, fill, INK if token == NEXT else PALE))
+    numbers = ", ".join(map(str, CHOSEN[:-1]))
+    parts.append(_text(12, y + 50, f"Above: what is kept. Below: what the query chose, {numbers} and {NEXT}."))
+    return _picture("What is kept, and what one query reads", left + length * size + 12, y + 66, *parts)
 
 
 # --- slabs ------------------------------------------------------------------------------------------------------------

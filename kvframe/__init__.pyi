@@ -17,12 +17,12 @@ from .cache.events import BlocksRemoved as BlocksRemoved
 from .cache.events import BlocksStored as BlocksStored
 from .cache.events import CacheCleared as CacheCleared
 from .cache.events import CacheEvent as CacheEvent
+from .cache.events import content_key as content_key
+from .cache.events import prefix_key as prefix_key
 from .cache.input_index import InputSequence as InputSequence
-from .cache.keys import content_key as content_key
-from .cache.keys import prefix_key as prefix_key
 from .cache.manager import KVCacheManager as KVCacheManager
-from .cache.pins import Pin as Pin
-from .cache.ranged_tokens import RangedTokens as RangedTokens
+from .cache.prefix_lookup import Pin as Pin
+from .cache.radix_tree import RangedTokens as RangedTokens
 from .cache.stats import FoundPrefix as FoundPrefix
 from .cache.stats import GroupLookups as GroupLookups
 from .cache.stats import KVCacheStats as KVCacheStats
@@ -47,7 +47,6 @@ from .planning.groups import Grouping as Grouping
 from .planning.groups import KVCacheGroup as KVCacheGroup
 from .planning.groups import group_layers as group_layers
 from .planning.groups import make_layer_specs as make_layer_specs
-from .planning.groups import share_caches as share_caches
 from .planning.memory import allocating as allocating
 from .planning.memory import check_host_bytes as check_host_bytes
 from .planning.plan import KVCachePlan as KVCachePlan

@@ -7,3 +7,5 @@ from kvframe_engine import Prompt as Prompt
 from kvframe_engine import RequestOutput as RequestOutput
 from kvframe_engine import SamplingParams as SamplingParams
 from kvframe_engine import adapter_checks as adapter_checks
+from kvframe_engine import logits_processor_checks as logits_processor_checks
+from kvframe_engine import proposer_checks as proposer_checks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,9 @@ HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 16
 PROMPTS = [[token * 7 % 128 for token in range(1, 71)] + tail for tail in ([5], [9, 9, 2], [100, 3])]
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
+Definition = Callable[..., torch.Tensor]
+"""Returns the attention of all tokens, given the type, a layer, the prompt's length, and queries, keys and values."""
+
 
 def make_model() -> LlamaForCausalLM:
     """Return a small random model whose attention is far from uniform."""
@@ -27,14 +30,20 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=128, initializer_range=0.3, eos_token_id=None, **sizes, **heads))
 
 
-def generate_densely(model: Any, spec: KVCacheSpec, prompt: list[int]) -> list[int]:
+def define(spec: Any, layer: LayerSpec, num_prompt_tokens: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """Return the attention of all tokens of a request: the definition of a type that asks for no prompt's length."""
+    output: torch.Tensor = spec.dense_attention(layer, *tensors, {})
+    return output
+
+
+def generate_densely(model: Any, spec: KVCacheSpec, prompt: list[int], definition: Definition) -> list[int]:
     """Generate with plain transformers: the whole sequence again for each token, with the type's own definition."""
     query_side = QuerySpec(num_heads=HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5)
     layer = LayerSpec(name="dense", spec=spec, query=query_side)
 
     def attend(module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         rows, keys, values = (tensor[0].transpose(0, 1).double() for tensor in (query, key, value))
-        return spec.dense_attention(layer, rows, keys, values, {}).to(query.dtype).unsqueeze(0), None
+        return definition(spec, layer, len(prompt), rows, keys, values).to(query.dtype).unsqueeze(0), None
 
     AttentionInterface.register("dense_definition", attend)
     model.set_attn_implementation("dense_definition")
@@ -45,17 +54,20 @@ def generate_densely(model: Any, spec: KVCacheSpec, prompt: list[int]) -> list[i
     return token_ids[len(prompt) :]
 
 
-def run(plugin: ModuleType, spec_class: type[KVCacheSpec], options: Mapping[str, Any]) -> None:
+def run(
+    plugin: ModuleType, spec_class: type[KVCacheSpec], options: Mapping[str, Any], definition: Definition = define
+) -> None:
     """Serve three prompts with a common beginning by a plugin, in small steps, and compare their tokens.
 
     Args:
         plugin: The module, whose hooks register the type and its backend.
         spec_class: The type.
         options: Its own options.
+        definition: The attention of a whole request, if it depends on which tokens are the prompt.
     """
     model = make_model()
     shape = {"block_size": 8, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE}
-    expected = [generate_densely(model, spec_class(**shape, **options), prompt) for prompt in PROMPTS]
+    expected = [generate_densely(model, spec_class(**shape, **options), prompt, definition) for prompt in PROMPTS]
     model.set_attn_implementation("sdpa")
     plain = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=PARAMS.max_new_tokens, do_sample=False)
     rule = {"kind": "full_attention", "spec": {"kind": spec_class.kind, **options}}

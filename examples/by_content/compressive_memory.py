@@ -95,10 +95,6 @@ class CompressiveMemoryBackend(AttentionBackend):
 
     capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"compressive_memory"})
 
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        """Raise: layers of this type are computed by ``forward_more``."""
-        raise NotImplementedError
-
     def forward_more(
         self,
         layer: LayerSpec,

@@ -100,10 +100,6 @@ class DuoBackend(AttentionBackend):
         num_full = kv_cache["k"].shape[2]
         super().write_kv(key[:, :num_full], value[:, :num_full], kv_cache, slots)
 
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        """Raise: layers of this type are computed by ``forward_more``."""
-        raise NotImplementedError
-
     def forward_more(
         self,
         layer: LayerSpec,

@@ -101,10 +101,6 @@ class MobaBackend(AttentionBackend):
 
     capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"moba"})
 
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        """Raise: layers of this type are computed by ``forward_more``."""
-        raise NotImplementedError
-
     def forward_more(
         self,
         layer: LayerSpec,

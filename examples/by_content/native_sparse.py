@@ -107,10 +107,6 @@ class NativeSparseBackend(AttentionBackend):
 
     capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"native_sparse"})
 
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        """Raise: layers of this type are computed by ``forward_more``."""
-        raise NotImplementedError
-
     def forward_more(
         self,
         layer: LayerSpec,

@@ -16,6 +16,7 @@ from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
     RANGE_ENDS,
+    SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
     Extension,
@@ -90,10 +91,8 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
     np.cumsum(batch.query_lens, out=query_start_loc[1:])
     num_tokens = int(query_start_loc[-1])
     seq_lens = (batch.num_computed + batch.query_lens).astype(np.int32)
-    requests, positions = batch.token_positions
-    num_generating = len(batch.generating_indices)
     # At least one row, so that no layer is given an empty batch.
-    generating = batch.generating_indices if num_generating else np.array([num_tokens - 1])
+    generating = batch.generating_indices if len(batch.generating_indices) else np.array([num_tokens - 1])
     query_start_loc_cpu, seq_lens_cpu = torch.from_numpy(query_start_loc), torch.from_numpy(seq_lens)
     generating_cpu = torch.from_numpy(generating)
     shared: dict[str, Any] = {
@@ -102,7 +101,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
         "num_reqs": num_reqs,
         "num_actual_tokens": num_tokens,
         "max_query_len": batch.max_query_len,
-        "num_generating": num_generating,
+        "num_generating": len(batch.generating_indices),
         "generating_indices": there(generating_cpu),
         "generating_indices_cpu": generating_cpu,
     }
@@ -129,7 +128,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
         block_tables = there(torch.from_numpy(stack.ids[:, batch.rows, :width])).unbind()
         slots: Sequence[torch.Tensor]
         if sequence == TOKENS:
-            slots = there(torch.from_numpy(_slots(stack, batch.rows, requests, positions))).unbind()
+            slots = there(torch.from_numpy(_slots(stack, batch.rows, *batch.token_positions))).unbind()
         else:
             slots = [torch.zeros(num_tokens, dtype=torch.int64, device=device)] * len(stack.groups)
         for group, block_table, slot_mapping in zip(stack.groups, block_tables, slots, strict=True):
@@ -142,6 +141,10 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
                 # A sequence of an input is in no order.
                 extensions=extensions if sequence == TOKENS else batch.extensions,
             )
+    for group, first_tokens in tables.first_tokens.items():
+        first_cpu = torch.from_numpy(first_tokens[batch.rows].astype(np.int32))
+        hidden = {**extensions, SEQ_STARTS: Extension(there(first_cpu), Axis.REQUEST, first_cpu)}
+        found[group] = attrs.evolve(found[group], extensions=hidden)
     return tuple(found[group] for group in sorted(found))
 
 

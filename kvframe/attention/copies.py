@@ -11,14 +11,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import attrs
+import numpy as np
 import torch
 
-from kvframe.attention.copied_pages import live_places, static_places
 from kvframe.attention.returned import build_all, make_builder
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache, MoreInputs
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
+from kvframe.contract.order import IntArray
 from kvframe.contract.specs import AttentionMask, LayerSpec
 from kvframe.planning.memory import allocating
 
@@ -299,3 +300,62 @@ def _over_copies(metadata: CommonAttentionMetadata, index: torch.Tensor) -> Comm
     # If a window reaches back to the sinks, their blocks have two copies with the same content.
     table.view(-1).index_copy_(0, index.to(table.device, non_blocking=True), numbers)
     return attrs.evolve(metadata, block_table=table)
+
+
+def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
+    """Return the blocks that a query may see: those of the sinks, and all from the first query's window on.
+
+    Args:
+        metadata: The step.
+        mask: The mask. If it has no window and no chunk, every block up to the request's end may be seen.
+
+    Returns:
+        ``[num_pages], int64, host``: indices in the flattened block table.
+    """
+    size, num_columns = metadata.block_size, metadata.block_table.shape[1]
+    seq_lens = metadata.seq_lens_cpu.numpy().astype(np.int64)
+    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
+    first_query = seq_lens - query_lens
+    low = np.zeros_like(seq_lens)
+    if mask.window is not None:
+        low = np.maximum(first_query + 1 - mask.window, 0)
+    elif mask.chunk is not None:
+        low = first_query - first_query % mask.chunk
+    first, stop = low // size, np.where(query_lens > 0, -(-seq_lens // size), 0)
+    num_sinks = np.minimum(first, -(-mask.num_sink_tokens // size))
+    counts = np.maximum(stop - first, 0) + np.where(query_lens > 0, num_sinks, 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+    columns = np.where(place < num_sinks[rows], place, place - num_sinks[rows] + first[rows])
+    index: IntArray = rows * num_columns + columns
+    return index
+
+
+def static_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
+    """Return as many blocks as any batch of a graph needs: all blocks, or the most that a window reaches.
+
+    Args:
+        metadata: The step, at a graph's sizes.
+        mask: As for ``live_places``.
+
+    Returns:
+        ``[num_pages], int64, host``.
+    """
+    (num_rows, num_columns), size = metadata.block_table.shape, metadata.block_size
+    starts = np.arange(num_rows, dtype=np.int64)[:, None] * num_columns
+    num_sinks = -(-mask.num_sink_tokens // size)
+    reach = metadata.max_query_len + (mask.window or mask.chunk or 0)
+    num_reached = reach // size + 2
+    if (mask.window is None and mask.chunk is None) or num_sinks + num_reached >= num_columns:
+        every: IntArray = (starts + np.arange(num_columns)).ravel()
+        return every
+    first_query = metadata.seq_lens_cpu.numpy() - np.diff(metadata.query_start_loc_cpu.numpy())
+    if mask.window is not None:
+        low = np.maximum(first_query + 1 - mask.window, 0)
+    else:
+        low = first_query - first_query % (mask.chunk or 1)
+    first = np.clip(low // size, 0, num_columns - num_reached)
+    reached = first[:, None] + np.arange(num_reached)
+    sinks = np.broadcast_to(np.arange(num_sinks), (num_rows, num_sinks))
+    index: IntArray = (starts + np.concatenate([sinks, reached], axis=1)).ravel()
+    return index

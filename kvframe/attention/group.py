@@ -9,7 +9,6 @@ import attrs
 import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
-from kvframe.attention.key_parts import merged_over
 from kvframe.attention.returned import make_builder
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.capabilities import Capabilities, Refusal
@@ -77,9 +76,7 @@ class AttentionGroup:
         all requests are of one kind. A wrapper with effects may turn requests of equal lengths into requests of
         several lengths, unless each computes a single token.
         """
-        order, limit = self.builder.batch_order, GraphCapture.ALWAYS
-        if order is not None:
-            limit = GraphCapture.DECODE if order.extends_first else GraphCapture.UNIFORM
+        limit = GraphCapture.ALWAYS if self.builder.batch_order is None else GraphCapture.UNIFORM
         if any(wrapper.effects for wrapper in self.wrappers) and self.builder.capture == GraphCapture.UNIFORM:
             limit = min(limit, GraphCapture.DECODE)
         return min(chain_capture(self.wrappers), self.builder.capture, limit)
@@ -155,7 +152,6 @@ def _set_up(
     made = (choice.backend_class, layers, device, choice.backend_options, scratch)
     try:
         backend = call(f"{whose}__init__()", make_backend, *made)
-        backend = merged_over(backend, choice.wrappers, layers, device)
         builder = call(f"{whose}make_builder()", make_builder, backend)
         call(f"{whose}reuse_key of its builder", lambda: hash(builder.reuse_key))
         return backend, builder

@@ -21,6 +21,7 @@ from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.answers import ask
+from kvframe.planning.prompt_budget import QUERY
 
 
 class AttentionLayer:
@@ -389,6 +390,27 @@ class AttentionLayer:
             f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's forward",
             code="wrong_output",
         )
+
+
+class QueryStoringLayer(AttentionLayer):
+    """A layer whose type has an entry of queries, for its choice of the tokens that it keeps of a prompt."""
+
+    def __call__(self, query: torch.Tensor, *tensors: torch.Tensor | None, **more: Any) -> torch.Tensor:
+        """Store the step's queries, and attend."""
+        self._entries[QUERY].step.write(query=query)
+        return super().__call__(query, *tensors, **more)
+
+    def with_lse(
+        self, query: torch.Tensor, *tensors: torch.Tensor | None, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the step's queries, and attend."""
+        self._entries[QUERY].step.write(query=query)
+        return super().with_lse(query, *tensors, **more)
+
+
+def stores_queries(layer: LayerSpec) -> bool:
+    """Return whether a layer's type has the entry of queries that the host stores."""
+    return layer.spec is not None and layer.spec.prompt_budget is not None and QUERY in layer.spec.entries
 
 
 def _head_shape(layer: LayerSpec) -> tuple[int, int | None]:

@@ -14,14 +14,14 @@ from kvframe.attention.build import GroupStep, MetadataPlan, PreparedStep
 from kvframe.attention.copies import CopyScratch
 from kvframe.attention.entries import AttachedEntryLayer, form_entry_groups, read_entries
 from kvframe.attention.group import AttentionGroup, form_groups
-from kvframe.attention.layer import AttentionLayer
-from kvframe.attention.local import LocalCaches
+from kvframe.attention.layer import AttentionLayer, QueryStoringLayer, stores_queries
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.padding import pad_step
 from kvframe.attention.request_order import find_order
 from kvframe.attention.staging import HOST, StagedMemory, Staging
 from kvframe.attention.state import StateLayers
 from kvframe.attention.step import Step
+from kvframe.attention.storage import LocalCaches
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import KVCache
 from kvframe.contract.capture import GraphCapture, NotReplayableError
@@ -122,7 +122,7 @@ class Layers(Mapping[str, AttentionLayer]):
             if entry.entry_of is not None
         }
         self._layers: dict[str, AttentionLayer] = {
-            layer.name: AttentionLayer(
+            layer.name: (QueryStoringLayer if stores_queries(layer) else AttentionLayer)(
                 layer, views[layer.name] if views else {}, step, read_entries(layer, self.entries)
             )
             for step in self._steps
@@ -149,8 +149,7 @@ class Layers(Mapping[str, AttentionLayer]):
         stores = {group.cache_group for group in self.groups if group.writes}
         self._of_inputs = frozenset(group.index for group in grouping.groups if group.spec.sequence != TOKENS)
         self._stores_tokens, self._stores_inputs = sorted(stores - self._of_inputs), bool(stores & self._of_inputs)
-        by_size = sorted(self.groups, key=lambda group: -len(group.layers))
-        orders = [group.builder.batch_order for group in by_size]
+        orders = [group.builder.batch_order for group in self.groups]
         self._orders = tuple(dict.fromkeys(order for order in orders if order is not None))
 
     @classmethod
@@ -207,20 +206,16 @@ class Layers(Mapping[str, AttentionLayer]):
         unaware = (group for group in self.groups if group.sequence == TOKENS and not group.takes_ranges)
         return next(map(_named, unaware), None)
 
-    def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
+    def order_for(self, query_lens: IntArray) -> IntArray | None:
         """Return the order in which to pack a step's requests, so that the backends need not reorder them.
 
-        If two groups ask for orders that contradict each other, the group with more layers gets its order, and the
-        other group reorders the batch for itself.
-
         Args:
-            num_computed: ``[num_reqs]``: tokens of each request that were computed before.
-            query_lens: ``[num_reqs]``: tokens that the step computes.
+            query_lens: ``[num_reqs]``: tokens of each request that the step computes.
 
         Returns:
             ``[num_reqs]``: the requests in order; None if they may stay as they are.
         """
-        return find_order(self._orders, num_computed, query_lens) if self._orders else None
+        return find_order(self._orders, query_lens) if self._orders else None
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -504,6 +499,11 @@ def check_on_host_pages(layer: LayerSpec) -> None:
         raise BackendError(
             f"layer {layer.name!r} cannot be hosted: its type {layer.spec.kind!r} has inputs, or entries beside its "
             "state, for which a host's call and pages have no place; give it another type"
+        )
+    if layer.spec.prompt_budget is not None:
+        raise BackendError(
+            f"layer {layer.name!r} cannot be hosted: its type {layer.spec.kind!r} gives up tokens of prompts, and the "
+            "host would keep their pages; give it another type"
         )
 
 

@@ -17,39 +17,26 @@ from kvframe.contract.metadata import Axis, CommonAttentionMetadata, change_exte
 from kvframe.contract.order import BatchOrder, IntArray
 
 
-def find_order(orders: Sequence[BatchOrder], num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
-    """Find one order of a batch's requests that is in as many of the given orders as possible.
+def find_order(orders: Sequence[BatchOrder], query_lens: IntArray) -> IntArray | None:
+    """Return the order of a batch's requests that is in all of the given orders; None if they stay as they are.
 
-    An order that contradicts those before it is skipped: the group that asks for it permutes the batch for itself.
-    Requests that no satisfied order distinguishes stay in the order they are in.
+    Requests that the orders do not distinguish stay in the order they are in.
 
     Args:
-        orders: The orders that the attention groups ask for, the most important first.
-        num_computed: ``[num_reqs]``: tokens of each request that were computed before this step.
+        orders: The orders that the attention groups ask for, at least one.
         query_lens: ``[num_reqs]``: tokens of each request that this step computes.
 
     Returns:
-        ``[num_reqs]``: the index of the request at each place; None if all stay where they are.
+        ``[num_reqs]``: the index of the request at each place.
     """
-    order: IntArray | None = None
-    satisfied: list[IntArray] = []
-    for wanted in dict.fromkeys(orders):
-        ranks = wanted.ranks(num_computed, query_lens)
-        if not _never_decreases(ranks if order is None else ranks[order]):
-            # Two orders contradict each other if they put some pair of requests in opposite ways. So sorting by all
-            # of them finds an order if there is one. lexsort sorts by its last key first; which of the orders that
-            # agree comes first makes no difference.
-            candidate = np.lexsort([ranks, *satisfied])
-            if not _never_decreases(ranks[candidate]):
-                continue
-            order = candidate
-        satisfied.append(ranks)
-    return order
+    # A longer request never comes before a shorter one in any order.
+    ranks: IntArray = np.sum([order.ranks(query_lens) for order in orders], axis=0)
+    return None if _never_decreases(ranks) else np.argsort(ranks, kind="stable")
 
 
 def is_ordered(order: BatchOrder, metadata: CommonAttentionMetadata) -> bool:
     """Return whether a batch's requests are in ``order``."""
-    return _never_decreases(order.ranks(*_lengths(metadata)))
+    return _never_decreases(order.ranks(np.diff(metadata.query_start_loc_cpu.numpy())))
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -80,10 +67,10 @@ def permute(metadata: CommonAttentionMetadata, order: BatchOrder) -> tuple[Commo
         The metadata of the same requests and tokens in that order, padded tokens still last; and the
         permutation from the batch's order to it.
     """
-    num_computed, query_lens = _lengths(metadata)
     starts = metadata.query_start_loc_cpu.numpy()
+    query_lens = np.diff(starts)
     num_tokens, num_actual = metadata.slot_mapping.shape[0], int(starts[-1])
-    requests = np.argsort(order.ranks(num_computed, query_lens), kind="stable")
+    requests = np.argsort(order.ranks(query_lens), kind="stable")
     query_lens = query_lens[requests]
     new_starts = np.zeros_like(starts)
     np.cumsum(query_lens, out=new_starts[1:])
@@ -128,12 +115,6 @@ def _moved(generating: IntArray, count: int, inverse: IntArray) -> IntArray:
 
 def _never_decreases(ranks: IntArray) -> bool:
     return bool((ranks[1:] >= ranks[:-1]).all())
-
-
-def _lengths(metadata: CommonAttentionMetadata) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return each request's number of tokens before this step, and in it."""
-    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
-    return metadata.seq_lens_cpu.numpy() - query_lens, query_lens
 
 
 def _upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:

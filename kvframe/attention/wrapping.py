@@ -22,7 +22,7 @@ from kvframe.contract.foreign import safe_text
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 
-MISTAKES = frozenset({"changed_field", "failed", "lost_extension", "wrong_parts", "wrong_shape", "wrong_value"})
+MISTAKES = frozenset({"changed_field", "failed", "lost_extension", "wrong_shape", "wrong_value"})
 """Codes of the errors that only a mistake in a wrapper causes."""
 
 
@@ -90,48 +90,6 @@ def apply_wrapper(
     if problem is not None:
         raise wrapper_mistake(wrapper, layers, f"gives wrong values: {problem}", "wrong_value")
     return wrapped
-
-
-def divide_keys(
-    wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, layers: Sequence[str] = ()
-) -> tuple[CommonAttentionMetadata, ...]:
-    """Return the parts into which a wrapper divides the keys of a step, each checked like a wrapper's result.
-
-    Args:
-        wrapper: The wrapper, which was applied to the step already.
-        metadata: The step after the chain.
-        layers: The names of the layers that read the parts, for errors.
-
-    Raises:
-        WrapperError: There are more or fewer parts than it declares (``wrong_parts``), or a part has other tokens
-            (``wrong_parts``), does not go together (``wrong_shape``), or contradicts itself (``wrong_value``). Or the
-            wrapper raised anything else (``failed``).
-    """
-    try:
-        parts = wrapper.parts(metadata)
-    except (KVFrameError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise wrapper_mistake(wrapper, layers, f"failed: {safe_text(error)}", "failed") from error
-    if not isinstance(parts, tuple) or len(parts) != wrapper.num_parts:
-        found = f"{len(parts)} parts" if isinstance(parts, tuple) else f"a {type(parts).__name__!r}"
-        raise wrapper_mistake(wrapper, layers, f"returns {found}, and declares {wrapper.num_parts}", "wrong_parts")
-    for part in parts:
-        if not isinstance(part, CommonAttentionMetadata):
-            raise wrapper_mistake(wrapper, layers, f"returns {type(part).__name__!r}, not metadata", "wrong_shape")
-        if part is metadata:
-            continue
-        problem = find_misfit(part, metadata)
-        if problem is not None:
-            raise wrapper_mistake(wrapper, layers, f"gives a part that does not fit together: {problem}", "wrong_shape")
-        if part.slot_mapping is not metadata.slot_mapping:
-            raise wrapper_mistake(wrapper, layers, "gives a part with other tokens", "wrong_parts")
-        problem = find_contradiction(part, metadata)
-        if problem is None and part.slot_mapping.is_cpu:
-            problem = find_wrong_tensor(part, metadata, None)
-        if problem is not None:
-            raise wrapper_mistake(wrapper, layers, f"gives a part with wrong values: {problem}", "wrong_value")
-    return parts
 
 
 def wrapper_mistake(wrapper: MetadataWrapper, layers: Sequence[str], problem: str, code: str) -> WrapperError:

@@ -3,13 +3,12 @@
 Its files, in the order of the flow; each uses only those before it.
 
 - When blocks die, and so which blocks a hit needs: ``live_range``.
-- Pages: free ones (``free_list``), the order of eviction (``eviction``), free ones of several sizes (``slabs``), all of
-  them (``block_pool``).
+- Pages: which are taken next (``block_order``), free ones of several sizes (``slabs``), all of them (``block_pool``).
 - The inputs of requests beside their tokens: ``input_index``.
 - The blocks of each running request, and what is counted of it: ``block_table``.
-- Finding tokens: ranges of them that are found as a whole (``ranged_tokens``), ``radix_tree``, ``publisher``.
-- Data for other processes: ``keys``, ``events``.
-- The audit of all this: ``audit``; hits, in the pool and its indexes as one: ``stats``, ``prefix_lookup``, ``pins``.
+- Finding tokens: ``radix_tree``, ``publisher``.
+- Data for other processes: ``events``.
+- The audit of all this: ``audit``; hits and pins, in the pool and its indexes as one: ``stats``, ``prefix_lookup``.
 - Requests that run: argument checks (``arguments``); blocks are allocated, and copied for forks
   (``allocation``); rows begin, run, release dead blocks and end (``coordinator``).
 - Requests in host memory, and saved prefixes that are restored: ``swap``.

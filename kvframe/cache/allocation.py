@@ -10,9 +10,9 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
+from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import Counts, GroupKinds, RowNumbers, Rows, TableStack
-from kvframe.cache.free_list import BlockIds
 from kvframe.planning.answers import Answers
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
@@ -149,8 +149,6 @@ class BlockAllocator:
                 self._parts += [self._part_of[group] for group in stack.groups]
         is_lone = kinds.is_plain and not kinds.asked and len(self._parts) == 1
         self._lone = self._parts[0] if is_lone else None
-        # The rows of the block table, if there is one group: they are written in half the time of an array's part.
-        self._rows = self._tables[0].rows if len(self._tables) == 1 else None
 
     def could_allocate(self, row: int, num_tokens: int) -> bool:
         """Return whether the pool has all pages that a row takes up to ``num_tokens`` tokens."""
@@ -197,13 +195,9 @@ class BlockAllocator:
         pages = self._pool.allocate_blocks([need - have] * len(numbers.num_blocks))
         if pages is None:
             return False
-        if self._rows is not None:
-            numbers.num_blocks[0, row] = need
-            self._rows[row][have:need] = pages
-        else:
-            pages = pages.reshape(-1, need - have)
-            part.num_blocks[:, row] = need
-            part.ids[:, row, have:need] = pages
+        pages = pages.reshape(-1, need - have)
+        part.num_blocks[:, row] = need
+        part.ids[:, row, have:need] = pages
         if part.row_pages is not None:
             part.row_pages[:, row, have:need] = pages
         covered = need * part.block_size

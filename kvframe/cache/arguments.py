@@ -41,12 +41,11 @@ def check_name(request_id: object) -> None:
         raise RequestError(f"a request's name is a string, not {safe_repr(request_id)}", code="bad_id")
 
 
-def check_count(what: str, given: Any, least: int = 0, most: int | None = None) -> int:
-    """Return a whole number as an ``int``; refuse any other value, and a number out of bounds (``bad_count``)."""
+def check_count(what: str, given: Any, least: int = 0) -> int:
+    """Return a whole number as an ``int``; refuse any other value, and one below ``least`` (``bad_count``)."""
     is_number = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not is_number or given < least or (most is not None and given > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise RequestError(f"{what} must be a whole number {bounds}, not {safe_repr(given)}", "bad_count")
+    if not is_number or given < least:
+        raise RequestError(f"{what} must be a whole number of at least {least}, not {safe_repr(given)}", "bad_count")
     return int(given)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import NO_OWNER, BlockPool
 from kvframe.cache.block_table import BlockTables, Counts
-from kvframe.cache.free_list import BlockIds
 from kvframe.cache.radix_tree import RadixTree
 from kvframe.planning.plan import KVCachePlan
 

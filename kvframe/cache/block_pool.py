@@ -8,8 +8,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.eviction import Numbers, Places, PolicyPriorities, PriorityOrder, ReleaseOrder, equal_runs, of_groups
-from kvframe.cache.free_list import AnyBlockIds, BlockIds, FreeList, Groups
+from kvframe.cache.block_order import (
+    AnyBlockIds,
+    BlockIds,
+    FreeList,
+    Groups,
+    Numbers,
+    Places,
+    PolicyPriorities,
+    PriorityOrder,
+    ReleaseOrder,
+    equal_runs,
+    of_groups,
+)
 from kvframe.cache.slabs import Slabs
 from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import LRU, EvictionPolicy

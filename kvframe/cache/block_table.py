@@ -34,16 +34,10 @@ class BlockTable:
     Attributes:
         block_size: Tokens per block.
         ids: ``[max_num_seqs, max_blocks], int32, host``.
-        rows: Its rows ``[max_blocks], int32, host``, views that are read and written in half the time of ``ids[row]``.
     """
 
     block_size: int
     ids: npt.NDArray[np.int32]
-    rows: Sequence[npt.NDArray[np.int32]] = attrs.field(init=False, repr=False)
-
-    def __attrs_post_init__(self) -> None:
-        """Make the views."""
-        object.__setattr__(self, "rows", [*self.ids])
 
 
 @attrs.frozen(eq=False)
@@ -81,6 +75,10 @@ class BlockTables:
     """The block tables of all groups, by group index.
 
     Invariant: the tables of equal block size and sequence lie in one of ``stacks``: a step reads all of them at once.
+
+    Attributes:
+        first_tokens: ``[max_num_seqs], int64, host`` of each group that keeps a part of a prompt, by its index: the
+            first token of each row that it still has, which is 0 until the row gives up tokens.
     """
 
     def __init__(
@@ -115,6 +113,7 @@ class BlockTables:
             for place, group in enumerate(stack.groups)
         }
         self._tables = tuple(tables[group] for group in range(len(block_sizes)))
+        self.first_tokens: dict[int, Counts] = {}
 
     def __getitem__(self, group: int) -> BlockTable:
         return self._tables[group]
@@ -138,6 +137,7 @@ class GroupKinds:
         sparse: The groups of tokens that store few blocks, which their types choose at each step. The others are dense:
             they store every block that a step computes.
         live: For each group of tokens, by its index, when its blocks die.
+        budgets: For each group that keeps a part of a prompt, by its index, how many tokens it keeps.
         asked: The answers of the types whose live ranges no mask gives: they are checked as far as requests get.
         is_plain: Whether every group is dense, none of inputs, and nothing depends on the length of prompts.
     """
@@ -149,6 +149,7 @@ class GroupKinds:
     stacks: tuple[TableStack, ...]
     sparse: tuple[PlannedGroup, ...]
     live: Mapping[int, LiveRange]
+    budgets: Mapping[int, int]
     asked: tuple[Answers, ...]
     is_plain: bool
 
@@ -169,6 +170,7 @@ class GroupKinds:
             stacks=tuple(stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input),
             sparse=sparse,
             live={group.index: live[group.spec.group_key] for group in of_tokens},
+            budgets={g.index: g.spec.prompt_budget for g in of_tokens if g.spec.prompt_budget is not None},
             asked=tuple(answers for key, answers in of_type.items() if not live[key].is_by_mask),
             is_plain=not sparse and not of_inputs,
         )
@@ -184,6 +186,8 @@ class RowState:
         missing: The inputs whose state is not computed.
         branch: The length of the prefix that an earlier request has too, if it is longer than the hit; otherwise 0.
         ranges: Ranges of its tokens that see each other in both directions. No published prefix ends within one.
+        first_tokens: Once it gave up tokens of its prompt, by group, the first token that it still has. It publishes
+            nothing more then, because what it computes depends on its choice.
     """
 
     namespace: Namespace = ("", b"")
@@ -192,6 +196,7 @@ class RowState:
     missing: frozenset[str] = frozenset()
     branch: int = 0
     ranges: Sequence[TokenRange] = ()
+    first_tokens: Mapping[int, int] = attrs.field(factory=dict)
 
 
 NO_REQUEST = RowState()

@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_order import Groups
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
-from kvframe.cache.free_list import Groups
 from kvframe.cache.live_range import Pages
 from kvframe.contract.errors import RequestError
 from kvframe.contract.foreign import safe_repr
@@ -65,14 +65,12 @@ def input_blocks(
     groups: Iterable[PlannedGroup], inputs: Mapping[str, InputSequence], salt: str
 ) -> tuple[InputBlocks, ...]:
     """Return the blocks of a request's inputs, by name, in the groups that store inputs."""
-    found = []
-    for group in groups:
-        name = group.spec.sequence
-        if name in inputs:
-            given = inputs[name]
-            num_blocks = -(-given.num_tokens // group.block_size)
-            found.append(InputBlocks(group.index, salt, name, given.key, given.num_tokens, num_blocks))
-    return tuple(found)
+    known = ((group, group.spec.sequence, inputs.get(group.spec.sequence)) for group in groups)
+    return tuple(
+        InputBlocks(group.index, salt, name, given.key, given.num_tokens, -(-given.num_tokens // group.block_size))
+        for group, name, given in known
+        if given is not None
+    )
 
 
 class InputIndex:

@@ -90,9 +90,8 @@ class LiveRange:
         # A hit at the position where a block is dead does not need it.
         stop = np.minimum(-(-self.deaths[missing] // step), num_hits + 1)
         is_lost = first < stop
-        changes = np.bincount(first[is_lost], minlength=num_hits + 2) - np.bincount(
-            stop[is_lost], minlength=num_hits + 2
-        )
+        size = num_hits + 2
+        changes = np.bincount(first[is_lost], minlength=size) - np.bincount(stop[is_lost], minlength=size)
         lost: Positions = np.cumsum(changes[: num_hits + 1])
         return lost
 

@@ -21,14 +21,11 @@ from kvframe.cache.arguments import (
 )
 from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
-from kvframe.cache.coordinator import KVCacheCoordinator
-from kvframe.cache.events import EventLog
+from kvframe.cache.coordinator import KVCacheCoordinator, TokenMover
+from kvframe.cache.events import KEY_BYTES, NO_INPUTS, EventLog
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
-from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
-from kvframe.cache.pins import Pin, Pins
-from kvframe.cache.prefix_lookup import NO_HIT, PrefixCache, PrefixHit, found_prefix
-from kvframe.cache.radix_tree import NO_MATCH
-from kvframe.cache.ranged_tokens import before_range
+from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
+from kvframe.cache.radix_tree import NO_MATCH, before_range
 from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
 from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
@@ -92,6 +89,7 @@ class KVCacheManager:
         prefix_caching: bool = True,
         host_pages: HostPages | None = None,
         copier: PageCopier | None = None,
+        mover: TokenMover | None = None,
         audited: bool = False,
         eviction: EvictionPolicy | None = None,
     ) -> None:
@@ -103,6 +101,7 @@ class KVCacheManager:
             prefix_caching: Whether computed blocks become findable by later requests.
             host_pages: The host memory that requests are swapped to; without it none is swapped.
             copier: Copies pages within the pool; without it none is forked.
+            mover: Moves the tokens that layers keep of a prompt; without it no request gives up any.
             audited: Whether to ``audit`` after every verb, to find a verb that breaks the cache.
             eviction: The policy that orders cached pages for eviction; ``LRU`` if None.
 
@@ -129,7 +128,8 @@ class KVCacheManager:
         self._swapper = Swapper(kinds, numbers, self._coordinator, self._cache, host_pages)
         self._entries: dict[str, Entry] = {}
         self._fresh: dict[int, Entry] = {}
-        self._can_fork = copier is not None
+        self._can_fork, self._mover = copier is not None, mover
+        self.tables.first_tokens = {group: np.zeros(max_num_seqs, dtype=np.int64) for group in kinds.budgets}
         self._rows = TableRows(max_num_seqs)
         self._num_resets = 0
         self._events: EventLog | None = None
@@ -148,6 +148,7 @@ class KVCacheManager:
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
         ranges: Sequence[TokenRange] = (),
+        num_prompt_tokens: int | None = None,
     ) -> int:
         """Add a request to the table, referencing its longest cached prefix and its cached inputs.
 
@@ -162,6 +163,8 @@ class KVCacheManager:
             inputs: As in every verb.
             ranges: Ranges of tokens, sorted and disjoint, that see each other in both directions: no prefix ends within
                 one. Give ``RangedTokens`` with them, so that no prompt with other ranges has the same tokens.
+            num_prompt_tokens: Its first tokens of which layers keep a part: no prefix is longer, or has them all. None
+                for all tokens. It is not read if no group gives up tokens.
 
         Returns:
             The number of first tokens that need not be computed.
@@ -177,7 +180,9 @@ class KVCacheManager:
         hit = NO_HIT
         if self.prefix_caching and use_prefix:
             entry.asked_tokens = len(token_ids)
-            hit = self._find_hit(namespace, token_ids, len(token_ids) - 1, of_inputs, ranges)
+            # What other requests computed after their prompts' ends is no state of a request that gave up tokens.
+            num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
+            hit = self._find_hit(namespace, token_ids, min(num_known, len(token_ids)) - 1, of_inputs, ranges)
             entry.uncounted = hit
         self._coordinator.start_row(row, entry, hit)
         self._rows.take()
@@ -357,6 +362,25 @@ class KVCacheManager:
                     code=why.code,
                 )
 
+    def shrink(self, request_id: str) -> bool:
+        """Let a request give up the tokens of its prompt that its layers do not keep; once, when all is computed.
+
+        All its computed tokens are the prompt. Blocks that it computes from here on do not become findable.
+
+        Returns:
+            False if the pool has too few pages now for copies of the tokens that stay.
+
+        Raises:
+            SpecError: A type chooses other tokens than it may.
+            RequestError: The manager has nothing that moves tokens (``no_mover``).
+        """
+        row = self._entry(request_id).row
+        if self._mover is None:
+            raise RequestError(
+                f"the request {request_id!r} cannot give up tokens: make its manager with a mover", code="no_mover"
+            )
+        return self._coordinator.shrink_row(row, self._mover)
+
     def swap_out(self, request_id: str) -> bool:
         """Move a request's resident pages of all groups to host memory, and remove the request from the table.
 
@@ -408,14 +432,18 @@ class KVCacheManager:
                 f"blocks for them all, not for {num_tokens}; ask for at least {entry.stored.num_computed}",
                 code="bad_count",
             )
-        row, use_prefix = self._rows.next_free(), self.prefix_caching and use_prefix
+        # After a reset, cached pages may come from other weights than the request's own; and after it gave up tokens of
+        # its prompt, they have all tokens of the prompt, and not those that it kept.
+        is_shared = self.prefix_caching and entry.num_resets == self._num_resets and not entry.first_tokens
+        row = self._rows.next_free()
+        use_prefix = use_prefix and is_shared
         if not self._swapper.swap_in_row(row, entry, entry.stored, num_tokens, use_prefix=use_prefix):
             return False
         self._rows.take()
         entry.row, entry.stored = row, None
         if self.prefix_caching:
             self._fresh[row] = entry
-            if entry.num_resets == self._num_resets:
+            if is_shared:
                 # Its next commit publishes all its blocks again: some of them may have been evicted.
                 self._publisher.follow(row, 0, NO_MATCH)
         return True
@@ -574,7 +602,7 @@ class KVCacheManager:
         An earlier log gets no more events.
 
         Args:
-            secret: 32 bytes, for the keys of blocks (``kvframe.cache.keys``).
+            secret: 32 bytes, for the keys of blocks (``kvframe.cache.events``).
         """
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
             raise RequestError(f"the secret must be {KEY_BYTES} bytes, not {safe_repr(secret)}", code="bad_secret")

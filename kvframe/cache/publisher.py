@@ -11,12 +11,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_order import BlockIds, Groups
 from kvframe.cache.block_pool import NO_OWNER
 from kvframe.cache.block_table import GroupKinds, RowNumbers
-from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.live_range import NEVER, Positions
-from kvframe.cache.radix_tree import Match, RadixNode, RadixTree, as_bytes, num_readable
-from kvframe.cache.ranged_tokens import before_range, whole_ranges
+from kvframe.cache.radix_tree import Match, RadixNode, RadixTree, as_bytes, before_range, num_readable, whole_ranges
 from kvframe.contract.errors import RequestError
 
 

@@ -8,8 +8,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from kvframe.cache.eviction import MAX_STALE
-from kvframe.cache.free_list import FULL_SHARE, AnyBlockIds, BlockIds, Cached
+from kvframe.cache.block_order import FULL_SHARE, MAX_STALE, AnyBlockIds, BlockIds, Cached
 from kvframe.contract.eviction import LRU
 from kvframe.planning.plan import KVCachePlan
 

@@ -14,14 +14,13 @@ import numpy.typing as npt
 
 from kvframe.cache.arguments import check_copies
 from kvframe.cache.audit import audit_pool
+from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import GroupKinds, RowNumbers, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator
-from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.prefix_lookup import PrefixCache
-from kvframe.cache.radix_tree import NO_MATCH, as_bytes, num_readable
-from kvframe.cache.ranged_tokens import before_range
+from kvframe.cache.radix_tree import NO_MATCH, as_bytes, before_range, num_readable
 from kvframe.contract.errors import RequestError
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
@@ -69,9 +68,7 @@ class Swapper:
         plan = self._plan = kinds.plan
         self._tables, self._numbers = kinds.tables, numbers
         self._coordinator, self._cache, self._host_pages = coordinator, cache, host_pages
-        self.host_pool: BlockPool | None = None
-        if host_pages is not None:
-            self.host_pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs))
+        self.host_pool = None if host_pages is None else BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs))
 
     def swap_out_row(self, row: int) -> StoredRow | None:
         """Copy a row's resident pages to host memory, and keep them; return None if too few host pages are free."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,12 +100,7 @@ def check(
 
 
 def _find(asked: _Asked) -> tuple[PluginHost, Sequence[Any], Sequence[Claim]]:
-    """Return the loaded plugins, the module that was named if any, and the claims to check.
-
-    Raises:
-        UnknownNameError: The name stands for nothing.
-        PluginError: The plugin cannot be used, or registers nothing.
-    """
+    """Return the loaded plugins, the module that was named if any, and the claims to check."""
     from kvframe.loading.plugins import load_plugins
 
     host = load_plugins()
@@ -169,7 +164,6 @@ def _import(name: str, host: PluginHost, claims: Sequence[Claim]) -> Any:
 def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence[Any]) -> dict[str, Any]:
     """Return what was found about one part, as plain values."""
     from kvframe.contract.errors import KVFrameError
-    from kvframe.loading.deprecations import warnings_of
     from kvframe.testing.checks import run_checks
 
     result: dict[str, Any] = {"kind": entry.kind, "name": entry.name, "owner": entry.owner}
@@ -186,7 +180,7 @@ def _check_part(asked: _Asked, entry: Claim, host: PluginHost, modules: Sequence
         return {**result, "verdict": "not checked", "reason": str(error)}
     with progress(f"{KINDS[entry.kind].label} {entry.name}", len(checks.checks)) as show:
         report = run_checks(checks, show)
-    return {**result, **_to_dict(asked, entry, part, report), "deprecations": warnings_of(entry.plugin)}
+    return {**result, **_to_dict(asked, entry, part, report)}
 
 
 def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules: Sequence[Any]) -> Checks:
@@ -194,8 +188,6 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
     from kvframe.testing.backend_checks import backend_checks
     from kvframe.testing.eviction import policy_checks
     from kvframe.testing.formats import format_checks
-    from kvframe.testing.logits_processors import logits_processor_checks
-    from kvframe.testing.proposers import proposer_checks
     from kvframe.testing.spec_checks import spec_checks
     from kvframe.testing.wrappers import wrapper_checks
 
@@ -214,13 +206,14 @@ def _checks_of(asked: _Asked, entry: Claim, part: Any, host: PluginHost, modules
         from kvframe.engine import adapter_checks
 
         return adapter_checks(part, asked.model, name=entry.name, plugins=modules)
-    checks_by_kind: Mapping[str, Callable[..., Checks]] = {
-        "wrapper": wrapper_checks,
-        "eviction": policy_checks,
-        "logits_processor": logits_processor_checks,
-        "proposer": proposer_checks,
-    }
-    return checks_by_kind[entry.kind](part, options, name=entry.name)
+    if entry.kind == "wrapper":
+        return wrapper_checks(part, options, name=entry.name)
+    if entry.kind == "eviction":
+        return policy_checks(part, options, name=entry.name)
+    from kvframe.engine import logits_processor_checks, proposer_checks
+
+    check_engine_part = proposer_checks if entry.kind == "proposer" else logits_processor_checks
+    return check_engine_part(part, options, name=entry.name)
 
 
 def _parse(options: str | None) -> Mapping[str, Any] | None:
@@ -270,8 +263,6 @@ def _print(part: Mapping[str, Any]) -> None:
             is_wrong = row["verdict"] == "wrong"
             click.echo(click.style(line, fg="red", bold=True) if is_wrong else line)
     click.echo()
-    for sentence in part["deprecations"]:
-        _say(f"Deprecated: {sentence}\n")
     if part["failure"]:
         _say(f"The first failure: {part['failure']['sentence']}")
         if part["failure"]["source"]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
@@ -32,49 +31,7 @@ if TYPE_CHECKING:
 BROKEN_EXIT_CODE = 1
 """Exit code if something that kvframe or an installed plugin needs is broken."""
 
-State = Literal["usable", "missing", "unusable", "broken"]
-"""Of a registered name. ``"missing"``: something that it needs is not installed. ``"unusable"``: it says that it cannot
-run here. ``"broken"``: it fails."""
-
 _BROKEN_STATUSES = ("incompatible", "conflict", "broken")
-
-
-@attrs.frozen(kw_only=True)
-class Name:
-    """A registered name, after its class was imported.
-
-    Attributes:
-        kind: Its kind.
-        name: The name.
-        plugin: The plugin that registers it.
-        state: Whether it can be used.
-        reason: Why not; empty if it can.
-    """
-
-    kind: str
-    name: str
-    plugin: str
-    state: State
-    reason: str = ""
-
-
-@attrs.frozen(kw_only=True)
-class Library:
-    """A module that registered names need.
-
-    Attributes:
-        module: Its name.
-        version: The version of its distribution; empty if it is not installed, or has none.
-        installed: Whether it can be found.
-        needed_by: The names that need it, each with its kind.
-        install: What installs it; empty if no plugin says so.
-    """
-
-    module: str
-    version: str
-    installed: bool
-    needed_by: tuple[str, ...]
-    install: str
 
 
 @click.command(short_help="Check what is installed here, and say what to type.")
@@ -112,12 +69,12 @@ def doctor(model: Path | None, stack_file: Path | None, as_json: bool) -> None:
     report = {
         "versions": _versions(host),
         "devices": [] if torch_problem else _devices(),
-        "libraries": [attrs.asdict(item) for item in _libraries(entries)],
+        "libraries": _libraries(entries),
         "plugins": [
             {"id": item.id, "version": item.version, "status": item.status, "reason": item.reason}
             for item in host.records
         ],
-        "names": [attrs.asdict(item) for item in names],
+        "names": names,
         "problems": problems,
         "model": None if checked is None else dict(checked.facts),
         "next": _next_steps(problems, names, checked),
@@ -202,10 +159,13 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _state_of(entry: Claim) -> Name:
-    """Import what a name stands for, and return whether it can be used."""
-    state: State = "usable"
-    reason = entry.problem()
+def _state_of(entry: Claim) -> dict[str, str]:
+    """Import what a name stands for; return its kind, name and plugin, whether it can be used, and why not.
+
+    The state is ``"usable"``; ``"missing"`` if something that it needs is not installed; ``"unusable"`` if it says that
+    it cannot run here; or ``"broken"`` if it fails.
+    """
+    state, reason = "usable", entry.problem()
     if reason:
         state = "missing" if entry.missing() else "broken"
     else:
@@ -214,17 +174,13 @@ def _state_of(entry: Claim) -> Name:
             state = "unusable" if reason else "usable"
         except PluginError as error:
             state, reason = "broken", str(error)
-    return Name(
-        kind=entry.kind.replace("_", " "),
-        name=entry.name,
-        plugin=entry.plugin,
-        state=state,
-        reason=joined_lines(reason),
-    )
+    kind = entry.kind.replace("_", " ")
+    reason = joined_lines(reason)
+    return {"kind": kind, "name": entry.name, "plugin": entry.plugin, "state": state, "reason": reason}
 
 
-def _libraries(entries: Sequence[Claim]) -> list[Library]:
-    """Return the modules that registered names need, by name."""
+def _libraries(entries: Sequence[Claim]) -> list[dict[str, Any]]:
+    """Return the modules that registered names need, by name; an empty version is that of none or an unknown one."""
     needed: dict[str, list[Claim]] = {}
     for entry in entries:
         for module in entry.needs:
@@ -235,22 +191,19 @@ def _libraries(entries: Sequence[Claim]) -> list[Library]:
         installed = not any(missing.partition(".")[0] == module for missing in wanting[0].missing())
         distributions = providers.get(module, []) if installed else []
         libraries.append(
-            Library(
-                module=module,
-                version=", ".join(sorted({_version(distribution) or "" for distribution in distributions})),
-                installed=installed,
-                needed_by=tuple(f"{entry.kind.replace('_', ' ')} {entry.name}" for entry in wanting),
-                install="" if installed else next((entry.install for entry in wanting if entry.install), ""),
-            )
+            {
+                "module": module,
+                "version": ", ".join(sorted({_version(distribution) or "" for distribution in distributions})),
+                "installed": installed,
+                "needed_by": [f"{entry.kind.replace('_', ' ')} {entry.name}" for entry in wanting],
+                "install": "" if installed else next((entry.install for entry in wanting if entry.install), ""),
+            }
         )
     return libraries
 
 
 def _requirements(host: PluginHost) -> Iterator[tuple[str, Requirement | str]]:
-    """Yield what kvframe's and the plugins' distributions require here, each with the distribution.
-
-    Extras are left out. For a requirement that cannot be read, a sentence is yielded.
-    """
+    """Yield what kvframe's and the plugins' distributions require here, each with the distribution."""
     for distribution in dict.fromkeys(["kvframe", *(record.distribution for record in host.records)]):
         try:
             written = importlib.metadata.requires(distribution) or []
@@ -277,7 +230,7 @@ def _requirement_problems(host: PluginHost) -> Iterator[str]:
             yield f"{distribution} needs {needed.name}{needed.specifier}, and {there}: pip install '{needed}'"
 
 
-def _plugin_problems(host: PluginHost, names: Sequence[Name]) -> Iterator[str]:
+def _plugin_problems(host: PluginHost, names: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield what is wrong with plugins and the names that they register."""
     for record in host.records:
         if record.status in _BROKEN_STATUSES:
@@ -290,20 +243,22 @@ def _plugin_problems(host: PluginHost, names: Sequence[Name]) -> Iterator[str]:
                 f'[plugins.owners.{kind}] {name} = "{owners[0]}"'
             )
     for registered in names:
-        if registered.state == "broken":
-            yield f"{registered.kind} {registered.name} of {registered.plugin} is broken: {registered.reason}"
+        if registered["state"] == "broken":
+            yield "{kind} {name} of {plugin} is broken: {reason}".format(**registered)
 
 
-def _next_steps(problems: Sequence[str], names: Sequence[Name], checked: ModelCheck | None) -> list[str]:
+def _next_steps(problems: Sequence[str], names: Sequence[Mapping[str, str]], checked: ModelCheck | None) -> list[str]:
     """Return what to type next."""
     if checked is not None and checked.install:
         return [checked.install]
     if problems:
         return ["kvframe doctor, after the problems are solved"]
-    usable = [registered for registered in names if registered.state == "usable"]
-    if not any(registered.kind == "model adapter" for registered in usable):
+    usable = [registered for registered in names if registered["state"] == "usable"]
+    if not any(registered["kind"] == "model adapter" for registered in usable):
         return [f"{to_install('kvframe-transformers')} to read Hugging Face models"]
-    if all(registered.plugin.startswith(f"{BUILTIN_OWNER}:") for registered in usable if registered.kind == "backend"):
+    if all(
+        registered["plugin"].startswith(f"{BUILTIN_OWNER}:") for registered in usable if registered["kind"] == "backend"
+    ):
         return [f"{to_install('kvframe-torch')} for a backend that is not slow on purpose"]
     return [
         "kvframe plan MODEL to see what its cache takes",

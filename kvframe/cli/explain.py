@@ -135,10 +135,7 @@ def _served_by(explained: dict[str, Any], names: Mapping[str, str]) -> str:
 
 
 def _print(model: str, explained: Sequence[dict[str, Any]], registry: Registry, verbose: bool) -> None:
-    """Print one row for all layers with equal choices, then each reason against other backends once.
-
-    With ``verbose``, the reasons are printed row by row, each backend with its distribution.
-    """
+    """Print one row for all layers with equal choices, then each reason against other backends once."""
     names = _short_names(registry)
     alike = _rows_of(explained, names)
     print_table(

@@ -38,12 +38,9 @@ _MEMORY_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def run_guarded(command: Callable[[], Any]) -> int:
-    """Run a command and return its exit code.
+    """Run a command and return its exit code, which it returns itself, or 0.
 
     A user's mistake is reported in one line on stderr. A bug is reported as such, with its traceback.
-
-    Args:
-        command: Returns its exit code, or anything else for 0. It raises the exceptions of click and kvframe.
     """
     _occupy_closed_streams()
     if sys.stdout is None:

@@ -36,6 +36,9 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
 )
 """What a plugin of each kind is, in a sentence; the keys are the kinds."""
 
+_SERVED = ("adapter", "logits_processor", "proposer")
+"""The kinds whose tests need the engine."""
+
 
 @click.command("new-plugin", short_help="Write a plugin that works, with its tests.")
 @click.argument("name", type=TEXT_TYPE)
@@ -83,7 +86,7 @@ def render(name: str, kind: str) -> dict[str, str]:
         "OwnPart": "".join(part.capitalize() for part in name.split("_")),
         "{description}": _DESCRIPTIONS[kind],
         "{api}": f"v{API_VERSION.replace('.', '_')}",
-        "{test}": '"kvframe-engine>=0.1,<0.2", "pytest>=8"' if kind == "adapter" else '"pytest>=8"',
+        "{test}": '"kvframe-engine>=0.1,<0.2", "pytest>=8"' if kind in _SERVED else '"pytest>=8"',
     }
     return {
         str(path.relative_to(root)).removesuffix(SUFFIX).replace("own_part", name): _replaced(path, words)

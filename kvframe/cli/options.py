@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvframe.cli.completion import complete_registered
-from kvframe.contract.errors import StackError, shown
+from kvframe.contract.errors import shown
 from kvframe.contract.specs import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from kvframe.config.options import Use
     from kvframe.config.stack import Stack
     from kvframe.loading.plugins import PluginHost
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-REFUSED_EXIT_CODE = 1
-"""Exit code if at least one prompt or text was refused or failed, though the others finished."""
 
 
 class TextType(click.ParamType[str]):
@@ -40,24 +34,6 @@ class TextType(click.ParamType[str]):
 
 
 TEXT_TYPE = TextType()
-
-
-class UseType(click.ParamType["Use | str"]):
-    """A registered name, or a JSON object of a name and options: what a stack has as a table."""
-
-    name = "name"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Use | str:
-        """Return a name as it is, and an object as a ``Use``; fail for anything else."""
-        if not isinstance(value, str) or not value.lstrip().startswith("{"):
-            return str(value)
-        from kvframe.config.options import Use
-
-        try:
-            options = json.loads(value)
-            return Use(options.pop("name"), options)
-        except (ValueError, KeyError, StackError):
-            self.fail(f'{shown(value)} is no JSON object with a "name" and options', param, ctx)
 
 
 stack_option = click.option(
@@ -82,11 +58,6 @@ html_option = click.option(
 block_size_option = click.option(
     "--block-size", type=click.IntRange(min=1), metavar="N", help="Tokens per block. Default: as in the stack."
 )
-device_option = click.option(
-    "--device",
-    metavar="DEVICE",
-    help="Where to run, such as cpu or cuda. Default: as in the stack, or the GPU if there is one.",
-)
 max_model_len_option = click.option(
     "--max-model-len",
     type=click.IntRange(min=1),
@@ -98,22 +69,6 @@ dtype_option = click.option(
     type=click.Choice([name for name in ITEM_BYTES if "float" in name and "8" not in name]),
     help="The model's dtype, and the cache's unless the stack says otherwise. Default: as in the stack, or the "
     "checkpoint's.",
-)
-drafts_option = click.option(
-    "--drafts",
-    type=UseType(),
-    metavar="NAME",
-    shell_complete=complete_registered("proposer"),
-    help="Compute the draft tokens of this proposer, such as ngram; needs fewer steps. A proposer with options: a JSON "
-    'object, such as \'{"name": "draft_model", "model": "path"}\'.',
-)
-cache_salt_option = click.option(
-    "--cache-salt",
-    "cache_salts",
-    type=TEXT_TYPE,
-    multiple=True,
-    metavar="TEXT",
-    help="Share cached prefixes with requests of the same salt only; repeat to give each request its own, in order.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
@@ -127,14 +82,7 @@ def read_stack(
 ) -> Stack:
     """Return the stack of a file, or the default one, with the command line's values in place of its own.
 
-    Args:
-        stack_file: The stack file; None for the defaults.
-        cache: Values that replace those of the stack's ``[cache]``, by key; None replaces nothing.
-        model: The same for ``[model]``.
-        limits: The same for ``[limits]``.
-
-    Raises:
-        StackError: The file cannot be read or is wrong, or a value of the command line is.
+    ``model``, ``limits`` and ``cache`` are values of these tables by key; None replaces nothing.
     """
     from kvframe.config.stack import Stack
 
@@ -142,22 +90,8 @@ def read_stack(
     return stack.with_options(model=model, limits=limits, cache=cache)
 
 
-def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:
-    """Return a salt for each request, from no value, one for all, or one for each."""
-    if len(cache_salts) not in (0, 1, num_requests):
-        raise click.UsageError(
-            f"give --cache-salt once, or once for each of {num_requests} requests, not {len(cache_salts)} times"
-        )
-    return cache_salts if len(cache_salts) == num_requests else [*cache_salts, ""][:1] * num_requests
-
-
 def load_checked_plugins(stack: Stack) -> PluginHost:
-    """Load the plugins that the stack allows, and check the names in its rules against what they register.
-
-    Raises:
-        PluginError: A plugin that the stack requires cannot be used.
-        StackError: A rule names something that no plugin registers.
-    """
+    """Load the plugins that the stack allows, and check the names in its rules against what they register."""
     from kvframe.loading.plugins import load_plugins
 
     host = load_plugins(stack.plugins)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from kvframe.cli.completion import complete_plugins
 from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import line_width, print_facts, print_json, print_note, print_reasons, print_table
-from kvframe.contract.errors import UnknownNameError
+from kvframe.contract.errors import KVFrameError, UnknownNameError
 
 if TYPE_CHECKING:
     from kvframe.loading.claims import Claim
@@ -19,8 +19,21 @@ if TYPE_CHECKING:
     from kvframe.loading.registry import Catalogue
 
 
+def _complete(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Complete names of plugins, and registered names of any kind."""
+    from kvframe.loading.plugins import load_plugins
+
+    try:
+        host = load_plugins()
+    except KVFrameError:
+        return []
+    claims = [entry for catalogue in host.registry.catalogues.values() for entry in catalogue.claims()]
+    owners = {record.name: record.distribution for record in host.records} | {each.name: each.owner for each in claims}
+    return [CompletionItem(name, help=owner) for name, owner in sorted(owners.items()) if name.startswith(begun)]
+
+
 @click.command(short_help="List the plugins and the names they register.")
-@click.argument("wanted", nargs=-1, metavar="[NAME]...", shell_complete=complete_plugins)
+@click.argument("wanted", nargs=-1, metavar="[NAME]...", shell_complete=_complete)
 @click.option("--verbose", is_flag=True, help="Say everything about every plugin.")
 @stack_option
 @click.option("--check", is_flag=True, help="Import what the names stand for, and ask each backend if it can run here.")

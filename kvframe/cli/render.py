@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import logging
 import os
 import re
 import shutil
@@ -97,12 +96,8 @@ def _columns_asked_for() -> int:
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table whose lines fit into ``line_width``: cells of text fold, and so do headings.
 
-    If the columns do not fit even so, the rows are printed one after the other, one value a line.
-
-    Args:
-        title: The text above the table.
-        columns: The headings.
-        rows: One cell of text for each column. A column of numbers is aligned to the right.
+    If the columns do not fit even so, the rows are printed one after the other, one value a line. A column of numbers
+    is aligned to the right.
     """
     to_right = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
     widths = _column_widths(columns, rows, to_right, line_width() - len(_INDENT))
@@ -208,8 +203,7 @@ def _is_number(cell: str) -> bool:
 def progress(description: str, total: int) -> Iterator[ShowProgress]:
     """Show a progress bar on stderr while the body runs; nothing unless stderr is a terminal.
 
-    Yields:
-        A function that takes the number of finished units.
+    Yields a function that takes the number of finished units.
     """
     if not is_drawn_on(sys.stderr):
         yield lambda done: None
@@ -220,24 +214,6 @@ def progress(description: str, total: int) -> Iterator[ShowProgress]:
     with Progress(*columns, console=make_console(sys.stderr), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.update(task, completed=done)
-
-
-@contextmanager
-def log_lines() -> Iterator[None]:
-    """Print kvframe's log messages while the body runs, if stderr is a terminal: they explain a slow start."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    log, handler = logging.getLogger("kvframe"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("kvframe: %(message)s"))
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -21,11 +21,7 @@ T = TypeVar("T")
 
 
 def make_policy(stack: Stack, registry: Registry) -> EvictionPolicy:
-    """Return the eviction policy of a stack's ``[cache] eviction``.
-
-    Raises:
-        StackError: No plugin in use provides it, it cannot be imported, or its options do not fit it.
-    """
+    """Return the eviction policy of a stack's ``[cache] eviction``; raise ``StackError`` if it cannot be made."""
     use = stack.cache.eviction
 
     def load(name: str) -> type[EvictionPolicy]:
@@ -35,11 +31,7 @@ def make_policy(stack: Stack, registry: Registry) -> EvictionPolicy:
 
 
 def make_proposer(stack: Stack, registry: Registry) -> Proposer | None:
-    """Return the proposer of a stack's ``[model] drafts``; None if the stack names none.
-
-    Raises:
-        StackError: No plugin in use provides it, it cannot be imported, or its options do not fit it.
-    """
+    """Return the proposer of a stack's ``[model] drafts``, or None; raise ``StackError`` if it cannot be made."""
     use = stack.model.drafts
     if use is None:
         return None

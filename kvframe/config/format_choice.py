@@ -20,15 +20,7 @@ _FORM = 'a format is given by its name, or as a table of a name and options: { n
 
 
 def default_format(stack: Stack, registry: Registry) -> KVFormat:
-    """Return the format of the layers for which no rule chooses another.
-
-    Args:
-        stack: Its ``[cache] format``.
-        registry: Where formats are looked up.
-
-    Raises:
-        StackError: No plugin in use provides it, or its options do not fit it.
-    """
+    """Return the format of the layers for which no rule chooses another, that of ``[cache] format``."""
     if stack.cache.format is None:
         return PLAIN
     try:
@@ -40,12 +32,10 @@ def default_format(stack: Stack, registry: Registry) -> KVFormat:
 def make_format(given: Any, registry: Registry) -> KVFormat:
     """Return the format that a stack, a rule or a layer file names.
 
-    Args:
-        given: A name, a table of ``name`` and options, a ``Use``, or the format itself.
-        registry: Where formats are looked up.
+    It is given as a name, a table of ``name`` and options, a ``Use``, or the format itself.
 
     Raises:
-        SpecError: ``given`` is none of these, or the options do not fit the format.
+        SpecError: It is given otherwise, or the options do not fit the format.
         UnknownNameError: No plugin provides the format.
         ContestedNameError: Several plugins do.
         PluginError: It cannot be imported, or fails.
@@ -73,16 +63,10 @@ def _as_use(choice: Any) -> Use:
 
 
 def store_in(spec: KVCacheSpec, given: KVFormat | None, default: KVFormat) -> KVCacheSpec:
-    """Return a layer's spec in the format that was chosen for it.
+    """Return a layer's spec in the format that was chosen for it, or in that of all other layers.
 
-    Args:
-        spec: The spec, in the plain format.
-        given: The format that was chosen for this layer; None if none was.
-        default: The format of all other layers. A type that stores other state than keys and values, or keeps no state
-            after a step, stays unchanged.
-
-    Raises:
-        SpecError: The chosen format does not fit the state that the layer stores.
+    A type that stores other state than keys and values, or keeps no state after a step, is not changed by the default.
+    Raises ``SpecError`` if the chosen format does not fit the state that the layer stores.
     """
     if given is None:
         stored = spec.in_format(default) if spec.keeps_past else spec
@@ -100,9 +84,7 @@ def store_in(spec: KVCacheSpec, given: KVFormat | None, default: KVFormat) -> KV
 def follow_owners(layers: Sequence[LayerSpec], chosen: Collection[str]) -> tuple[LayerSpec, ...]:
     """Return the layers; those that share a cache get the format of the layer that keeps it.
 
-    Args:
-        layers: The model's layers. Errors in how they share caches are left to ``group_layers``.
-        chosen: Names of the layers whose format was chosen explicitly; they keep it.
+    Layers whose format was ``chosen`` keep it. Errors in how layers share caches are left to ``group_layers``.
     """
     by_name = {layer.name: layer for layer in layers}
     followed = []

@@ -133,7 +133,6 @@ class CacheOptions:
     key: str | None = attrs.field(default=None, validator=TEXT_OR_NONE, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Raise if blocks are to be swapped without memory to swap to."""
         if self.preemption == "swap" and self.swap_memory is None:
             raise StackError('needs swap_memory if preemption is "swap": bytes of host memory, like "4GiB"')
 
@@ -230,7 +229,6 @@ class Rule:
     optional: bool = attrs.field(default=False, validator=SWITCH)
 
     def __attrs_post_init__(self) -> None:
-        """Raise for a rule that names no layers: it would silently hold for all."""
         if self.kind is None and self.layers is None:
             raise StackError('needs kind or layers, to say which layers it is for (layers = "*" is all)')
         if not isinstance(self.spec.get("kind", ""), str):

@@ -12,35 +12,8 @@ import attrs
 from kvframe.config.options import AUTO, CacheOptions, EngineOptions, LimitOptions, ModelOptions, Rule
 from kvframe.contract.eviction import LRU
 from kvframe.contract.formats import PLAIN
-from kvframe.loading import checks
-from kvframe.loading.checks import MAX_SIZE, MAX_WHOLE, Check
+from kvframe.loading.checks import TABLE, TEXT, Check
 from kvframe.loading.claims import KINDS
-
-_WHOLE = {"type": "integer", "minimum": 1, "maximum": MAX_WHOLE}
-_WHOLES = {"type": "array", "minItems": 1, "items": _WHOLE}
-_TEXT = {"type": "string", "minLength": 1}
-_TEXTS = {"type": "array", "items": _TEXT}
-_TABLE = {"type": "object", "propertyNames": {"minLength": 1}}
-_SIZE = {
-    "anyOf": [
-        {"type": "integer", "minimum": 1, "maximum": MAX_SIZE},
-        {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B)?\s*$"},
-    ]
-}
-
-_VALUES: Sequence[tuple[Check, Mapping[str, Any]]] = (
-    (checks.WHOLE, _WHOLE),
-    (checks.WHOLE_OR_NONE, _WHOLE),
-    (checks.WHOLES, _WHOLES),
-    (checks.GRAPH_SIZES, {"anyOf": [{"enum": ["off", "auto"]}, _WHOLES]}),
-    (checks.SWITCH, {"type": "boolean"}),
-    (checks.TEXT_OR_NONE, _TEXT),
-    (checks.TABLE, _TABLE),
-    (checks.MEMORY, {"anyOf": [{"enum": ["auto"]}, *_SIZE["anyOf"]]}),
-    (checks.SIZE_OR_NONE, _SIZE),
-    (checks.DEVICE, {"type": "string", "pattern": r"^[a-z]{1,20}(:[0-9]{1,3})?$"}),
-)
-"""What each check accepts."""
 
 _NAMED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "format": ("format", (PLAIN.name,)),
@@ -66,7 +39,7 @@ def make_schema(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         "required": {"type": "array", "items": plugin, "description": "Plugins without which the stack cannot run."},
         "owners": {
             "description": "The owner of each contested name: the kind, the name, the distribution.",
-            **_closed({kind: {"type": "object", "additionalProperties": _TEXT} for kind in KINDS}),
+            **_closed({kind: {"type": "object", "additionalProperties": TEXT.schema} for kind in KINDS}),
         },
     }
     cache = _table(CacheOptions, names)
@@ -80,8 +53,8 @@ def make_schema(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         "plugin": {
             "description": "Each plugin's own settings, [plugin.<name>].",
             "type": "object",
-            "properties": dict.fromkeys(names.get("plugin", ()), _TABLE),
-            "additionalProperties": _TABLE,
+            "properties": dict.fromkeys(names.get("plugin", ()), TABLE.schema),
+            "additionalProperties": TABLE.schema,
         },
         "model": {"description": "How the model runs.", **_table(ModelOptions, names)},
         "limits": {"description": "The most of a step and of a request.", **_table(LimitOptions, names)},
@@ -125,19 +98,17 @@ def _value(field: attrs.Attribute[Any], names: Mapping[str, Sequence[str]]) -> d
         use = _use({**names, kind: [*more, *names.get(kind, ())]}, kind)
         return {"type": "array", "items": use} if field.name == "wrappers" else use
     assert isinstance(field.validator, Check)
-    if field.validator.known and field.validator is not checks.GRAPH_SIZES:
-        return {"enum": list(field.validator.known)}
-    return dict(next(value for check, value in _VALUES if check is field.validator))
+    return dict(field.validator.schema)
 
 
 def _name(names: Mapping[str, Sequence[str]], kind: str) -> dict[str, Any]:
     """Return the schema of a registered name of a kind. An editor offers the known names."""
     known = list(names.get(kind, ()))
-    return {"anyOf": [{"enum": known}, _TEXT]} if known else dict(_TEXT)
+    return {"anyOf": [{"enum": known}, TEXT.schema]} if known else dict(TEXT.schema)
 
 
 def _use(names: Mapping[str, Sequence[str]], kind: str) -> dict[str, Any]:
     """Return the schema of a name, or a table of a name and options."""
     name = _name(names, kind)
-    table = {**_TABLE, "properties": {"name": name}, "required": ["name"]}
+    table = {**TABLE.schema, "properties": {"name": name}, "required": ["name"]}
     return {"anyOf": [*name.get("anyOf", [name]), table]}

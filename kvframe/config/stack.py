@@ -14,7 +14,6 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from kvframe.config.cache_key import read_secret
 from kvframe.config.options import (
     AUTO,
     CacheOptions,
@@ -41,7 +40,7 @@ from kvframe.contract.eviction import LRU
 from kvframe.contract.files import read_toml
 from kvframe.contract.formats import PLAIN
 from kvframe.loading.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
-from kvframe.loading.claims import canonical
+from kvframe.loading.claims import KINDS, canonical
 from kvframe.loading.plugins import PluginPolicy
 from kvframe.loading.registry import Catalogue, Registry
 
@@ -97,15 +96,9 @@ class Stack:
         limits: Mapping[str, Any] = _NOTHING,
         cache: Mapping[str, Any] = _NOTHING,
     ) -> Stack:
-        """Return the stack with values of a command line in place of its own.
+        """Return the stack with values of a command line in place of its own; None replaces nothing.
 
-        Args:
-            model: Values that replace those of ``[model]``, by key; None replaces nothing.
-            limits: The same for ``[limits]``.
-            cache: The same for ``[cache]``.
-
-        Raises:
-            StackError: A value is wrong; the error names the option of the command line, such as ``--memory``.
+        Raises ``StackError`` for a wrong value; the error names the option of the command line, such as ``--memory``.
         """
         return attrs.evolve(
             self, model=_over(self.model, model), limits=_over(self.limits, limits), cache=_over(self.cache, cache)
@@ -118,11 +111,7 @@ class Stack:
         return attrs.evolve(self, model=attrs.evolve(self.model, device="cuda" if has_gpu() else "cpu"))
 
     def check_device(self) -> None:
-        """Refuse a device that cannot be used, before a model is loaded.
-
-        Raises:
-            StackError: The stack names such a device.
-        """
+        """Raise ``StackError`` for a device that cannot be used, before a model is loaded."""
         import torch
 
         try:
@@ -130,14 +119,6 @@ class Stack:
         except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
             reason = str(error).strip().splitlines()[0]
             raise StackError(f"{self.source}: model.device {self.model.device!r} cannot be used: {reason}") from error
-
-    def read_secret(self) -> bytes:
-        """Return the secret of ``[cache] key``, 32 bytes, or a random one if the stack has no key.
-
-        Raises:
-            StackError: The key is neither 64 hexadecimal digits nor a file that holds them.
-        """
-        return read_secret(self.cache.key, self.source)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Stack:
@@ -150,11 +131,7 @@ class Stack:
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], source: str = "stack") -> Stack:
-        """Check the content of a stack file.
-
-        Raises:
-            StackError: Keys are unknown or have wrong values. One error names them all, with the accepted values.
-        """
+        """Check the content of a stack file; one ``StackError`` names all unknown keys and wrong values."""
         try:
             file = _converter.structure(data, _StackFile)
         except Exception as error:
@@ -189,15 +166,10 @@ class Stack:
         return ResolvedRule(spec, wrappers, backend, spec.pop("kind", None))
 
     def check_layers(self, model: str, kinds: Mapping[str, str]) -> None:
-        """Check that every rule is for at least one layer, unless it is optional.
+        """Raise ``StackError`` if a rule that is not optional is for no layer of a model.
 
-        Args:
-            model: The model's name.
-            kinds: For each of its layers, the registered name of its cache spec. A rule may also be for the kind that
-                another rule gives a layer.
-
-        Raises:
-            StackError: A rule matches no layer; the message names the rule, and the nearest layers.
+        ``kinds`` are the registered names of the layers' cache specs. A rule may also be for the kind that another rule
+        gives a layer.
         """
         given = {name: self.rule_for(name, kind).kind or kind for name, kind in kinds.items()}
         problems = [
@@ -219,14 +191,8 @@ class Stack:
     def check(self, registry: Registry) -> None:
         """Check the names in the stack against the registered names, then the order of its wrapper chains.
 
-        The wrappers of a chain are imported if it has several; nothing else is imported.
-
-        Args:
-            registry: The registry of ``load_plugins(stack.plugins)``.
-
-        Raises:
-            StackError: Keys are wrong; one error names them all.
-            PluginError: A wrapper of a chain cannot be imported.
+        The wrappers of a chain are imported if it has several; nothing else is imported. One ``StackError`` names all
+        wrong keys; ``PluginError`` is raised if a wrapper cannot be imported.
         """
         self.check_names(registry)
         problems = []
@@ -240,14 +206,7 @@ class Stack:
             raise _stack_error(self.source, problems)
 
     def check_names(self, registry: Registry) -> None:
-        """Check every name against the registered names; nothing is imported.
-
-        Args:
-            registry: The registry of ``load_plugins(stack.plugins)``.
-
-        Raises:
-            StackError: Keys have unknown names. One error lists them all, with the known names and the nearest match.
-        """
+        """Check every name against the registered ones; one ``StackError`` lists all problems. Nothing is imported."""
         problems = list(_owner_problems(self.plugins, registry))
         for index, rule in enumerate(self.rules):
             named: list[tuple[str, Catalogue, str | None]] = [
@@ -327,16 +286,8 @@ def _over(options: _Options, given: Mapping[str, Any]) -> _Options:
     return attrs.evolve(options, **values)
 
 
-@attrs.frozen(kw_only=True)
-class _OwnersTable:
-    spec: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    wrapper: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    backend: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    format: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    eviction: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    proposer: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    logits_processor: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
-    model_adapter: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+_texts = partial(attrs.field, factory=dict, validator=TABLE_OF_TEXTS, type=Mapping[str, str])
+_OwnersTable: Any = attrs.make_class("_OwnersTable", {kind: _texts() for kind in KINDS}, frozen=True, kw_only=True)
 
 
 @attrs.frozen(kw_only=True)

@@ -10,11 +10,7 @@ from kvframe.contract.wrapper import MetadataWrapper
 
 
 def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
-    """Raise for a chain whose wrappers cannot be in this order.
-
-    Raises:
-        WrapperError: With the code ``chain_order``; the message names the legal order, if there is one.
-    """
+    """Raise ``WrapperError`` (``chain_order``) for a wrong order of wrappers, with the legal order if there is one."""
     problem = _misplaced(chain)
     if problem is None:
         return
@@ -30,8 +26,6 @@ def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
 def _misplaced(chain: Sequence[type[MetadataWrapper]]) -> str | None:
     """Return what is wrong with the order of a chain; None if it is right."""
     for first, second in itertools.combinations(chain, 2):
-        if first.num_parts > 1:
-            return f"wrapper {first.name!r} divides keys, and cannot come before {second.name!r}"
         for reason in sorted(({first.name} | first.effects) & second.not_after):
             return f"wrapper {second.name!r} cannot come after {_because(first, reason)}"
         for reason in sorted(({second.name} | second.effects) & first.not_before):

@@ -70,8 +70,6 @@ from .model import ModelIdentity as ModelIdentity
 from .model import ModelInMemory as ModelInMemory
 from .model import ModelInput as ModelInput
 from .model import PredictionHeads as PredictionHeads
-from .operator import OpaqueAttention as OpaqueAttention
-from .operator import OpaqueFunction as OpaqueFunction
 from .order import BatchOrder as BatchOrder
 from .order import BatchSplit as BatchSplit
 from .order import split_batch as split_batch

@@ -104,21 +104,20 @@ class AttentionMetadataBuilder(Growing, ABC):
     def reuse_key(self) -> Hashable:
         """What the result of ``build`` depends on besides the batch metadata, within one backend with equal parameters.
 
-        None, the default, stands for the layers' spec and query side. If a builder depends on less, it returns that,
-        and more layers share its metadata.
+        None, the default, stands for the layers' spec and query side. A builder that depends on less returns that, so
+        that more layers share its metadata.
         """
         return None
 
     @abstractmethod
     def build(self, metadata: CommonAttentionMetadata) -> Any:
-        """Return the backend's metadata.
+        """Return the backend's metadata. Called before any of the group's layers runs.
 
-        Called by the framework before any of the group's layers runs: once a step for all attention groups with an
-        equal ``reuse_key``, the same backend and the same wrapped metadata.
-
-        A builder, and what it returns, keeps no tensor of the host's: neither the fields with the suffix ``_cpu`` nor
-        those that ``on_host`` names, unless they are for ``finish`` or go to the device. A host may write the next
-        step into the same memory when the metadata is built, so an equal ``id()`` does not mean an equal content.
+        It is called once a step for all attention groups with an equal ``reuse_key``, the same backend and the same
+        wrapped metadata. A builder, and what it returns, keeps no tensor of the host's: neither the fields with the
+        suffix ``_cpu`` nor those that ``on_host`` names, unless they are for ``finish`` or go to the device. A host may
+        write the next step into the same memory when the metadata is built, so an equal ``id()`` does not mean an equal
+        content.
 
         Args:
             metadata: The step's metadata after the group's wrapper chain. Never written to.
@@ -126,10 +125,9 @@ class AttentionMetadataBuilder(Growing, ABC):
 
     @classmethod
     def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[Any]:
-        """Return what each builder's ``build`` returns for its metadata.
+        """Return what each builder's ``build`` returns for its metadata. Called once a step for each class of builders.
 
-        Called by the framework once a step, for all builders of a class that have to build. The default builds one
-        after the other. A builder of many small operations can override it and do them for all groups at once.
+        The default builds one after the other. A builder of many small operations can do them for all groups at once.
 
         Args:
             builds: Pairs of a builder and the metadata that it builds from, all of one step.
@@ -139,8 +137,8 @@ class AttentionMetadataBuilder(Growing, ABC):
     def finish(self, built: Any) -> Any:
         """Return what the layers read, made from the result of ``build``, whose tensors now lie on the device.
 
-        Called by the framework once a step for each result of ``build``, before any of the group's layers runs: here a
-        builder computes on the device from what the step's one copy brought there. The default changes nothing.
+        Called once a step for each result of ``build``, before any of the group's layers runs: here a builder computes
+        on the device from what the step's one copy brought there. The default changes nothing.
 
         Args:
             built: The result of ``build``. If the builder declares ``table_fields``, the returned value must have these
@@ -149,12 +147,12 @@ class AttentionMetadataBuilder(Growing, ABC):
         return built
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
-        """Return the ``table_fields`` of what ``build`` would return for ``metadata``.
+        """Return the ``table_fields`` of what ``build`` would return for ``metadata``, which is never written to.
 
         Args:
             built: The result of this builder, or of one with an equal ``reuse_key``, for metadata that differs from
                 ``metadata`` only in the block table and the slots.
-            metadata: The step's metadata after the group's wrapper chain. Never written to.
+            metadata: The step's metadata after the group's wrapper chain.
         """
         raise NotImplementedError(f"{type(self).__name__} declares table_fields and does not refresh them")
 
@@ -210,11 +208,10 @@ class AttentionBackend(Growing, ABC):
         self.bias_tables: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take the learned tensors of one layer's attention.
+        """Take the learned tensors of one layer's attention. Called once for each layer that has any, at set-up.
 
-        Called once for each layer that has any, when the model is attached. The default keeps them in ``parameters``. A
-        learned bias is also kept in ``bias_tables``, by distance: ``[num_heads, 2 * max_distance + 1], device``, as
-        ``bias_by_distance`` returns it, in float32 or in float64 if the parameter has it.
+        The default keeps them in ``parameters``, and a learned bias in ``bias_tables`` too, by distance: ``[num_heads,
+        2 * max_distance + 1], device``, as ``bias_by_distance`` returns it, in float32 or the parameter's float64.
 
         Args:
             layer: The layer, as the group's wrapper chain leaves it.
@@ -235,20 +232,18 @@ class AttentionBackend(Growing, ABC):
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
         """Store new tokens' keys and values. Called before ``forward``, never for a layer that shares a cache.
 
-        The default calls the ``write`` of the layers' format.
+        The default calls the ``write`` of the layers' format. If the type stores something else, ``key`` and ``value``
+        are the two parts of that, as its spec describes.
 
         Args:
-            key: ``[num_tokens, num_kv_heads, head_size], device``; if the type stores something else, the first part of
-                that, as its spec describes.
-            value: ``[num_tokens, num_kv_heads, head_size_v], device``; if the type stores something else, the second
-                part.
+            key: ``[num_tokens, num_kv_heads, head_size], device``.
+            value: ``[num_tokens, num_kv_heads, head_size_v], device``.
             kv_cache: The layer's state tensors; written to.
             slots: Where each token is stored, ``[num_tokens]``; one with a negative slot is not stored.
         """
         assert self.layers[0].spec is not None
         self.layers[0].spec.kv_format.write(key, value, kv_cache, slots)
 
-    @abstractmethod
     def forward(
         self,
         layer: LayerSpec,
@@ -259,6 +254,9 @@ class AttentionBackend(Growing, ABC):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention of the new tokens over the cache, their own keys included (already written).
+
+        A backend that declares masks defines it. One without masks serves only types with attention of their own, which
+        ``forward_more`` computes.
 
         Args:
             layer: The layer that runs, as the group's wrapper chain leaves it.
@@ -273,27 +271,24 @@ class AttentionBackend(Growing, ABC):
 
         Returns:
             ``[num_tokens, num_heads, head_size_v], device``, in the query's dtype.
+
+        Raises:
+            BackendError: The backend does not define this method; the code is ``forward``.
         """
+        raise BackendError(f"{type(self).__name__} declares no masks, and does not define forward", "forward")
 
     def forward_with_lse(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute what ``forward`` computes, and the log-sum-exp of each query and head.
 
-        Called instead of ``forward`` when the keys of a request are attended to in parts, on one device or on several,
-        whose results ``merge_attention`` merges; or when the model merges them itself (``QuerySpec.merged``). Only
-        backends that declare ``returns_lse`` are asked.
+        Called instead of ``forward``, with the same arguments, for a layer whose output the model merges with other
+        attention of the same queries (``QuerySpec.merged``, ``merge_attention``). Only backends that declare
+        ``returns_lse`` are asked.
 
         The log-sum-exp is the natural logarithm of the softmax's denominator, ``log(sum_t exp(s_t))`` over the tokens
         that the query sees. A score ``s_t`` includes the layer's scale, its soft cap and its bias. A learned sink is
-        one more term of the sum. So the caller gives the sinks to one of the parts, and None to the others.
-
-        Args:
-            layer: As for ``forward``.
-            query: As for ``forward``.
-            kv_cache: As for ``forward``.
-            metadata: As for ``forward``.
-            sinks: ``[num_heads], device``; None also for a layer with sinks, if another part has them.
+        one more term of the sum; ``sinks`` is None, also for a layer with sinks, if other attention has them.
 
         Returns:
             The output, as ``forward`` returns it; and the log-sum-exp, ``[num_tokens, num_heads], device``, in float32,
@@ -319,16 +314,9 @@ class AttentionBackend(Growing, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute attention that has more than a query and a cache: chosen tokens, further entries or inputs.
 
-        Called instead of ``forward`` for layers whose query side has a ``choice``, and for types that define their own
-        attention. Only backends that declare the choice, or the kind, are asked.
-
-        Args:
-            layer: As for ``forward``.
-            query: As for ``forward``.
-            kv_cache: As for ``forward``.
-            metadata: As for ``forward``.
-            sinks: As for ``forward``.
-            more: What the call has beside them.
+        Called instead of ``forward``, with the same arguments and ``more``, for layers whose query side has a
+        ``choice``, and for types that define their own attention. Only backends that declare the choice, or the kind,
+        are asked.
 
         Returns:
             The output, as ``forward`` returns it, zeros for a query that reads no token; and the log-sum-exp, as

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import attrs
 
-from kvframe.contract import declared_words
+from kvframe.contract import declared_words as words
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import SEQ_STARTS
@@ -18,12 +18,7 @@ _KEYS_AND_VALUES = frozenset({"k", "v"})
 
 @attrs.frozen
 class Refusal:
-    """Why a backend cannot serve a layer.
-
-    Attributes:
-        code: Stable ``snake_case`` code (``"mask_window"``).
-        reason: The sentence for a person.
-    """
+    """Why a backend cannot serve a layer: a stable code (``"mask_window"``), and the sentence for a person."""
 
     code: str
     reason: str
@@ -70,44 +65,38 @@ class Capabilities:
         preference: If several backends can serve a layer, ``backend = "auto"`` takes the one with the highest.
     """
 
-    devices: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_devices)
-    dtypes: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_dtypes)
-    masks: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_masks)
+    devices: frozenset[str] = attrs.field(converter=words.as_set, validator=words.known_devices)
+    dtypes: frozenset[str] = attrs.field(converter=words.as_set, validator=words.known_dtypes)
+    masks: frozenset[str] = attrs.field(converter=words.as_set, validator=words.known_masks)
     extensions: frozenset[str] = attrs.field(
-        default=frozenset(), converter=declared_words.as_set, validator=declared_words.extension_names
+        default=frozenset(), converter=words.as_set, validator=words.extension_names
     )
-    state: frozenset[str] = attrs.field(
-        default=frozenset({"k", "v"}), converter=declared_words.as_set, validator=declared_words.names
-    )
+    state: frozenset[str] = attrs.field(default=_KEYS_AND_VALUES, converter=words.as_set, validator=words.names)
     formats: frozenset[str] = attrs.field(
-        default=frozenset({PLAIN.name}), converter=declared_words.as_set, validator=declared_words.optional_names
+        default=frozenset({PLAIN.name}), converter=words.as_set, validator=words.optional_names
     )
-    takes_copies: bool = attrs.field(default=False, validator=declared_words.flag)
-    reads_dead_tokens: bool = attrs.field(default=False, validator=declared_words.flag)
-    soft_cap: bool = attrs.field(default=False, validator=declared_words.flag)
-    sinks: bool = attrs.field(default=False, validator=declared_words.flag)
-    relative_bias: bool = attrs.field(default=False, validator=declared_words.flag)
-    alibi: bool = attrs.field(default=False, validator=declared_words.flag)
+    takes_copies: bool = attrs.field(default=False, validator=words.flag)
+    reads_dead_tokens: bool = attrs.field(default=False, validator=words.flag)
+    soft_cap: bool = attrs.field(default=False, validator=words.flag)
+    sinks: bool = attrs.field(default=False, validator=words.flag)
+    relative_bias: bool = attrs.field(default=False, validator=words.flag)
+    alibi: bool = attrs.field(default=False, validator=words.flag)
     head_sizes: frozenset[int] | None = attrs.field(
-        default=None, converter=declared_words.as_set, validator=declared_words.optional_sizes
+        default=None, converter=words.as_set, validator=words.optional_sizes
     )
-    separate_value_size: bool = attrs.field(default=False, validator=declared_words.flag)
-    returns_lse: bool = attrs.field(default=False, validator=declared_words.flag)
-    choices: frozenset[str] = attrs.field(
-        default=frozenset(), converter=declared_words.as_set, validator=declared_words.known_choices
-    )
-    kinds: frozenset[str] = attrs.field(
-        default=frozenset(), converter=declared_words.as_set, validator=declared_words.optional_names
-    )
-    block_size_multiple: int = attrs.field(default=1, validator=declared_words.size)
+    separate_value_size: bool = attrs.field(default=False, validator=words.flag)
+    returns_lse: bool = attrs.field(default=False, validator=words.flag)
+    choices: frozenset[str] = attrs.field(default=frozenset(), converter=words.as_set, validator=words.known_choices)
+    kinds: frozenset[str] = attrs.field(default=frozenset(), converter=words.as_set, validator=words.optional_names)
+    block_size_multiple: int = attrs.field(default=1, validator=words.size)
     spec_sizes: Mapping[str, frozenset[int]] = attrs.field(
         default=MappingProxyType({}),
-        converter=declared_words.as_sizes,
-        validator=declared_words.sizes_by_field,
+        converter=words.as_sizes,
+        validator=words.sizes_by_field,
         hash=False,
     )
-    capture: GraphCapture = attrs.field(default=GraphCapture.NEVER, validator=declared_words.batches)
-    preference: int = attrs.field(default=0, validator=declared_words.whole_number)
+    capture: GraphCapture = attrs.field(default=GraphCapture.NEVER, validator=words.batches)
+    preference: int = attrs.field(default=0, validator=words.whole_number)
 
     @property
     def not_causal(self) -> Refusal | None:
@@ -120,16 +109,13 @@ class Capabilities:
         """Return whether it serves a layer on copies of its pages, because it does not read their format."""
         return layer.spec is not None and layer.spec.kv_format.name not in self.formats
 
-    def refusals(
-        self, layer: LayerSpec, device: str, extensions: Collection[str] = (), *, lse: bool = False
-    ) -> list[Refusal]:
+    def refusals(self, layer: LayerSpec, device: str, extensions: Collection[str] = ()) -> list[Refusal]:
         """Return every reason why a layer cannot be served; empty if it can.
 
         Args:
             layer: The layer as its wrapper chain leaves it.
             device: Where it runs (``"cpu"``).
             extensions: The extensions that its chain may add to the batch metadata.
-            lse: Whether the log-sum-exp is needed too.
         """
         spec, query = layer.spec, layer.query
         assert spec is not None
@@ -181,10 +167,11 @@ class Capabilities:
         if spec.sequence != TOKENS and not_causal is not None and not_causal not in found:
             # Between the positions of two sequences there is no order: such a batch is never causal.
             found.append(not_causal)
-        needed = {*extensions, SEQ_STARTS} if query.first_token else {*extensions}
+        hides_tokens = query.first_token or spec.prompt_budget is not None
+        needed = {*extensions, SEQ_STARTS} if hides_tokens else {*extensions}
         for extension in sorted(needed - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
-        if (lse or query.merged) and not self.returns_lse:
+        if query.merged and not self.returns_lse:
             refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")
         if query.choice is not None and query.choice.unit not in self.choices:
             refuse(f"choice_{query.choice.unit}", f"would read more than the {query.choice.unit} that are chosen")

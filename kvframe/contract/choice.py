@@ -36,7 +36,6 @@ class ChoiceSpec:
     num_choosers: int = 1
 
     def __attrs_post_init__(self) -> None:
-        """Refuse numbers that are no counts."""
         for field in attrs.fields(ChoiceSpec):
             value = getattr(self, field.name)
             if type(value) is not int or value < 1:
@@ -63,11 +62,7 @@ class ChosenTokens:
     block_size: int = 1
 
     def rows(self, take: Callable[[torch.Tensor], torch.Tensor]) -> ChosenTokens:
-        """Return the choices of some queries.
-
-        Args:
-            take: Returns the rows of these queries in ``[num_tokens, num_choosers, max_chosen]``.
-        """
+        """Return the choices of the queries whose rows ``take`` returns, ``[num_tokens, num_choosers, max_chosen]``."""
         return attrs.evolve(self, indices=take(self.indices))
 
     def positions(self) -> torch.Tensor:

@@ -37,6 +37,8 @@ NEAR = 0.85
 """A name of a plugin's own that is this similar to a known one is taken for a misspelling (``difflib``'s ratio)."""
 
 
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+
 _WORD = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -64,7 +66,7 @@ def as_sizes(value: Any) -> Any:
 
 
 def known_devices(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that torch knows every device type."""
+    """Validate that torch knows every device type."""
     _require_some(attribute, value)
     for name in _strings(attribute, value):
         try:
@@ -76,73 +78,62 @@ def known_devices(instance: Any, attribute: attrs.Attribute[Any], value: Any) ->
             raise _error(str(UnknownNameError("device type", name, USUAL_DEVICES, hint)), attribute)
 
 
-def _known(
-    what: str, known: Collection[str], *, is_optional: bool = False
-) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    """Return an attrs validator that checks that there are words, unless they are optional, and each is a known one."""
+def words(what: str = "", known: Collection[str] = (), *, is_optional: bool = True) -> Validator:
+    """Return an attrs validator of a set of snake_case words, of the known ones if there are any."""
 
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         # A backend that only computes the attention that types define has no masks.
         if not is_optional and not (attribute.name == "masks" and instance.kinds):
             _require_some(attribute, value)
         for name in _words(attribute, value):
-            if name not in known:
+            if known and name not in known:
                 raise _error(str(UnknownNameError(what, name, known)), attribute)
 
     return check
 
 
-known_masks = _known("mask feature", MASK_FEATURES)
-known_dtypes = _known("dtype", ITEM_BYTES)
-known_choices = _known("choice", CHOICES, is_optional=True)
+known_masks = words("mask feature", MASK_FEATURES, is_optional=False)
+known_dtypes = words("dtype", ITEM_BYTES, is_optional=False)
+known_choices = words("choice", CHOICES)
+names = words(is_optional=False)
+optional_names = words()
 
 
 def extension_names(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that every word is a name, and none nearly one of ``EXTENSIONS``."""
+    """Validate that every word is a name, and none nearly one of ``EXTENSIONS``."""
     for name in _words(attribute, value):
         nearest = difflib.get_close_matches(name, EXTENSIONS, n=1, cutoff=NEAR)
         if name not in EXTENSIONS and nearest:
             raise _error(str(UnknownNameError("extension", name, EXTENSIONS)), attribute)
 
 
-def names(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that there are words and that each is a name."""
-    _require_some(attribute, value)
-    _words(attribute, value)
-
-
-def optional_names(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that each word is a name."""
-    _words(attribute, value)
-
-
 def flag(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that a value is True or False."""
+    """Validate that a value is True or False."""
     if not isinstance(value, bool):
         raise _error(f"{_shown(value)} is neither True nor False", attribute)
 
 
 def batches(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that a value is a ``GraphCapture``."""
+    """Validate that a value is a ``GraphCapture``."""
     if not isinstance(value, GraphCapture):
         raise _error(f"{_shown(value)} is no GraphCapture, like GraphCapture.ALWAYS", attribute)
 
 
 def whole_number(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that a value is a whole number."""
+    """Validate that a value is a whole number."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise _error(f"{_shown(value)} is not a whole number", attribute)
 
 
 def size(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that a value is a whole number of at least 1."""
+    """Validate that a value is a whole number of at least 1."""
     whole_number(instance, attribute, value)
     if value < 1:
         raise _error(f"{_shown(value)} is not at least 1", attribute)
 
 
 def optional_sizes(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that a set has sizes; None stands for any size."""
+    """Validate that a set has sizes; None stands for any size."""
     if value is not None:
         _require_some(attribute, value, "; None stands for any size")
         for each in value:
@@ -150,7 +141,7 @@ def optional_sizes(instance: Any, attribute: attrs.Attribute[Any], value: Any) -
 
 
 def sizes_by_field(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Check, as an attrs validator, that every field is named by a word and has sizes."""
+    """Validate that every field is named by a word and has sizes."""
     if not isinstance(value, Mapping):
         raise _error(f"sets of sizes by field name are needed, and {_shown(value)} is given", attribute)
     _words(attribute, frozenset(value))

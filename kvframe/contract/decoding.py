@@ -38,8 +38,8 @@ def decode_by_windows(
     for all tokens, if ``decode`` changes a character only because of tokens within the window.
 
     A call decodes its new tokens and 4 to 16 others. If no place in the text is safe, for example in many tokens
-    without text, the window doubles up to 256 tokens: this is the most that a new token costs. The first call decodes
-    as much of the prompt as it needs for a safe place, and in the worst case the prompt 1.3 times.
+    without text, the window doubles up to 256 tokens, the most that a new token costs. The first call decodes as much
+    of the prompt as it needs for a safe place, at worst the prompt 1.3 times.
 
     Args:
         decode: Returns the text of token ids. A character that is incomplete at the end is a replacement character.
@@ -129,12 +129,6 @@ class _Windows:
 
 
 def _is_safe(text: str, more_text: str, num_shown: int) -> bool:
-    """Return whether the text of some tokens is the end of the text of more tokens, apart from its own beginning.
-
-    Args:
-        text: The text of the tokens.
-        more_text: The text of these tokens and some before them.
-        num_shown: Characters of ``text``, of which one has to be whole and no space.
-    """
+    """Return whether the text of some tokens is the end of the text of more tokens, apart from its own beginning."""
     whole = _WHOLE.search(text, 0, num_shown)
     return whole is not None and more_text.endswith(text[whole.start() :])

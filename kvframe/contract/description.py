@@ -40,12 +40,7 @@ PoolingMode = Literal["mean", "cls", "last"]
 
 @attrs.frozen
 class Pooling:
-    """How hidden states become an embedding.
-
-    Attributes:
-        mode: The tokens whose hidden states make it.
-        normalize: Whether the embedding is divided by its length.
-    """
+    """How hidden states become an embedding: of which tokens, and whether it is divided by its length."""
 
     mode: PoolingMode
     normalize: bool = False

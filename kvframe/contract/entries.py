@@ -80,10 +80,7 @@ class EntryStep:
 
         Args:
             rows: The packed tokens, all of them unless given.
-            entries: By name, ``[num_rows, *shape], device``.
-
-        Raises:
-            ModelError: The names, or the shapes, are not those of the entry's state.
+            entries: By name, ``[num_rows, *shape], device``; ``ModelError`` if names or shapes are not the entry's.
         """
         blocks, offsets = self._slots.blocks[rows], self._slots.offsets[rows]
         self._store(blocks, offsets, len(blocks) if self.tokens_per_entry == 1 else 0, entries)
@@ -94,10 +91,8 @@ class EntryStep:
         Args:
             request: The request's row in the batch.
             start: The first entry.
-            entries: By name, ``[num_entries, *shape], device``.
-
-        Raises:
-            ModelError: As for ``write``; or the tokens of an entry are not all computed with this step.
+            entries: By name, ``[num_entries, *shape], device``; ``ModelError`` as for ``write``, or if the tokens of an
+                entry are not all computed with this step.
         """
         count = min((len(tensor) for tensor in entries.values()), default=0)
         num_entries = int(self.metadata.seq_lens_cpu[request]) // self.tokens_per_entry

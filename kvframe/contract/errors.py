@@ -52,6 +52,14 @@ class KVFrameError(Exception):
     """Base of every error that a user's input, file, plugin or model can cause."""
 
 
+class CodedError(KVFrameError):
+    """An error with a stable ``snake_case`` ``code`` for programs, beside the sentence for a person."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class UnknownNameError(KVFrameError):
     """A name is used that no installed plugin provides."""
 
@@ -85,19 +93,15 @@ class PluginError(KVFrameError):
     """A plugin that the stack requires cannot be used."""
 
 
-class StackError(KVFrameError):
-    """A stack file (or the options that stand for one) is wrong: file, key, what exists."""
+class StackError(CodedError):
+    """A stack file (or the options that stand for one) is wrong: file, key, what exists.
+
+    The code is ``not_captured``, ``nothing_generated`` or ``no_hidden_states`` if the parts of the stack do not go
+    together.
+    """
 
     def __init__(self, message: str, code: str = "bad_stack") -> None:
-        """Keep a stable code beside the sentence.
-
-        Args:
-            message: The sentence for a person.
-            code: The ``snake_case`` code for a program: ``not_captured``, ``nothing_generated`` or
-                ``no_hidden_states`` if the parts of the stack do not go together; otherwise ``bad_stack``.
-        """
-        super().__init__(message)
-        self.code = code
+        super().__init__(message, code)
 
 
 class FileError(KVFrameError):
@@ -112,93 +116,52 @@ class PlanError(KVFrameError):
     """No cache plan satisfies what was asked."""
 
 
-class BackendError(KVFrameError):
-    """No backend can serve a layer, the named backend cannot, or a backend or builder breaks the contract."""
+class BackendError(CodedError):
+    """No backend can serve a layer, the named backend cannot, or a backend or builder breaks the contract.
+
+    The code is that of the ``Refusal`` if one is the reason.
+    """
 
     def __init__(self, message: str, code: str = "not_served") -> None:
-        """Keep a stable code beside the sentence.
-
-        Args:
-            message: The sentence for a person.
-            code: The ``snake_case`` code for a program: that of the ``Refusal`` if one is the reason.
-        """
-        super().__init__(message)
-        self.code = code
+        super().__init__(message, code)
 
 
-class WrapperError(KVFrameError):
+class WrapperError(CodedError):
     """A wrapper cannot serve a layer or a step, or the wrappers of a chain must not be in this order."""
-
-    def __init__(self, message: str, code: str) -> None:
-        """Keep a stable code beside the sentence.
-
-        Args:
-            message: The sentence for a person.
-            code: The ``snake_case`` code for a program.
-        """
-        super().__init__(message)
-        self.code = code
 
 
 class BatchError(KVFrameError):
     """A step's batch cannot be padded as asked."""
 
 
-class ModelError(KVFrameError):
-    """A model cannot be read, understood or served."""
+class ModelError(CodedError):
+    """A model cannot be read, understood or served.
+
+    The code is ``not_compiled`` if the model can be served, and cannot be compiled.
+    """
 
     def __init__(self, message: str, code: str = "bad_model") -> None:
-        """Keep a stable code beside the sentence.
-
-        Args:
-            message: The sentence for a person.
-            code: The ``snake_case`` code for a program: ``not_compiled`` if the model can be served, and cannot be
-                compiled; otherwise ``bad_model``.
-        """
-        super().__init__(message)
-        self.code = code
+        super().__init__(message, code)
 
 
-class RequestError(KVFrameError):
+class RequestError(CodedError):
     """One request is refused; the others continue."""
 
     def __init__(self, message: str, code: str = "invalid_request") -> None:
-        """Keep a stable code beside the sentence.
-
-        Args:
-            message: The sentence for a person.
-            code: The ``snake_case`` code for a program.
-        """
-        super().__init__(message)
-        self.code = code
+        super().__init__(message, code)
 
 
-class EngineError(KVFrameError):
-    """An engine cannot serve a call: it is closed, another call of it is running, or its ranks cannot be joined."""
+class EngineError(CodedError):
+    """An engine cannot serve a call.
 
-    def __init__(self, message: str, code: str) -> None:
-        """Keep a stable code beside the sentence.
-
-        Args:
-            message: The sentence for a person.
-            code: The ``snake_case`` code for a program: ``closed``, ``busy``, ``ranks`` if ranks cannot be joined,
-                ``ranks_differ`` if they have different packages, or ``several_ranks`` if a model over several ranks
-                cannot do it.
-        """
-        super().__init__(message)
-        self.code = code
+    The code is ``closed``, ``busy`` if another call of it is running, ``ranks`` if ranks cannot be joined,
+    ``ranks_differ`` if they have different packages, or ``several_ranks`` if a model over several ranks cannot do it.
+    """
 
 
-class PrefixFileError(KVFrameError):
-    """A file of saved prefixes cannot be written, read, or used for this model."""
+class PrefixFileError(CodedError):
+    """A file of saved prefixes cannot be written, read, or used for this model.
 
-    def __init__(self, message: str, code: str) -> None:
-        """Keep a stable code beside the sentence.
-
-        Args:
-            message: The sentence for a person.
-            code: The ``snake_case`` code for a program: ``unwritable``, ``unreadable``, ``damaged``, ``version``,
-                ``other_model``, ``other_cache``, ``no_key``, ``other_key``, ``several_ranks``.
-        """
-        super().__init__(message)
-        self.code = code
+    The code is ``unwritable``, ``unreadable``, ``damaged``, ``version``, ``other_model``, ``other_cache``, ``no_key``,
+    ``other_key`` or ``several_ranks``.
+    """

@@ -1,9 +1,8 @@
-"""Reads and writes the files that a user names, with bounded time and memory.
+"""Reads the files that a user names, with bounded time and memory.
 
-Reading is bounded: for anything at a path (nothing, a folder, an endless device, bytes, JSON that is nested a million
-times), a function of this module returns or raises ``FileError``. A file is written as a whole, and replaces only a
-file that kvframe wrote before. The sentence of a ``FileError`` lacks its subject; the caller puts the file's name
-before it.
+For anything at a path (nothing, a folder, an endless device, bytes, JSON that is nested a million times), a function of
+this module returns or raises ``FileError``. The sentence of the error lacks its subject; the caller puts the file's
+name before it.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,14 +42,9 @@ def exists(path: Path) -> bool:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a file.
+    """Return the content of a file, of at most ``max_bytes``; raise ``FileError`` if it cannot be read, or is longer.
 
-    Args:
-        path: A file, a pipe, or a device. A pipe that no process has open for writing is empty.
-        max_bytes: The most bytes that it may hold.
-
-    Raises:
-        FileError: It cannot be read, or holds more bytes.
+    It may also be a device, or a pipe: one that no process has open for writing is empty.
     """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
@@ -121,62 +114,6 @@ def read_json(path: Path) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the table in a TOML file; raise ``FileError`` if the file cannot be read or is invalid."""
     return parse_toml(as_text(read_bytes(path, MAX_TOML_BYTES)))
-
-
-def check_place(path: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Raise if a file cannot be written at a path, or if it would replace another kind of file.
-
-    Args:
-        path: The path to check. An empty file, or a file for which ``is_ours`` is true, may exist there.
-        is_ours: Returns whether a file is one that kvframe wrote for the same purpose; it may raise ``FileError``.
-
-    Raises:
-        FileError: Another kind of file exists, or the folder cannot be written to.
-    """
-    folder = path.absolute().parent
-    if exists(path):
-        if path.is_dir():
-            raise FileError("cannot be written: it is a folder")
-        if not path.is_file():
-            raise FileError("cannot be written: it is a device or a pipe, not a file")
-        if path.stat().st_size > 0 and not is_ours(path):
-            raise FileError("exists already and is another kind of file; name another file, or remove it first")
-    while not exists(folder):
-        folder = folder.parent
-    if not folder.is_dir():
-        raise FileError(f"cannot be written: {folder} is not a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise FileError(f"cannot be written: nothing can be written in {folder}")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file as a whole, so that no other program reads a part of it. Missing folders are made.
-
-    Raises:
-        FileError: The file cannot be written. An existing file is unchanged, and no temporary file is left.
-    """
-    target = path.resolve()
-    temporary = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".kvframe.")
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~umask())
-        os.replace(temporary, target)
-        temporary = None
-    except (OSError, ValueError) as error:
-        raise FileError(f"cannot be written: {reason_of(error)}") from error
-    finally:
-        if temporary is not None:
-            os.unlink(temporary)
-
-
-def umask() -> int:
-    """Return the permissions that this process's files do not get."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _without_advice(error: ValueError) -> str:

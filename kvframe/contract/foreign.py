@@ -62,12 +62,7 @@ def call(
 def refuse_exit(what: str, error: BaseException) -> None:
     """Raise a ``ModelError`` in place of an exception that would end the program without a word, like ``SystemExit``.
 
-    Args:
-        what: What failed, for the error.
-        error: What was raised. Nothing is done for an ``Exception``, and for ``KeyboardInterrupt``.
-
-    Raises:
-        ModelError: It is another exception.
+    Nothing is done for an ``Exception``, and for ``KeyboardInterrupt``; ``what`` failed, for the error.
     """
     if not isinstance(error, Exception | KeyboardInterrupt):
         raise ModelError(f"{what}: {safe_text(error)}") from error
@@ -155,14 +150,10 @@ def _type_name(value: Any) -> str:
 
 
 def explain_failed_import(error: BaseException, text: str) -> str | None:
-    """Return why torch cannot be imported and what to do; None if ``error`` comes from elsewhere.
+    """Return why torch cannot be imported and what to do; None if an error, ``text`` in one line, has another cause.
 
     At its import, torch reads the entry points of every installed distribution, so that one broken
     ``entry_points.txt`` prevents it.
-
-    Args:
-        error: What was raised, by kvframe's own code or a plugin's.
-        text: The error in one line.
     """
     if isinstance(error, ModuleNotFoundError) and _is_torch(error.name):
         return "torch is not installed; try: pip install torch"

@@ -87,15 +87,8 @@ class KVFormat(Growing, ABC):
     ) -> Mapping[str, StateTensor]:
         """Return the tensors of one block of one layer, by name, in the order they lie in a page.
 
-        Args:
-            block_size: Tokens per block.
-            num_kv_heads: Key/value heads.
-            head_size: Elements of a key.
-            head_size_v: Elements of a value.
-            dtype: What attention computes in, by torch's name.
-
-        Raises:
-            SpecError: Keys or values of such a size or dtype cannot be stored.
+        Raises ``SpecError`` if keys or values of such a size cannot be stored, or not of ``dtype``, in which attention
+        computes.
         """
 
     @abstractmethod
@@ -106,9 +99,7 @@ class KVFormat(Growing, ABC):
         kv_cache: Mapping[str, torch.Tensor],
         slots: Slots,
     ) -> None:
-        """Store tokens.
-
-        Called in a step, once for each layer that keeps a cache. It waits for nothing on the device.
+        """Store tokens. Called in a step, once for each layer that keeps a cache; waits for nothing on the device.
 
         Args:
             key: ``[num_tokens, num_kv_heads, head_size], device``.
@@ -168,19 +159,10 @@ class PlainFormat(KVFormat):
 def state_of(
     kv_format: KVFormat, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str
 ) -> Mapping[str, StateTensor]:
-    """Return the tensors of one block, from a format of a plugin: its answer is checked once, and kept.
-
-    Args:
-        kv_format: The format; it is asked twice.
-        block_size: As for ``KVFormat.state_tensors``, like the arguments after it.
-        num_kv_heads: Key/value heads.
-        head_size: Elements of a key.
-        head_size_v: Elements of a value.
-        dtype: What attention computes in.
+    """Return the tensors of one block, from a format of a plugin: it is asked twice, and the checked answer is kept.
 
     Raises:
-        SpecError: The format raises, or returns anything but tensors, or other ones the second time; the message says
-            which.
+        SpecError: The format raises, or returns anything but tensors, or other ones the second time.
     """
     sizes = (block_size, num_kv_heads, head_size, head_size_v, dtype)
     whose = f"KV format {kv_format.name!r}"

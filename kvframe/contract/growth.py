@@ -32,11 +32,7 @@ class Growing:
     __slots__ = ()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Leave arguments out that the class's methods do not take; refuse names that the contract keeps for itself.
-
-        Raises:
-            PluginError: The class defines a name that begins with ``RESERVED`` and is none of the contract's.
-        """
+        """Leave arguments out that the class's methods do not take; refuse names that the contract keeps for itself."""
         super().__init_subclass__(**arguments)
         if cls.__module__.startswith(_CONTRACT):
             return

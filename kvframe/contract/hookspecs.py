@@ -46,7 +46,8 @@ class Register(Protocol):
     ) -> None:
         """Claim a name for a class. Nothing is imported until the name is used.
 
-        May be called until the hook that was given it returns.
+        May be called until the hook that was given it returns: ``register("flash_attn", "my_package.backend:FlashAttn",
+        needs="flash_attn", install="pip install 'my-package[cuda]'")``.
 
         Args:
             name: The name that stacks and models use: ``snake_case``, once per plugin and kind.
@@ -89,65 +90,32 @@ class HookSpecs:
 
     @hookspec
     def kvframe_register_specs(self, register: Register) -> None:
-        """Register cache specs: subclasses of ``KVCacheSpec`` whose ``kind`` is the registered name.
-
-        Args:
-            register: ``register("sliding_window", "my_package.spec:SlidingWindowSpec")``.
-        """
+        """Register cache specs: subclasses of ``KVCacheSpec`` whose ``kind`` is the registered name."""
 
     @hookspec
     def kvframe_register_wrappers(self, register: Register) -> None:
-        """Register wrappers: subclasses of ``MetadataWrapper`` whose ``name`` is the registered name.
-
-        Args:
-            register: ``register("decode_only", "my_package.wrapper:DecodeOnly")``.
-        """
+        """Register wrappers: subclasses of ``MetadataWrapper`` whose ``name`` is the registered name."""
 
     @hookspec
     def kvframe_register_backends(self, register: Register) -> None:
-        """Register backends: subclasses of ``kvframe.contract.backend.AttentionBackend``.
-
-        Args:
-            register: ``register("flash_attn", "my_package.backend:FlashAttnBackend", needs="flash_attn",
-                install="pip install 'my-package[cuda]'")``.
-        """
+        """Register backends: subclasses of ``AttentionBackend``."""
 
     @hookspec
     def kvframe_register_formats(self, register: Register) -> None:
-        """Register formats of stored keys and values: subclasses of ``KVFormat`` with that ``name``.
-
-        Args:
-            register: ``register("int8_token_head", "my_package.formats:Int8TokenHead")``.
-        """
+        """Register formats of stored keys and values: subclasses of ``KVFormat`` with that ``name``."""
 
     @hookspec
     def kvframe_register_eviction_policies(self, register: Register) -> None:
-        """Register eviction policies: subclasses of ``kvframe.contract.eviction.EvictionPolicy`` with that ``name``.
-
-        Args:
-            register: ``register("scan_resistant", "my_package.policy:ScanResistant")``.
-        """
+        """Register eviction policies: subclasses of ``EvictionPolicy`` with that ``name``."""
 
     @hookspec
     def kvframe_register_proposers(self, register: Register) -> None:
-        """Register proposers of draft tokens: subclasses of ``kvframe.contract.Proposer`` with that ``name``.
-
-        Args:
-            register: ``register("ngram", "my_package.proposer:NgramProposer")``.
-        """
+        """Register proposers of draft tokens: subclasses of ``Proposer`` with that ``name``."""
 
     @hookspec
     def kvframe_register_logits_processors(self, register: Register) -> None:
-        """Register logits processors: subclasses of ``kvframe.contract.LogitsProcessor`` with that ``name``.
-
-        Args:
-            register: ``register("guided", "my_package.guided:Guided", needs="llguidance")``.
-        """
+        """Register logits processors: subclasses of ``LogitsProcessor`` with that ``name``."""
 
     @hookspec
     def kvframe_register_model_adapters(self, register: Register) -> None:
-        """Register model adapters: subclasses of ``kvframe.contract.model.ModelAdapter``.
-
-        Args:
-            register: ``register("transformers", "my_package.adapter:TransformersAdapter")``.
-        """
+        """Register model adapters: subclasses of ``ModelAdapter``."""

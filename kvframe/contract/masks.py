@@ -41,7 +41,6 @@ class AttentionMask:
     lookahead: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Refuse numbers that no kernel can take, and parts that do not go together."""
         for name, number, least in (
             ("window", self.window, 1),
             ("num_sink_tokens", self.num_sink_tokens, 0),
@@ -71,11 +70,7 @@ class AttentionMask:
 
     @property
     def features(self) -> frozenset[str]:
-        """The mask features that a backend needs.
-
-        They are some of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``; or
-        ``bidirectional_window`` alone.
-        """
+        """The words of ``Capabilities.masks`` that a backend needs for it."""
         if self.lookahead is not None:
             return frozenset({"bidirectional_window"})
         names = ["causal" if self.causal else "bidirectional"]
@@ -88,12 +83,7 @@ class AttentionMask:
         return frozenset(names)
 
     def sees(self, query: Any, key: Any) -> Any:
-        """Return whether queries see keys: this mask as a ``MaskFunction``.
-
-        Args:
-            query: Positions of queries; a bidirectional mask without a window does not depend on them.
-            key: Positions of keys, at least 0.
-        """
+        """Return whether queries see keys, by their positions: this mask as a ``MaskFunction``."""
         if self.window is not None and self.lookahead is not None:
             return (key > query - self.window) & (key <= query + self.lookahead)
         if not self.causal:

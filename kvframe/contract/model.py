@@ -44,8 +44,8 @@ class ModelIdentity:
 
     Attributes:
         config: Everything besides the weights that determines it, as text that is equal each time the model is loaded.
-        weights: Its weights by name. A rank that has loaded a part of a weight gives the whole one, for example mapped
-            from the checkpoint's file: the same on all ranks.
+        weights: Its weights by name, the same on all ranks: a rank that has loaded a part of a weight gives the whole
+            one, for example mapped from the checkpoint's file.
     """
 
     config: str
@@ -159,8 +159,7 @@ class LoadedModel(Growing, ABC):
     def pooling(self) -> Pooling | None:
         """Return how hidden states become an embedding; None if the checkpoint does not say.
 
-        Raises:
-            ModelError: The checkpoint names a way that kvframe does not know.
+        Raises ``ModelError`` if the checkpoint names a way that kvframe does not know.
         """
         return None
 
@@ -193,11 +192,9 @@ class LoadedModel(Growing, ABC):
 
     @abstractmethod
     def attach(self, layers: AttachedLayers) -> None:
-        """Route the model's attention through ``layers``; raises ``ModelError`` if a layer was not reached.
+        """Route the model's attention through the host's layers; raises ``ModelError`` if a layer was not reached.
 
-        Args:
-            layers: The host's layers. The model calls its attention layers, and computes its ``states`` on their pages.
-                Called once, at set-up.
+        Called once, at set-up. The model calls its attention layers, and computes its ``states`` on their pages.
         """
 
     @abstractmethod
@@ -218,12 +215,10 @@ class LoadedModel(Growing, ABC):
         """Restore the model to its state before ``attach``. Safe to call twice."""
 
     def weights_changed(self) -> None:
-        """Make again what was made of the weights, such as tensors that were bound to layers.
+        """Make again what was made of the weights, such as tensors that were bound to layers. The default does nothing.
 
-        Called between steps, after the weights of a model in memory were changed. The default does nothing.
-
-        Raises:
-            ModelError: The new weights cannot be served.
+        Called between steps, after the weights of a model in memory were changed. Raises ``ModelError`` if they cannot
+        be served.
         """
 
     def weights_version(self) -> int | None:
@@ -237,13 +232,8 @@ class LoadedModel(Growing, ABC):
     def compile(self, backend: Any = "inductor") -> None:
         """Let ``forward`` run compiled by ``torch.compile``, around the attention, until ``detach``.
 
-        Called at set-up, after ``attach``, if the stack asks for it.
-
-        Args:
-            backend: What compiles: a name that torch knows, or a callable as ``torch.compile`` takes it.
-
-        Raises:
-            ModelError: The model cannot be compiled here.
+        Called at set-up, after ``attach``, if the stack asks for it. ``backend`` is what compiles: a name that torch
+        knows, or a callable as ``torch.compile`` takes it. Raises ``ModelError`` if the model cannot be compiled here.
         """
         raise ModelError(f"{self.description.name} cannot be compiled by its model adapter; leave compile out")
 
@@ -286,28 +276,19 @@ class LoadedModel(Growing, ABC):
 
         Called instead of ``forward`` after ``give_hidden_states``.
 
-        Args:
-            input_ids: As for ``forward``.
-            positions: As for ``forward``.
-            logits_indices: As for ``forward``.
-
         Returns:
             The logits, and ``[num_logits_rows, hidden_size], device``: the hidden state of each of their rows.
         """
         raise NotImplementedError(f"{type(self).__name__} gives no hidden states")
 
     def load_prediction_heads(self) -> PredictionHeads | None:
-        """Return the model's prediction heads (multi-token prediction), with their weights.
+        """Return the model's prediction heads (multi-token prediction), with their weights; None on ranks other than 0.
 
         Called at set-up, before ``attach``, and only if the stack's proposer uses the heads and the description has
         ``prediction_layers``. If several processes serve the model together, each of them calls this, and rank 0 alone
         runs the heads. So they need all weights in its process, those that they share with the model too.
 
-        Returns:
-            The heads; None on another rank than 0.
-
-        Raises:
-            ModelError: The checkpoint has no weights of the heads, or they cannot be loaded.
+        Raises ``ModelError`` if the checkpoint has no weights of the heads, or they cannot be loaded.
         """
         raise ModelError(f"{self.description.name} has no prediction heads")
 
@@ -323,11 +304,6 @@ class LoadedModel(Growing, ABC):
         """Run one packed step as ``forward`` does, and return the last hidden states of all its tokens as well.
 
         Called instead of ``forward`` after ``give_all_hidden_states``.
-
-        Args:
-            input_ids: As for ``forward``.
-            positions: As for ``forward``.
-            logits_indices: As for ``forward``.
 
         Returns:
             The logits, and ``[num_tokens, hidden_size], device``: what the first prediction head continues from.
@@ -354,13 +330,9 @@ class LoadedModel(Growing, ABC):
         raise RequestError(f"{self.description.name} takes no {sequence} input", code="bad_input")
 
     def start_token_ids(self, text: str | None = None) -> list[int]:
-        """Return the first tokens of a request with an input: the model's start tokens, then those of a text.
+        """Return the first tokens of a request with an input: the model's start tokens, then those of a text if given.
 
-        Args:
-            text: The text that follows the start tokens; None for none.
-
-        Raises:
-            ModelError: The model has no such tokens, or no tokenizer for the text.
+        Raises ``ModelError`` if the model has no such tokens, or no tokenizer for the text.
         """
         raise ModelError(f"{self.description.name} does not say which token a request starts with; give token ids")
 
@@ -474,13 +446,7 @@ class PredictionHeads(LoadedModel):
 
 @attrs.frozen(kw_only=True, eq=False)
 class ModelInMemory:
-    """A model that was not loaded by kvframe, with the device and the dtype that it has.
-
-    Attributes:
-        model: The model, ready to be attached.
-        device: Where its weights are (``"cpu"``, ``"cuda:0"``).
-        dtype: Their dtype by name (``"float32"``).
-    """
+    """A model that was not loaded by kvframe, with its device (``"cuda:0"``) and its dtype (``"float32"``) by name."""
 
     model: LoadedModel
     device: str
@@ -502,9 +468,6 @@ class ModelAdapter(Growing, ABC):
         """Return the dtype of a checkpoint's weights by name, which a stack with ``dtype = "auto"`` takes.
 
         Called before ``describe`` and ``load``. None, the default, if the checkpoint does not say: it is float32 then.
-
-        Args:
-            path: As for ``describe``.
         """
         return None
 
@@ -519,27 +482,13 @@ class ModelAdapter(Growing, ABC):
         """Load a model that this process alone runs, although several processes serve another model together.
 
         Called on rank 0, for a draft model. The default is ``load``: right for an adapter that divides no model.
-
-        Args:
-            path: As for ``load``.
-            device: As for ``load``.
-            dtype: As for ``load``.
-
-        Raises:
-            ModelError: As for ``load``.
         """
         return self.load(path, device=device, dtype=dtype)
 
     def adopt(self, model: Any, tokenizer: Any) -> ModelInMemory | None:
-        """Take a model that is in memory already; None, the default, if this adapter knows no such object.
+        """Take a model that is in memory already, with its tokenizer or None; None, the default, for an unknown object.
 
-        The model stays its owner's: it may be called and trained between the engine's steps.
-
-        Args:
-            model: The object that the user gave.
-            tokenizer: Its tokenizer, or None.
-
-        Raises:
-            ModelError: The object is of a kind that this adapter knows, and cannot be served.
+        The model stays its owner's: it may be called and trained between the engine's steps. Raises ``ModelError`` if
+        the object is of a kind that this adapter knows, and cannot be served.
         """
         return None

@@ -16,14 +16,8 @@ def lookahead_ends(step: CommonAttentionMetadata, lookahead: int) -> npt.NDArray
     """Return, for each new token of a step, the token after the last one that a window in both directions shows it.
 
     With these values in the place of ``RANGE_ENDS``, a causal window shows the same tokens as a window in both
-    directions. So a backend that honours ranges serves such windows too.
-
-    Args:
-        step: The step, with exact lengths.
-        lookahead: ``AttentionMask.lookahead``.
-
-    Returns:
-        ``[num_tokens]``, host; 0 for padding.
+    directions with this ``AttentionMask.lookahead``. So a backend that honours ranges serves such windows too. The step
+    has exact lengths; the result is ``[num_tokens], host``, with 0 for padding.
     """
     bounds, seq_lens = step.query_start_loc_cpu.numpy(), step.seq_lens_cpu.numpy()
     ends = np.zeros(len(step.slot_mapping), dtype=np.int32)

@@ -31,17 +31,10 @@ def bias_columns(distance: torch.Tensor, max_distance: int) -> torch.Tensor:
 
 
 def distance_buckets(bias: RelativeBias) -> torch.Tensor:
-    """Return the bucket of each distance from ``-max_distance`` to ``max_distance``, as T5 counts them.
+    """Return T5's bucket of each distance from ``-max_distance`` to ``max_distance``, ``int64, host``.
 
-    Half of a direction's buckets are single distances; the others grow by a constant factor up to ``max_distance``.
-    The logarithm is float32's, on the host, so a distance at the edge of a bucket is in the bucket that it had in
-    training.
-
-    Args:
-        bias: How distances fall into buckets.
-
-    Returns:
-        ``[2 * max_distance + 1], int64, host``.
+    Half of a direction's buckets are single distances; the others grow by a constant factor up to ``max_distance``. The
+    logarithm is float32's, on the host, so a distance at the edge of a bucket is in the bucket that it had in training.
     """
     distance = torch.arange(-bias.max_distance, bias.max_distance + 1)
     num_buckets, first = bias.num_buckets, torch.zeros_like(distance)

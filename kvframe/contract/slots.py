@@ -28,13 +28,7 @@ class Slots:
 
     @classmethod
     def at(cls, blocks: torch.Tensor, offsets: torch.Tensor, block_size: int) -> Slots:
-        """Return the slots of tokens that are all stored.
-
-        Args:
-            blocks: ``[num_tokens], int64, device``: block ids.
-            offsets: ``[num_tokens], int64, device``: offsets within them.
-            block_size: Tokens per block.
-        """
+        """Return the slots of stored tokens from block ids and offsets, ``[num_tokens], int64, device`` each."""
         return cls(blocks * block_size + offsets, block_size, (blocks, offsets))
 
     @property

@@ -70,6 +70,18 @@ def union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
     return merged
 
 
+def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> tuple[TokenRange, ...]:
+    """Return the block index ranges that sorted token ranges touch, sorted and disjoint."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        first, last = start // block_size, -(-stop // block_size)
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
 def num_covered(ranges: Iterable[tuple[int, int]]) -> int:
     """Return how many places disjoint ranges have together."""
     return sum(stop - start for start, stop in ranges)
@@ -105,10 +117,7 @@ class KVCacheSpec(Growing, ABC):
 
     @abstractmethod
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the token ranges whose state must be resident to compute token ``n``.
-
-        Args:
-            n: The position that is computed next; tokens ``[0, n)`` are in the past.
+        """Return the token ranges whose state must be resident to compute token ``n``, after tokens ``[0, n)``.
 
         Returns:
             Sorted, disjoint, non-empty ranges ``[start, stop)`` within ``[0, n)``.
@@ -179,17 +188,55 @@ class KVCacheSpec(Growing, ABC):
         """What a layer of this type keeps beside its main state, by name: each has pages and a block table of its own.
 
         Its backends write and read them in ``forward_more``. The specs have no entries themselves, and keep state of
-        the same sequence. Only a type that ``defines_attention`` has entries.
+        the same sequence. Only a type that ``defines_attention`` has entries. A type with a ``prompt_budget`` may have
+        one, named ``query``, in which the host stores the queries of each step; its state is one tensor, ``query``.
         """
         return {}
+
+    @property
+    def prompt_budget(self) -> int | None:
+        """How many tokens a request keeps of its prompt, at most, when all of the prompt is computed; None for all.
+
+        A longer prompt is read as a whole while it is computed. Then each layer chooses by content what it keeps
+        (``choose_kept``). The chosen keys and values are moved together into pages that no other request finds, and
+        become the last tokens of the prompt: later queries see them, and the tokens after them. The other pages of the
+        prompt are released, but other requests still find them in the cache. What is computed later depends on the
+        choice, so its blocks are not published.
+
+        Only for keys and values in the plain format of which a query sees all earlier ones. Every step of such a layer
+        has the extension ``SEQ_STARTS``. ``live_ranges`` says what may be kept, so it names all tokens.
+        """
+        return None
+
+    def choose_kept(
+        self,
+        layer: LayerSpec,
+        num_kept: int,
+        state: Mapping[str, torch.Tensor],
+        entries: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Choose the tokens of a prompt that a layer keeps, by their content: for a type with a ``prompt_budget``.
+
+        Each KV head chooses for itself: if a rank has some of the heads, they choose as they do among all heads.
+
+        Args:
+            layer: The layer.
+            num_kept: How many tokens each head keeps.
+            state: The keys and values of the prompt, ``k`` and ``v``, each ``[num_tokens, num_kv_heads, size],
+                device``. It is not written to.
+            entries: For each entry of the type its state of the tokens that are live after the prompt, by name,
+                ``[num_live, *shape], device``.
+
+        Returns:
+            ``[num_kv_heads, num_kept], int64, device``: positions of tokens, each once, in any order. They keep the
+            order of their positions.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps whole prompts")
 
     def inputs(self, query: QuerySpec) -> Mapping[str, tuple[int, ...]]:
         """Return what an attention call is given beside query, key and value: shapes for each token, by name.
 
         Only models that give them serve a layer of such a type. Only a type that ``defines_attention`` has inputs.
-
-        Args:
-            query: The query side of the layer.
         """
         return {}
 
@@ -229,24 +276,15 @@ class KVCacheSpec(Growing, ABC):
 
         A layer runs only if its model binds all of them, in these shapes. The default is the relative bias, if the
         query side has one; a type may add tensors, such as those that make keys and values of its state.
-
-        Args:
-            query: The query side of the layer.
         """
         bias = query.relative_bias
         return {} if bias is None else {RELATIVE_BIAS: (bias.num_buckets, query.num_heads)}
 
     def check_query(self, query: QuerySpec) -> None:
-        """Refuse queries that cannot attend to what the type stores, such as heads of another size.
+        """Refuse queries that cannot attend to what the type stores, such as heads of another size, by a ``SpecError``.
 
         Called when a layer is specified. So a backend that serves a type need not check shapes that no layer has. The
         default refuses nothing.
-
-        Args:
-            query: The query side of a layer.
-
-        Raises:
-            SpecError: They cannot.
         """
 
     def with_drafts(self, num_draft_tokens: int) -> KVCacheSpec:
@@ -297,14 +335,7 @@ class KVCacheSpec(Growing, ABC):
 
     def live_blocks(self, n: int) -> tuple[tuple[int, int], ...]:
         """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint."""
-        merged: list[tuple[int, int]] = []
-        for start, stop in self.live_ranges(n):
-            first, last = start // self.block_size, -(-stop // self.block_size)
-            if merged and first <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-            else:
-                merged.append((first, last))
-        return tuple(merged)
+        return blocks_of(self.live_ranges(n), self.block_size)
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
         """Return the block index ranges that get a page when tokens ``[n, n + num_new_tokens)`` are computed.
@@ -342,11 +373,8 @@ class KVCacheSpec(Growing, ABC):
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the most blocks that a request holds at once until it has ``num_tokens`` tokens.
 
-        A type that stores all blocks of a step is asked at few positions, because of the law of forgetting.
-
-        Args:
-            num_tokens: The request's length at its end, in tokens.
-            max_new_tokens: The most tokens that one step computes for it.
+        One step computes at most ``max_new_tokens`` of them. A type that stores all blocks of a step is asked at few
+        positions, because of the law of forgetting.
         """
         if type(self).stored_blocks is KVCacheSpec.stored_blocks:
             return self._peak_of_steps_in(num_tokens, max_new_tokens) if num_tokens > 0 else 0
@@ -429,10 +457,7 @@ class AttentionSpec(KVCacheSpec):
         return attrs.evolve(self, format=kv_format)
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
-        """Return what the format makes of the sizes; for the plain one ``k`` and ``v``.
-
-        These are ``[block_size, num_kv_heads, head_size]`` and ``[block_size, num_kv_heads, head_size_v]``.
-        """
+        """Return what the format makes of the sizes."""
         return state_of(self.format, self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype)
 
     def check_query(self, query: QuerySpec) -> None:
@@ -532,7 +557,6 @@ class QuerySpec:
     merged: bool = False
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what is no number, switch or bias."""
         if type(self.first_token) is not int or self.first_token < 0:
             raise SpecError(
                 f"QuerySpec.first_token must be a whole number of at least 0, not {shown(self.first_token)}"

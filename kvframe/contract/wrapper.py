@@ -104,6 +104,8 @@ class MetadataWrapper(Growing, ABC):
     A wrapper is a frozen value, its parameters, and a pure function. It knows no backend, and no backend knows it. It
     never waits for the device (no ``.item()``, no ``.cpu()``), never loops over requests in Python, and never writes
     to its input. The metadata holds copies on the host of the numbers that a wrapper needs there.
+
+    Methods that get a layer get it as the earlier wrappers of the chain leave it.
     """
 
     name: ClassVar[str]
@@ -121,17 +123,11 @@ class MetadataWrapper(Growing, ABC):
     """Wrappers, or effects, that must not come before it in a chain."""
     not_before: ClassVar[frozenset[str]] = frozenset()
     """Wrappers, or effects, that must not come after it in a chain."""
-    num_parts: ClassVar[int] = 1
-    """The number of parts into which it divides the keys of each query. A wrapper with more than one part is the last
-    of a chain, and the backend after it returns the log-sum-exp."""
     capture: ClassVar[GraphCapture] = GraphCapture.NEVER
     """For which batches the shapes of its output are known before it runs."""
 
     def for_layer(self, layer: LayerSpec) -> Self:
         """Return the wrapper with the parameters that depend on the layer. Called at set-up, before any other method.
-
-        Args:
-            layer: The layer as the earlier wrappers of the chain leave it.
 
         Raises:
             WrapperError: It cannot serve such a layer; ``code`` says why.
@@ -141,18 +137,13 @@ class MetadataWrapper(Growing, ABC):
     def wrapped_layer(self, layer: LayerSpec) -> LayerSpec:
         """Return the layer as later wrappers and the backend see it. Called at set-up.
 
-        Args:
-            layer: The layer as the earlier wrappers of the chain leave it. If this wrapper changes what a row of the
-                batch stands for, the mask of the returned layer applies to the new rows.
+        If this wrapper changes what a row of the batch stands for, the mask of the returned layer applies to the new
+        rows.
         """
         return layer
 
     def added_extensions(self, layer: LayerSpec) -> frozenset[str]:
-        """Return the extensions that it may add for such a layer. The backend must then support them.
-
-        Args:
-            layer: The layer as the earlier wrappers of the chain leave it.
-        """
+        """Return the extensions that it may add for such a layer. The backend must then support them."""
         return frozenset()
 
     @abstractmethod
@@ -171,26 +162,6 @@ class MetadataWrapper(Growing, ABC):
         Raises:
             WrapperError: The step cannot be transformed; ``code`` says why.
         """
-
-    def parts(self, metadata: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, ...]:
-        """Return batches of the same queries that together have all their keys, and each key in one of them.
-
-        The framework calls it once a step for each attention group if ``num_parts`` is more than 1. The backend attends
-        to one part after the other, and ``merge_attention`` merges the results. A part may have a row for each query.
-        Its lengths, block tables and extensions (those of ``added_extensions``) may differ from those of the step. If
-        the keys of a query no longer end at its own position, the part is not causal, and the backend must take
-        batches that are not.
-
-        Args:
-            metadata: What this wrapper returned for the step, which may be its input. Must not be written to.
-
-        Returns:
-            ``num_parts`` batches, each with the ``slot_mapping`` of ``metadata``. A query may have no key in a part.
-
-        Raises:
-            WrapperError: The keys cannot be divided; ``code`` says why.
-        """
-        return (metadata,)
 
     def evolve(
         self,
@@ -246,16 +217,8 @@ class MetadataWrapper(Growing, ABC):
     ) -> Mapping[str, Extension]:
         """Return the extensions of ``metadata``, treated as the class declares in ``extensions``.
 
-        A sliced extension keeps its copy on the host if the index is given on the host too.
-
-        Args:
-            metadata: The wrapper's input.
-            requests: ``[num_new_reqs], int64 or int32, device``: the request that each new row comes from; None if
-                the rows stay the same.
-            tokens: ``[num_new_tokens], int64 or int32, device``: the token that each new token comes from; None if
-                the tokens stay the same.
-            requests_cpu: ``requests`` on the host, if it is known there.
-            tokens_cpu: ``tokens`` on the host, if it is known there.
+        The indices are those of ``evolve``; None if the rows or tokens stay the same. A sliced extension keeps its copy
+        on the host if the index is given on the host too.
         """
         if not metadata.extensions:
             return NO_EXTENSIONS

@@ -20,8 +20,7 @@ from kvframe.contract.errors import KVFrameError, StackError, shown
 from kvframe.contract.foreign import call
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import is_step_local
-from kvframe.planning.machine import with_dtype
-from kvframe.planning.recognise import describe_model, find_adapter
+from kvframe.planning.recognise import describe_model, find_adapter, with_dtype
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack

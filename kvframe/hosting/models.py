@@ -14,8 +14,7 @@ from kvframe.contract.model import LoadedModel
 from kvframe.hosting.setup import Setup
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
-from kvframe.planning.machine import with_dtype
-from kvframe.planning.recognise import adopt_model, find_adapter
+from kvframe.planning.recognise import adopt_model, find_adapter, with_dtype
 from kvframe.planning.retyping import EditLayer, edited
 
 

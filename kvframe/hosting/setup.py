@@ -16,15 +16,15 @@ from kvframe.contract.formats import PLAIN
 from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.layer_file import is_layer_file
-from kvframe.planning.machine import with_dtype
 from kvframe.planning.ranks import plan_ranks
-from kvframe.planning.recognise import describe_model
+from kvframe.planning.recognise import describe_model, with_dtype
 from kvframe.planning.retyping import retyped_layers
 from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.selection.skipping import DRAFTING, Skipping, find_skipping
 
 if TYPE_CHECKING:
     from kvframe.attention.layers import Layers
+    from kvframe.cache.coordinator import TokenMover
     from kvframe.config.stack import Stack
     from kvframe.contract.backend import KVCache
     from kvframe.contract.description import ModelDescription
@@ -208,8 +208,7 @@ class Setup:
             max_num_batched_tokens=self.plan.max_num_batched_tokens,
             max_input_lens=self.plan.max_input_lens,
             hybrid=self.stack.cache.hybrid,
-            tensor_parallel_size=len(layers),
-        ).plans
+        )
 
     def num_host_slabs(self, plan: KVCachePlan) -> int:
         """Return the number of slabs for preempted requests in CPU memory; 0 if requests are not swapped.
@@ -239,6 +238,18 @@ class Setup:
         """
         return make_proposer(self.stack, self.registry)
 
+    def make_mover(self, views: Mapping[str, KVCache]) -> TokenMover | None:
+        """Return what moves the tokens that layers keep of a prompt; None if all layers keep whole prompts.
+
+        Args:
+            views: Each layer's state tensors in the pool.
+        """
+        if all(layer.spec is None or layer.spec.prompt_budget is None for layer in self.all_layers):
+            return None
+        from kvframe.attention.kept_tokens import KeptTokens
+
+        return KeptTokens(self.all_layers, self.grouping, views)
+
     def make_layers(
         self,
         views: Mapping[str, KVCache],
@@ -261,7 +272,7 @@ class Setup:
         import torch
 
         from kvframe.attention.layers import Layers
-        from kvframe.attention.local import LocalCaches
+        from kvframe.attention.storage import LocalCaches
         from kvframe.selection.choice import layers_on_copies
 
         choices = self.choices if choices is None else choices

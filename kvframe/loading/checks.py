@@ -35,13 +35,9 @@ MAX_SIZE = 2**60
 
 
 def parse_bytes(size: str | int) -> int:
-    """Return a size in bytes.
+    """Return a size in bytes: of ``"2GiB"``, ``"512 MB"``, ``"1.5GiB"``, or a number of bytes.
 
-    Args:
-        size: ``"2GiB"``, ``"512 MB"``, ``"1.5GiB"``, or a number of bytes.
-
-    Raises:
-        StackError: ``size`` is not a size, is less than one byte, or is more than ``MAX_SIZE``.
+    Raises ``StackError`` if it is not a size, is less than one byte, or is more than ``MAX_SIZE``.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         num_bytes = size
@@ -73,11 +69,13 @@ class Check:
         expected: The accepted values in words, which follow "must be".
         accepts: Returns whether a value is accepted.
         known: All accepted values, to find the nearest match; empty if they cannot be listed.
+        schema: The accepted values as a JSON Schema.
     """
 
     expected: str
     accepts: Callable[[Any], bool]
     known: tuple[str, ...] = ()
+    schema: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
 
     def __call__(self, instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         """Raise ``StackError`` for a wrong value."""
@@ -98,7 +96,7 @@ class Check:
 def one_of(*names: str) -> Check:
     """Return the check for a string from a list."""
     expected = f"one of {', '.join(map(repr, names))}" if len(names) > 1 else repr(names[0])
-    return Check(expected, lambda value: isinstance(value, str) and value in names, names)
+    return Check(expected, lambda value: isinstance(value, str) and value in names, names, {"enum": list(names)})
 
 
 def _is_whole(value: Any) -> bool:
@@ -140,24 +138,41 @@ def _is_device(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[a-z]{1,20}(:\d{1,3})?", value, re.ASCII) is not None
 
 
-WHOLE = Check(f"a whole number from 1 to {MAX_WHOLE}", _is_whole)
-WHOLE_OR_NONE = Check(WHOLE.expected, lambda value: value is None or _is_whole(value))
-WHOLES = Check(f"an array of whole numbers from 1 to {MAX_WHOLE}", _is_wholes)
+_WHOLE = {"type": "integer", "minimum": 1, "maximum": MAX_WHOLE}
+_WHOLES = {"type": "array", "minItems": 1, "items": _WHOLE}
+_SIZES = (
+    {"type": "integer", "minimum": 1, "maximum": MAX_SIZE},
+    {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B|B)?\s*$"},
+)
+_TEXT = {"type": "string", "minLength": 1}
+
+WHOLE = Check(f"a whole number from 1 to {MAX_WHOLE}", _is_whole, schema=_WHOLE)
+WHOLE_OR_NONE = Check(WHOLE.expected, lambda value: value is None or _is_whole(value), schema=_WHOLE)
+WHOLES = Check(f"an array of whole numbers from 1 to {MAX_WHOLE}", _is_wholes, schema=_WHOLES)
 GRAPH_SIZES = Check(
     "'off', 'auto', or an array of numbers of requests, each at least 1",
     lambda value: value in ("off", "auto") if isinstance(value, str) else _is_wholes(value),
     ("off", "auto"),
+    {"anyOf": [{"enum": ["off", "auto"]}, _WHOLES]},
 )
-SWITCH = Check("true or false", lambda value: isinstance(value, bool))
-TEXT = Check("a string that is not empty", _is_text)
-TEXT_OR_NONE = Check(TEXT.expected, lambda value: value is None or _is_text(value))
-TEXTS = Check("an array of strings", _is_texts)
-TABLE = Check("a table", _is_table)
+SWITCH = Check("true or false", lambda value: isinstance(value, bool), schema={"type": "boolean"})
+TEXT = Check("a string that is not empty", _is_text, schema=_TEXT)
+TEXT_OR_NONE = Check(TEXT.expected, lambda value: value is None or _is_text(value), schema=_TEXT)
+TEXTS = Check("an array of strings", _is_texts, schema={"type": "array", "items": _TEXT})
+TABLE = Check("a table", _is_table, schema={"type": "object", "propertyNames": {"minLength": 1}})
 TABLES = Check("a table of tables", lambda value: _is_table(value) and all(map(_is_table, value.values())))
 TABLE_OF_TEXTS = Check("a table of strings", _is_table_of_texts)
 OWNERS = Check(f'a table with the keys {", ".join(KINDS)}, each a table of name = "distribution"', _is_owners)
-MEMORY = Check("'auto', a number of bytes, or a size like '2GiB'", _is_size)
-SIZE_OR_NONE = Check(
-    "a number of bytes, or a size like '2GiB'", lambda value: value is None or (value != "auto" and _is_size(value))
+MEMORY = Check(
+    "'auto', a number of bytes, or a size like '2GiB'", _is_size, schema={"anyOf": [{"enum": ["auto"]}, *_SIZES]}
 )
-DEVICE = Check("'auto', or a device like 'cpu' or 'cuda:0'", _is_device)
+SIZE_OR_NONE = Check(
+    "a number of bytes, or a size like '2GiB'",
+    lambda value: value is None or (value != "auto" and _is_size(value)),
+    schema={"anyOf": [*_SIZES]},
+)
+DEVICE = Check(
+    "'auto', or a device like 'cpu' or 'cuda:0'",
+    _is_device,
+    schema={"type": "string", "pattern": r"^[a-z]{1,20}(:[0-9]{1,3})?$"},
+)

@@ -16,7 +16,6 @@ import attrs
 from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.loading.declarations import find_misdeclared, find_undefined
-from kvframe.loading.deprecations import uses_of_class, warn_of
 from kvframe.loading.targets import find_problem
 
 BUILTIN_OWNER = "kvframe"
@@ -131,7 +130,6 @@ class Claim:
     needs_versions: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
 
     def __attrs_post_init__(self) -> None:
-        """Raise ``PluginError`` for a name, target or version that could not be used later."""
         kind = KINDS[self.kind]
         if not isinstance(self.name, str) or len(self.name) > _MAX_NAME or not _SNAKE_CASE.fullmatch(self.name):
             raise PluginError(
@@ -199,7 +197,6 @@ class Claim:
             raise self._error(str(error)) from error.__cause__
         if unfit:
             raise self._error(f"{safe_repr(self.target)} {unfit}")
-        warn_of(self.plugin, uses_of_class(loaded))
         return loaded
 
     def problem(self) -> str:
@@ -216,13 +213,9 @@ class Claim:
             return str(error)
 
     def why_unusable(self, loaded: Any) -> str:
-        """Return the class's own reason why it cannot be used in this environment; empty if it gives none.
+        """Return the reason of a loaded class why it cannot be used in this environment; empty if it gives none.
 
-        Args:
-            loaded: The class that ``load`` returned.
-
-        Raises:
-            PluginError: Its ``unusable_reason`` raises, or returns neither a sentence nor None.
+        Raises ``PluginError`` if its ``unusable_reason`` raises, or returns neither a sentence nor None.
         """
         if self.kind != "backend":
             return ""

@@ -17,12 +17,9 @@ from kvframe.contract.foreign import safe_repr
 
 
 def find_misdeclared(base: type, made: Any) -> str:
-    """Return which attribute of ``made`` does not fit its annotation in ``base``; empty if all fit.
+    """Return which attribute of ``made`` does not fit its annotation in the contract's ``base``; empty if all fit.
 
-    Args:
-        base: A base class of the contract.
-        made: A subclass, whose ``ClassVar`` annotations are checked, or an instance, whose annotations are all checked.
-            Reading its attributes may raise anything.
+    Of a subclass, the ``ClassVar`` annotations are checked, and of an instance all. Reading them may raise anything.
     """
     for name, hint in _declared(base, of_class=issubclass(type(made), type)):
         try:
@@ -35,19 +32,20 @@ def find_misdeclared(base: type, made: Any) -> str:
 
 
 def find_undefined(backend_class: Any) -> str:
-    """Return what a backend's class declares and does not have, or in a form that no stack can use; empty if nothing.
-
-    Args:
-        backend_class: A subclass of ``AttentionBackend`` whose attributes fit their annotations.
-    """
+    """Return what a backend's class declares and lacks, or has in a form that no stack can use; empty if nothing."""
     from kvframe.contract.backend import AttentionBackend  # imports torch, as the class did
 
     options_class = backend_class.options_class
     if options_class is not None and not attrs.has(options_class):
         return f"declares options_class = {safe_repr(options_class)}, which is not an attrs class"
+    capabilities = backend_class.capabilities
+    if capabilities.masks and backend_class.forward is AttentionBackend.forward:
+        return "declares masks, and does not define forward"
     lacks_lse = backend_class.forward_with_lse is AttentionBackend.forward_with_lse
-    if backend_class.capabilities.returns_lse and lacks_lse:
+    if capabilities.returns_lse and lacks_lse:
         return "declares returns_lse, and does not define forward_with_lse"
+    if (capabilities.choices or capabilities.kinds) and backend_class.forward_more is AttentionBackend.forward_more:
+        return "declares choices or kinds, and does not define forward_more"
     return ""
 
 

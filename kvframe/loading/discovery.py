@@ -81,8 +81,7 @@ def is_called(plugin_id: str, name: str) -> bool:
 def find_plugins(passed: Sequence[Any] = ()) -> list[FoundPlugin]:
     """Return the built-in plugin, then the installed plugins, sorted, then those passed as modules.
 
-    Args:
-        passed: Modules given by the caller. A module that is also installed is returned once, as the installed plugin.
+    A module that is also installed is returned once, as the installed plugin.
     """
     installed = [_builtin(), *sorted(_installed.plugins(), key=lambda found_plugin: found_plugin.id)]
     modules = {found_plugin.module for found_plugin in installed}
@@ -124,10 +123,7 @@ def _entry_points_of(dist: Distribution) -> str:
 
 
 class _Installed:
-    """Remembers the installed plugins, because reading all distributions takes most of the time of loading plugins.
-
-    They are read again if a finder, the path or a folder on it changed.
-    """
+    """Remembers the installed plugins, because reading all distributions takes most of the time of loading plugins."""
 
     def __init__(self) -> None:
         self._finders: list[object] = []

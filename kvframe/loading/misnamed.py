@@ -27,11 +27,7 @@ def find_misnamed() -> list[str]:
 
 
 def hint_for(asked: str) -> str:
-    """Return which distributions may be meant by a plugin's name that is not found; empty if there is none.
-
-    Args:
-        asked: The name, or ``distribution:name``.
-    """
+    """Return which distributions may be meant by a name, or ``distribution:name``, that is not found; empty if none."""
     owner, _, name = asked.rpartition(":")
     sentences = find_misnamed()
     wanted = {canonical(owner)} if owner else {canonical(name), f"kvframe-{canonical(name)}"}

@@ -64,11 +64,7 @@ def provider_of(kind: str, name: str) -> str | None:
 
 
 def to_install(package: str) -> str:
-    """Return the command that installs a package of kvframe: from the clone that kvframe runs from, or by its name.
-
-    Args:
-        package: A package of the table (``"kvframe-serve"``).
-    """
+    """Return the command that installs a package: from the clone that kvframe runs from, or by its name."""
     folder = _ROOT / "plugins" / package.removeprefix("kvframe-").replace("-", "_")
     if not (folder / "pyproject.toml").is_file():
         return f"pip install {package}"

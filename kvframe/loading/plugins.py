@@ -21,7 +21,6 @@ from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.checks import OWNERS, TABLES, TEXTS
 from kvframe.loading.claims import Claim
-from kvframe.loading.deprecations import uses_of_hooks, uses_of_register, warn_of
 from kvframe.loading.discovery import FoundPlugin, find_plugins, is_called
 from kvframe.loading.misnamed import hint_for
 from kvframe.loading.packages import provider_of, to_install
@@ -125,9 +124,6 @@ def load_plugins(policy: PluginPolicy = PluginPolicy(), plugins: Sequence[Module
         policy: The stack's policy for plugins.
         plugins: Modules with kvframe hooks that need not be installed; a module that cannot be used is an error.
 
-    Returns:
-        One record per plugin, and the registry.
-
     Raises:
         StackError: The policy names a plugin that was not found, or has settings for one that takes none.
         PluginError: A plugin that the stack requires, or that was passed, cannot be used.
@@ -212,10 +208,7 @@ def _is_disabled(policy: PluginPolicy, found: FoundPlugin) -> bool:
 
 
 def _find_clashes(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) -> Mapping[str, str]:
-    """Return why each found plugin that shares its name with another cannot be used, by id.
-
-    A plugin that is disabled or incompatible clashes with none.
-    """
+    """Return why each found plugin that shares its name with another cannot be used, by id."""
     running: dict[str, list[FoundPlugin]] = {}
     for found in found_plugins:
         if not (found.incompatible or found.broken or _is_disabled(policy, found)):
@@ -282,15 +275,11 @@ def _attach(found: FoundPlugin, manifest: Any) -> pluggy.PluginManager:
         raise _SetAside("broken", f"{', '.join(sorted(unmarked))} lacks @hookimpl and would never be called")
     if not callers:
         raise _SetAside("broken", f"{found.module} implements no hook; hooks: {', '.join(_HOOKS)}")
-    warn_of(found.id, uses_of_hooks(callers))
     return manager
 
 
 def _read_hooks(manager: pluggy.PluginManager, manifest: Any) -> tuple[list[pluggy.HookCaller], set[str]]:
-    """Return the callers of a manifest's hooks, and the names of functions that look like hooks and are not marked.
-
-    pluggy's own check, ``check_pending()``, knows only what is marked.
-    """
+    """Return the callers of a manifest's hooks, and the names of functions that look like hooks and are not marked."""
     unmarked = {
         name
         for name in dir(manifest)
@@ -331,15 +320,7 @@ def _configure(manager: pluggy.PluginManager, found: FoundPlugin, policy: Plugin
 
 @attrs.define(eq=False)
 class _Registering:
-    """The ``register`` callback that one hook of one plugin gets.
-
-    Attributes:
-        hook: The hook's name.
-        kind: The kind of the names that the hook registers.
-        found: The plugin.
-        claims: The list to which the claims are appended.
-        is_over: Whether the hook has returned.
-    """
+    """The ``register`` callback that one hook of one plugin gets."""
 
     hook: str
     kind: str
@@ -363,5 +344,4 @@ class _Registering:
                 f"plugin {self.found.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
                 "returned; nothing was registered"
             )
-        warn_of(self.found.id, uses_of_register(needs=needs, install=install, needs_versions=needs_versions))
         self.claims.append(Claim(self.kind, name, target, *owner, needs, install, needs_versions))

@@ -75,10 +75,7 @@ class Catalogue:
         self._claims[claim.name] = sorted([*claims, claim], key=lambda each: each.owner)
 
     def get(self, name: str) -> Claim:
-        """Return the claim that ``name`` stands for. Imports nothing.
-
-        Args:
-            name: A registered name, or ``distribution:name`` for one distribution's claim.
+        """Return the claim that a registered name, or ``distribution:name``, stands for. Imports nothing.
 
         Raises:
             UnknownNameError: No plugin claims it.
@@ -115,16 +112,7 @@ class Catalogue:
         return claims[0]
 
     def load(self, name: str) -> Any:
-        """Import and return the class that ``name`` stands for.
-
-        Args:
-            name: A registered name, or ``distribution:name``.
-
-        Raises:
-            UnknownNameError: No plugin claims it.
-            ContestedNameError: Several plugins claim it, and the stack names no owner.
-            PluginError: The class cannot be imported or is unfit; the message has owner, name and cause.
-        """
+        """Import and return the class that ``name`` stands for; raises as ``get`` and ``Claim.load`` do."""
         return self.get(name).load()
 
 
@@ -137,11 +125,7 @@ class Registry:
     """
 
     def __init__(self, owners: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
-        """Start empty.
-
-        Args:
-            owners: The stack's choices for contested names: kind, name, distribution.
-        """
+        """Start empty, with the stack's choices for contested names: kind, name, distribution."""
         self._set_aside: list[str] = []
         self.versions: dict[str, str] = {}
         self.catalogues: Mapping[str, Catalogue] = {

@@ -13,11 +13,7 @@ from pathlib import Path
 
 
 def find_problem(target: str) -> str:
-    """Return why an import string names nothing; empty if it names something, or if only an import can show it.
-
-    Args:
-        target: ``"package.module:Class"``.
-    """
+    """Return why ``"package.module:Class"`` names nothing; empty if it does, or if only an import can show it."""
     module, _, path = target.partition(":")
     spec = _find_spec(module)
     if spec is None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvframe.contract.errors import PluginError, SpecError
 from kvframe.contract.foreign import call, safe_repr
-from kvframe.contract.specs import TOKENS, AttentionMask, KVCacheSpec, StateTensor, TokenRange
+from kvframe.contract.specs import TOKENS, AttentionMask, KVCacheSpec, StateTensor, TokenRange, blocks_of
 
 _MOST_KNOWN = 1 << 14
 """The number of positions whose answers are kept."""
@@ -23,16 +23,7 @@ T = TypeVar("T")
 
 
 def ask(spec: KVCacheSpec, question: str, answer: Callable[[], T]) -> T:
-    """Return a spec's answer.
-
-    Args:
-        spec: The spec.
-        question: The call as Python code, for errors: ``live_ranges(37)``.
-        answer: Makes the call.
-
-    Raises:
-        SpecError: The call raises.
-    """
+    """Return a spec's answer to a question in Python code (``live_ranges(37)``); raise ``SpecError`` if it fails."""
     try:
         return call(f"{_subject(type(spec))}: {question}", answer)
     except PluginError as error:
@@ -70,17 +61,8 @@ def ask_mask(spec: KVCacheSpec) -> AttentionMask | None:
     mask = ask(spec, "mask", lambda: spec.mask)
     if mask is None:
         return None
-    if (
-        not isinstance(mask, AttentionMask)
-        or any(size is not None and (type(size) is not int or size < 1) for size in (mask.window, mask.chunk))
-        or type(mask.num_sink_tokens) is not int
-        or mask.num_sink_tokens < 0
-        or (mask.lookahead is not None and (type(mask.lookahead) is not int or mask.lookahead < 0))
-    ):
-        expected = (
-            "None or an AttentionMask with a window and chunk of at least 1, sink tokens and lookahead of at least 0"
-        )
-        raise wrong_answer(spec, "mask", mask, expected)
+    if not isinstance(mask, AttentionMask):
+        raise wrong_answer(spec, "mask", mask, "None or an AttentionMask")
     if mask.lookahead is not None and spec.sequence != TOKENS:
         expected = f"no lookahead, because a query has no place among the tokens of the {spec.sequence} sequence"
         raise wrong_answer(spec, "mask", mask, expected)
@@ -135,18 +117,6 @@ def lacks(needed: Iterable[TokenRange], *kept: Iterable[TokenRange]) -> TokenRan
     return None
 
 
-def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> Ranges:
-    """Return the block index ranges that token ranges touch, sorted and disjoint."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        first, last = start // block_size, -(-stop // block_size)
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return tuple(merged)
-
-
 def seen_by(mask: AttentionMask, n: int) -> Ranges:
     """Return the tokens before position ``n`` that a causal mask shows to a query at ``n``."""
     ranges: Ranges
@@ -168,7 +138,6 @@ class Answers:
     """
 
     def __init__(self, spec: KVCacheSpec) -> None:
-        """Begin with no answers."""
         self._spec = spec
         self._ranges: dict[int, Ranges] = {}
         self._blocks: dict[int, Ranges] = {}
@@ -203,30 +172,17 @@ class Answers:
         return min(self._num_checked, num_tokens)
 
     def check(self, num_tokens: int) -> None:
-        """Check the live ranges at positions ``[0, num_tokens)``.
-
-        Raises:
-            SpecError: An answer breaks a law; the error is about the first of them.
-        """
+        """Check the live ranges at positions ``[0, num_tokens)``."""
         if self.num_right(num_tokens) < num_tokens and self._fault is not None:
             raise self._fault
 
     def live_blocks(self, n: int) -> Ranges:
-        """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch, sorted and disjoint.
-
-        Raises:
-            SpecError: The live ranges at ``n`` break a law, or the spec raises.
-        """
+        """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch, sorted and disjoint."""
         blocks = self._blocks.get(n)
         return self._ask(n) if blocks is None else blocks
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> Ranges:
-        """Return ``KVCacheSpec.stored_blocks``.
-
-        Raises:
-            SpecError: The answer names blocks of other tokens or lacks a block that is live after these tokens, or the
-                spec raises.
-        """
+        """Return ``KVCacheSpec.stored_blocks``; raise ``SpecError`` if a block that is live afterwards is missing."""
         spec, size, end = self._spec, self._spec.block_size, n + num_new_tokens
         question = f"stored_blocks({n}, {num_new_tokens}, {branch})"
         blocks = ask(spec, question, partial(spec.stored_blocks, n, num_new_tokens, branch))
@@ -286,18 +242,7 @@ class Answers:
 
 
 def ask_count(spec: KVCacheSpec, question: str, answer: Callable[[], int], *, least: int, most: int) -> int:
-    """Return a spec's answer that is a number.
-
-    Args:
-        spec: The spec.
-        question: The call as Python code, for errors.
-        answer: Makes the call.
-        least: The smallest possible number.
-        most: The largest possible number.
-
-    Raises:
-        SpecError: The call raises, or the number is not possible.
-    """
+    """Return a spec's answer that is a number; raise ``SpecError`` if it fails, or is not within the limits."""
     count = ask(spec, question, answer)
     if type(count) is not int or not least <= count <= most:
         raise wrong_answer(spec, question, count, f"an int of at least {least} and at most {most}")

@@ -21,6 +21,7 @@ from kvframe.contract.foreign import call
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks
+from kvframe.planning.prompt_budget import check_prompt_budget
 from kvframe.planning.retyping import retyped
 from kvframe.planning.rollback import RollbackSpec
 
@@ -140,28 +141,21 @@ def make_layer_specs(
 
 
 def with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[LayerSpec]:
-    """Yield a layer, and the entries that its type declares.
-
-    Args:
-        layer: The layer.
-        given_inputs: The names of the inputs that the model gives.
-
-    Raises:
-        SpecError: An entry cannot be kept beside the layer's main state, or the model does not give an input of the
-            type.
-    """
+    """Yield a layer, and the entries that its type declares, if the model gives the inputs that the type needs."""
     yield layer
     spec = layer.spec
     if spec is None:
         return
-    if not spec.defines_attention:
+    if spec.prompt_budget is not None:
+        check_prompt_budget(layer)
+    elif not spec.defines_attention:
         if spec.entries or (layer.query is not None and spec.inputs(layer.query)):
             raise SpecError(
                 f"layer {layer.name!r}: its type {spec.kind!r} has entries or inputs, and no dense_attention that says "
                 "what it does with them"
             )
         return
-    if layer.query is not None:
+    if layer.query is not None and spec.defines_attention:
         query = layer.query
         missing = sorted(ask(spec, "inputs(query)", lambda: set(spec.inputs(query))) - given_inputs)
         if missing:
@@ -185,11 +179,7 @@ def with_entries(layer: LayerSpec, given_inputs: frozenset[str]) -> Iterator[Lay
 
 
 def _with_drafts(layer: LayerSpec, num_drafts: int, stack: Stack) -> LayerSpec:
-    """Return a layer whose requests may have so many draft tokens in a step.
-
-    Raises:
-        StackError: The layer keeps a state, and none to go back to.
-    """
+    """Return a layer whose requests may have so many draft tokens in a step."""
     if layer.spec is None:
         return layer
     spec = ask(layer.spec, "with_drafts", partial(layer.spec.with_drafts, num_drafts))
@@ -248,30 +238,6 @@ def _layer_spec(
         raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
 
 
-def share_caches(layers: Sequence[LayerSpec], targets: Mapping[str, str]) -> tuple[LayerSpec, ...]:
-    """Let layers read other layers' caches instead of keeping their own.
-
-    Either all layers are changed, or none. A target may itself read another layer's cache. A second call changes
-    nothing.
-
-    Args:
-        layers: The model's layers, in the order they run.
-        targets: For each layer that is to keep no cache, the layer whose cache it reads.
-
-    Raises:
-        SpecError: A target does not keep the state that the layer needs, or layers read each other's caches in a
-            circle.
-        UnknownNameError: There is no such layer.
-    """
-    names = {layer.name for layer in layers}
-    for name in targets:
-        if name not in names:
-            raise UnknownNameError("layer", name, names, "it was to share a cache")
-    shared = tuple(attrs.evolve(layer, shares_with=targets.get(layer.name, layer.shares_with)) for layer in layers)
-    _find_owners(shared)
-    return shared
-
-
 def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Grouping:
     """Put layers into one group if their specs differ at most in their layout.
 
@@ -308,23 +274,14 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
 
 
 def stored_state(layer: LayerSpec, *, hybrid: bool = True) -> KVCacheSpec | None:
-    """Return the state that a layer stores; None if it stores none, or reads another layer's.
-
-    Args:
-        layer: The layer.
-        hybrid: As for ``group_layers``.
-    """
+    """Return the state that a layer stores; None if it stores none, or reads another layer's."""
     if layer.shares_with is not None or layer.spec is None or not layer.spec.keeps_past:
         return None
     return layer.spec if hybrid else ask(layer.spec, "retain_all()", partial(_retained, layer.spec))
 
 
 def placement_of(stored: KVCacheSpec) -> tuple[object, int]:
-    """Return what decides the group of stored state: layers with equal values share a group.
-
-    Args:
-        stored: What ``stored_state`` returned.
-    """
+    """Return what decides the group of a layer's ``stored_state``: layers with equal values share a group."""
     return ask(stored, "group_key", partial(_hashable_key, stored)), _num_rollback_states(stored)
 
 

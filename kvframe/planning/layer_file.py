@@ -1,40 +1,6 @@
 """Layer files: a model's layers written down by hand, so that planning needs neither the model nor torch.
 
-A layer file is TOML or JSON::
-
-    name = "my-hybrid"            # for people; the file's name if not given
-    max_model_len = 131072        # the longest request, in tokens
-    dtype = "bfloat16"            # of the weights; float32 if not given
-    max_encoder_len = 1500        # the longest input of an encoder, if layers keep state of it
-    repeat = 8                    # how often the list of layers is repeated; 1 if not given
-
-    [[layers]]
-    name = "layers.{}"            # {} is the layer's number in the model, from 0
-    count = 5                     # this many such layers in a row; 1 if not given
-    kind = "sliding_window"       # the registered name of the cache spec
-    num_kv_heads = 8              # every other key is an option of that spec
-    head_size = 128
-    window = 1024
-
-    [[layers]]
-    name = "layers.{}"
-    kind = "full_attention"
-    num_kv_heads = 8
-    head_size = 128
-
-An entry of ``layers`` has these keys, and the options of its cache spec:
-
-* ``name``, or ``names``: a list, one layer for each;
-* ``count``: layers in a row, whose ``name`` then holds ``{}``;
-* ``kind``: the registered name of the cache spec;
-* ``shares_with``: the layer whose cache it reads: a name, or a negative number (``-1`` is the layer before);
-* ``query``: the query side, which the choice of a backend needs and planning does not: ``num_heads``, ``head_size``,
-  ``scale``, ``soft_cap``, ``has_sinks``, ``alibi_slopes``, a list of a number per head, and ``relative_bias``, a table
-  of ``num_buckets``, ``max_distance`` and ``bidirectional``. Missing keys follow from the cache side: as many heads as
-  KV heads, and ``scale`` is ``head_size ** -0.5``. A layer without ``query`` and without KV heads does not attend: it
-  keeps a state.
-
-This module does not import torch.
+docs/planning.md describes their keys. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -57,11 +23,7 @@ _QUERY_KEYS = ("num_heads", "head_size", "scale", "soft_cap", "has_sinks", "rela
 
 
 def is_layer_file(path: Path) -> bool:
-    """Return whether ``path`` is a layer file: any TOML file, or a JSON object with a list of ``layers``.
-
-    Raises:
-        ModelError: The path is a JSON file that cannot be read.
-    """
+    """Return whether ``path`` is a layer file: any TOML file, or a JSON object with a list of ``layers``."""
     if path.suffix == ".toml":
         return path.is_file()
     if path.suffix != ".json" or not path.is_file():
@@ -71,14 +33,7 @@ def is_layer_file(path: Path) -> bool:
 
 
 def read_layer_file(path: Path) -> ModelDescription:
-    """Read the layers of a layer file.
-
-    Args:
-        path: A layer file; its format follows its suffix, ``.toml`` or ``.json``.
-
-    Raises:
-        ModelError: The file cannot be read, or has a wrong entry; the message says where.
-    """
+    """Read the layers of a layer file, TOML or JSON by its suffix; raise ``ModelError`` that says where it is wrong."""
     data = parse_file(path)
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds a {type(data).__name__}, not a table with max_model_len and layers")
@@ -102,11 +57,7 @@ def read_layer_file(path: Path) -> ModelDescription:
 
 
 def layer_file_dtype(path: Path) -> str | None:
-    """Return the dtype that a layer file names; None if it names none.
-
-    Raises:
-        ModelError: The file cannot be read, or its dtype is none of a model.
-    """
+    """Return the dtype that a layer file names; None if it names none."""
     data = parse_file(path)
     dtype = data.get("dtype") if isinstance(data, dict) else None
     if dtype is None or dtype in MODEL_DTYPES:

@@ -32,9 +32,7 @@ def physical_bytes() -> int | None:
 def free_bytes() -> int:
     """Return the bytes of memory that this process can still allocate: free in the machine and in its control groups.
 
-    Raises:
-        AttributeError: The operating system does not say.
-        ValueError: Likewise.
+    Raises ``AttributeError`` or ``ValueError`` if the operating system does not say.
     """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return max(0, min([free, *(limit - used for limit, used in _control_groups())]))
@@ -73,15 +71,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def check_host_bytes(num_bytes: int, sentence: str) -> None:
-    """Raise if the host has less memory than is to be allocated.
-
-    Args:
-        num_bytes: The bytes to allocate.
-        sentence: The error's text: what was asked for, and what to do.
-
-    Raises:
-        PlanError: The machine has less memory.
-    """
+    """Raise ``PlanError`` with a sentence if the host has less memory than is to be allocated."""
     physical = physical_bytes() if num_bytes > _UNCHECKED_BYTES else None
     if physical is not None and num_bytes > physical:
         raise PlanError(f"{sentence}; this process may use {physical} bytes of memory")
@@ -89,16 +79,13 @@ def check_host_bytes(num_bytes: int, sentence: str) -> None:
 
 @contextmanager
 def allocating(num_bytes: int, purpose: str, advice: str, device: str = "the host") -> Iterator[None]:
-    """Raise one clear error if an allocation in the body fails.
+    """Raise one clear ``PlanError`` if an allocation in the body fails.
 
     Args:
         num_bytes: The bytes that the body allocates.
         purpose: What the memory is for (``"to give the cache"``).
         advice: What to ask for instead (``"less memory"``).
         device: The owner of the memory: the host (also for a CPU), or another device.
-
-    Raises:
-        PlanError: There is less memory.
     """
     sentence = f"{device} has no {num_bytes} bytes {purpose}; ask for {advice}"
     if device.partition(":")[0] in ("the host", "cpu"):

@@ -19,6 +19,7 @@ from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, a
 from kvframe.loading.checks import parse_bytes
 from kvframe.planning.answers import Answers
 from kvframe.planning.groups import Grouping, KVCacheGroup
+from kvframe.planning.prompt_budget import num_moved_blocks
 from kvframe.planning.spec_check import check_spec_at_set_up, peak_of
 
 _MAX_PAGES_PER_SLAB = 64
@@ -154,27 +155,30 @@ class KVCachePlan:
         return lost / (slabs * self.slab_bytes)
 
     def peak_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """Return the most blocks per group that a request ever holds.
+        """Return the most blocks per group that a request of a final length ever holds.
 
-        Args:
-            num_tokens: Its final length.
-            input_lens: The lengths of its inputs, by sequence; None for the longest ones.
+        ``input_lens`` are the lengths of its inputs, by sequence; None for the longest ones.
         """
         return self._most_blocks(num_tokens, self.max_num_batched_tokens, input_lens)
 
-    def generating_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """Return the most blocks per group that a request holds while it generates.
+    def generating_blocks(
+        self, num_tokens: int, input_lens: Mapping[str, int] | None = None, num_prompt_tokens: int = 0
+    ) -> tuple[int, ...]:
+        """Return the most blocks per group that a request holds while it generates, likewise.
 
         A step then computes one token, and the draft tokens for which states are planned. The blocks are fewer than
-        ``peak_blocks`` if a type needs more of them while a prompt is computed.
-
-        Args:
-            num_tokens: Its final length.
-            input_lens: The lengths of its inputs, by sequence; None for the longest ones.
+        ``peak_blocks`` if a type needs more of them while a prompt is computed, or keeps a part of the prompt, which is
+        the first ``num_prompt_tokens`` tokens.
         """
         specs = [group.spec for group in self.groups]
         num_drafts = max((max(spec.num_rollback_states, spec.states_per_block - 1) for spec in specs), default=0)
-        return self._most_blocks(num_tokens, 1 + num_drafts, input_lens)
+        blocks = self._most_blocks(num_tokens, 1 + num_drafts, input_lens)
+        return tuple(
+            min(count, -(-num_tokens // group.block_size) - (num_prompt_tokens - budget) // group.block_size)
+            if (budget := group.spec.prompt_budget) is not None and budget < num_prompt_tokens
+            else count - num_moved_blocks(group.spec, num_tokens)
+            for count, group in zip(blocks, self.groups, strict=True)
+        )
 
     def _most_blocks(
         self, num_tokens: int, max_new_tokens: int, input_lens: Mapping[str, int] | None
@@ -186,7 +190,7 @@ class KVCachePlan:
             if group.is_of_input
             else group.peak_blocks
             if is_planned
-            else peak_of(group.spec, num_tokens, max_new_tokens)
+            else peak_of(group.spec, num_tokens, max_new_tokens) + num_moved_blocks(group.spec, num_tokens)
             for group in self.groups
         )
 
@@ -204,11 +208,8 @@ class KVCachePlan:
     def resized(self, memory: str | int) -> KVCachePlan:
         """Return a plan of the same layout for another amount of memory: with more slabs of this size, or fewer.
 
-        Args:
-            memory: The most bytes, or a size such as ``"2GiB"``.
-
         Raises:
-            StackError: ``memory`` is not a size.
+            StackError: ``memory`` is neither a number of bytes nor a size such as ``"2GiB"``.
             PlanError: The memory does not hold one slab for each group, or there are too many slabs for a block id.
         """
         memory_bytes = parse_bytes(memory)
@@ -219,7 +220,7 @@ class KVCachePlan:
         """Return whether one request that grows to ``num_tokens`` tokens fits the pool.
 
         If it fits, a request that runs alone gets the pages for every step, for any division of its tokens into steps
-        of at most ``max_num_batched_tokens``, and with any cached prefixes.
+        of at most ``max_num_batched_tokens``, and with any cached prefixes. ``input_lens`` are as for ``peak_blocks``.
 
         If it does not fit, then for some division a step gets no pages. This holds if the plan has one group that
         attends, or only groups of full attention and of inputs. In other plans, the groups may hold their most blocks
@@ -228,14 +229,15 @@ class KVCachePlan:
         chunked group for up to one chunk more: of Llama 4 Scout, 2 GiB promise 12,912 tokens in steps of 2,048, and
         serve any division of 17,040 (``tests/cache/test_fits.py``). A type that stores few blocks, such as a state,
         counts each block that a later request may continue from, and a lone request need not hold these.
-
-        Args:
-            num_tokens: Its final length.
-            input_lens: The lengths of its inputs, by sequence; None for the longest ones.
         """
         if num_tokens <= self.max_model_len and self.longest_fits:
             return True
         return self.num_slabs_for(self.peak_blocks(num_tokens, input_lens)) <= self.num_slabs
+
+    @cached_property
+    def keeps_part(self) -> bool:
+        """Whether a group keeps a part of each prompt (``KVCacheSpec.prompt_budget``)."""
+        return any(group.spec.prompt_budget is not None for group in self.groups)
 
     @cached_property
     def longest_fits(self) -> bool:
@@ -243,30 +245,26 @@ class KVCachePlan:
         return self.num_slabs_for(group.peak_blocks for group in self.groups) <= self.num_slabs
 
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
-        """Return how many requests of ``num_tokens`` tokens fit at once; None if no state is kept (no limit).
+        """Return how many requests of ``num_tokens`` tokens, ``max_model_len`` unless given, fit at once.
 
-        It is the number of requests that the slabs hold if each one holds the most blocks that it ever does.
-
-        Args:
-            num_tokens: Their length; ``max_model_len`` if not given.
+        It is the number of requests that the slabs hold if each one holds the most blocks that it ever does; None if no
+        state is kept (no limit).
         """
         if not self.groups:
             return None
         blocks = self.peak_blocks(self.max_model_len if num_tokens is None else num_tokens)
         return self._most_requests(blocks, blocks)
 
-    def max_generating(self, num_tokens: int | None = None) -> int | None:
-        """Return how many requests of ``num_tokens`` tokens fit at once if one of them computes its prompt.
+    def max_generating(self, num_tokens: int | None = None, num_prompt_tokens: int = 0) -> int | None:
+        """Return how many such requests fit at once if one of them computes its prompt and the others generate.
 
-        The others generate. None if no state is kept (no limit).
-
-        Args:
-            num_tokens: Their length; ``max_model_len`` if not given.
+        Some types keep a part of the prompt, which is the first ``num_prompt_tokens`` tokens.
         """
         if not self.groups:
             return None
         num_tokens = self.max_model_len if num_tokens is None else num_tokens
-        return self._most_requests(self.generating_blocks(num_tokens), self.peak_blocks(num_tokens))
+        generating = self.generating_blocks(num_tokens, num_prompt_tokens=num_prompt_tokens)
+        return self._most_requests(generating, self.peak_blocks(num_tokens))
 
     def _most_requests(self, blocks: Sequence[int], last: Sequence[int]) -> int:
         """Return how many requests fit at once if one of them holds ``last`` blocks and each other one ``blocks``."""
@@ -449,7 +447,8 @@ def _peak_blocks(
 ) -> int:
     sequence = group.spec.sequence
     if sequence == TOKENS:
-        return peak_of(group.spec, max_model_len, max_num_batched_tokens)
+        moved = num_moved_blocks(group.spec, max_model_len)
+        return peak_of(group.spec, max_model_len, max_num_batched_tokens) + moved
     if sequence not in input_lens:
         raise PlanError(
             f"layer {group.layers[0]!r} ({group.spec.kind}) keeps state of the sequence {sequence!r}, and the model "

@@ -1,7 +1,8 @@
-"""Finds the model adapter that reads a path, and the layers of the model there."""
+"""Finds the model adapter that reads a path, the layers of the model there, and the dtype that it runs in."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -16,22 +17,32 @@ from kvframe.contract.files import exists
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.loading.packages import to_install
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.layer_file import is_layer_file, parse_file, read_layer_file
+from kvframe.planning.layer_file import is_layer_file, layer_file_dtype, parse_file, read_layer_file
 
 if TYPE_CHECKING:
+    from kvframe.config.stack import Stack
     from kvframe.contract.model import LoadedModel, ModelAdapter, ModelInMemory
     from kvframe.loading.claims import Claim
     from kvframe.loading.registry import Registry
 
+_log = logging.getLogger("kvframe")
+
+AUTO = "auto"
+"""The dtype of a stack that names none."""
+
+DEFAULT_DTYPE = "float32"
+"""The dtype of a model whose checkpoint names none."""
+
+_CPU_FEATURES = {
+    "bfloat16": ("amx_bf16", "avx512_bf16", "arm_bf16", "bf16"),
+    "float16": ("amx_fp16", "avx512_fp16", "arm_fp16_arith", "fp16_arith"),
+}
+"""For each dtype of 16 bits, the features with which a CPU multiplies it; without one, it converts to float32."""
+
 
 @attrs.frozen
 class FoundAdapter:
-    """Wraps a plugin's model adapter, so that its failures become errors that name it.
-
-    Attributes:
-        claim: The plugin's claim to the adapter's name.
-        adapter: The plugin's instance.
-    """
+    """Wraps a plugin's model adapter, so that its failures become errors that name it by the plugin's claim."""
 
     claim: Claim
     adapter: ModelAdapter
@@ -70,11 +81,7 @@ class FoundAdapter:
     def load(self, path: Path, *, device: str, dtype: str, whole: bool = False) -> LoadedModel:
         """Return the loaded model; raise ``KVFrameError`` if the adapter refuses or fails.
 
-        Args:
-            path: The model's folder.
-            device: The device of the model.
-            dtype: The dtype of its weights, by name.
-            whole: Whether this process alone runs the model, if there are several.
+        ``whole`` says whether this process alone runs the model, if there are several.
         """
         name = "load_whole" if whole else "load"
         what, load = f"{self.whose}: {name}()", getattr(self.adapter, name)
@@ -145,14 +152,7 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
 def adopt_model(model: Any, tokenizer: Any, registry: Registry) -> ModelInMemory:
     """Return a model that is in memory already, as the one adapter that knows it takes it.
 
-    Args:
-        model: The object that the user gave.
-        tokenizer: Its tokenizer, or None.
-        registry: Where adapters are looked up.
-
-    Raises:
-        ModelError: No adapter or more than one knows it, or the one that knows it cannot serve it.
-        PluginError: An adapter fails.
+    Raises ``ModelError`` if no adapter or more than one knows it, or the one that knows it cannot serve it.
     """
     names = registry.model_adapters.names()
     adopted = {name: FoundAdapter.make(registry.model_adapters.get(name)).adopt(model, tokenizer) for name in names}
@@ -187,16 +187,39 @@ def describe(path: str | Path, *, plugins: Sequence[ModuleType] = ()) -> ModelDe
 
 
 def describe_model(path: Path, registry: Registry) -> ModelDescription:
-    """Read a model's layers without its weights, from a layer file or by the adapter that recognises ``path``.
-
-    Args:
-        path: A model's folder or config file, or a layer file (``kvframe.planning.layer_file``), which needs no torch.
-        registry: Where adapters are looked up.
-
-    Raises:
-        ModelError: The path does not exist, is not a model, or is a model that the adapter cannot describe.
-        PluginError: The adapter that recognises it fails.
-    """
+    """Read a model's layers without its weights, from a layer file or by the adapter that recognises ``path``."""
     if is_layer_file(path):
         return read_layer_file(path)
     return find_adapter(path, registry).describe(path)
+
+
+def with_dtype(stack: Stack, path: Path, registry: Registry, *, runs_here: bool = True) -> Stack:
+    """Return a stack that names a dtype: its own, otherwise that of the checkpoint or layer file.
+
+    A CPU that cannot multiply a dtype of 16 bits computes it more slowly than float32, so that float32 is chosen there,
+    if the model ``runs_here`` and is not planned for another machine.
+    """
+    if stack.model.dtype != AUTO:
+        return stack
+    named = layer_file_dtype(path) if is_layer_file(path) else find_adapter(path, registry).dtype_of(path)
+    dtype = DEFAULT_DTYPE if named is None else named
+    if runs_here and stack.model.device.partition(":")[0] == "cpu" and not cpu_multiplies(dtype):
+        _log.info(
+            '%s is in %s, which this CPU computes more slowly than float32: it runs in float32; dtype = "%s" in the '
+            "stack's [model] keeps its dtype",
+            path.name,
+            dtype,
+            dtype,
+        )
+        dtype = "float32"
+    return attrs.evolve(stack, model=attrs.evolve(stack.model, dtype=dtype))
+
+
+def cpu_multiplies(dtype: str) -> bool:
+    """Return whether this machine's CPU computes a dtype without converting it to a longer one."""
+    if dtype not in _CPU_FEATURES:
+        return True
+    import torch
+
+    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(features.get(name) for name in _CPU_FEATURES[dtype])

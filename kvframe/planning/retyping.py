@@ -23,9 +23,6 @@ def retyped(description: ModelDescription, registry: Registry, stack: Stack) -> 
 
     A type replaces only how long keys and values are kept and which of them a query sees. So the layer must attend, to
     its own tokens, and the type must store the same tensors, unless it defines its own attention.
-
-    Raises:
-        StackError: A layer cannot have the type that a rule gives it.
     """
     return attrs.evolve(description, layers=tuple(_retyped(layer, registry, stack) for layer in description.layers))
 
@@ -74,12 +71,7 @@ EditLayer = Callable[[LayerDescription], LayerDescription]
 
 
 def edited(description: ModelDescription, edit: EditLayer | None, registry: Registry) -> ModelDescription:
-    """Return the description of a model whose layers a program has changed.
-
-    Args:
-        description: The model, as its adapter describes it.
-        edit: Changes the types of layers; None for no change.
-        registry: Where types are looked up.
+    """Return the description of a model whose layers a program has changed by ``edit``.
 
     Raises:
         StackError: A layer cannot have the type that it is given, or something else of it was changed.

@@ -21,12 +21,7 @@ SHARE_OF_AVAILABLE_MEMORY = 0.5
 def choose_max_model_len(description: ModelDescription, stack: Stack) -> int:
     """Return the most tokens of a request: the stack's limit, or the model's if the stack has none.
 
-    Args:
-        description: The model.
-        stack: Its ``[limits] max_model_len``.
-
-    Raises:
-        StackError: The stack asks for longer requests than the model takes.
+    Raises ``StackError`` if the stack asks for longer requests than the model takes.
     """
     longest, asked = min(description.max_model_len, MAX_WHOLE), stack.limits.max_model_len
     if asked is not None and asked > longest:
@@ -91,12 +86,8 @@ def plan_for_stack(
 def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied: Sequence[LayerSpec]) -> int:
     """Return the most bytes that a step's copies of pages take: one copy of every page, for one layer at a time.
 
-    Requests that share a page get a copy each, so a step of many such requests may take more.
-
-    Args:
-        plan: The cache plan.
-        grouping: The groups of the plan.
-        copied: The layers whose backends get copies of their pages.
+    Requests that share a page get a copy each, so a step of many such requests may take more. ``copied`` are the layers
+    whose backends get copies of their pages.
     """
     # Layers with copies of equal shapes use the same memory.
     per_slab: dict[tuple[str, StateTensor], int] = {}
@@ -111,12 +102,7 @@ def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied: Sequence[LayerSp
 def num_host_slabs(plan: KVCachePlan, stack: Stack) -> int:
     """Return the number of slabs for preempted requests in host memory; 0 if requests are not swapped.
 
-    Args:
-        plan: The plan of the pool, whose slabs are copied.
-        stack: Its ``[cache] preemption`` and ``swap_memory``.
-
-    Raises:
-        PlanError: The memory does not hold one slab for each group, so that no request could be swapped.
+    Raises ``PlanError`` if the memory does not hold one slab for each group, so that no request could be swapped.
     """
     if stack.cache.swap_memory is None or stack.cache.preemption != "swap" or not plan.groups:
         return 0

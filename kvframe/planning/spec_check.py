@@ -50,15 +50,8 @@ _right: dict[tuple[KVCacheSpec, int, int], None] = {}
 def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
     """Check a spec's answers at the first positions, around its own sizes and block ends, and at random positions.
 
-    A spec that was found right is not checked again for the same lengths.
-
-    Args:
-        spec: The spec of a group.
-        max_tokens: The length of the longest sequence.
-        max_new_tokens: The most tokens that one step computes.
-
-    Raises:
-        SpecError: An answer breaks a law. The message names the kind, the position, the answer and the right one.
+    A spec that was found right is not checked again for the same lengths: of the longest sequence, and of the most
+    tokens that one step computes. Raises ``SpecError`` with the kind, the position, the answer and the right one.
     """
     asked = spec, max_tokens, max_new_tokens
     try:
@@ -115,12 +108,7 @@ def _check(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
 
 
 def sampled_positions(spec: KVCacheSpec, max_tokens: int) -> list[int]:
-    """Return the positions at which a spec is checked, in order.
-
-    Args:
-        spec: The spec.
-        max_tokens: The last position.
-    """
+    """Return the positions at which a spec is checked, in order."""
     sizes = {size for size in attrs.astuple(spec, recurse=False) if type(size) is int}
     last_block = max_tokens // spec.block_size
     boundaries = {*range(1, _NUM_BOUNDARIES + 1), *range(last_block - 1, last_block + 2)}
@@ -184,11 +172,7 @@ def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> N
 
 
 def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, ranges: tuple[TokenRange, ...]) -> None:
-    """Check that a mask function shows what is live, the query itself and nothing else. A sparse type may show less.
-
-    At the first positions, all tokens are compared, as in the kit. After these, the ends of the live ranges, the tokens
-    beside them, some other live tokens and some of all tokens.
-    """
+    """Check that a mask function shows what is live, the query itself and nothing else. A sparse type may show less."""
     for key in (n, n + 1, n + 2, *(range(n) if n < _DENSE else _sampled_keys(n, ranges))):
         place = bisect_right(ranges, key, key=itemgetter(0)) - 1
         is_live, question = place >= 0 and key < ranges[place][1], f"mask_function({n}, {key})"

@@ -15,11 +15,7 @@ WrapperChain = tuple[MetadataWrapper, ...]
 
 
 def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[WrapperChain, LayerSpec, frozenset[str]]:
-    """Make a chain for a layer.
-
-    Args:
-        wrappers: The chain as the stack gives it.
-        layer: The layer.
+    """Make a chain, as the stack gives it, for a layer.
 
     Returns:
         The chain, with the wrappers' parameters for this layer; the layer as a backend after the chain sees it; the
@@ -81,11 +77,8 @@ def _needed_extensions(layer: LayerSpec) -> Iterator[tuple[str, str]]:
     """Yield the extensions that a layer's steps have with any backend, each with the reason."""
     if layer.query is not None and layer.query.first_token:
         yield SEQ_STARTS, f"its queries see no token before {layer.query.first_token}"
-
-
-def divides_keys(chain: Sequence[MetadataWrapper]) -> bool:
-    """Return whether a chain divides the keys, so that the backend after it must return the log-sum-exp."""
-    return any(wrapper.num_parts > 1 for wrapper in chain)
+    if layer.spec is not None and layer.spec.prompt_budget is not None:
+        yield SEQ_STARTS, "requests give up tokens of their prompts"
 
 
 def chain_capture(chain: Sequence[MetadataWrapper]) -> GraphCapture:

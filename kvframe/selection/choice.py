@@ -44,11 +44,7 @@ class Identity:
 
     @classmethod
     def of(cls, distribution: str, used_class: type, parameters: Mapping[str, Any] | None = None) -> Identity:
-        """Return the identity of a class of ``distribution`` with ``parameters``.
-
-        Raises:
-            PluginError: A parameter cannot be hashed.
-        """
+        """Return the identity of a class of ``distribution`` with ``parameters``, which can be hashed."""
         qualified_name, frozen = f"{used_class.__module__}:{used_class.__qualname__}", freeze(parameters or {})
         for name, value in frozen:
             try:

@@ -20,7 +20,7 @@ from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
 from kvframe.loading.claims import BUILTIN_OWNER
 from kvframe.loading.packages import to_install
 from kvframe.planning.answers import ask_mask
-from kvframe.selection.chains import bind_chain, chain_capture, divides_keys
+from kvframe.selection.chains import bind_chain, chain_capture
 from kvframe.selection.choice import Candidate, Choice, Identity
 from kvframe.selection.skipping import NO_SKIPPING, Skipping
 
@@ -38,7 +38,7 @@ def select_backends(
     device: str,
     skipping: Skipping = NO_SKIPPING,
 ) -> tuple[Choice, ...]:
-    """Choose a wrapper chain and a backend for each layer.
+    """Choose a wrapper chain and a backend for each layer that attends, in the model's order.
 
     The chain is the stack's, or otherwise the default of the layer's cache spec. If the stack names a backend, that
     backend serves the layer or the layer is refused; no other one is tried. ``"auto"`` considers the backends whose
@@ -47,16 +47,6 @@ def select_backends(
     then the highest preference, then the first name.
 
     A layer that keeps state and does not attend is computed by the model, so no backend is chosen for it.
-
-    Args:
-        layers: The model's layers, in the order they run.
-        stack: Its rules.
-        registry: Where names are looked up.
-        device: The device type that the model runs on (``"cpu"``).
-        skipping: Which layers compute only a step's generating tokens.
-
-    Returns:
-        The choices for the layers that attend, in their order.
 
     Raises:
         BackendError: No backend can serve a layer, or the named one cannot; the message says why for each. Or a rule
@@ -70,7 +60,8 @@ def select_backends(
     """
     _check_skipping(stack, registry)
     for layer in layers:
-        if layer.query is None and layer.spec is not None:
+        # A rule that names a layer by its pattern does not mean the layer's entries.
+        if layer.query is None and layer.spec is not None and layer.entry_of is None:
             _check_not_chosen(layer, layer.spec.kind, stack)
     attending = [layer for layer in layers if layer.query is not None]
     choices = tuple(_choose(layer, layers, stack, registry, device, skipping) for layer in attending)
@@ -157,13 +148,12 @@ def _choose(
         raise WrapperError(f"layer {layer.name!r}: {error}", code=error.code) from error
     except PluginError as error:
         raise PluginError(f"layer {layer.name!r}: {error}") from error
-    lse = divides_keys(wrappers)
     asks_graphs = not isinstance(stack.model.graphs, str) and chain_capture(wrappers) is not GraphCapture.NEVER
     names = registry.backends.names() if rule.backend == AUTO else (rule.backend.name,)
     made_of: dict[str, _Usable] = {}
     candidates = []
     for name in names:
-        candidate, usable = _consider(name, rule.backend, wrapped, extensions, registry, device, lse=lse)
+        candidate, usable = _consider(name, rule.backend, wrapped, extensions, registry, device)
         if usable is not None:
             made_of[candidate.name] = usable
             if asks_graphs:
@@ -223,19 +213,13 @@ def _consider(
     extensions: Collection[str],
     registry: Registry,
     device: str,
-    *,
-    lse: bool,
 ) -> tuple[Candidate, _Usable | None]:
-    """Check whether one backend can serve a layer; any error in its code is the reason that it cannot.
-
-    Raises:
-        StackError: The stack names the backend and gives it options that do not fit.
-    """
+    """Check whether one backend can serve a layer; any error in its code is the reason that it cannot."""
     claim = registry.backends.get(name)
     whose = f"backend {claim.id!r}"
     try:
         backend_class: type[AttentionBackend] = claim.load()
-        compared = (claim.id, backend_class, layer, extensions, device, lse)
+        compared = (claim.id, backend_class, layer, extensions, device)
         candidate = call(f"{whose}: capabilities", _compare, *compared)
         if device in backend_class.capabilities.devices and (reason := claim.why_unusable(backend_class)):
             candidate = attrs.evolve(candidate, refusals=(Refusal("environment", reason),))
@@ -263,11 +247,10 @@ def _compare(
     layer: LayerSpec,
     extensions: Collection[str],
     device: str,
-    lse: bool,
 ) -> Candidate:
     """Compare a backend's capabilities with a layer. May raise anything."""
     capabilities = backend_class.capabilities
-    refusals = capabilities.refusals(layer, device, extensions, lse=lse)
+    refusals = capabilities.refusals(layer, device, extensions)
     if device not in capabilities.devices:
         # The first reason is enough. More checks could be slow, because a backend may compile its kernels for them.
         refusals = refusals[:1]

@@ -32,12 +32,7 @@ class Skipping:
     are_drafting: bool = False
 
     def why_not(self, layers: Sequence[LayerSpec], name: str) -> str:
-        """Return in one sentence why a layer computes every token of a prompt.
-
-        Args:
-            layers: The model's layers, in the order they run.
-            name: The layer.
-        """
+        """Return in one sentence why a layer computes every token of a prompt."""
         if self.are_drafting:
             return f"{name!r} drafts tokens, and prefill skipping is for the layers of the served model only"
         index = next(index for index, layer in enumerate(layers) if layer.name == name)
@@ -59,15 +54,10 @@ DRAFTING = Skipping(are_drafting=True)
 
 
 def find_skipping(layers: Sequence[LayerSpec], heads: Sequence[LayerSpec] = (), *, is_on: bool) -> Skipping:
-    """Return what prefill skipping does with a model.
+    """Return what prefill skipping does with a model, whose layers are in the order they run.
 
     Prediction heads continue the output of the model's last layer, and keep a cache of their own. So they are layers
     that run after it: the model then computes every token to its end.
-
-    Args:
-        layers: The model's layers, in the order they run.
-        heads: The layers of its prediction heads, if these draft for it.
-        is_on: Whether the stack asks for prefill skipping.
     """
     if not is_on:
         return Skipping(heads=tuple(heads))
@@ -82,11 +72,7 @@ def find_skipping(layers: Sequence[LayerSpec], heads: Sequence[LayerSpec] = (), 
 
 
 def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
-    """Return the last layers that keep no state of their own, in the order they run.
-
-    Args:
-        layers: The model's layers, in the order they run, including those with other state than keys and values.
-    """
+    """Return the last layers that keep no state of their own, in the order they run."""
     found: list[str] = []
     for layer in reversed(layers):
         if _needs_every_token(layer):

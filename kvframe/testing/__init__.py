@@ -4,10 +4,11 @@
 with the ``batches``. ``conformance`` runs a case and compares it with ``reference``. ``staging`` counts the copies of a
 step to the device. ``runs`` makes steps of several layers at the sizes of real models, and ``serving`` computes them.
 ``wrappers`` checks a wrapper on host ``metadata``, with the tensors of ``guard``, and compares the slots that
-queries attend to (``attended``). ``framework`` has the functions of the host that plugins' tests call. The kit needs no
-test framework and no engine: a broken contract raises ``ConformanceError``.
+queries attend to (``attended``). ``requests`` runs random requests in a cache manager beside the definition of a cache.
+``framework`` has the functions of the host that plugins' tests call. The kit needs no test framework and no engine: a
+broken contract raises ``ConformanceError``.
 
 ``backend_checks``, ``spec_checks`` and so on return what is checked of one part of a plugin, as ``checks``. ``suites``
-has classes that make a test of pytest of each; ``kvframe check`` runs the same ones. The checks of model adapters serve
-a model: they are in ``kvframe_engine.testing``.
+has classes that make a test of pytest of each; ``kvframe check`` runs the same ones. The checks of what only an engine
+uses are in ``kvframe_engine.testing``: model adapters, proposers, logits processors.
 """

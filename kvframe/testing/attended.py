@@ -45,7 +45,7 @@ def find_difference(
         if expected[token] != attended[row]:
             lost, new = sorted(expected[token] - attended[row]), sorted(attended[row] - expected[token])
             return f"token {token} of the batch no longer attends to the slots {lost}, and attends to {new} instead"
-    return _find_undivided(wrapper, after, wrapped) if wrapper.num_parts > 1 else ""
+    return ""
 
 
 def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list[set[int]]:
@@ -73,18 +73,6 @@ def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list
                 tokens += range(position + 1, ends[len(slots)])
             slots.append({_slot(blocks, token, metadata.block_size) for token in tokens})
     return slots
-
-
-def _find_undivided(wrapper: MetadataWrapper, spec: KVCacheSpec, metadata: CommonAttentionMetadata) -> str:
-    """Return one sentence about a key that is in no part, or in several; empty if each key is in one."""
-    whole = attended_slots(metadata, spec)
-    parts = [attended_slots(part, spec) for part in wrapper.parts(metadata)]
-    for token, slots in enumerate(whole):
-        for slot in sorted(slots.union(*(part[token] for part in parts))):
-            times = sum(slot in part[token] for part in parts)
-            if times != (slot in slots):
-                return f"token {token} of the batch attends to the slot {slot} in {times} parts"
-    return ""
 
 
 def _slot(blocks: list[int], token: int, block_size: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -71,22 +72,8 @@ def backend_checks(
 ) -> Checks:
     """Return the checks of a backend.
 
-    Args:
-        backend_class: The backend.
-        name: Its registered name; that of the class unless given.
-        device: The device of the backend.
-        runs_on: Where it runs in the checks; ``device`` unless given. ``"cpu"`` for a stand-in for a GPU's library.
-        whole: Whether every case and run is checked, or a sample in which every feature occurs.
-        chains: Wrapper chains after which it is checked too.
-        formats: As for ``make_cases``.
-        keeps: Whether a case is checked, for a backend that takes too long for some of them.
-        together: Traits of cases whose pairs occur in the sample.
-        run_traits: Traits of runs whose values occur in the sample.
-        run_kinds: The kinds of runs; all unless given.
-        writes_out: Whether it must write its output where the other host wants it.
-
-    Raises:
-        ConformanceError: There is nothing to check, or the backend declares what the kit cannot check.
+    The arguments are the attributes of ``BackendTests``; ``whole`` asks for every case and run, instead of a sample in
+    which every feature occurs, and ``keeps`` says whether a case is checked.
     """
     capabilities, form = backend_class.capabilities, form_of(backend_class)
     cases = [case for case in make_cases(capabilities, device, chains, form, formats) if keeps(case)]
@@ -123,18 +110,10 @@ def _check_options(name: str, backend_class: type[AttentionBackend]) -> None:
         raise ConformanceError(f"{part}: its options cannot be made with conformance_options: {error}") from error
 
 
-def _case_check(backend_class: type[AttentionBackend], case: Case, device: str, poison: float | None = None) -> Check:
-    if poison is None:
-        return Check(
-            name=case.name,
-            features=_features_of(backend_class, case),
-            run=partial(check_backend, backend_class, case, device),
-        )
-    return Check(
-        name=f"{case.name}-large_values",
-        features=_features_of(backend_class, case),
-        run=partial(check_backend, backend_class, case, device, poison),
-    )
+def _case_check(backend_class: type[AttentionBackend], case: Case, device: str, poison: float = math.nan) -> Check:
+    name = case.name if math.isnan(poison) else f"{case.name}-large_values"
+    run = partial(check_backend, backend_class, case, device, poison)
+    return Check(name=name, features=_features_of(backend_class, case), run=run)
 
 
 def _host_check(

@@ -50,7 +50,7 @@ class Checks:
 
     Attributes:
         part: The part, for people (``"backend 'mine'"``).
-        checks: The checks, at least one.
+        checks: The checks, at least one, else ``ConformanceError``: the part would pass without one.
         refused: For each feature that the part refuses, the codes of the refusals.
         order: Features in the order in which verdicts list them; others follow as they occur.
     """
@@ -61,7 +61,6 @@ class Checks:
     order: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        """Raise ``ConformanceError`` if there is no check: the part would pass without one."""
         if not self.checks:
             codes = sorted({code for refused_codes in self.refused.values() for code in refused_codes})
             why = f": it refuses everything that could be checked ({', '.join(codes)})" if codes else ""
@@ -70,11 +69,7 @@ class Checks:
         assert len({*names}) == len(names), sorted(name for name in names if names.count(name) > 1)
 
     def only(self, pattern: str) -> Checks:
-        """Return the checks whose name matches a pattern (``"full-*"``).
-
-        Raises:
-            UnknownNameError: No name matches.
-        """
+        """Return the checks whose name matches a pattern (``"full-*"``); raise ``UnknownNameError`` if none does."""
         chosen = tuple(check for check in self.checks if fnmatchcase(check.name, pattern))
         if not chosen:
             raise UnknownNameError("check", pattern, [check.name for check in self.checks], f"of {self.part}")
@@ -100,7 +95,6 @@ class Row:
     num_checks: int = 0
 
     def __str__(self) -> str:
-        """Return the verdict in words."""
         if self.verdict == "refused":
             return f"refused: {', '.join(self.codes)}"
         return f"works, but not: {', '.join(self.codes)}" if self.codes and self.verdict == "works" else self.verdict
@@ -148,9 +142,7 @@ def find_backend(registry: Registry, name: str) -> type[AttentionBackend] | str:
 def run_checks(checks: Checks, on_progress: Callable[[int], None] = lambda done: None) -> Report:
     """Run all checks, and return what was found; an exception of the part counts as a failure.
 
-    Args:
-        checks: The checks.
-        on_progress: Called after each with the number of checks that were run.
+    ``on_progress`` is called after each check with the number of checks that were run.
     """
     failures: dict[str, str] = {}
     errors: dict[str, Exception] = {}

@@ -46,8 +46,7 @@ def check_backend(
     """Check that a backend's output is within ``attention_error_bound``, and that it writes to no other memory.
 
     If it declares ``returns_lse``, ``forward_with_lse`` is called too. Its output is held to the same bound, and its
-    log-sum-exp to ``lse_error_bound``. For a layer with learned sinks it is called once more without them, as for a
-    part of the keys to which they do not belong.
+    log-sum-exp to ``lse_error_bound``. For a layer with learned sinks it is called once more without them.
 
     Its metadata is built as the framework builds it, from requests in the order that the builder asks for. If the
     builder declares which fields depend on block tables, it is also built for other tables and then refreshed.
@@ -62,8 +61,7 @@ def check_backend(
         host: Whose memory and step the backend is given: kvframe's own engine, or an ``OtherHost``.
 
     Raises:
-        ConformanceError: The output is wrong, with the request, the position and the error; or other memory was
-            written.
+        ConformanceError: The output is wrong, or other memory was written.
         WrapperError: The case's chain refuses the layer or the step.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
@@ -88,12 +86,7 @@ def check_backend(
 
 @attrs.frozen(eq=False)
 class Reference:
-    """What a backend must return for all packed queries, and its allowed error, both in float64.
-
-    Attributes:
-        output: The output.
-        lse: The log-sum-exp, if it was asked for.
-    """
+    """What a backend must return for all packed queries, and its allowed error, both in float64."""
 
     output: tuple[torch.Tensor, torch.Tensor]
     lse: tuple[torch.Tensor, torch.Tensor] | None
@@ -102,11 +95,7 @@ class Reference:
 def find_problem(case: Case, expected: Reference, attended: Attended, rows: torch.Tensor) -> str:
     """Return a text about the wrong queries and the largest error; empty if no query is wrong.
 
-    Args:
-        case: The case.
-        expected: The reference, with the log-sum-exp if ``attended`` has it.
-        attended: What a backend returned for these queries, with padding after them.
-        rows: Which of the packed queries these are.
+    ``attended`` is what the backend returned for the packed queries ``rows``, with padding after them.
     """
     output, lse = attended
     problem = _find_error(case, expected.output, output, rows)

@@ -16,8 +16,8 @@ from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import AttentionSpec, LayerSpec, QuerySpec
 from kvframe.planning.groups import group_layers, with_entries
 from kvframe.planning.plan import plan_cache
-from kvframe.selection.choice import Choice, Identity
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.staging import choose
 
 _CPU = torch.device("cpu")
 _NUM_HEADS = 4
@@ -93,19 +93,7 @@ def _served(
     storage = KVCacheStorage(plan, grouping, _CPU)
     storage.poison()
     manager = KVCacheManager(plan, max_num_seqs=len(requests), prefix_caching=False)
-    identity = Identity("kvframe", backend_class.__name__)
-    choice = Choice(
-        layer=layer.name,
-        wrappers=(),
-        wrapper_ids=(),
-        wrapped=layer,
-        backend=backend_class.__name__,
-        backend_class=backend_class,
-        backend_options=None,
-        backend_id=identity,
-        candidates=(),
-    )
-    attention = Layers(layers, [choice], grouping, storage.views, _CPU)
+    attention = Layers(layers, [choose(layer, backend_class)], grouping, storage.views, _CPU)
     outputs: list[list[torch.Tensor]] = [[] for _ in requests]
     num_computed = np.zeros(len(requests), dtype=np.int64)
     for number in range(len(requests)):

@@ -45,17 +45,9 @@ def attention_error_bound(
     ``sum_t p_t s_t |v_t - o|`` is bounded by the root mean square of ``s_t`` and the deviation of the values, under the
     weights (Cauchy and Schwarz). A query that sees nothing has a bound of zero.
 
-    Args:
-        layer: The scale and the soft cap.
-        query: ``[num_queries, num_heads, head_size]``.
-        key: ``[num_tokens, num_kv_heads, head_size]``.
-        value: ``[num_tokens, num_kv_heads, head_size_v]``.
-        visible: ``[num_queries, num_tokens], bool``.
-        sinks: ``[num_heads]`` or None.
-        bias: ``[num_heads, num_queries, num_tokens]`` or None.
-        dtype: The dtype that attention is computed in; sums in fewer than 32 bits are taken in float32.
-        magnitudes: Shaped as ``key`` and ``value``: the rounding error of an element is counted in units of these.
-            Their own magnitudes unless given; larger ones if keys and values are computed from other stored numbers.
+    The arguments are those of ``dense_attention``, and: ``dtype``, which attention is computed in (sums in fewer than
+    32 bits are taken in float32); ``magnitudes``, shaped as ``key`` and ``value``, in whose units the rounding error of
+    an element is counted: their own unless given, larger ones if they are computed from other stored numbers.
 
     Returns:
         ``[num_queries, num_heads, head_size_v], float64``.
@@ -101,24 +93,10 @@ def lse_error_bound(
     dtype: torch.dtype,
     magnitude: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the largest error that the log-sum-exp of attention in ``dtype`` may have.
+    """Return the largest error of the log-sum-exp of attention in ``dtype``, ``[num_queries, num_heads], float64``.
 
     To first order, ``log(sum_t exp(s_t))`` errs by ``sum_t p_t (s_t' + e_t)`` if each score errs by ``s_t'`` and each
-    term of the sum by the factor ``1 + e_t``. What these can be follows as in ``attention_error_bound``. A query that
-    sees nothing has a bound of zero.
-
-    Args:
-        layer: As for ``attention_error_bound``, like the other arguments.
-        query: ``[num_queries, num_heads, head_size]``.
-        key: ``[num_tokens, num_kv_heads, head_size]``.
-        visible: ``[num_queries, num_tokens], bool``.
-        sinks: ``[num_heads]`` or None.
-        bias: ``[num_heads, num_queries, num_tokens]`` or None.
-        dtype: The dtype that attention is computed in.
-        magnitude: Shaped as ``key``.
-
-    Returns:
-        ``[num_queries, num_heads], float64``.
+    term of the sum by the factor ``1 + e_t``. The rest is as for ``attention_error_bound``.
     """
     scores, rounded, summed = _scores(layer, query, key, visible, sinks, bias, magnitude)
     is_seen = scores > -math.inf

@@ -42,25 +42,13 @@ def check_policy(policy: EvictionPolicy) -> None:
       earlier. With the law of uses, this means that a prefix's end is never evicted after its beginning;
     * *forgetting*: no page is kept for ever: a page that is no longer used, with any number of uses, is evicted before
       a page that was released after the pool had been refilled ten thousand times.
-
-    Raises:
-        ConformanceError: A law does not hold; the error is about the first one.
     """
     for capacity, shares in itertools.product(CAPACITIES, range(len(REUSE))):
         check_in_pool(policy, capacity, shares)
 
 
 def check_in_pool(policy: EvictionPolicy, capacity: int, shares: int) -> None:
-    """Check a policy's answers in one pool.
-
-    Args:
-        policy: The policy.
-        capacity: The bytes of the pool, one of ``CAPACITIES``.
-        shares: The index of the shares of reuse in ``REUSE``.
-
-    Raises:
-        ConformanceError: A law does not hold.
-    """
+    """Check a policy's answers in a pool of one of the ``CAPACITIES``, with the shares of an index in ``REUSE``."""
     ask = _PolicyInPool(policy, capacity, REUSE[shares])
     _check_in_pool(ask)
     ask(1, USES[:0])
@@ -69,16 +57,7 @@ def check_in_pool(policy: EvictionPolicy, capacity: int, shares: int) -> None:
 def policy_checks(
     policy_class: type[EvictionPolicy], options: Mapping[str, Any] | None = None, *, name: str = ""
 ) -> Checks:
-    """Return the checks of a policy, one for each pool and share of reuse.
-
-    Args:
-        policy_class: The policy.
-        options: Its options; none unless given.
-        name: Its registered name; its own unless given.
-
-    Raises:
-        ConformanceError: It cannot be made with these options.
-    """
+    """Return the checks of a policy, one for each pool and share of reuse."""
     part = f"eviction policy {name or policy_class.name!r}"
     policy = make_part(part, policy_class, options)
     checks = [

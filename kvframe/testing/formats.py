@@ -46,9 +46,6 @@ def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int =
         kv_format: The format; the numbers that are stored are of ordinary size.
         head_size: Elements of a key.
         head_size_v: Elements of a value.
-
-    Raises:
-        ConformanceError: A law does not hold; the error is about the first one.
     """
     for dtype in DTYPES:
         for law in LAWS:
@@ -58,18 +55,7 @@ def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int =
 def check_law(
     law: str, kv_format: KVFormat, dtype: torch.dtype = torch.float32, *, head_size: int = 16, head_size_v: int = 8
 ) -> None:
-    """Check one of the ``LAWS``, for one head and for two.
-
-    Args:
-        law: Its name.
-        kv_format: As for ``check_format``.
-        dtype: The dtype that attention computes in, one of ``DTYPES``.
-        head_size: As for ``check_format``.
-        head_size_v: As for ``check_format``.
-
-    Raises:
-        ConformanceError: The law does not hold.
-    """
+    """Check one of the ``LAWS``, for one head and for two; ``dtype`` is one of ``DTYPES``."""
     generator = torch.Generator().manual_seed(DTYPES.index(dtype))
     for num_heads in (1, 2):
         key = torch.randn(2 * BLOCK_SIZE, num_heads, head_size, generator=generator).to(dtype)
@@ -254,15 +240,7 @@ def format_checks(
 ) -> Checks:
     """Return the checks of a format: its laws, and the attention of every installed backend on its pages.
 
-    Args:
-        format_class: The format.
-        options: Its options; none unless given.
-        name: Its registered name; its own unless given.
-        registry: Where backends are looked up; that of the installed plugins unless given.
-        whole: Whether backends compute all of their cases in the format, and not a sample.
-
-    Raises:
-        ConformanceError: It cannot be made with these options.
+    ``whole`` asks for all cases of backends in the format, instead of a sample.
     """
     part = f"format {name or format_class.name!r}"
     kv_format = make_part(part, format_class, options)

@@ -24,7 +24,7 @@ from kvframe.contract.metadata import SEQ_STARTS
 from kvframe.contract.specs import LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import FieldUse
 from kvframe.loading.plugins import load_plugins
-from kvframe.selection.chains import WrapperChain, bind_chain, chain_capture, divides_keys
+from kvframe.selection.chains import WrapperChain, bind_chain, chain_capture
 from kvframe.testing.batches import (
     HIDDEN_CROSS_STARTS,
     HIDDEN_STARTS,
@@ -83,10 +83,6 @@ def make_cases(
         formats: The formats that exist; the installed ones unless given. Cases are made in those that the backend
             declares, and in all others too if it takes copies.
         only: A pattern for the names of the cases (``"full-*"``).
-
-    Raises:
-        ConformanceError: The backend declares a format that is not among ``formats``; or no case can be made at all,
-            after one of the chains, in one of the formats, or with a name that matches.
     """
     all_cases: list[Case] = []
     refusals: list[Refusal] = []
@@ -200,11 +196,8 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
 def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **options: Any) -> LayerSpec:
     """Return a layer of usual sizes that the capabilities allow.
 
-    Args:
-        capabilities: A backend's capabilities.
-        form: The form of the state that it stores.
-        options: Fields of the form's spec and of ``QuerySpec`` that differ from the usual values. ALiBi's slopes repeat
-            until each head has one.
+    ``options`` are fields of the form's spec and of ``QuerySpec`` that differ from the usual values. ALiBi's slopes
+    repeat until each head has one.
     """
     head_size = options.pop("head_size", usual_head_size(capabilities, form))
     stored: dict[str, Any] = {
@@ -317,12 +310,7 @@ def installed_formats() -> tuple[KVFormat, ...]:
 def formats_of(capabilities: Capabilities, formats: Sequence[KVFormat] | None) -> list[KVFormat]:
     """Return the formats other than the plain one that a backend serves, by itself or on copies.
 
-    Args:
-        capabilities: The backend's capabilities.
-        formats: The formats that exist; the installed ones unless given.
-
-    Raises:
-        ConformanceError: The backend declares a format that is not among them, so it cannot be checked.
+    ``formats`` are those that exist; the installed ones unless given. A declared one must be among them.
     """
     own_formats = capabilities.formats - {PLAIN.name}
     if formats is None:
@@ -382,10 +370,10 @@ def chain_refusals(chain: WrapperChain, layer: LayerSpec, capabilities: Capabili
     """Return every reason why a chain or the backend refuses a layer; empty if both serve it."""
     try:
         check_order([type(wrapper) for wrapper in chain])
-        bound, seen, required = bind_chain(chain, layer)
+        _, seen, required = bind_chain(chain, layer)
     except WrapperError as error:
         return [Refusal(error.code, str(error))]
-    return capabilities.refusals(seen, device, required, lse=divides_keys(bound))
+    return capabilities.refusals(seen, device, required)
 
 
 def _chain_cases(

@@ -37,11 +37,7 @@ class DeviceTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, unless it waits. Results are guarded, and read-only if they are views of a read-only tensor.
-
-        Raises:
-            ConformanceError: The call waits for the device, or wrote to a read-only tensor.
-        """
+        """Call ``func``, unless it waits. Results are guarded, and views of a read-only tensor are read-only."""
         kwargs = kwargs or {}
         if _waits(func.__name__, args, kwargs):
             raise ConformanceError(f"{func.__name__} makes the host wait for the device")
@@ -74,11 +70,7 @@ class ScalarGuard(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, unless it reads a device tensor as a number.
-
-        Raises:
-            ConformanceError: The call reads one.
-        """
+        """Call ``func``, unless it reads a device tensor as a number."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DeviceTensor):
             raise ConformanceError("a device tensor is read as a number, for which the host waits")
         return func(*args, **(kwargs or {}))

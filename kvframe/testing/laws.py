@@ -40,26 +40,13 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
         spec: The spec; choose sizes that are small against ``max_tokens``, so that blocks and windows end within it.
         max_tokens: Positions up to this one are checked.
         num_refused: The most tokens of a step that may be refused after they were computed.
-
-    Raises:
-        ConformanceError: A law does not hold; the error is about the first one.
     """
     for law in LAWS:
         check_law(law, spec, max_tokens, num_refused=num_refused)
 
 
 def check_law(law: str, spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0) -> None:
-    """Check one of the ``LAWS``, and with it that live ranges keep the law of the past.
-
-    Args:
-        law: Its name.
-        spec: As for ``check_spec``.
-        max_tokens: As for ``check_spec``.
-        num_refused: As for ``check_spec``.
-
-    Raises:
-        ConformanceError: The law does not hold.
-    """
+    """Check one of the ``LAWS``, and with it that live ranges keep the law of the past."""
     live = [_ask(spec, n) for n in range(max_tokens + 1)]
     LAWS[law](_Asked(spec, live, max_tokens, num_refused))
 
@@ -108,10 +95,7 @@ def _check_mask(asked: _Asked) -> None:
 
 
 def _check_mask_function(asked: _Asked) -> None:
-    """Check that a mask function agrees with the live ranges, for all positions at once and for each alone.
-
-    Of a sparse type, it must show no token that is not live, and may show fewer.
-    """
+    """Check that a mask function agrees with the live ranges, for all positions at once and for each alone."""
     spec, live = asked.spec, asked.live
     function, is_causal = spec.mask_function, spec.mask is None or spec.mask.causal
     if spec.is_sparse:

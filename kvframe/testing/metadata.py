@@ -20,12 +20,7 @@ from kvframe.testing.case import Case, Request
 
 
 def make_metadata(requests: Sequence[Request], block_size: int) -> CommonAttentionMetadata:
-    """Return a step's metadata on the host; each request has its own blocks, and may have no new tokens.
-
-    Args:
-        requests: The batch; it is not causal if the keys are of another sequence.
-        block_size: Tokens per block.
-    """
+    """Return a step's metadata on the host; each request has its own blocks, and may have no new tokens."""
     lens = np.array([(request.seq_len, request.num_new, request.num_generating) for request in requests])
     seq_lens, query_lens, num_generating = lens.T
     ends, is_cross = np.cumsum(query_lens), requests[0].num_keys is not None

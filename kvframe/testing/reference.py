@@ -142,16 +142,7 @@ def dense_lse(
 ) -> torch.Tensor:
     """Return the natural logarithm of the denominators of ``dense_attention``; -inf for a query that sees nothing.
 
-    Args:
-        layer: As for ``dense_attention``, like the other arguments.
-        query: ``[num_queries, num_heads, head_size]``.
-        key: ``[num_tokens, num_kv_heads, head_size]``.
-        visible: ``[num_queries, num_tokens], bool``.
-        sinks: ``[num_heads]`` or None.
-        bias: ``[num_heads, num_queries, num_tokens]`` or None.
-
-    Returns:
-        ``[num_queries, num_heads]``, in the inputs' dtype.
+    The arguments are those of ``dense_attention``; the result is ``[num_queries, num_heads]``, in the inputs' dtype.
     """
     return torch.logsumexp(_scores(layer, query, key[:, _kv_heads(query, key)], visible, sinks, bias), dim=-1).T
 

@@ -114,16 +114,7 @@ def make_runs(
     """Return every run that a backend with these capabilities must compute.
 
     Head sizes are 64, 128 and 256, or those in the backend's limits, with 32 query heads over 1, 4 and 8 KV heads. A
-    step has 17 requests.
-
-    Args:
-        capabilities: The backend's capabilities.
-        device: The device of the backend.
-        form: The form of the state that it reads (``form_of``).
-        formats: As for ``make_cases``.
-
-    Raises:
-        ConformanceError: It declares a format that is not among them, or it serves no layer of these sizes.
+    step has 17 requests. The arguments are those of ``make_cases``.
     """
     steps = make_steps(align_up(16, capabilities.block_size_multiple))
     runs = [
@@ -170,12 +161,7 @@ def _served_runs(capabilities: Capabilities, device: str, form: StateForm) -> It
 
 
 def sample_runs(runs: Sequence[Run], names: Collection[str] = TRAITS) -> tuple[Run, ...]:
-    """Return a few of the runs, in their order, such that every value of the named traits occurs.
-
-    Args:
-        runs: What ``make_runs`` returned.
-        names: Names of ``run_traits``; fewer for a backend that takes seconds per run.
-    """
+    """Return a few of the runs, in their order, such that every value of the named traits (``run_traits``) occurs."""
     parts = [{item for item in run_traits(run).items() if item[0] in names} for run in runs]
     return tuple(runs[index] for index in cover(parts, [_cost(run) for run in runs]))
 
@@ -231,10 +217,7 @@ def _make_features(capabilities: Capabilities) -> dict[str, Mapping[str, Any]]:
 def _make_layers(
     capabilities: Capabilities, form: StateForm, formats: Sequence[KVFormat]
 ) -> Iterator[tuple[str, str, str, tuple[str, ...], LayerSpec]]:
-    """Yield layers, each with its size, feature, and dtype or format as names, and with its kinds of steps.
-
-    Every size has every feature. Some sizes also have some features in other dtypes and formats.
-    """
+    """Yield layers, each with its size, feature, and dtype or format as names, and with its kinds of steps."""
     sizes, features, dtypes = (
         form.real_sizes(capabilities.head_sizes),
         _make_features(capabilities),
@@ -289,12 +272,7 @@ def make_steps(block_size: int) -> dict[str, tuple[Step, ...]]:
 
 
 def _continued(first: Step, num_new: int) -> Step:
-    """Return the step after ``first``: some requests have left, others have joined, and the order has changed.
-
-    Args:
-        first: The step before.
-        num_new: New tokens of the requests that are still in their prompt.
-    """
+    """Return the step after ``first``: some requests have left, others have joined, and the order has changed."""
     requests = {
         name: Request(request.seq_len, 1 if request.num_generating else num_new)
         for name, request in reversed([*first.items()])

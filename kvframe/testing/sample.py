@@ -44,15 +44,7 @@ ROW_TOKENS, COLUMN_TOKENS = 4, 16
 
 
 def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER) -> tuple[Case, ...]:
-    """Return a few of the cases, in the grid's order, in which all traits and pairs occur.
-
-    Args:
-        cases: The result of ``make_cases``.
-        together: Names of ``traits`` whose pairs must all occur.
-
-    Raises:
-        ConformanceError: There is no case.
-    """
+    """Return a few of the cases, in the grid's order, in which all traits and all pairs ``together`` occur."""
     if not cases:
         raise ConformanceError("there is no case to choose from")
     joint_traits = {(first, second) for first, second in map(sorted, together)}
@@ -94,6 +86,7 @@ def traits(case: Case) -> dict[str, Hashable]:
         "has_sinks": query.has_sinks,
         "bias": query.relative_bias,
         "alibi": query.alibi_slopes is not None,
+        "choice": query.choice,
         "num_heads": query.num_heads,
         "state": tuple(sorted((name, tensor.shape[1:]) for name, tensor in state.items())),
         "batch": _kind(case.requests),

@@ -50,17 +50,8 @@ def check_run(
 ) -> None:
     """Check that a backend's output is within the error bound of the dtype, and that it writes to no other memory.
 
-    If it declares ``returns_lse``, the results of ``forward_with_lse`` are compared too.
-
-    Args:
-        backend_class: The backend.
-        run: A run that its capabilities cover (``make_runs``).
-        device: The device of the backend.
-        poisons: The values of all memory without live state, in turns.
-
-    Raises:
-        ConformanceError: The output is wrong, with the layer, the step, the request, the position and the error; or
-            other memory was written.
+    If it declares ``returns_lse``, the results of ``forward_with_lse`` are compared too. ``poisons`` are the values of
+    all memory without live state, in turns.
     """
     served = _Served(backend_class, run, torch.device(device))
     for step, poison in zip(range(len(run.steps)), cycle(poisons)):
@@ -138,11 +129,7 @@ class _Served:
         self._metadata: tuple[CommonAttentionMetadata, ...] = ()
 
     def check_step(self, number: int, poison: float) -> None:
-        """Compute a step, and compare each layer's output.
-
-        Raises:
-            ConformanceError: The output is wrong, or other memory was written.
-        """
+        """Compute a step, and compare each layer's output."""
         self._poison = poison
         step = self._packed(self._run.steps[number])
         run = attrs.evolve(self._run, steps=(*self._run.steps[:number], step, *self._run.steps[number + 1 :]))
@@ -173,8 +160,7 @@ class _Served:
 
     def _packed(self, step: Mapping[str, Request]) -> dict[str, Request]:
         """Return a step's requests in the order in which an engine packs them."""
-        lengths = np.array([(request.num_computed, request.num_new) for request in step.values()])
-        order = self._attention.order_for(lengths[:, 0], lengths[:, 1])
+        order = self._attention.order_for(np.array([request.num_new for request in step.values()]))
         items = [*step.items()]
         return dict(items if order is None else [items[index] for index in order])
 

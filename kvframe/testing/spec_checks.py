@@ -48,7 +48,7 @@ def spec_checks(
     num_refused: int = 0,
     whole: bool = False,
 ) -> Checks:
-    """Return the checks of a spec.
+    """Return the checks of a spec. The arguments are the attributes of ``SpecTests``.
 
     Args:
         spec_class: The spec.
@@ -60,9 +60,6 @@ def spec_checks(
         max_tokens: Positions up to this one are checked.
         num_refused: As for ``check_spec``.
         whole: Whether attention is computed for each step, and not for the mixed ones alone.
-
-    Raises:
-        ConformanceError: The spec cannot be made with these options.
     """
     part = f"cache spec {name or spec_class.kind!r}"
     registry = load_plugins().registry if registry is None else registry
@@ -85,6 +82,11 @@ def spec_checks(
         Check(name=f"plan-{label}", features=("planning",), run=partial(_check_plan, spec, max_tokens))
         for label, spec in specs.items()
     ]
+    checks += [
+        Check(name=f"kept-{label}", features=("prompt_budget",), run=partial(_check_kept, spec))
+        for label, spec in specs.items()
+        if spec.prompt_budget is not None
+    ]
     refused: dict[str, tuple[str, ...]] = {}
     for variant in variants:
         label, spec = _label(variant, 4), make_part(part, spec_class, {**variant, "block_size": 4})
@@ -94,6 +96,13 @@ def spec_checks(
             if codes:
                 refused.setdefault(f"attention by {backend}", codes)
     return Checks(part=part, checks=tuple(checks), refused=refused, order=tuple(f"law: {law}" for law in LAWS))
+
+
+def _check_kept(spec: KVCacheSpec) -> None:
+    from kvframe.testing.kept_tokens import check_kept
+
+    # A type that stores queries has their heads among its options.
+    check_kept(spec, num_heads=getattr(spec, "num_heads", 4 * spec.state_tensors()["k"].shape[1]))
 
 
 def _label(variant: Mapping[str, Any], block_size: int) -> str:

@@ -88,24 +88,13 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
     """Check that every step on a backend copies to its device once, and never waits for it.
 
     Layers of each mask and feature that the backend serves compute decodes and a mixed batch, and also the decodes of a
-    graph if these can be captured. A few layers do so in every format that the backend reads, and in one format whose
-    pages are copied for it. If the backend declares ``returns_lse``, each layer is also computed with the log-sum-exp.
-    Functions outside of torch do not work on such a device: replace them by functions that return tensors of the right
-    shape. Copies inside a library are not counted.
+    graph if these can be captured. A few layers do so in every format that the backend reads, and in one whose pages
+    are copied for it; ``formats`` are those that exist, the installed ones unless given. If it declares
+    ``returns_lse``, each layer is also computed with the log-sum-exp. Functions outside of torch do not work on such a
+    device: replace them by functions that return tensors of the right shape. Copies inside a library are not counted.
 
-    What each builder can be captured for must be what the capabilities declare.
-
-    A builder that builds on the host is also given metadata whose undeclared fields lie on the device only, as another
-    host may have them.
-
-    Args:
-        backend_class: The backend.
-        formats: Formats that layers may be stored in beside the plain one; the installed ones unless given.
-
-    Raises:
-        ConformanceError: The backend makes a copy itself, reads a value of the device, or returns a wrong shape; or its
-            builder reads a field on the host that it does not declare in ``on_host``, or can be captured for other
-            batches than the capabilities declare.
+    What each builder can be captured for must be what the capabilities declare. A builder that builds on the host is
+    also given metadata whose undeclared fields lie on the device only, as another host may have them.
     """
     form, capabilities = form_of(backend_class), backend_class.capabilities
     read_formats = formats_of(capabilities, formats)
@@ -162,10 +151,7 @@ def _copies_of_a_step(
     requests: Requests,
     is_replayed: bool,
 ) -> list[str] | None:
-    """Run a step of all layers; return the operations that copied to the device.
-
-    The result is None if the step is to be replayed but cannot be captured.
-    """
+    """Run a step of all layers; return the operations that copied to the device."""
     with_lse = backend_class.capabilities.returns_lse
     grouping = group_layers(layers)
     memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)

@@ -41,16 +41,11 @@ class AnyMask:
     """Any mask that kernels have a name for, and two without a name: a base class for the specs of stored state.
 
     Attributes:
-        window: As in ``AttentionMask``.
-        num_sink_tokens: As in ``AttentionMask``.
-        causal: As in ``AttentionMask``.
-        chunk: As in ``AttentionMask``.
         stride: The fixed pattern of Sparse Transformers (arXiv 1904.10509), which no ``AttentionMask`` can express: a
             query sees its run of ``stride`` tokens and the last token of each run before; None for no pattern.
         has_function: Whether the spec has a mask function for that pattern.
         dilation: A query sees every ``dilation``-th token of a window of as many times ``window`` tokens (Longformer,
             arXiv 2004.05150), whose other tokens are live too; 1 for a window without gaps.
-        lookahead: As in ``AttentionMask``.
     """
 
     window: int | None = None
@@ -142,11 +137,7 @@ class StateForm(ABC):
         return 8
 
     def real_sizes(self, head_sizes: frozenset[int] | None) -> Mapping[str, Mapping[str, Any]]:
-        """Return sizes of real models by name, as fields of ``spec_class`` and of ``QuerySpec``.
-
-        Args:
-            head_sizes: The head sizes that a backend is limited to; None for any.
-        """
+        """Return sizes of real models by name, as fields of ``spec_class`` and of ``QuerySpec``."""
         sizes = sorted(HEAD_SIZES if head_sizes is None else HEAD_SIZES & head_sizes or head_sizes)
         return {f"head_size={size}": {"head_size": size, "num_heads": NUM_HEADS} for size in sizes}
 
@@ -169,35 +160,20 @@ class StateForm(ABC):
     def expand(
         self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values by which attention is defined.
+        """Return the keys and values by which attention is defined, of the results of ``draw`` and ``draw_parameters``.
 
-        Args:
-            layer: The layer.
-            key: The first result of ``draw``.
-            value: The second result of ``draw``.
-            parameters: The result of ``draw_parameters``, in the dtype of these.
-
-        Returns:
-            ``[num_tokens, num_kv_heads, head_size]`` and ``[num_tokens, num_kv_heads, head_size_v]``.
+        They are ``[num_tokens, num_kv_heads, head_size]`` and ``[num_tokens, num_kv_heads, head_size_v]``.
         """
         return key, value
 
     def magnitudes(
         self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the magnitudes that rounding errors of ``expand``'s keys and values are counted in.
+        """Return the magnitudes in which rounding errors of ``expand``'s keys and values are counted.
 
         The default holds for keys and values that are sums of products of stored numbers and parameters: the sums of
-        the products' magnitudes.
-
-        Args:
-            layer: The layer.
-            key: The first result of ``draw``, or the magnitudes of its elements.
-            value: The second result of ``draw``, likewise.
-            parameters: The magnitudes of the result of ``draw_parameters``.
-
-        Returns:
-            As ``expand``.
+        the products' magnitudes. The arguments are those of ``expand``, or their magnitudes; the results have the same
+        shapes.
         """
         return self.expand(layer, key.abs(), value.abs(), parameters)
 

@@ -13,7 +13,6 @@ import attrs
 import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
-from kvframe.attention.key_parts import merged_over
 from kvframe.attention.layer import AttentionLayer
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.request_order import is_ordered, permute
@@ -75,10 +74,7 @@ def run_step(
 ) -> Output:
     """Run a backend after the case's chain, on requests in the order that its builder asks for.
 
-    Raises:
-        ConformanceError: The chain keeps other tokens than the generating ones, the output breaks the contract, or
-            other memory was written.
-        WrapperError: The chain refuses the layer or the step.
+    Raises ``WrapperError`` if the chain refuses the layer or the step.
     """
     chain, seen, _ = bind_chain(case.wrappers, case.layer)
     owner, grouping, plan = plan_pool(case)
@@ -92,7 +88,6 @@ def run_step(
     learned = learned.to(device)
     learned_guard = WriteGuard(learned.tensors)
     backend = writer = _make_backend(backend_class, seen, device, learned.parameters)
-    backend = merged_over(backend, chain, [seen], device)
     if case.layer.shares_with is not None:
         layer = attrs.evolve(seen, name=owner, shares_with=None)
         writer = _make_backend(backend_class, layer, device, learned.parameters)
@@ -296,21 +291,13 @@ def tensors_of(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
 
 
 def check_output(values: object, case: Case, query: torch.Tensor) -> torch.Tensor:
-    """Return the result of ``forward`` for these queries.
-
-    Raises:
-        ConformanceError: It is not a dense ``torch.Tensor``, or has another shape, dtype or device.
-    """
+    """Return the result of ``forward`` for these queries: a dense ``torch.Tensor`` of their shape, dtype and device."""
     shape = len(query), case.query.num_heads, case.form.head_size_v(case.spec)
     return _checked("the output", "forward", values, shape, query.dtype, query.device)
 
 
 def check_outputs(values: object, case: Case, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp that ``forward_with_lse`` returned for these queries.
-
-    Raises:
-        ConformanceError: It is not a pair of dense ``torch.Tensor``, or one has another shape, dtype or device.
-    """
+    """Return the output and the log-sum-exp that ``forward_with_lse`` returned for these queries, checked likewise."""
     method, shape = "forward_with_lse", (len(query), case.query.num_heads)
     if type(values) is not tuple or len(values) != 2:
         raise ConformanceError(f"{method} returns {type(values).__name__}, not a pair of tensors")
@@ -324,19 +311,7 @@ def check_outputs(values: object, case: Case, query: torch.Tensor) -> tuple[torc
 def attend_with_lse(
     layer: AttentionLayer, kv_cache: KVCache, query: torch.Tensor, sinks: torch.Tensor | None, case: Case
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp of a layer without wrappers, in the step that its group has begun.
-
-    Args:
-        layer: The layer; its keys and values of the step are written.
-        kv_cache: The state tensors that it reads.
-        query: ``[num_tokens, num_heads, head_size], device``.
-        sinks: ``[num_heads], device``, or None.
-        case: The case.
-
-    Raises:
-        ConformanceError: As ``check_outputs`` raises it.
-        KVFrameError: What the backend raises.
-    """
+    """Return the output and the log-sum-exp of a layer without wrappers, in the step that its group has begun."""
     backend, read = layer.step.group.backend, layer.step.read
     order = read.permutation
     rows = query if order is None else query.index_select(0, order.tokens)

@@ -23,8 +23,6 @@ import pytest
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat
-from kvframe.contract.logits import LogitsProcessor
-from kvframe.contract.proposer import Proposer
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.plugins import load_plugins
@@ -35,8 +33,6 @@ from kvframe.testing.case import Case
 from kvframe.testing.checks import Check, Checks
 from kvframe.testing.eviction import policy_checks
 from kvframe.testing.formats import format_checks
-from kvframe.testing.logits_processors import logits_processor_checks
-from kvframe.testing.proposers import proposer_checks
 from kvframe.testing.runs import TRAITS
 from kvframe.testing.sample import TOGETHER
 from kvframe.testing.spec_checks import BLOCK_SIZES, MAX_TOKENS, spec_checks
@@ -49,11 +45,7 @@ class KitTests:
     """The base of the test classes: a test for each check."""
 
     def make_checks(self, *, whole: bool) -> Checks:
-        """Return the checks; ``whole`` asks for all of them.
-
-        Raises:
-            ConformanceError: There is nothing to check.
-        """
+        """Return the checks; ``whole`` asks for all of them."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say what it tests; derive it from BackendTests, SpecTests or the like"
         )
@@ -197,21 +189,22 @@ class SpecTests(KitTests):
         )
 
 
-class _OptionTests(KitTests):
-    """Tests of a part that the subclass names by its registered name or its class.
+class OptionTests(KitTests):
+    """Tests of a part with options, which the subclass names by its registered name or its class.
 
     Attributes:
-        options: The options of the part, or of a request to a logits processor.
+        options: The options of the part.
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
 
-    def _checks_of(self, part: Any, catalogue: str, make_checks: Callable[..., Checks], **choices: Any) -> Checks:
+    def checks_of(self, part: Any, catalogue: str, make_checks: Callable[..., Checks], **choices: Any) -> Checks:
+        """Return what ``make_checks`` makes of a part: a class, or a name that is registered in a catalogue."""
         name, part_class = find_part(part, catalogue)
         return make_checks(part_class, self.options, name=name, **choices)
 
 
-class WrapperTests(_OptionTests):
+class WrapperTests(OptionTests):
     """Tests of a wrapper.
 
     Attributes:
@@ -224,44 +217,24 @@ class WrapperTests(_OptionTests):
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return its declarations, and attention after it, on every kind of layer."""
-        return self._checks_of(self.wrapper, "wrapper", wrapper_checks, layers=self.layers)
+        return self.checks_of(self.wrapper, "wrapper", wrapper_checks, layers=self.layers)
 
 
-class FormatTests(_OptionTests):
+class FormatTests(OptionTests):
     """Tests of a format, ``format``: the registered name, or the class."""
 
     format: ClassVar[str | type[KVFormat]]
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws, and attention by every backend."""
-        return self._checks_of(self.format, "format", format_checks, whole=whole)
+        return self.checks_of(self.format, "format", format_checks, whole=whole)
 
 
-class EvictionTests(_OptionTests):
+class EvictionTests(OptionTests):
     """Tests of an eviction policy, ``policy``: the registered name, or the class."""
 
     policy: ClassVar[str | type[EvictionPolicy]]
 
     def make_checks(self, *, whole: bool) -> Checks:
         """Return the laws in pools of several sizes."""
-        return self._checks_of(self.policy, "eviction", policy_checks)
-
-
-class ProposerTests(_OptionTests):
-    """Tests of a proposer of draft tokens, ``proposer``: the registered name, or the class."""
-
-    proposer: ClassVar[str | type[Proposer]]
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the laws for several numbers of drafts."""
-        return self._checks_of(self.proposer, "proposer", proposer_checks)
-
-
-class LogitsProcessorTests(_OptionTests):
-    """Tests of a logits processor, ``processor``: the registered name, or the class."""
-
-    processor: ClassVar[str | type[LogitsProcessor]]
-
-    def make_checks(self, *, whole: bool) -> Checks:
-        """Return the laws, for a vocabulary of bytes."""
-        return self._checks_of(self.processor, "logits_processor", logits_processor_checks)
+        return self.checks_of(self.policy, "eviction", policy_checks)

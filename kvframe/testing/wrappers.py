@@ -65,9 +65,6 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
     Args:
         wrapper: The wrapper, as a stack gives it.
         layer: A layer that it can serve; choose small sizes, so that windows and chunks end within a few tokens.
-
-    Raises:
-        ConformanceError: A check fails; the message names the first one, and the batch.
     """
     _check_declaration(wrapper)
     bound = wrapper.for_layer(layer)
@@ -356,14 +353,7 @@ def wrapper_checks(
 ) -> Checks:
     """Return the checks of a wrapper: ``check_wrapper``, and the reference backend's attention after it.
 
-    Args:
-        wrapper_class: The wrapper.
-        options: Its options; none unless given.
-        name: Its registered name; its own unless given.
-        layers: More layers that it can serve, by name, for which its declarations are checked.
-
-    Raises:
-        ConformanceError: It cannot be made with these options, or it refuses every layer of the kit.
+    ``layers`` are more layers that it can serve, by name, for which its declarations are checked.
     """
     part = f"wrapper {name or wrapper_class.name!r}"
     wrapper = make_part(part, wrapper_class, options)

@@ -12,19 +12,19 @@ import torch
 
 from kvframe.attention.batch_metadata import StepBatch, build_metadata
 from kvframe.attention.layers import Layers
-from kvframe.attention.local import LocalCaches
-from kvframe.attention.storage import KVCacheStorage
+from kvframe.attention.storage import KVCacheStorage, LocalCaches
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.stack import Stack
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, QuerySpec, TokenRange
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import group_layers, share_caches
+from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
 from kvframe.selection.skipping import Skipping, find_skippable_layers
 from kvframe.testing.reference import dense_attention, visible_tokens
+from tests.support.layers import share_caches
 
 CPU = torch.device("cpu")
 QUERY = QuerySpec(num_heads=2, head_size=4, scale=0.5)

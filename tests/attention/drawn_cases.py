@@ -118,6 +118,8 @@ def traits_of(case: Case, host: Host) -> tuple[str, ...]:
         "learned sinks": query.has_sinks,
         "relative bias": query.relative_bias is not None,
         "ALiBi": query.alibi_slopes is not None,
+        "chosen tokens": query.choice is not None and query.choice.unit == "tokens",
+        "chosen blocks": query.choice is not None and query.choice.unit == "blocks",
         "keys of another sequence": case.is_cross,
         "hidden tokens": any(each.num_hidden for each in case.requests),
         "ranges": any(each.ranges for each in case.requests),
@@ -183,6 +185,8 @@ def _draw_layer(
         }
     elif rng.random() < 0.15:
         options["alibi_slopes"] = tuple(rng.uniform(-0.2, 0.6) for _ in range(3))
+    elif capabilities.choices and rng.random() < 0.2:
+        options["choice"] = _draw_choice(rng, kv_heads if form is KEYS_AND_VALUES else 1)
     layer = make_layer(capabilities, form, **options)
     if formats and rng.random() < 0.4:
         try:
@@ -190,6 +194,15 @@ def _draw_layer(
         except SpecError:
             return None
     return layer
+
+
+def _draw_choice(rng: random.Random, kv_heads: int) -> dict[str, int]:
+    choosers = [number for number in range(1, kv_heads + 1) if kv_heads % number == 0]
+    return {
+        "max_chosen": _size(rng, 80, 1, 16),
+        "block_size": rng.choice((1, _size(rng, 40))),
+        "num_choosers": rng.choice(choosers),
+    }
 
 
 def _window(rng: random.Random) -> int:
@@ -204,8 +217,9 @@ def _draw_requests(
     assert layer.query is not None
     mask = layer.spec.mask
     assert mask is not None
-    uses_distances = layer.query.relative_bias is not None or layer.query.alibi_slopes is not None
-    is_cross = mask.sees_all and not uses_distances and rng.random() < 0.4
+    query = layer.query
+    reads_own_tokens = any((query.relative_bias, query.alibi_slopes, query.choice))
+    is_cross = mask.sees_all and not reads_own_tokens and rng.random() < 0.4
     causal = not is_cross and not (mask == type(mask)() and rng.random() < 0.1)
     in_ranges = mask.causal and causal and "ranges" in capabilities.masks and rng.random() < 0.3
     hides = "seq_starts" in capabilities.extensions and rng.random() < 0.25

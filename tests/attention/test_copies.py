@@ -26,11 +26,11 @@ from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import KVFormat, StateTensor
 from kvframe.contract.order import BatchOrder
 from kvframe.contract.specs import AttentionSpec, LayerSpec
-from kvframe.planning.groups import share_caches
 from kvframe.testing.guard import ScalarGuard, guard
 from tests.attention.attending import CPU, MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local
 from tests.covering import keep
 from tests.models.rounding import rounding
+from tests.support.layers import share_caches
 from tests.support.plugins import plugin
 
 INT8 = Int8TokenHead()

@@ -135,7 +135,7 @@ def test_requests_with_and_without_an_input_attend_in_one_batch(backend: str) ->
 class SharedBuilder(AttentionMetadataBuilder):
     """Asks for an order, and declares that its metadata serve any layer, except for the block table."""
 
-    batch_order = BatchOrder(decode_threshold=2, extends_first=True)
+    batch_order = BatchOrder(decode_threshold=2)
     table_fields = frozenset({"block_table"})
     reuse_key = "any layer"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -34,6 +35,33 @@ SANITIZED = checked_kernels.sanitizer_environment()
 def test_drawn_cases(name: str, tmp_path: Path) -> None:
     found = fuzz.run(fuzz.KERNELS[name], 0, 25, tmp_path)
     assert ({}, "reported", 25) == (found["failures"], found["planted"], found["cases"])
+
+
+ODD_ROWS = """
+import sys
+from pathlib import Path
+
+from kvframe.loading.plugins import load_plugins
+from kvframe.testing.case import Case, Request
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_layer
+from kvframe.testing.hosts import OtherHost
+from tests.attention import checked_kernels
+
+checked_kernels.use_library(Path(sys.argv[1]))
+backend_class = load_plugins().registry.backends.load("cpu")
+layer = make_layer(backend_class.capabilities, dtype="bfloat16", head_size=64, head_size_v=3)
+case = Case(name="odd rows", layer=layer, requests=(Request(0, 20),))
+check_backend(backend_class, case, host=OtherHost("head_major_interleaved"))
+"""
+
+
+@pytest.mark.skipif(SANITIZED is None, reason="the compiler lacks the address sanitizer")
+def test_pairs_of_bfloat16_at_addresses_between_those_of_floats() -> None:
+    library = checked_kernels.build_sanitized("native")
+    command = [sys.executable, "-c", ODD_ROWS, str(library)]
+    process = subprocess.run(command, env=SANITIZED, cwd=fuzz.ROOT, capture_output=True, text=True, check=False)
+    assert (0, "") == (process.returncode, fuzz.report_in(process.stderr))
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the interpreter runs the kernels that are checked")

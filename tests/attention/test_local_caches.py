@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from kvframe_attention_free import EncoderOnlySpec
 
 from kvframe.attention.batch_metadata import StepBatch
-from kvframe.attention.local import LocalCaches, num_pages
 from kvframe.attention.padding import pad_metadata
+from kvframe.attention.storage import LocalCaches, num_pages
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import SpecError
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
-from kvframe.planning.groups import group_layers, share_caches
+from kvframe.planning.groups import group_layers
 from tests.attention.attending import CPU, Bench, close, full, layer
+from tests.support.layers import share_caches
 from tests.support.plugins import plugin
 
 MIXED = [(0, 9), (0, 1), (0, 4), (0, 12), (0, 3)]

@@ -21,10 +21,9 @@ from kvframe_triton.backend import TritonBackend
 
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.attention.layers import Layers
-from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
-from kvframe.attention.storage import KVCacheStorage
+from kvframe.attention.storage import KVCacheStorage, LocalCaches
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
@@ -37,7 +36,7 @@ from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
-from kvframe.planning.groups import group_layers, share_caches
+from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.selection.select import select_backends
 from kvframe.selection.skipping import Skipping, find_skippable_layers
@@ -48,6 +47,7 @@ from tests.attention.capturable import CapturableReference
 from tests.attention.test_states import states
 from tests.attention.test_steps import Decodes, ShortOnes
 from tests.covering import keep
+from tests.support.layers import share_caches
 from tests.support.plugins import plugin
 
 

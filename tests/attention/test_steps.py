@@ -24,9 +24,10 @@ from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder, split_batch
 from kvframe.contract.specs import LayerSpec
-from kvframe.planning.groups import group_layers, share_caches
+from kvframe.planning.groups import group_layers
 from kvframe.testing.guard import ScalarGuard, guard
 from tests.attention.attending import MIXED, Bench, close, eight_layers, full, layer, local
+from tests.support.layers import share_caches
 from tests.support.plugins import plugin
 
 SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]
@@ -252,7 +253,7 @@ def test_a_chain_that_changes_nothing_costs_no_metadata() -> None:
 class Decodes(TorchReferenceBackend):
     """Asks for decodes first, and relies on that order."""
 
-    order = BatchOrder(decode_threshold=1, extends_first=True)
+    order = BatchOrder(decode_threshold=1)
 
     def make_builder(self) -> AttentionMetadataBuilder:
         order = self.order
@@ -263,9 +264,7 @@ class Decodes(TorchReferenceBackend):
 
             def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
                 split = split_batch(metadata, order)
-                assert metadata.num_actual_tokens == (
-                    split.num_decode_tokens + split.num_extend_tokens + split.num_prefill_tokens
-                )
+                assert metadata.num_actual_tokens == split.num_decode_tokens + split.num_longer_tokens
                 return metadata
 
         return Builder()
@@ -283,8 +282,7 @@ def ordered(**backends: str) -> Bench:
     return Bench([layer(name, full()) for name in backends], Stack.from_mapping({"rules": rules}), [ORDERED])
 
 
-def test_backends_with_conflicting_orders_each_see_their_own() -> None:
-    # One backend wants an extend of 6 tokens before the fresh prefill of 2, the other wants it after.
+def test_backends_with_different_orders_each_see_their_own() -> None:
     bench = ordered(a="decodes", b="short_ones", c="torch", d="decodes")
     outputs = bench.run(MIXED)
     assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in bench.layers)
@@ -299,12 +297,12 @@ def test_any_batch_comes_out_in_the_batchs_own_order(requests: list[tuple[int, i
 
 def test_a_batch_packed_in_the_wished_order_is_permuted_for_nobody() -> None:
     bench = ordered(a="decodes", b="torch")
-    computed, new = (torch.tensor(column).numpy() for column in zip(*MIXED, strict=True))
-    order = bench.attention.order_for(computed, new)
+    new = torch.tensor([num_new for _, num_new in MIXED]).numpy()
+    order = bench.attention.order_for(new)
     assert order is not None
     bench.run([MIXED[index] for index in order])
     assert all(step.read.permutation is None for step in bench.attention._steps)
-    assert ordered(a="torch").attention.order_for(computed, new) is None
+    assert ordered(a="torch").attention.order_for(new) is None
 
 
 def test_cache_groups_that_are_permuted_alike_keep_their_own_tables() -> None:
@@ -337,7 +335,7 @@ def test_of_a_permuted_step_it_stays_unknown_which_tokens_generate() -> None:
 def test_the_capture_level_is_the_least_of_all_parts() -> None:
     backends = {"mine": "decodes", "short": "short_ones", "torch": "torch"}
     levels = {name: ordered(a=backend).attention.capture for name, backend in backends.items()}
-    assert {"mine": GraphCapture.DECODE, "short": GraphCapture.UNIFORM, "torch": GraphCapture.NEVER} == levels
+    assert {"mine": GraphCapture.UNIFORM, "short": GraphCapture.UNIFORM, "torch": GraphCapture.NEVER} == levels
 
 
 def chunk_layers(chunk: int) -> tuple[LayerSpec, ...]:

@@ -20,6 +20,7 @@ pytest.importorskip("transformers", reason="tiny models are made by transformers
 from kvframe_transformers.testing import save_tiny
 
 from tests.models.serving import PROMPTS, TinyModel, make_stack
+from tests.support.engines import manager_of, runner_of
 
 pytestmark = pytest.mark.gpu
 FAMILIES = ("llama", "gemma3_text", "llama4_text", "gemma3n_text")
@@ -54,12 +55,12 @@ def test_a_step_waits_for_nothing_and_is_copied_at_once(tmp_path: Path, family: 
     pytest.importorskip("kvframe_triton")
     num_new, graphs = STEPS[name]
     with on_gpu(tmp_path, family, backend="triton", graphs=graphs) as engine:
-        runner: Any = engine._runner
+        runner: Any = runner_of(engine)
         for index, count in enumerate(num_new):
-            engine._manager.start(str(index), [0] * 64)
-            assert engine._manager.extend(str(index), 29 + index + count)
-            runner.set_row(engine._manager.row(str(index)), [1] * 64)
-        rows = np.array([engine._manager.row(str(index)) for index in range(4)])
+            manager_of(engine).start(str(index), [0] * 64)
+            assert manager_of(engine).extend(str(index), 29 + index + count)
+            runner.set_row(manager_of(engine).row(str(index)), [1] * 64)
+        rows = np.array([manager_of(engine).row(str(index)) for index in range(4)])
         query_lens = np.array(num_new, dtype=np.int64)
         step = StepBatch(
             rows=rows,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -13,7 +12,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from kvframe_torch.backend import TorchBackend
@@ -38,25 +36,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-# --- floors -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "microseconds"),
-    [
-        ("decode: 64 x 8k", 500),
-        ("prefill: prompt of 8k", 696),
-        ("window: window of 1k, prompt of 8k", 163),
-        ("MLA decode: 64 x 8k, 128 heads", 185),
-        ("Mamba-2 update: 128 requests", 156),
-    ],
-)
-def test_floors_are_bytes_over_bandwidth_or_operations_over_rate(name: str, microseconds: int) -> None:
-    (case,) = (case for case in cases.cases() if case.key == name)
-    # At 4.3 TB/s and 790 TFLOP/s, an H200's.
-    assert microseconds == round(case.floor(cases.ISSUED) * 1e6)
-
-
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
@@ -74,28 +53,6 @@ def test_every_case_is_measured_and_right(results: Path) -> None:
     measured = [(name, each) for case in found.values() for name, each in case["measured"].items()]
     assert all(each["seconds"] > 0 and not each["reason"] for _, each in measured)
     assert all(each["error"] < 0.02 for name, each in measured if name != "SDPA, dense")
-
-
-def test_a_time_stands_beside_that_of_the_fastest_other(results: Path) -> None:
-    record = record_of("gpu", results)
-    measured = record["cases"]["tiny: 3 x 40"]["measured"]
-    for name, seconds in (("torch", 2e-6), ("SDPA, dense", 1.5e-6)):
-        measured[name]["seconds"] = seconds
-    page = suite.write_report(record, cases.TINY)
-    assert re.search(r"\| 2\.0 \(\d+ %, x 0\.75\) \| \*\*1\.5 \(\d+ %, x 1\.33\)\*\* \|", page)
-
-
-@pytest.mark.parametrize(("commit", "kept"), [("1234567", True), ("7654321", False), ("unknown", False)])
-def test_a_run_of_one_backend_keeps_what_others_did_at_the_same_commit(commit: str, kept: bool, results: Path) -> None:
-    before, record = record_of("gpu", results), record_of("gpu", results)
-    before["machine"]["commit"] = "unknown" if commit == "unknown" else "1234567"
-    record["machine"]["commit"] = commit
-    (name, case), *_ = record["cases"].items()
-    record["cases"] = {name: {**case, "measured": {"other": case["measured"]["torch"]}}}
-    found = suite.merged(before, record)
-    assert (["torch", "SDPA, dense", "other"] if kept else ["other"]) == [*found["cases"][name]["measured"]]
-    assert (before["cases"].keys() if kept else {name}) == found["cases"].keys()
-    assert record == suite.merged({}, record)
 
 
 # --- steps of an engine -----------------------------------------------------------------------------------------------
@@ -126,29 +83,7 @@ def test_what_computes_something_else_or_fails_is_not_timed(backend: type[TorchB
     assert (None, reason) == (found.seconds, found.reason)
 
 
-def test_a_backend_that_took_its_share_of_the_time_leaves_the_rest_to_the_others() -> None:
-    case, spent = cases.TINY[2], {"slow": 61.0, "torch": 0.0}
-    backends = {"slow": TorchBackend, "torch": TorchBackend}
-    found = measure.measure_case(case, backends, load_plugins().registry, torch.device("cpu"), spent)
-    assert (None, "out of time") == (found["slow"].seconds, found["slow"].reason)
-    assert found["torch"].seconds > 0
-    assert spent["torch"] > 0
-
-
-def test_what_a_backend_would_read_from_copies_is_left_out() -> None:
-    stored = dataclasses.replace(cases.TINY[0], format="fp8_tensor")
-    assert "format" == measure.why_refused(stored, TorchBackend, load_plugins().registry, "cpu")
-
-
 # --- what only a GPU times, on a CPU ----------------------------------------------------------------------------------
-
-
-class Triton(TritonBackend):
-    capabilities = attrs.evolve(TritonBackend.capabilities, devices=frozenset({"cpu"}))
-
-
-class TritonMLA(TritonMLABackend):
-    capabilities = attrs.evolve(TritonMLABackend.capabilities, devices=frozenset({"cpu"}))
 
 
 interpreted = pytest.mark.skipif(
@@ -161,18 +96,6 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     no_time = measure.Measured(seconds=1.0, how="clock")
     monkeypatch.setattr(measure, "time_calls", lambda calls, device, error: no_time)
     monkeypatch.setattr(steps, "MAX_ROTATION", 3)  # sets of pages, which an interpreter fills
-
-
-@interpreted
-@pytest.mark.whole
-@pytest.mark.usefixtures("_untimed")
-def test_tritons_kernels_compute_every_kind_of_case() -> None:
-    *tiny, latents = cases.TINY
-    stored = [dataclasses.replace(tiny[0], format=name) for name in ("fp8_tensor", "int8_token_head")]
-    served = [*((Triton, case) for case in (*tiny, *stored)), (TritonMLA, latents)]
-    for backend, case in served:
-        found = measure.measure(case, backend, load_plugins().registry, torch.device("cpu"))
-        assert ("", 1.0) == (found.reason, found.seconds)
 
 
 @interpreted
@@ -210,27 +133,6 @@ def test_the_committed_page_has_a_row_for_every_case() -> None:
 
 
 # --- the shell script -------------------------------------------------------------------------------------------------
-
-
-def test_packages_are_found_without_being_installed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu.environment", str(tmp_path)]
-    sources = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    assert str(ROOT / "plugins/mla/src") in sources.split(":")
-    code = (
-        "import importlib.metadata as m, sys; "
-        "found = {d.name for d in m.distributions(path=[sys.argv[1]])}; "
-        "points = {p.value for d in m.distributions(path=[sys.argv[1]]) for p in d.entry_points}; "
-        "print('kvframe-mla' in found, 'kvframe' in found, 'kvframe_mla.plugin' in points)"
-    )
-    shown = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "True True True" == shown.stdout.strip()
-
-
-def test_the_script_says_how_it_is_called() -> None:
-    done = subprocess.run([str(ROOT / "benchmarks" / "gpu.sh"), "--help"], capture_output=True, text=True, check=False)
-    assert 0 == done.returncode, done.stderr
-    assert "benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER]" in done.stdout
-    assert 0 == subprocess.run(["bash", "-n", str(ROOT / "benchmarks" / "gpu.sh")], check=False).returncode
 
 
 def test_what_the_script_calls_is_there() -> None:

@@ -73,6 +73,9 @@ RUNS: Mapping[tuple[str, str], Smallest] = {
         },
     ),
     ("attention.chosen", "chosen_tokens"): Smallest(options="--num-tokens 64 --num-chosen 8 --repeats 1", measured={}),
+    ("engine.kept_tokens", "kept_tokens"): Smallest(
+        options="--num-tokens 64 --budget 16 --num-new 4 --repeats 1", measured={}
+    ),
     ("attention.metadata", "metadata"): Smallest(options="--repeats 1", measured={}),
     ("cache.core", "cache"): Smallest(
         options="--rounds 1 --case tiny-decode --peer {folder}", measured={"cases": ("tiny-decode",)}

@@ -6,7 +6,7 @@ The pool chooses the blocks to evict, and reports them to the model. The model p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import attrs
@@ -14,10 +14,8 @@ import attrs
 from kvframe.contract.specs import ENCODER, TOKENS
 from kvframe.planning.plan import KVCachePlan, PlannedGroup
 from kvframe.planning.rollback import RollbackSpec
+from kvframe.testing.requests import Page, PageContents
 from tests.cache.plans import StateSpec
-
-Page = tuple[int, int]
-"""A group and a block id."""
 
 
 @attrs.define(kw_only=True)
@@ -49,12 +47,6 @@ class Life:
     def content(self, num_tokens: int, tokens: Sequence[int] | None = None) -> Any:
         """Return all that the state after ``num_tokens`` tokens depends on."""
         return self.salt, self.encoder, tuple((self.tokens if tokens is None else tokens)[:num_tokens])
-
-    def live_tokens(self, group: PlannedGroup, n: int) -> set[int]:
-        return {token for start, stop in group.spec.live_ranges(n) for token in range(start, stop)}
-
-    def live_blocks(self, group: PlannedGroup, n: int) -> set[int]:
-        return {token // group.block_size for token in self.live_tokens(group, n)}
 
     def num_input_blocks(self, group: PlannedGroup) -> int:
         return 0 if self.encoder is None else -(-self.encoder[0] // group.block_size)
@@ -188,7 +180,7 @@ class CacheModel:
     def live_pages(self, life: Life, group: PlannedGroup, n: int) -> list[int]:
         """Return the pages of the live blocks of a findable prefix, by block; 0 for other blocks."""
         blocks = [0] * (n // group.block_size)
-        for token in life.live_tokens(group, n):
+        for token in live_tokens(group, n):
             block = token // group.block_size
             blocks[block] = self.findable[group.index, life.content((block + 1) * group.block_size)]
         return blocks
@@ -205,8 +197,7 @@ class CacheModel:
         """Return whether one group allows a request to be continued from ``n``."""
         size = group.block_size
         return n % size == 0 and all(
-            (group.index, life.content((token // size + 1) * size)) in self.findable
-            for token in life.live_tokens(group, n)
+            (group.index, life.content((token // size + 1) * size)) in self.findable for token in live_tokens(group, n)
         )
 
     def is_ever_needed(self, group: PlannedGroup, block: int) -> bool:
@@ -238,7 +229,7 @@ class CacheModel:
         written = set()
         for group in self.of_tokens:
             ids, size, slots = block_ids[group.index], group.block_size, num_slots(group)
-            for token in life.live_tokens(group, n):
+            for token in live_tokens(group, n):
                 read = self.bytes[group.index, ids[token // size]][token % slots]
                 assert life.content(token + 1) == read, "a stale byte"
             for block in range(n // size, -(-len(tokens) // size)):
@@ -326,40 +317,30 @@ def live_blocks(group: PlannedGroup, n: int) -> set[int]:
     return {token // group.block_size for token in live_tokens(group, n)}
 
 
-class HostCopies:
-    """Host pages with copies of the model's bytes; a copy of group ``broken`` raises after half of its pages.
+class HostCopies(PageContents):
+    """Contents of host pages beside the model's; a copy of group ``broken`` raises after half of its pages.
 
     Attributes:
         copied: The pages that got copies of other pages in the pool.
     """
 
-    def __init__(self, num_slabs: int, pool: Mapping[Page, Any]) -> None:
-        self.num_slabs = num_slabs
-        self.pool: Any = pool
-        self.host: Any = {}
+    def __init__(self, plan: KVCachePlan, pages: dict[Page, dict[int, Any]]) -> None:
+        super().__init__(plan)
+        self.pages = pages
         self.broken = -1
         self.copied: set[Page] = set()
 
-    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        self.copy(group, self.pool, block_ids, self.host, host_ids)
-
-    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        self.copy(group, self.host, host_ids, self.pool, block_ids)
-
     def copy_within(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
-        assert not any((group, other) in self.pool for other in others), "a page that was not free"
+        assert not any((group, other) in self.pages for other in others), "a page that was not free"
         self.copied |= {(group, other) for other in others}
-        self.copy(group, self.pool, block_ids, self.pool, others)
+        super().copy_within(group, block_ids, others)
 
     def copy(self, group: int, source: Any, source_ids: Sequence[int], target: Any, target_ids: Sequence[int]) -> None:
-        pairs = list(zip(source_ids, target_ids, strict=True))
-        for one, other in pairs[: len(pairs) // 2] if group == self.broken else pairs:
-            # A page that was allocated but not written yet has nothing to copy.
-            target.pop((group, other), None)
-            if (group, one) in source:
-                target[group, other] = dict(source[group, one])
         if group == self.broken:
+            num_copied = len(source_ids) // 2
+            super().copy(group, source, source_ids[:num_copied], target, target_ids[:num_copied])
             raise RuntimeError("the copy failed")
+        super().copy(group, source, source_ids, target, target_ids)
 
     def pages_freed(self, group: int, host_ids: list[int]) -> None:
         for host_id in host_ids:

@@ -18,13 +18,14 @@ from kvframe.cache.audit import pages_in
 from kvframe.cache.events import EventLog
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pins import Pin
+from kvframe.cache.prefix_lookup import Pin
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.planning.plan import KVCachePlan
 from kvframe.planning.rollback import RollbackSpec
-from tests.cache.definition import CacheModel, HostCopies, Life, Page, is_sparse
+from kvframe.testing.requests import Page
+from tests.cache.definition import CacheModel, HostCopies, Life, is_sparse, live_blocks
 from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache.plans import (
     StateSpec,
@@ -115,7 +116,7 @@ class Lives:
             max_encoder_len=MAX_ENCODER_LEN,
         )
         self.model = CacheModel(self.plan, is_caching=prefix_caching)
-        self.host = HostCopies(num_slabs // 2, self.model.bytes)
+        self.host = HostCopies(self.plan, self.model.bytes)
         self.manager = KVCacheManager(
             self.plan,
             max_num_seqs=MOST_RUNNING,
@@ -508,7 +509,7 @@ class Lives:
         last = (end - 1) // self.plan.alignment * self.plan.alignment
         branch = life.branch if n < life.branch <= end else last
         stored = spec.stored_blocks(n, end - n, branch) if end > n else ()
-        return life.live_blocks(self.plan.groups[index], n) | {block for part in stored for block in range(*part)}
+        return live_blocks(self.plan.groups[index], n) | {block for part in stored for block in range(*part)}
 
     def check_kept(self, name: str, num_computed: int) -> None:
         """Check that a request holds what is live, and nothing else of what is computed."""
@@ -517,7 +518,7 @@ class Lives:
                 # Blocks that refused tokens took are kept to be written again, where every block is stored anyway.
                 end = len(ids) if is_sparse(group) else num_computed // group.block_size
                 held = {block for block, page in enumerate(ids[:end]) if page}
-                live = self.running[name].live_blocks(group, num_computed)
+                live = live_blocks(group, num_computed)
                 assert {block for block in live if block < end} == held
 
     def check_owned_alone(self, name: str, written: set[Page]) -> None:

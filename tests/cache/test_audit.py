@@ -14,6 +14,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import KVCacheSpec
 from tests.cache.plans import full, make_plan, masked
 from tests.models.serving import TinyModel, ids
+from tests.support.engines import manager_of
 
 ONE_SIZE, TWO_SIZES = (full(),), (full(), masked(2, window=5))
 
@@ -173,7 +174,7 @@ def test_an_engine_in_debug_mode_stops_at_a_broken_cache(tmp_path: Any) -> None:
     prompt = ids(5, 20)
     with model.engine(audit=True) as engine:
         assert engine.generate([prompt])[0].finish_reason == "length"
-        lose_a_free_page(engine._manager)
+        lose_a_free_page(manager_of(engine))
         engine.add_request(prompt)
         with pytest.raises(AssertionError, match=r"^the cache is broken after 'start': pages were lost"):
             engine.step()

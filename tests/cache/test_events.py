@@ -15,10 +15,8 @@ from kvframe_engine.requests.request import SamplingParams
 
 import kvframe
 from kvframe.cache import events as events_module
-from kvframe.cache import keys as keys_module
-from kvframe.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
+from kvframe.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, PrefixHash
 from kvframe.cache.input_index import InputSequence
-from kvframe.cache.keys import PrefixHash
 from kvframe.cache.manager import KVCacheManager
 from kvframe.config.stack import Stack
 from kvframe.contract.specs import ENCODER, KVCacheSpec
@@ -28,6 +26,7 @@ from tests.cache.plans import encoder, full, make_plan, ranged, state
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_embedding import Echo
 from tests.support import managers
+from tests.support.engines import manager_of
 from tests.support.managers import compute
 
 PROMPT = "the quick brown"
@@ -172,7 +171,7 @@ def test_a_reset_clears_all_of_it_held_blocks_included() -> None:
 
 def test_a_swap_is_no_event_as_what_was_published_stays_findable() -> None:
     plan = make_plan(full(4), num_slabs=20, max_model_len=64, max_num_batched_tokens=64)
-    manager, tokens = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(20, {})), [*range(14)]
+    manager, tokens = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(plan, {})), [*range(14)]
     log = manager.record_events(SECRET)
     compute(manager, "a", tokens)
     assert [CacheCleared(), stored(tokens, 0, 12, 4)] == log.take()
@@ -210,7 +209,7 @@ def test_nothing_is_recorded_and_nothing_hashed_for_nobody(monkeypatch: pytest.M
     manager.stop_events()
     for name in ("record_stored", "record_stored_input", "record_removed", "record_cleared"):
         monkeypatch.setattr(events_module.EventLog, name, never)
-    monkeypatch.setattr(keys_module, "blake2b", never)
+    monkeypatch.setattr(events_module, "blake2b", never)
     monkeypatch.setattr(manager._publisher, "refresh_leaf", never)
     tokens = [*range(16)]
     compute(manager, "a", tokens)
@@ -351,7 +350,7 @@ def test_events_of_a_step_that_fails_come_with_the_next(caplog: pytest.LogCaptur
             engine.generate(["b" * 30], SHORT)
         model.spoil = None
         engine.generate(["c" * 30], SHORT)
-        assert len(list(engine._manager.published())) == len(mirror.blocks)
+        assert len(list(manager_of(engine).published())) == len(mirror.blocks)
 
 
 def test_another_process_makes_the_same_keys_from_the_secret_alone() -> None:

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvframe.cache.block_order import AnyBlockIds, BlockIds, Numbers, ReleaseOrder
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.eviction import Numbers, ReleaseOrder
-from kvframe.cache.free_list import AnyBlockIds, BlockIds
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import ENCODER, KVCacheSpec
@@ -348,7 +347,7 @@ def test_tokens_may_be_arrays_that_grow() -> None:
 
 
 def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.cache.eviction.MAX_STALE", 8)
+    monkeypatch.setattr("kvframe.cache.block_order.MAX_STALE", 8)
     manager = make_manager(full(), state())
     capacities = []
     for _ in range(40):

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvframe.cache.block_order import FreeList
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.free_list import FreeList
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import LRU, MOST_USES, EvictionPolicy, ReleasedPages
@@ -366,7 +366,7 @@ class NewestFirst(EvictionPolicy):
 
 
 def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.cache.eviction.MAX_STALE", 8)
+    monkeypatch.setattr("kvframe.cache.block_order.MAX_STALE", 8)
     monkeypatch.setattr("kvframe.cache.slabs.MAX_STALE", 8)
     plan = make_plan(*SPECS_OF_POOLS[2], num_slabs=60)
     manager = KVCacheManager(plan, max_num_seqs=1, eviction=OftenUsedLast())

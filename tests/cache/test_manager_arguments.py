@@ -58,7 +58,7 @@ def arrays(running: int, free: int) -> list[tuple[Any, Any]]:
 
 def make_manager(kind: str) -> KVCacheManager:
     plan = make_plan(*PLANS[kind], num_slabs=60, max_model_len=MAX_LEN, max_encoder_len=9)
-    host = HostCopies(60, {})
+    host = HostCopies(plan, {})
     manager = KVCacheManager(plan, max_num_seqs=4, host_pages=host, copier=host.copy_within, audited=True)
     for name in ("running", "swapped", "ended"):
         manager.start(name, TOKENS)

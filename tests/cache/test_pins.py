@@ -15,7 +15,7 @@ from kvframe_engine.scheduling.scheduler import Scheduler
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pins import Pin
+from kvframe.cache.prefix_lookup import Pin
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.plans import encoder, full, make_plan, masked, state

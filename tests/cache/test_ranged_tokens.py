@@ -7,7 +7,7 @@ from typing import Any
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.ranged_tokens import RangedTokens, before_range, whole_ranges
+from kvframe.cache.radix_tree import RangedTokens, before_range, whole_ranges
 from kvframe.contract.specs import ENCODER
 from tests.cache.plans import encoder, full, make_plan, masked
 from tests.support.managers import compute, make_manager

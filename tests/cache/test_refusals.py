@@ -13,8 +13,7 @@ import pytest
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.radix_tree import as_bytes
-from kvframe.cache.ranged_tokens import RangedTokens
+from kvframe.cache.radix_tree import RangedTokens, as_bytes
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache.definition import HostCopies
@@ -38,7 +37,7 @@ def make_manager(
     *specs: KVCacheSpec, max_num_seqs: int = 3, can_fork: bool = True, audited: bool = True
 ) -> KVCacheManager:
     plan = make_plan(*specs, num_slabs=60, max_model_len=MAX_LEN, max_encoder_len=MAX_ENCODER_LEN)
-    host = HostCopies(60, {})
+    host = HostCopies(plan, {})
     copier = host.copy_within if can_fork else None
     return KVCacheManager(plan, max_num_seqs=max_num_seqs, host_pages=host, copier=copier, audited=audited)
 
@@ -236,7 +235,7 @@ def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
 WITHOUT_ASSERTIONS = """
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import as_bytes
-from kvframe.cache.ranged_tokens import RangedTokens
+from kvframe.cache.radix_tree import RangedTokens
 from kvframe.contract.errors import RequestError
 from tests.cache.plans import full, make_plan
 assert False, "assertions are on"

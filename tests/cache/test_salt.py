@@ -11,15 +11,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from kvframe_engine.engine import Engine
 from kvframe_engine.requests.request import SamplingParams
 
-from kvframe.cli import main
 from kvframe.contract.errors import RequestError
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_embedding import Echo
 from tests.engine.test_scheduler import CountingCache, encoder, request, run, scheduler
+from tests.support.commands import run as run_command
+from tests.support.engines import manager_of
 
 PROMPT = "the quick brown"
 SHORT = SamplingParams(max_new_tokens=3)
@@ -91,7 +91,7 @@ def test_a_page_is_never_held_by_requests_of_two_salts(seed: int) -> None:
             engine.step()
             owner: dict[int, str] = {}
             for running in engine._scheduler.running:
-                for page in filter(None, engine._manager.block_ids(running.request_id)[0]):
+                for page in filter(None, manager_of(engine).block_ids(running.request_id)[0]):
                     assert salts[running.request_id] == owner.setdefault(page, salts[running.request_id])
 
 
@@ -209,6 +209,6 @@ def test_as_many_salts_as_prompts_are_needed() -> None:
 def test_the_command_says_how_often_a_salt_is_given(command: str, tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text("[[1, 2], [1, 2], [1, 2]]")
     given = ("--prompt-token-ids" if command == "generate" else "--token-ids", str(tmp_path / "ids.json"))
-    result = CliRunner().invoke(main, [command, str(tmp_path), *given, "--cache-salt", "a", "--cache-salt", "b"])
+    result = run_command(command, str(tmp_path), *given, "--cache-salt", "a", "--cache-salt", "b")
     assert 2 == result.exit_code
     assert "give --cache-salt once, or once for each of 3 requests, not 2 times" in result.stderr

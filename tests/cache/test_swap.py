@@ -32,6 +32,7 @@ from tests.cache.test_manager import SPECS
 from tests.covering import cover_values, few
 from tests.engine.test_scheduler_under_pressure import MAX_LEN, serve
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, ids
+from tests.support.engines import manager_of
 
 interpreted = pytest.mark.skipif(
     not knobs.runtime.interpret, reason="a CUDA device is there, and the pool is not on it"
@@ -242,6 +243,21 @@ def test_a_block_that_is_not_full_is_never_shared() -> None:
     assert mine[1] != others[1]
 
 
+def test_a_request_of_before_a_reset_shares_no_page_of_after() -> None:
+    # The cache is reset when weights change: equal tokens then have other states.
+    pages, tokens = FailingPages(10, set()), [*range(8), 9]
+    manager = KVCacheManager(make_plan(full()), max_num_seqs=2, host_pages=pages)
+    for name in ("old", "new"):
+        manager.start(name, tokens)
+        assert manager.extend(name, 9)
+        manager.commit(name, tokens, 9)
+        if name == "old":
+            assert manager.swap_out("old")
+            manager.reset_prefix_cache()
+    assert manager.swap_in("old", 9)
+    assert not {*manager.block_ids("old")[0]} & {*manager.block_ids("new")[0]}
+
+
 def test_an_input_that_is_not_computed_gets_no_page_of_an_equal_one() -> None:
     plan, inputs = make_plan(full(), encoder(), num_slabs=40), {ENCODER: InputSequence(9, b"x")}
     manager = KVCacheManager(plan, max_num_seqs=2, host_pages=FailingPages(8, set()))
@@ -314,7 +330,7 @@ def served(engine: Engine, expected: Tokens) -> EngineStats:
     """Serve the prompts to their ends, check the tokens, and that no block is held at the end."""
     with engine:
         assert expected == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
-        assert (0, 0) == (held_pages(engine), engine._manager.stats.host_bytes_held)
+        assert (0, 0) == (held_pages(engine), manager_of(engine).stats.host_bytes_held)
         return engine.stats()
 
 
@@ -378,10 +394,10 @@ def test_aborting_a_swapped_request_gives_its_host_memory_back(models: Any) -> N
             engine.add_request(ids(start, 30), SamplingParams(max_new_tokens=40))
         while not any(request.is_swapped for request in engine._scheduler.waiting):
             engine.step()
-        assert engine._manager.stats.host_bytes_held > 0
+        assert manager_of(engine).stats.host_bytes_held > 0
         for request in [request for request in engine._scheduler.waiting if request.is_swapped]:
             engine.abort(request.request_id)
-        assert 0 == engine._manager.stats.host_bytes_held
+        assert 0 == manager_of(engine).stats.host_bytes_held
         outputs: dict[str, RequestOutput] = {}
         while engine.has_unfinished:
             outputs |= {output.request_id: output for output in engine.step()}

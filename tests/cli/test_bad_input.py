@@ -16,7 +16,7 @@ import pytest
 from kvframe import Engine
 from kvframe.cli import guard, render
 from kvframe.contract.errors import FileError, ModelError, UnknownNameError, listed, shorten, shown
-from kvframe.contract.files import check_place, parse_json, parse_toml, read_bytes, read_json, read_toml, write_text
+from kvframe.contract.files import parse_json, parse_toml, read_bytes, read_json, read_toml
 from tests.cli.test_commands import error_of, run
 
 ROOT = Path(__file__).parents[2]
@@ -142,45 +142,6 @@ def test_a_number_of_64_bits_is_the_largest_that_is_taken() -> None:
     assert 2**64 - 1 == parse_json(str(2**64 - 1))
     with pytest.raises(FileError, match="holds a whole number of 65 bits; 64 are the most"):
         parse_json(str(2**64))
-
-
-def test_a_written_file_has_the_permissions_that_any_new_file_has(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write_text(tmp_path / "file", "text")
-    finally:
-        os.umask(before)
-    assert 0o640 == (tmp_path / "file").stat().st_mode & 0o777
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "new" / "file"
-    write_text(path, "one")
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(FileError, match="cannot be written: No space left on device"):
-        write_text(path, "two")
-    assert ("one", [path]) == (path.read_text(), [*path.parent.iterdir()])
-
-
-def test_only_files_that_kvframe_wrote_are_replaced(tmp_path: Path) -> None:
-    def is_ours(path: Path) -> bool:
-        return path.read_text() == "ours"
-
-    for name in ("ours", "", "theirs"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    os.mkfifo(tmp_path / "pipe")
-    check_place(tmp_path / "ours.txt", is_ours)
-    check_place(tmp_path / ".txt", is_ours)
-    check_place(tmp_path / "none" / "there", is_ours)
-    for name, reason in {
-        "theirs.txt": "exists already and is another kind of file; name another file, or remove it first",
-        "pipe": "it is a device or a pipe, not a file",
-        ".": "it is a folder",
-        "ours.txt/below": "ours.txt is not a folder",
-        "x" * 300: "File name too long",
-    }.items():
-        with pytest.raises(FileError, match=reason):
-            check_place(tmp_path / name, is_ours)
 
 
 def test_saved_prefixes_replace_only_such_files(tmp_path: Path) -> None:

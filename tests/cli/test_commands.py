@@ -9,22 +9,23 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import attrs
 import pytest
-from click.testing import CliRunner, Result
 from kvframe_engine.commands import generate as generating
+from kvframe_engine.commands.options import log_lines
 from kvframe_engine.engine import Engine
 from kvframe_transformers.testing import save_tiny, tiny_config
 
 from kvframe.cache.stats import GroupLookups
-from kvframe.cli import main, render
+from kvframe.cli import render
 from kvframe.cli.live_range import describe_live_range
 from kvframe.config.stack import Stack
 from kvframe.contract.specs import AttentionSpec, TokenRange
 from tests.loading.fake_distributions import FakeSite, registers
 from tests.programs import run_program
+from tests.support.commands import run, run_json, without_start
+from tests.support.engines import manager_of
 
 FULL = {"kind": "full_attention", "num_kv_heads": 2, "head_size": 64}
 WINDOW = {"kind": "sliding_window", "num_kv_heads": 2, "head_size": 64, "window": 128}
@@ -35,22 +36,13 @@ LAYERS = {
 }
 
 
-def run(*arguments: object, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
-
-
-def run_json(*arguments: object) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 def error_of(*arguments: object) -> str:
     """Return the one line on stderr after a user's mistake."""
     result = run(*arguments)
-    assert (2, "", 1) == (result.exit_code, result.stdout, len(result.stderr.splitlines())), result.output
-    assert result.stderr.startswith("kvframe: error: ")
-    return result.stderr.removeprefix("kvframe: error: ").rstrip()
+    told = without_start(result.stderr)
+    assert (2, "", 1) == (result.exit_code, result.stdout, len(told.splitlines())), result.output
+    assert told.startswith("kvframe: error: ")
+    return told.removeprefix("kvframe: error: ").rstrip()
 
 
 @pytest.fixture
@@ -147,7 +139,7 @@ def test_plan_states_the_host_memory_of_a_run(model: Path, tmp_path: Path) -> No
     planned = run_json("plan", model, "--stack", stack)
     assert 3_000_000 - planned["slab_bytes"] < planned["host_bytes"] <= 3_000_000
     with Engine.from_pretrained(model, stack=Stack.from_file(stack)) as engine:
-        assert planned["host_bytes"] == engine._manager._swapper._host_pages.bytes.numel()  # type: ignore[union-attr]
+        assert planned["host_bytes"] == manager_of(engine)._swapper._host_pages.bytes.numel()  # type: ignore[union-attr]
     assert "for preempted requests" in run("plan", model, "--stack", stack).stdout
     assert 0 == run_json("plan", model, "--memory", "8MiB")["host_bytes"]
 
@@ -306,7 +298,7 @@ def test_samples_of_a_prompt_follow_each_other(model: Path, prompts: Path) -> No
 
 
 def test_generate_reads_standard_input(model: Path) -> None:
-    result = run("generate", model, "--prompt-token-ids", "-", "--max-new-tokens", 2, "--json", stdin="[1]\n[2, 3]\n")
+    result = run("generate", model, "--prompt-token-ids", "-", "--max-new-tokens", 2, "--json", input="[1]\n[2, 3]\n")
     assert [[1], [2, 3]] == [output["prompt_token_ids"] for output in json.loads(result.stdout)["outputs"]]
 
 
@@ -351,10 +343,12 @@ def test_a_prompt_without_its_option_is_shown_with_it() -> None:
     assert "a prompt needs an option: --prompt 'Hello there'" in result.stderr
 
 
-def test_generate_is_quiet_without_a_terminal(model: Path, prompts: Path) -> None:
+def test_a_start_is_one_line_in_a_pipe_too(model: Path, prompts: Path) -> None:
     arguments = ["generate", str(model), "--prompt-token-ids", str(prompts), "--max-new-tokens", "2"]
-    done = run_program("-m", "kvframe", *arguments)
-    assert (0, "") == (done.returncode, done.stderr)
+    done = run_program("-m", "kvframe", *arguments, "--device", "cpu", "--memory", "64MiB")
+    assert 0 == done.returncode, done.stderr
+    start = rf"kvframe: {model.name} runs on cpu in float32; attention by kvframe-cpu:cpu; a cache of [0-9.]+ MiB\n"
+    assert re.fullmatch(start, done.stderr), done.stderr
     assert ["[1, 2, 3]", "[7, 8]"] == done.stdout.splitlines()[::3]
 
 
@@ -577,16 +571,12 @@ def test_a_terminal_shows_which_group_limits_prefix_hits(
     assert "full_attention" not in told
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_shows_the_slow_parts_of_a_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+def test_a_start_shows_its_slow_parts_and_nothing_after_it(capsys: pytest.CaptureFixture[str]) -> None:
     log = logging.getLogger("kvframe")
-    with render.log_lines():
+    with log_lines():
         log.info("capturing %d graphs", 4)
-    log.info("nobody asked")
-    assert ("kvframe: capturing 4 graphs\n" if is_terminal else "") == capsys.readouterr().err
+    log.info("no command asked")
+    assert ("", "kvframe: capturing 4 graphs\n") == capsys.readouterr()
 
 
 def test_a_progress_bar_is_drawn_on_a_terminal(

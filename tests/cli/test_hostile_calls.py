@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvframe_transformers.testing import save_tiny
 
 from kvframe.cli import main
+from tests.support.commands import run
 
 LAYER = {"name": "l.{}", "count": 2, "kind": "full_attention", "num_kv_heads": 2, "head_size": 8}
 LAYER_KEYS = [*LAYER, "names", "shares_with", "query", "window", "dtype", "format", "x"]
@@ -149,7 +149,7 @@ def test_a_call_is_served_or_ends_in_one_sentence(
     monkeypatch.chdir(folder)
     arguments = data.draw(calls(command, folder))
     before = contents(folder)
-    result = CliRunner().invoke(main, arguments)
+    result = run(*arguments)
     assert result.exit_code in (0, 1, 2), result.stderr
     assert "Traceback" not in result.stderr
     if result.exit_code == 2:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from kvframe_transformers.testing import save_tiny
 
-from kvframe.cli import main
 from kvframe.cli.new_plugin import TEMPLATES, render
 from tests.programs import IMPORTED, run_program
+from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("backend", "spec", "wrapper", "format", "eviction", "proposer", "adapter")
@@ -26,7 +26,7 @@ WHOLE = pytest.mark.whole
 
 
 def bake(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["new-plugin", *map(str, arguments)])
+    return run("new-plugin", *map(str, arguments))
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
@@ -194,9 +194,9 @@ def test_each_kind_runs_a_model_once_installed(installed: tuple[list[Path], Path
     assert 0 == done.returncode, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert stacks.keys() == found.keys()
-    for kind, run in found.items():
-        backends, formats, num_drafts = run["used"]
-        assert run["equal"]
+    for kind, result in found.items():
+        backends, formats, num_drafts = result["used"]
+        assert result["equal"]
         assert (kind == "backend") is all("kvframe-mine-backend:mine_backend" == backend for backend in backends)
         assert (kind == "format") is ({"mine_format"} == {*formats})
         assert (kind == "proposer") is (num_drafts > 0)

@@ -15,6 +15,7 @@ from kvframe_transformers.testing import save_tiny
 
 from kvframe.cli import main
 from tests.covering import few
+from tests.support.commands import run, run_json
 
 LAYERS = Path(__file__).resolve().parents[2] / "examples" / "layers"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -22,7 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 def page_of(path: Path, model: str | Path, *options: str) -> str:
     file = path / "page.html"
-    result = CliRunner().invoke(main, ["plan", str(model), "--memory", "1GiB", "--html", str(file), *options])
+    result = run("plan", str(model), "--memory", "1GiB", "--html", str(file), *options)
     assert result.exit_code == 0, result.output
     return file.read_text(encoding="utf-8")
 
@@ -80,7 +81,7 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     assert "gemma" in page_of(tmp_path, LAYERS / "gemma_3_27b.json")
     model = tmp_path / "layers.toml"
     model.write_bytes((LAYERS / "llama_3_1_8b.toml").read_bytes())
-    result = CliRunner().invoke(main, ["plan", str(model), "--memory", "1GiB", "--html", str(model)])
+    result = run("plan", str(model), "--memory", "1GiB", "--html", str(model))
     assert "exists and is not a page; name another file" in " ".join(result.output.split())
     assert model.read_bytes() == (LAYERS / "llama_3_1_8b.toml").read_bytes()
 
@@ -88,9 +89,7 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
 def test_an_explanation_shows_each_choice_and_the_reasons_against_others(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     asked = ["explain", str(LAYERS / "llama_4_scout.toml"), "--json", "--html", str(file)]
-    result = CliRunner().invoke(main, asked)
-    assert result.exit_code == 0, result.output
-    layers, page = json.loads(result.output)["layers"], data_of(file.read_text(encoding="utf-8"))
+    layers, page = run_json(*asked)["layers"], data_of(file.read_text(encoding="utf-8"))
     assert len(layers) == page["num_layers"] == sum(row["num_layers"] for row in page["rows"])
     chunked, full = page["rows"]
     assert ("chunked_local", True) == (chunked["kind"], chunked["wrappers"][0].startswith("chunked_local"))
@@ -124,7 +123,7 @@ def test_a_browser_shows_it(model: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_a_browser_shows_an_explanation(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    CliRunner().invoke(main, ["explain", str(LAYERS / "llama_4_scout.toml"), "--html", str(file)])
+    run("explain", str(LAYERS / "llama_4_scout.toml"), "--html", str(file))
     shown = shown_by_chromium(file)
     assert 2 == shown.count('class="card"')
     assert "Why not" in shown
@@ -148,7 +147,7 @@ def traced(path: Path) -> str:
         "--html",
         str(file),
     ]
-    result = CliRunner().invoke(main, [*asked, "--html", str(file)])
+    result = run(*asked, "--html", str(file))
     assert result.exit_code == 0, result.output
     return file.read_text(encoding="utf-8")
 
@@ -161,7 +160,7 @@ def test_a_trace_page_holds_the_run(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_prompts_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["trace", str(tmp_path), "--html", str(tmp_path / "page.html")])
+    result = run("trace", str(tmp_path), "--html", str(tmp_path / "page.html"))
     assert "give prompts by one of --prompt, --prompts and --prompt-token-ids" in " ".join(result.output.split())
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
+from kvframe_engine.testing.logits_processors import byte_tokenizer_json
 from kvframe_transformers.testing import save_tiny
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvframe.cli import main
-from kvframe.testing.logits_processors import byte_tokenizer_json
 
 
 def test_a_processor_is_named_with_its_options(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -20,6 +19,7 @@ from kvframe_transformers.testing import save_tiny
 
 from kvframe.cli import main
 from tests.programs import start_program
+from tests.support.commands import Terminal
 from tests.support.models import save_byte_model
 
 
@@ -30,13 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_byte_model(folder / "text")
     save_tiny(folder / "ids", "llama")
     return folder
-
-
-class Terminal(io.StringIO):
-    """Standard output that says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @attrs.frozen

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import attrs
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from kvframe_engine.commands import top as module
 from kvframe_engine.commands.snapshot import COUNTERS, GroupUse, Snapshot, UnreachableError, read_metrics
 from kvframe_engine.commands.top import lines_of
 from kvframe_engine.engine import Engine
 from kvframe_transformers.testing import save_tiny
 
-from kvframe.cli import main
 from tests.cli.test_width import run_on_terminal
+from tests.support.commands import run, without_start
 
 WINDOW = GroupUse(
     kind="sliding_window", blocks_held=12, bytes_held=3 << 20, asked_tokens=200, found_tokens=50, times_limiting=3
@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def top(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["top", *map(str, arguments)])
+    return run("top", *map(str, arguments))
 
 
 def test_a_snapshot_says_what_the_cache_does_and_what_changed_since_the_one_before() -> None:
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_it_in_one_line(model: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Engine, "_advance", interrupted)
     result = top(model / "model", "--prompt-token-ids", model / "prompts.json")
-    assert (130, "\nkvframe: interrupted\n") == (result.exit_code, result.stderr)
+    assert (130, "\nkvframe: interrupted\n") == (result.exit_code, without_start(result.stderr))
     assert result.stdout.startswith("requests: 0 run, 0 wait, ended 0 of 8\n")
 
 

@@ -19,16 +19,11 @@ from kvframe.loading.plugins import load_plugins
 from tests.covering import cover_values
 from tests.loading.fake_distributions import FakeSite, registers
 from tests.programs import start_program
+from tests.support.commands import stdout_of as run
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = sorted((ROOT / "examples" / "layers").iterdir())
 GEMMA = ROOT / "examples" / "layers" / "gemma_3_27b.json"
-
-
-def run(*arguments: object) -> str:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def run_on_terminal(columns: int, *arguments: object) -> str:

@@ -17,12 +17,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from kvframe_transformers.testing import save_tiny
 from transformers import DeepseekV3Config
 
-from kvframe.cli import main
 from tests.programs import start_program
+from tests.support.commands import run, run_json, write
 from tests.support.models import save_tokenizer, trained_tokenizer
 
 TEXT = "the cat sat on the mat and the dog sat on the cat"
@@ -63,21 +62,6 @@ def here(saved: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     write(tmp_path / "ids.json", [[5, 6, 7], list(range(20, 60))])
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def write(path: Path, content: object) -> str:
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return str(path)
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments)
-
-
-def run_json(*arguments: str) -> Any:
-    result = run(*arguments, "--json")
-    assert (0, "") == (result.exit_code, result.stderr), result.output
-    return json.loads(result.stdout)
 
 
 def generate(model: str, *options: str) -> Any:

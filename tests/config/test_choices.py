@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from kvframe_scan_resistant.policy import ScanResistant
 
 from kvframe import Engine, SamplingParams, Setup
-from kvframe.cli import main
 from kvframe.config.choices import make_policy
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import StackError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.loading.plugins import load_plugins
 from tests.engine.scripted_model import ScriptedModel
+from tests.support.commands import run
+from tests.support.engines import manager_of
 
 LAYERS = """
 max_model_len = 64
@@ -81,7 +81,7 @@ def test_least_recently_used_has_no_options() -> None:
 
 
 def invoke(*arguments: str) -> str:
-    done = CliRunner().invoke(main, [*arguments], catch_exceptions=False)
+    done = run(*arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -113,6 +113,6 @@ def serve_many(eviction: str) -> tuple[Engine, list[str | None]]:
 def test_an_engine_gives_pages_up_as_its_stack_says() -> None:
     lru, expected = serve_many("lru")
     engine, said = serve_many("scan_resistant")
-    assert (LRU, ScanResistant()) == (lru._manager.eviction, engine._manager.eviction)
+    assert (LRU, ScanResistant()) == (manager_of(lru).eviction, manager_of(engine).eviction)
     assert engine.stats().evictions > 0
     assert expected == said

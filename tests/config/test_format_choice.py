@@ -20,6 +20,7 @@ from kvframe.contract.specs import KVCacheSpec, LayerSpec, TokenRange
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import plan_cache
+from tests.support.commands import run
 from tests.support.plugins import plugin
 
 SIZES = {"num_kv_heads": 2, "head_size": 8}
@@ -214,5 +215,5 @@ def test_the_plan_shows_how_each_group_is_stored(tmp_path: Path) -> None:
     arguments = ["plan", str(tmp_path / "layers.toml"), "--memory", "1MiB", "--stack", str(tmp_path / "stack.toml")]
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(main, arguments)
     assert "float32, int4_token_head" in shown.output
-    (group,) = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).output)["groups"]
+    (group,) = json.loads(run(*arguments, "--json").output)["groups"]
     assert {"layers.0": "plain", "layers.1": "int4_token_head"} == group["formats"]

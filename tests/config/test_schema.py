@@ -11,14 +11,13 @@ from typing import Any
 
 import attrs
 import pytest
-from click.testing import CliRunner
 
-from kvframe.cli import main
 from kvframe.config.options import CacheOptions, EngineOptions, LimitOptions, ModelOptions, Rule
 from kvframe.config.schema import describe_keys, make_schema
 from kvframe.config.stack import Stack, _OwnersTable
 from kvframe.contract.errors import StackError
 from kvframe.loading.claims import KINDS
+from tests.support.commands import stdout_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = (("model", ModelOptions), ("limits", LimitOptions), ("cache", CacheOptions), ("engine", EngineOptions))
@@ -156,8 +155,7 @@ def test_every_kind_of_name_can_be_given_an_owner() -> None:
 
 
 def test_the_command_offers_the_names_that_are_installed() -> None:
-    result = CliRunner().invoke(main, ["schema"])
-    tables = json.loads(result.stdout)["properties"]
+    tables = json.loads(stdout_of("schema"))["properties"]
     backend = tables["rules"]["items"]["properties"]["backend"]["anyOf"][0]["enum"]
     assert ["auto", "cpu", "flash_attn"] == backend[:3]
     assert ["plain", "fp8_tensor"] == tables["cache"]["properties"]["format"]["anyOf"][0]["enum"][:2]

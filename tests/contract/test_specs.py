@@ -9,8 +9,6 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.errors import PluginError, SpecError, UnknownNameError
@@ -43,18 +41,6 @@ def test_full_attention_keeps_the_whole_past() -> None:
 def test_full_attention_holds_a_block_for_every_started_one() -> None:
     assert 3 == full(4).peak_blocks(9, 2)
     assert 0 == full(4).peak_blocks(0, 2)
-
-
-@given(block_size=st.integers(1, 20), num_tokens=st.integers(0, 100), max_new=st.integers(1, 40))
-def test_full_attention_peak_equals_the_general_one(block_size: int, num_tokens: int, max_new: int) -> None:
-    spec = full(block_size)
-    assert KVCacheSpec.peak_blocks(spec, num_tokens, max_new) == spec.peak_blocks(num_tokens, max_new)
-
-
-@given(block_size=st.integers(1, 20), n=st.integers(0, 100), num_new=st.integers(1, 40))
-def test_full_attention_residency_equals_the_general_one(block_size: int, n: int, num_new: int) -> None:
-    spec = full(block_size)
-    assert KVCacheSpec.num_resident_blocks(spec, n, num_new) == spec.num_resident_blocks(n, num_new)
 
 
 def test_full_attention_is_plain_causal() -> None:

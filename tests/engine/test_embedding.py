@@ -19,6 +19,7 @@ from kvframe.contract.description import LayerDescription, ModelDescription, Poo
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.contract.model import LoadedModel
 from tests.stacks import tables_of
+from tests.support.engines import held_pages
 
 KV = {"num_kv_heads": 1, "head_size": 4}
 QUERY = {"num_heads": 1, "head_size": 4, "scale": 1.0}
@@ -278,7 +279,7 @@ def test_chunks_prefixes_preemption_and_swapping_change_nothing(
     options = {"preemption": preemption, "swap_memory": 4096, "max_num_batched_tokens": chunk}
     with Echo("full_attention").embedder(pooling=mode, memory=memory, self_check=False, **options) as embedder:
         assert [pytest.approx(by_hand(text, mode)) for text in texts] == vectors(embedder.embed(texts))
-        assert 0 == embedder._manager.num_held_pages
+        assert 0 == held_pages(embedder)
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "last"])
@@ -296,7 +297,7 @@ def test_a_text_that_loses_its_blocks_half_way_is_not_pooled_twice(mode: str, pr
             assert [pytest.approx(by_hand(text, mode))] == vectors(outputs)
             again = 0 if preemption == "swap" else 6 * num_steps
             assert 19 + again == embedder.stats().computed_tokens
-            assert 0 == embedder._manager.num_held_pages
+            assert 0 == held_pages(embedder)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -341,7 +342,7 @@ def test_a_step_that_fails_ends_its_texts_and_leaks_nothing() -> None:
         model.fails = False
         ended = {output.request_id: output.finish_reason for output in embedder.step()}
         assert {ids[0]: "error", ids[1]: "error", ids[2]: "computed"} == ended
-        assert 0 == embedder._manager.num_held_pages
+        assert 0 == held_pages(embedder)
 
 
 def test_an_aborted_text_gives_its_blocks_back() -> None:
@@ -351,7 +352,7 @@ def test_an_aborted_text_gives_its_blocks_back() -> None:
         embedder.abort(request_id)
         (output,) = embedder.step()
         assert ("aborted", None) == (output.finish_reason, output.embedding)
-        assert 0 == embedder._manager.num_held_pages
+        assert 0 == held_pages(embedder)
 
 
 def test_embedding_that_is_cut_short_leaves_nothing_behind() -> None:
@@ -362,7 +363,7 @@ def test_embedding_that_is_cut_short_leaves_nothing_behind() -> None:
         with pytest.raises(KeyboardInterrupt):
             embedder.embed([[1] * 9, [2] * 9], on_progress=stop)
         assert not embedder.has_unfinished
-        assert 0 == embedder._manager.num_held_pages
+        assert 0 == held_pages(embedder)
 
 
 def test_an_id_that_is_taken_is_refused() -> None:

@@ -23,6 +23,7 @@ from tests.engine.test_with_models import assert_pool_as_before
 from tests.models.encoder_decoder import generated
 from tests.models.encoder_decoder import prompts as encoder_prompts
 from tests.models.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, held_pages
+from tests.support.engines import manager_of
 from tests.support.plugins import plugin
 
 SMALL_STEPS = {"max_num_seqs": 3, "max_num_batched_tokens": 20, "block_size": 4}
@@ -76,8 +77,8 @@ def assert_outlived(engine: Engine, prompts: Sequence[Any], expected: Sequence[A
             assert expected[index][: len(output.token_ids)] == output.token_ids
         else:
             assert expected[index] == output.token_ids
-    assert (0, 0) == (held_pages(engine), engine._manager.stats.host_bytes_held)
-    engine._manager.audit()
+    assert (0, 0) == (held_pages(engine), manager_of(engine).stats.host_bytes_held)
+    manager_of(engine).audit()
     assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
     assert_pool_as_before(engine)
 
@@ -128,17 +129,17 @@ def test_an_interrupt_while_the_books_are_written_waits_until_they_are(models: A
 def test_an_interrupt_after_a_step_costs_nobody_anything(models: Any) -> None:
     model, prompts, _ = case_of(models, "gemma3_text")
     with model.engine(**SMALL_STEPS) as engine:
-        commit = engine._manager.commit_rows
+        commit = manager_of(engine).commit_rows
 
         def interrupted(*arguments: Any) -> None:
             signal.raise_signal(signal.SIGINT)
             commit(*arguments)
 
         engine.add_request(prompts[1], GREEDY)
-        vars(engine._manager)["commit_rows"] = interrupted
+        vars(manager_of(engine))["commit_rows"] = interrupted
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        vars(engine._manager)["commit_rows"] = commit
+        vars(manager_of(engine))["commit_rows"] = commit
         (output,) = [output for output in drain(engine) if output.finish_reason is not None]
         assert "length" == output.finish_reason
 

@@ -33,6 +33,7 @@ from kvframe.planning.groups import Grouping
 from tests.attention.capturable import CapturableReference, DecodesOnly, UniformOnly
 from tests.covering import cover_values, few
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, make_stack, served
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 BACKENDS = {"capturable": CapturableReference, "decodes_only": DecodesOnly, "uniform_only": UniformOnly}
@@ -51,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyMode
 
 
 def graphs_of(engine: Engine) -> StepGraphs:
-    runner: Any = engine._runner
+    runner: Any = runner_of(engine)
     assert isinstance(runner.graphs, StepGraphs)
     return runner.graphs
 
@@ -247,7 +248,7 @@ def test_a_chain_with_effects_leaves_no_uniform_steps_to_a_backend_that_needs_th
 ) -> None:
     for backend, expected in (("uniform_only", "DECODE"), ("capturable", "ALWAYS"), ("torch", "NEVER")):
         with models("llama4_text").engine(backend=backend) as engine:
-            runner: Any = engine._runner
+            runner: Any = runner_of(engine)
             assert GraphCapture[expected] is runner._layers.capture
 
 
@@ -331,7 +332,7 @@ def test_sizes_in_vain_are_refused_and_auto_says_it_once(
         models("llama").engine(backend="torch", graphs=[4])
     with models("llama").engine(backend="torch", graphs="auto") as engine:
         served(engine)
-        runner: Any = engine._runner
+        runner: Any = runner_of(engine)
         assert runner.graphs is None
     assert 1 == len([record for record in caplog.records if "without graphs" in record.message])
 

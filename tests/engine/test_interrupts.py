@@ -21,10 +21,11 @@ from kvframe_engine.core import STEP_FAILED
 
 import kvframe
 from kvframe import Engine, RequestOutput, SamplingParams
-from kvframe.cache.pins import Pin
+from kvframe.cache.prefix_lookup import Pin
 from kvframe.contract.errors import RequestError
 from kvframe.contract.model import ModelIdentity
 from tests.engine.scripted_model import ScriptedModel
+from tests.support.engines import manager_of
 
 SOURCES = tuple(str(Path(kvframe.__file__).parent / folder) for folder in ("engine", "cache"))
 SCRIPT = "the quick brown fox jumps over the lazy dog"
@@ -185,8 +186,8 @@ class User:
     def check(self) -> None:
         """Check that the engine holds exactly what its user knows."""
         engine = self.engine
-        engine._manager.audit()
-        assert sum(pin.is_held for pin in self.pins) == len(engine._manager._pins._pins)
+        manager_of(engine).audit()
+        assert sum(pin.is_held for pin in self.pins) == len(manager_of(engine)._pins._pins)
         going_on = {name for name, sample in self.tokens.keys() - self.ends.keys()}
         known = {request.asked_id for request in engine._requests.values()}
         assert engine._turns.is_closed or going_on <= known

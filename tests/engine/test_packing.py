@@ -52,7 +52,7 @@ def test_each_wanted_row_is_sampled_from_or_tells_of_the_next_prompt_token(
 ) -> None:
     requests = step.requests
     order = data.draw(st.one_of(st.none(), st.permutations(range(len(requests)))))
-    packed = PackedStep.of(step, lambda *_: None if order is None else np.array(order))
+    packed = PackedStep.of(step, lambda _: None if order is None else np.array(order))
 
     in_order = [requests[index] for index in (order or range(len(requests)))]
     wanted: list[int] = []

@@ -12,6 +12,7 @@ from kvframe.contract.errors import RequestError
 from tests.cache.plans import evict_all
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, TinyModel, held_pages, ids
+from tests.support.engines import manager_of
 
 SYSTEM = ids(3, 37)
 ASKED = [[*SYSTEM, *ids(6, 3)], [*SYSTEM, *ids(7, 19)]]
@@ -47,7 +48,7 @@ def test_a_pinned_prefix_is_found_after_a_flood_and_gives_the_same_tokens(tiny: 
         assert 2 * kept <= found(engine) - before
         engine.unpin(pin)
         assert 0 == held_pages(engine)
-        evict_all(engine._manager)
+        evict_all(manager_of(engine))
         before = found(engine)
         assert expected[:1] == [output.token_ids for output in engine.generate(ASKED[:1], GREEDY)]
         assert before == found(engine)

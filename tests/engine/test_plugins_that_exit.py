@@ -20,6 +20,7 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import TokenRange
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from tests.engine.scripted_model import ScriptedModel
+from tests.support.engines import manager_of
 from tests.support.plugins import plugin
 
 SCRIPT = "the quick brown fox jumps over the lazy dog"
@@ -216,7 +217,7 @@ def test_what_a_plugin_raises_ends_the_requests_of_its_step_at_most(place: str, 
         assert [] == serve(engine, "the quick")
         assert ["k bro"] == [output.text for output in engine.generate(["the quic"], SamplingParams(max_new_tokens=5))]
         assert {0} == set(engine.stats().blocks_held)
-        engine._manager.audit()
+        manager_of(engine).audit()
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])

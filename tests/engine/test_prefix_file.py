@@ -21,6 +21,7 @@ from kvframe_transformers.testing import save_tiny
 from kvframe import Engine, Stack
 from kvframe.contract.errors import PrefixFileError
 from tests.models.serving import TinyModel, ids, make_stack
+from tests.support.engines import held_pages, manager_of
 
 SYSTEM = ids(3, 37)
 
@@ -32,10 +33,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 def refusal(engine: Engine, path: Path) -> PrefixFileError:
     """Return why a file is refused, after a check that nothing changed and that the reason is one sentence."""
-    before = (set(engine._manager.published()), engine._storage.pool.clone(), engine._manager.stats)
+    before = (set(manager_of(engine).published()), engine._storage.pool.clone(), manager_of(engine).stats)
     with pytest.raises(PrefixFileError) as refused:
         engine.load_prefixes(path)
-    after = (set(engine._manager.published()), engine._storage.pool, engine._manager.stats)
+    after = (set(manager_of(engine).published()), engine._storage.pool, manager_of(engine).stats)
     assert before[0] == after[0]
     assert torch.equal(before[1], after[1])
     assert before[2] == after[2]
@@ -362,5 +363,5 @@ def test_a_file_that_becomes_shorter_while_it_is_loaded_leaves_nothing_behind(
     )
     with pytest.raises(PrefixFileError, match="it became shorter while it was read"):
         engine.load_prefixes(path)
-    engine._manager.audit()
-    assert 0 == engine._manager.num_held_pages
+    manager_of(engine).audit()
+    assert 0 == held_pages(engine)

@@ -12,14 +12,13 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from click.testing import CliRunner
 from kvframe_engine.requests.request import RequestOutput, SamplingParams
 
 from kvframe import Engine
-from kvframe.cli import main
 from kvframe.contract.errors import RequestError
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids
+from tests.support.commands import run
 
 WITH_LOGPROBS = attrs.evolve(GREEDY, prompt_logprobs=True)
 LONGEST = max(len(prompt) for prompt in PROMPTS) + GREEDY.max_new_tokens
@@ -268,10 +267,10 @@ def test_the_command_line_reports_them_in_json(checked: Checked, tmp_path: Path)
     file = tmp_path / "ids.json"
     file.write_text(json.dumps(prompts))
     arguments = ["generate", str(checked.model.path), "--prompt-token-ids", str(file), "--max-new-tokens", "1"]
-    result = CliRunner().invoke(main, [*arguments, "--prompt-logprobs", "--json"])
+    result = run(*arguments, "--prompt-logprobs", "--json")
     assert 0 == result.exit_code, result.output
     found = [output["prompt_logprobs"] for output in json.loads(result.stdout)["outputs"]]
     assert [None] == found[0]
     checked.assert_right(1, tuple(found[1]))
-    result = CliRunner().invoke(main, [*arguments, "--prompt-logprobs"])
+    result = run(*arguments, "--prompt-logprobs")
     assert (2, True) == (result.exit_code, "add --json" in result.output)

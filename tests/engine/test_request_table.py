@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_engine.requests.progress import RequestTable
 from kvframe_engine.requests.request import Request, SamplingParams
-from kvframe_engine.requests.request_table import RequestTable
 
 
 def request(request_id: str) -> Request:

@@ -12,6 +12,7 @@ from kvframe_engine.requests.request import SamplingParams
 from kvframe.contract.errors import KVFrameError, PlanError, RequestError
 from tests.covering import keep
 from tests.models.serving import TinyModel, held_pages, ids
+from tests.support.engines import manager_of, runner_of
 
 PROMPTS = [ids(3, 45), ids(4, 30), ids(5, 21), ids(6, 40)]
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -101,7 +102,7 @@ def test_graphs_are_captured_again_at_the_new_address(llama: TinyModel) -> None:
     with make(llama, LARGE, backend="cpu") as engine:
         expected = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
     with make(llama, LARGE, backend="cpu", graphs=[4], graph_query_lens=[1, 16]) as engine:
-        graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+        graphs: Any = runner_of(engine).graphs
         assert expected == [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
         captured, replays = graphs.num_graphs, graphs.num_replays
         engine.resize_cache(engine.plan.total_bytes)
@@ -149,7 +150,7 @@ def test_memory_that_is_not_there_changes_nothing(
 ) -> None:
     with make(model, before) as engine:
         engine.generate(PROMPTS[:1], PARAMS)
-        plan, pages = engine.plan, sorted(engine._manager.published())
+        plan, pages = engine.plan, sorted(manager_of(engine).published())
 
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("out of memory")
@@ -158,6 +159,6 @@ def test_memory_that_is_not_there_changes_nothing(
             patched.setattr("torch.zeros", fail)
             with pytest.raises(PlanError, match=r"cpu has no [0-9]+ bytes to give the cache"):
                 engine.resize_cache(after)
-        assert plan == engine.plan == engine._manager.plan
-        assert pages == sorted(engine._manager.published())
+        assert plan == engine.plan == manager_of(engine).plan
+        assert pages == sorted(manager_of(engine).published())
         assert "length" == engine.generate(PROMPTS[2:3], PARAMS)[0].finish_reason

@@ -46,6 +46,7 @@ class CountingCache:
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
         ranges: Sequence[tuple[int, int]] = (),
+        num_prompt_tokens: int | None = None,
     ) -> int:
         assert request_id not in self.held
         self.held[request_id] = 0
@@ -413,6 +414,7 @@ class ScatteredCache(CountingCache):
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
         ranges: Sequence[tuple[int, int]] = (),
+        num_prompt_tokens: int | None = None,
     ) -> int:
         found = super().start(request_id, token_ids, salt=salt, use_prefix=use_prefix, inputs=inputs)
         self.took_hit = self.took_hit | {request_id} if found else self.took_hit - {request_id}

@@ -11,13 +11,11 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
-from click.testing import CliRunner
 from kvframe_engine.diagnosis import _to_check
 from kvframe_mla.backend import MLABackend
 
 from kvframe import Engine, Setup, Stack
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.cli import main
 from kvframe.contract.backend import KVCache
 from kvframe.contract.errors import BackendError, ModelError, WrapperError
 from kvframe.contract.metadata import CommonAttentionMetadata
@@ -25,6 +23,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.loading.plugins import load_plugins
 from tests.models.serving import TinyModel
+from tests.support.commands import run
 from tests.support.plugins import plugin
 
 LAYERS = [f"model.layers.{index}.self_attn" for index in range(3)]
@@ -159,7 +158,7 @@ def test_the_command_that_the_error_gives_runs_the_kit(
         engine_of(model, {"layers": "*", "backend": "heads_of_a_file"})
     *_, command = str(refused.value).strip("`").split("check it: `")
     assert f"kvframe check {tmp_path / 'wrong_plugin.py'} --kind backend" == command
-    result = CliRunner().invoke(main, [*command.split()[1:], "--only", "full-block=16-decode"])
+    result = run(*command.split()[1:], "--only", "full-block=16-decode")
     assert (1, True) == (result.exit_code, "heads_of_a_file" in result.stdout), result.output
 
 

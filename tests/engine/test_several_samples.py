@@ -12,6 +12,7 @@ from kvframe_engine.requests.request import RequestOutput, SamplingParams
 
 from kvframe.contract.errors import RequestError
 from tests.models.serving import TinyModel, held_pages, ids
+from tests.support.engines import manager_of
 
 PARAMS = SamplingParams(n=4, max_new_tokens=9, temperature=1.5, seed=11)
 PROMPT = ids(3, 45)
@@ -188,7 +189,7 @@ def test_a_copy_that_fails_costs_a_computation(
         def fail(*_: Any) -> None:
             raise error
 
-        monkeypatch.setattr(engine._manager._coordinator._shared, "_copier", fail)
+        monkeypatch.setattr(manager_of(engine)._coordinator._shared, "_copier", fail)
         assert tokens == expected(engine)
         assert 0 == held_pages(engine)
 
@@ -201,7 +202,7 @@ def test_a_copy_that_breaks_leaves_nothing_behind(llama: TinyModel, monkeypatch:
             monkeypatch.undo()
             raise ValueError("no such page")
 
-        monkeypatch.setattr(engine._manager._coordinator._shared, "_copier", fail)
+        monkeypatch.setattr(manager_of(engine)._coordinator._shared, "_copier", fail)
         engine.add_request(PROMPT, PARAMS)
         ended: dict[int, RequestOutput] = {}
         while engine.has_unfinished:

@@ -18,6 +18,7 @@ from kvframe.attention.batch_metadata import StepBatch
 from kvframe.contract.metadata import NO_EXTENSIONS, NUM_PROMPT_TOKENS, Axis, CommonAttentionMetadata, Extension
 from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages
+from tests.support.engines import manager_of, runner_of
 
 SKIPPING: dict[str, Any] = {"prefill_skipping": "decode_only", "max_num_batched_tokens": 24}
 LONG = 3  # the index in PROMPTS: 64 tokens, so steps of 24, 24 and 16
@@ -170,9 +171,9 @@ class Rows:
             plain = [loaded.model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
         with serve(model, policy, max_num_batched_tokens=512) as engine:
             for index, prompt in enumerate(PROMPTS):
-                engine._manager.start(str(index), prompt, use_prefix=False)
-                assert engine._manager.extend(str(index), len(prompt))
-                engine._runner.tokens[engine._manager.row(str(index)), : len(prompt)] = prompt
+                manager_of(engine).start(str(index), prompt, use_prefix=False)
+                assert manager_of(engine).extend(str(index), len(prompt))
+                runner_of(engine).tokens[manager_of(engine).row(str(index)), : len(prompt)] = prompt
             yield cls(engine, plain)
 
     def run(
@@ -277,7 +278,7 @@ class PaddedModel(ScriptedModel):
 def test_padded_rows_are_nobodys_logits(skips: bool) -> None:
     layers: Any = PaddedLayers()
     with PaddedModel(layers, "the quick brown").engine(max_num_batched_tokens=5) as engine:
-        layers.layers, engine._runner._layers = engine._runner._layers, layers
-        engine._runner._skip_policy = lambda _: skips
+        layers.layers, runner_of(engine)._layers = runner_of(engine)._layers, layers
+        runner_of(engine)._skip_policy = lambda _: skips
         outputs = engine.generate(["the", "the quick"], SamplingParams(max_new_tokens=4))
     assert [" qui", " bro"] == [output.text for output in outputs]

@@ -15,6 +15,7 @@ from kvframe_transformers.testing import save_tiny
 from kvframe import Engine, RequestOutput, SamplingParams, Stack
 from kvframe.contract.errors import BackendError, ModelError, PlanError, StackError
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
+from tests.support.engines import manager_of
 from tests.support.models import save_tokenizer, trained_tokenizer
 from tests.support.plugins import plugin
 
@@ -50,12 +51,12 @@ def drain(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 def assert_pool_as_before(engine: Engine) -> None:
     """Check that no request holds a page, and that every slab is free after the cached prefixes are removed."""
-    assert (0, 0.0) == (held_pages(engine), engine._manager.usage)
-    assert engine.stack.limits.max_num_seqs == engine._manager.num_free_rows
+    assert (0, 0.0) == (held_pages(engine), manager_of(engine).usage)
+    assert engine.stack.limits.max_num_seqs == manager_of(engine).num_free_rows
     engine.reset_prefix_cache()
-    pool = engine._manager._pool
+    pool = manager_of(engine)._pool
     assert (0, engine.plan.num_slabs) == (pool.num_cached, pool.num_idle_slabs)
-    engine._manager.audit()
+    manager_of(engine).audit()
 
 
 # --- no block is held after a request's end, of any kind --------------------------------------------------------------

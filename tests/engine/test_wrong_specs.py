@@ -21,12 +21,14 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import SpecError
 from kvframe.contract.formats import StateTensor
 from kvframe.contract.specs import AttentionMask, KVCacheSpec, LayerSpec, QuerySpec, TokenRange
-from kvframe.planning.groups import group_layers, make_layer_specs, share_caches
+from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.planning.spec_check import check_spec_at_set_up, sampled_positions
 from tests.cache.plans import RangeSpec, StateSpec, full, ranged
 from tests.covering import few
 from tests.models.serving import GREEDY, TinyModel, held_pages, ids, make_stack
+from tests.support.engines import manager_of
+from tests.support.layers import share_caches
 
 MAX_LEN = 512
 
@@ -345,8 +347,8 @@ def serve(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
         last |= {output.request_id: output for output in engine.step()}
         if not engine.has_unfinished:
             break
-    assert (0, 0) == (held_pages(engine), engine._manager.stats.host_bytes_held)
-    engine._manager.audit()
+    assert (0, 0) == (held_pages(engine), manager_of(engine).stats.host_bytes_held)
+    manager_of(engine).audit()
     return [last[name] for name in names]
 
 

@@ -77,11 +77,7 @@ def test_a_newer_minor_runs_the_plugins_of_an_older_one() -> None:
     assert [["not implemented", 7]] == found["later"]
     # A wrapper that does not know the extension is applied to the step without it.
     assert [True, False] in found["extensions"]
-    assert [
-        f"plugin kvframe-frozen:frozen uses {name}, which version {found['api']} of kvframe's contract deprecates: "
-        "write something else instead"
-        for name in ("AttentionBackend.forward(sinks)", "kvframe_register_proposers")
-    ] == found["deprecated"]
+    assert ["kvframe_register_proposers is deprecated"] == found["deprecated"]
     assert {()} == {tuple(failures) for failures in found["failures"].values()}
     assert found["model"]["equal"]
 

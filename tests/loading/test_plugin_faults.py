@@ -408,7 +408,7 @@ INTERFACES = (
             "wrapped_layer": lambda registry: choose(registry, wrappers=["bad"]),
             "added_extensions": lambda registry: choose(registry, wrappers=["bad"]),
         },
-        frozenset({"__call__", "evolve", "parts", "pass_extensions"}),
+        frozenset({"__call__", "evolve", "pass_extensions"}),
     ),
     Interface(
         "format",
@@ -582,6 +582,23 @@ def test_a_wrong_declaration_of_a_class_is_named(good: type, name: str, value: A
 def test_an_unreadable_declaration_of_a_class_is_named(good: type, name: str, failure: str) -> None:
     with one_sentence("'bad'", "bad_plugin", type(make_error(failure)).__name__):
         use(type("Bad", (good,), {name: Raises(failure)}), good)
+
+
+@pytest.mark.parametrize(
+    ("declared", "says"),
+    [
+        ({}, "declares masks, and does not define forward"),
+        ({"masks": (), "kinds": {"own"}}, "declares choices or kinds, and does not define forward_more"),
+    ],
+)
+def test_attention_that_is_declared_and_not_defined_is_refused(declared: dict[str, Any], says: str) -> None:
+    class Lacking(AttentionBackend):
+        capabilities = attrs.evolve(GoodBackend.capabilities, returns_lse=False, **declared)
+
+    with one_sentence("backend 'bad' of bad_plugin", says):
+        choose(make_registry("backend", Lacking), backend="bad")
+    with pytest.raises(BackendError, match="does not define forward"):
+        Lacking((), torch.device("cpu")).forward(None, None, {}, None, None)  # type: ignore[arg-type]
 
 
 def test_a_log_sum_exp_that_is_declared_and_not_defined_is_refused_by_what_it_lacks() -> None:

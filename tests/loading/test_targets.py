@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from kvframe.cli import main
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.targets import find_problem
 from tests.loading.fake_distributions import FakeSite, registers
+from tests.support.commands import run, run_json
 
 MODULE = """
 import os.path as path
@@ -104,9 +102,7 @@ def usable(site: FakeSite, *options: str) -> dict[str, Any]:
     """Return the output of ``kvframe plugins`` about backends that exist, and about one that does not."""
     claims = [(name.lower(), f"kvframe_four.backends:{name}") for name in ("Good", "Asks", "Bare", "Gone")]
     site.add("kvframe-four", "four", registers("backends", *claims), files={"backends": BACKENDS})
-    answer = CliRunner().invoke(main, ["plugins", "--json", *options])
-    assert 0 == answer.exit_code
-    names = json.loads(answer.stdout)["names"]
+    names = run_json("plugins", "--json", *options)["names"]
     return {each["name"]: each["problem"] for each in names if each["plugin"] == "kvframe-four:four"}
 
 
@@ -117,7 +113,7 @@ def test_a_class_that_is_not_there_is_said_to_be_missing(site: FakeSite) -> None
 
 def test_a_class_that_was_only_found_is_not_called_usable(site: FakeSite) -> None:
     usable(site)
-    answer = CliRunner().invoke(main, ["plugins", "--verbose"])
+    answer = run("plugins", "--verbose")
     (good,) = (line for line in answer.stdout.splitlines() if line.split()[:2] == ["backend", "good"])
     assert good.endswith("not imported")
 

@@ -28,6 +28,7 @@ from tests.models import by_content, encoder_decoder
 from tests.models.headed import save_headed
 from tests.models.kept_code import KeptCode
 from tests.models.serving import TinyModel, held_pages, ids, make_stack
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 EQUAL, WRONG = "equal", "WRONG"
@@ -355,7 +356,7 @@ def _are_same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 def _not_done(engine: Engine, cell: Cell) -> str:
     """Return what an engine did not do; empty if it did all that the cell asks for."""
     stats = engine.stats()
-    runner: Any = engine._runner
+    runner: Any = runner_of(engine)
     of_heads = runner.draft.runners if cell.drafts and KINDS[cell.kind].num_heads else ()
     formats = {spec.kv_format for group in engine.grouping.groups for spec in group.stored}
     if held_pages(engine):

@@ -35,6 +35,7 @@ from kvframe.contract.errors import EngineError, KVFrameError
 from tests.loading.fake_distributions import FakeSite
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import GREEDY, PROMPTS, held_pages, make_stack
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 Result = dict[str, Any]
@@ -277,7 +278,7 @@ def use_verbs(folder: Path) -> Result:
     found: Result = {}
     options: Result = {"memory": share_of(110592), "max_num_batched_tokens": 16, "max_model_len": 96}
     with engine_of(folder / "llama", **options, graphs=[4, 8], graph_query_lens=[1]) as engine:
-        graphs = engine._runner.graphs  # type: ignore[attr-defined]
+        graphs = runner_of(engine).graphs
         pin = engine.pin_prefix(PROMPTS[7])
         found["pinned"] = pin.num_tokens
         for number, prompt in enumerate(PROMPTS):

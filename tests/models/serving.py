@@ -19,6 +19,7 @@ from kvframe.contract.model import LoadedModel
 from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter
 from tests.stacks import tables_of
+from tests.support.engines import held_pages as held_pages
 
 NUM_NEW_TOKENS = 10
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW_TOKENS)
@@ -140,8 +141,3 @@ def served(engine: Engine) -> Tokens:
     assert {"length"} == {output.finish_reason for output in outputs}
     assert 0 == held_pages(engine)
     return [output.token_ids for output in outputs]
-
-
-def held_pages(engine: Engine) -> int:
-    """Return the pages that requests hold in an engine's cache."""
-    return engine._manager.num_held_pages

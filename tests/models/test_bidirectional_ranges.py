@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config
 from kvframe import Engine, Prompt, RequestOutput, SamplingParams, Stack
 from kvframe.contract import RequestError
 from tests.covering import keep
+from tests.support.engines import runner_of
 
 NUM_NEW, WINDOW = 6, 8
 Ranges = Sequence[tuple[int, int]]
@@ -187,7 +188,7 @@ def test_steps_with_ranges_are_replayed_from_graphs(model: tuple[Path, Any]) -> 
     path, own = model
     graphs: dict[str, Any] = {"graphs": [1, 4], "graph_query_lens": [1, 16]}
     with make_engine(path, backend="cpu", model=graphs) as engine:
-        runner: Any = engine._runner
+        runner: Any = runner_of(engine)
         for case in CASES:
             check(own, [case], generate(engine, [case]))
         sizes = [*runner.graphs._graphs]
@@ -248,6 +249,13 @@ def test_wrong_ranges_are_refused(model: tuple[Path, Any]) -> None:
         wrong: list[Any] = [[(3, 3)], [(5, 3)], [(0, 48)], [(-1, 3)], [(4, 9), (8, 12)], [(9, 12), (1, 3)], [3], 7, "x"]
         assert {"bad_ranges"} == {refusal(engine, ranges) for ranges in wrong}
         assert "exceeds_step" == refusal(engine, [(2, 19)])
+
+
+def test_an_empty_iterator_states_no_range(model: tuple[Path, Any]) -> None:
+    with make_engine(model[0]) as engine:
+        stated = [Prompt(decoder=TEXT, bidirectional=ranges) for ranges in ((), iter(()))]
+        plain, empty = engine.generate(stated, SamplingParams(max_new_tokens=2))
+        assert plain.token_ids == empty.token_ids
 
 
 def test_ranges_are_refused_if_a_layers_backend_does_not_honour_them(

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from kvframe_transformers.testing import save_tiny
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from kvframe import Engine, Prompt, SamplingParams, Stack, describe
-from kvframe.cli import main
 from kvframe.contract.errors import ModelError, RequestError
 from tests.models.serving import PROMPTS
+from tests.support.commands import run_json
 
 NUM_NEW_TOKENS = 24
 STACK = Stack.from_mapping({"cache": {"memory": "4MiB"}})
@@ -161,9 +160,7 @@ def test_the_command_line_takes_the_settings_unless_it_names_others(folder: Path
 
     def generated(*options: str) -> Any:
         arguments = ["generate", str(folder), "--memory", "4MiB", "--prompt-token-ids", "-", "--json", *options]
-        result = CliRunner().invoke(main, arguments, input=json.dumps(prompt))
-        assert 0 == result.exit_code, result.output
-        return json.loads(result.stdout)["outputs"][0]["token_ids"]
+        return run_json(*arguments, input=json.dumps(prompt))["outputs"][0]["token_ids"]
 
     expected = tokens_of(folder, [prompt])[0]
     assert [*expected[:7]] == generated()

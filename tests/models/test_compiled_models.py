@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_transformers.operators import OpaqueAttention, OpaqueFunction
 
 from kvframe import Engine, SamplingParams
 from kvframe.contract.errors import ModelError
-from kvframe.contract.operator import OpaqueAttention, OpaqueFunction
 from tests.covering import keep
 from tests.engine.scripted_model import ScriptedModel
 from tests.models import encoder_decoder
 from tests.models.serving import PROMPTS, TinyModel, served
+from tests.support.engines import runner_of
 
 WHOLE = pytest.mark.whole
 """Marks a family that usual runs compile in another test, or whose layers are those of others."""
@@ -174,7 +175,7 @@ def test_a_compiled_model_computes_drafts_in_replayed_steps(models: Callable[[st
     with compiled(models(family).engine(**options, graphs=[8], graph_query_lens=[1, 5]), "eager") as engine:
         assert expected == [each.token_ids for each in engine.generate(prompts, params)]
         assert 0 == engine.model.compiled.num_graph_breaks  # type: ignore[attr-defined]
-        runner: Any = engine._runner
+        runner: Any = runner_of(engine)
         assert runner.graphs.num_replays > 0
         assert set() == runner.graphs._reasons
 

@@ -15,20 +15,21 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from click.testing import CliRunner
 from kvframe_draft_model.proposer import DraftModelProposer
 from kvframe_engine.assembly import _load_draft
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
 from kvframe_transformers.testing import save_tiny
 
-from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Setup, Stack, load_plugins
-from kvframe.cli import main
+from kvframe import Embedder, Prompt, RequestOutput, SamplingParams, Setup, Stack
 from kvframe.contract import DraftRequest, PrefixFileError, StackError
 from kvframe.planning.recognise import FoundAdapter
 from tests.covering import cover_values, few
 from tests.models import encoder_decoder
-from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, make_stack
+from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, held_pages, make_stack
+from tests.support.commands import run, run_json
+from tests.support.drafts import generated, models_with, shown
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 OTHERS = (
@@ -44,8 +45,6 @@ OTHERS = (
     "qwen3_next",
 )
 FAMILIES = ("falcon_h1", *(pytest.param(each, marks=pytest.mark.whole) for each in OTHERS))
-OF_EXPERTS = ("deepseek_v3", "jamba", "qwen3_next")
-"""Families whose experts torch multiplies in float32 at most."""
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "seed": 5}
 
 SOME = PROMPTS[2:6]
@@ -103,22 +102,8 @@ Models = Callable[..., TinyModel]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    registry, made = (
-        load_plugins(
-            plugins=[plugin("meddling_plugin", proposers={"meddling": Meddling, "informed": Informed})]
-        ).registry,
-        {},
-    )
-
-    def model(family: str, dtype: str | None = None) -> TinyModel:
-        # In float64, no two tokens are as close as rounding, which differs by batch and by machine.
-        dtype = dtype or ("float32" if family in OF_EXPERTS else "float64")
-        if (family, dtype) not in made:
-            saved = TinyModel.save(tmp_path_factory.mktemp(family), family)
-            made[family, dtype] = attrs.evolve(saved, registry=registry).in_dtype(dtype)
-        return made[family, dtype]
-
-    return model
+    proposers = {"meddling": Meddling, "informed": Informed}
+    return models_with(tmp_path_factory.mktemp("models"), plugin("meddling_plugin", proposers=proposers))
 
 
 def greedy(model: TinyModel) -> SamplingParams:
@@ -128,23 +113,6 @@ def greedy(model: TinyModel) -> SamplingParams:
 
 def by(path: Path, **options: Any) -> dict[str, Any]:
     return {"name": "draft_model", "model": str(path), **options}
-
-
-def shown(outputs: Sequence[RequestOutput]) -> list[Any]:
-    return [(each.token_ids, each.text, each.finish_reason) for each in outputs]
-
-
-EXPECTED: dict[Any, list[RequestOutput]] = {}
-"""What models generate without drafts."""
-
-
-def expected(model: TinyModel, params: SamplingParams, prompts: Sequence[Any], **options: Any) -> list[RequestOutput]:
-    """Return what a model generates without drafts."""
-    key = (model.path, model.dtype, str(params), str(prompts), str(options))
-    if key not in EXPECTED:
-        with model.engine(**options) as engine:
-            EXPECTED[key] = engine.generate(prompts, params)
-    return EXPECTED[key]
 
 
 def check_same(
@@ -166,10 +134,10 @@ def check_same(
         plain: Options of the engine without drafts.
         options: Options of the engine with drafts.
     """
-    wanted = expected(model, params, prompts, **(plain or {}))
+    wanted = generated(model, params, prompts, **(plain or {}))[0]
     with model.engine(drafts=drafts, **options) as engine:
         found = [*engine.generate(prompts, params), *engine.generate(prompts, params)]
-        assert 0 == engine._manager.num_held_pages
+        assert 0 == held_pages(engine)
         stats = engine.stats()
     assert [*shown(wanted), *shown(wanted)] == shown(found)
     return found, stats
@@ -246,11 +214,11 @@ def test_its_state_is_right_after_drafts_that_are_not_its_own(models: Models, tm
     model, params = models("llama"), SamplingParams(max_new_tokens=16)
     draft = attrs.evolve(TinyModel.save(tmp_path, "llama", seed=7), registry=model.registry).in_dtype("float64")
     CONTINUED.clear()
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected(model, params, SOME[:2])]
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in generated(model, params, SOME[:2])[0]]
     _, stats = check_same(model, {**by(tmp_path), "name": "informed"}, params, SOME[:2])
     assert stats.draft_tokens == stats.accepted_draft_tokens > 0
     # Alone, the draft model goes on after the same tokens with the same ones.
-    alone = expected(draft, SamplingParams(max_new_tokens=1), [each[:-1] for each in CONTINUED])
+    alone = generated(draft, SamplingParams(max_new_tokens=1), [each[:-1] for each in CONTINUED])[0]
     assert [each[-1:] for each in CONTINUED] == [list(each.token_ids) for each in alone]
 
 
@@ -300,7 +268,7 @@ def test_stops_and_log_probabilities_are_the_same(models: Models) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=1.5, seed=8, stop_token_ids=tuple(range(0, 128, 9)))
     check_same(model, by(model.path), params)
     params = SamplingParams(max_new_tokens=12, logprobs=True, prompt_logprobs=True)
-    wanted = expected(model, params, SOME)
+    wanted = generated(model, params, SOME)[0]
     with model.engine(drafts=by(model.path), max_num_batched_tokens=24) as engine:
         found = engine.generate(SOME, params)
         assert engine.stats().accepted_draft_tokens == engine.stats().draft_tokens > 0
@@ -319,16 +287,16 @@ def test_the_served_model_skips_prompt_tokens_and_the_draft_model_does_not(model
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("gemma3_text", marks=pytest.mark.whole)])
 def test_both_models_run_in_graphs(models: Models, family: str) -> None:
     model = models(family, "float32")
-    wanted = expected(model, greedy(model), SOME)
+    wanted = generated(model, greedy(model), SOME)[0]
     with model.engine(drafts=by(model.path), graphs=(4, 8)) as engine:
-        draft = engine._runner.draft  # type: ignore[attr-defined]
-        runners: list[Any] = [engine._runner, draft.runner]
+        draft = runner_of(engine).draft
+        runners: list[Any] = [runner_of(engine), draft.runner]
         captured = [each.graphs.num_graphs for each in runners]
         for _ in range(2):
             assert shown(wanted) == shown(engine.generate(SOME, greedy(model)))
         # No request waited for a capture.
         assert captured == [each.graphs.num_graphs for each in runners]
-        assert engine._runner.graphs.num_replays > 0  # type: ignore[attr-defined]
+        assert runner_of(engine).graphs.num_replays > 0
         assert draft.runner.graphs.num_replays > 0
         # It follows in graphs too: no logits are wanted then.
         assert {True, False} == {sizes.num_wanted > 0 for sizes in draft.runner.graphs._graphs}
@@ -378,7 +346,7 @@ def test_a_draft_model_that_fails_is_set_aside(
     models: Models, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, params = models("llama"), SamplingParams(max_new_tokens=12)
-    wanted = expected(model, params, SOME)
+    wanted = generated(model, params, SOME)[0]
     for failing_call, kind in ((1, SystemExit), (2, KeyboardInterrupt), (5, RuntimeError)):
         caplog.clear()
         with model.engine(drafts=by(model.path)) as engine:
@@ -394,7 +362,7 @@ def test_a_draft_model_that_fails_is_set_aside(
 
             monkeypatch.setattr(draft, "forward", fail)
             assert shown(wanted) == shown(engine.generate(SOME, params))
-            assert 0 == engine._manager.num_held_pages
+            assert 0 == held_pages(engine)
             assert failing_call == len(calls)
         monkeypatch.undo()
         assert [
@@ -409,7 +377,7 @@ def test_a_draft_model_whose_logits_are_not_numbers_continues_nothing(models: Mo
         saved.lm_head.weight.fill_(torch.nan)
     saved.save_pretrained(tmp_path)
     CONTINUED.clear()
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected(model, greedy(model), SOME[:2])]
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in generated(model, greedy(model), SOME[:2])[0]]
     _, stats = check_same(model, {**by(tmp_path), "name": "informed"}, greedy(model), SOME[:2])
     assert stats.accepted_draft_tokens == stats.draft_tokens > 0
     # What was continued is what was known, without a token after it.
@@ -501,20 +469,15 @@ def test_the_command_line_plans_explains_and_generates_with_it(models: Models, t
     stack.write_text(f"[model]\ndrafts = {{ name = 'draft_model', model = '{tmp_path / 'small'}' }}\n{rules}")
     prompts.write_text(json.dumps([PROMPTS[2]]))
 
-    def run(*arguments: str) -> Any:
-        result = CliRunner().invoke(main, [*arguments, "--json"])
-        assert 0 == result.exit_code, result.output
-        return json.loads(result.stdout)
-
     path, name = str(model.path), "draft:model.layers.0.self_attn"
-    assert name in run("plan", path, "--stack", str(stack), "--memory", "4MiB")["groups"][1]["layers"]
-    explained = {each["layer"]: each for each in run("explain", path, "--stack", str(stack))["layers"]}
+    assert name in run_json("plan", path, "--stack", str(stack), "--memory", "4MiB")["groups"][1]["layers"]
+    explained = {each["layer"]: each for each in run_json("explain", path, "--stack", str(stack))["layers"]}
     assert "kvframe:torch_reference" == explained[name]["backend"] != explained["model.layers.3.self_attn"]["backend"]
     asked = ("generate", path, "--prompt-token-ids", str(prompts), "--max-new-tokens", "12", "--memory", "4MiB")
-    plain, drafted = run(*asked), run(*asked, "--drafts", json.dumps(drafts))
+    plain, drafted = run_json(*asked), run_json(*asked, "--drafts", json.dumps(drafts))
     assert plain["outputs"] == drafted["outputs"]
     assert drafted["stats"]["draft_tokens"] > 0 == plain["stats"]["draft_tokens"]
-    wrong = CliRunner().invoke(main, [*asked, "--drafts", '{"model": "small"}'])
+    wrong = run(*asked, "--drafts", '{"model": "small"}')
     assert 2 == wrong.exit_code
     assert 'is no JSON object with a "name" and options' in wrong.output
 

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
-from kvframe import Engine, Prompt, RequestOutput, SamplingParams, load_plugins
+from kvframe import Engine, Prompt, SamplingParams
 from kvframe.contract import StackError
 from tests.covering import cover_values, keep
 from tests.models import encoder_decoder
 from tests.models.knowing import ANSWERS, make_manifest
-from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, ids
+from tests.models.serving import NUM_NEW_TOKENS, PROMPTS, TinyModel, held_pages, ids
+from tests.support.commands import run
+from tests.support.drafts import generated, models_with, shown
 
 FAMILIES = (
     "llama",
@@ -31,54 +32,30 @@ FAMILIES = (
     "qwen3_next",
     "lfm2",
 )
-CIRCLING = "circling"
-OF_EXPERTS = ("gpt_oss", "deepseek_v3", "mixtral", "jamba", "qwen3_next")
-"""Families whose experts torch multiplies in float32 at most."""
 STATES = ("mamba2", "jamba", "qwen3_next", "lfm2")
+
+
+def forget_layers(model: TinyModel) -> None:
+    for parameter, values in model.loaded.model.named_parameters():  # type: ignore[attr-defined]
+        if parameter.endswith(("o_proj.weight", "down_proj.weight")):
+            values.data.zero_()
+    model.loaded.model.save_pretrained(model.path)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    registry, made = load_plugins(plugins=[make_manifest()]).registry, {}
+    return models_with(tmp_path_factory.mktemp("models"), make_manifest())
 
-    def model(name: str, dtype: str | None = None) -> TinyModel:
-        # In float64, no two tokens are as close as rounding, which differs by batch and by machine.
-        dtype = dtype or ("float32" if name in OF_EXPERTS else "float64")
-        if (name, dtype) not in made:
-            saved = TinyModel.save(tmp_path_factory.mktemp(name), "llama" if name == CIRCLING else name)
-            if name == CIRCLING:
-                # Without its layers, each token depends on the one before it alone, so that they soon repeat.
-                for parameter, values in saved.loaded.model.named_parameters():  # type: ignore[attr-defined]
-                    if parameter.endswith(("o_proj.weight", "down_proj.weight")):
-                        values.data.zero_()
-                saved.loaded.model.save_pretrained(saved.path)  # type: ignore[attr-defined]
-            made[name, dtype] = attrs.evolve(saved, registry=registry).in_dtype(dtype)
-        return made[name, dtype]
 
-    return model
+@pytest.fixture(scope="module")
+def circling(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A model whose tokens each depend on the one before it alone, so that they soon repeat."""
+    return models_with(tmp_path_factory.mktemp("circling"), make_manifest(), forget_layers)("llama")
 
 
 def greedy(model: TinyModel) -> SamplingParams:
     """Return parameters for as many tokens as no rounding changes (``test_greedy_margins``)."""
     return SamplingParams(max_new_tokens=24 if model.dtype == "float64" else NUM_NEW_TOKENS)
-
-
-def shown(outputs: Sequence[RequestOutput]) -> list[Any]:
-    return [(each.token_ids, each.text, each.finish_reason) for each in outputs]
-
-
-EXPECTED: dict[str, tuple[list[RequestOutput], Any]] = {}
-
-
-def without_drafts(
-    model: TinyModel, params: SamplingParams, prompts: Sequence[Any], **options: Any
-) -> tuple[list[RequestOutput], Any]:
-    """Return what a model generates without drafts, and the statistics; computed once."""
-    key = f"{model.path} {model.dtype} {params} {prompts} {options}"
-    if key not in EXPECTED:
-        with model.engine(**options) as engine:
-            EXPECTED[key] = engine.generate(prompts, params), engine.stats()
-    return EXPECTED[key]
 
 
 def check_same(
@@ -94,11 +71,11 @@ def check_same(
     A format of fewer bits changes outputs, so they are compared with those of the format without drafts.
     """
     kept = {key: value for key, value in options.items() if key == "format"}
-    expected, without = without_drafts(model, params, prompts, **kept)
+    expected, without = generated(model, params, prompts, **kept)
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected]
     with model.engine(drafts=drafts, **options) as engine:
         found = engine.generate(prompts, params)
-        assert 0 == engine._manager.num_held_pages
+        assert 0 == held_pages(engine)
         with_drafts = engine.stats()
     assert shown(expected) == shown(found)
     assert 0 < with_drafts.accepted_draft_tokens <= with_drafts.draft_tokens
@@ -205,9 +182,8 @@ def test_log_probabilities_of_prompts_are_the_same(models: Any) -> None:
         assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)  # type: ignore[index]
 
 
-def test_ngram_needs_fewer_steps_for_what_repeats_itself(models: Any) -> None:
-    model = models(CIRCLING)
-    without, with_drafts = check_same(model, SamplingParams(max_new_tokens=120), drafts="ngram")
+def test_ngram_needs_fewer_steps_for_what_repeats_itself(circling: TinyModel) -> None:
+    without, with_drafts = check_same(circling, SamplingParams(max_new_tokens=120), drafts="ngram")
     assert with_drafts.steps < 0.7 * without.steps
 
 
@@ -257,18 +233,14 @@ def test_a_wrong_choice_of_drafts_is_refused_in_one_sentence(models: Any, drafts
         models("llama").engine(drafts=drafts)
 
 
-def test_the_command_line_takes_a_proposer(models: Any, tmp_path: Path) -> None:
+def test_the_command_line_takes_a_proposer(circling: TinyModel, tmp_path: Path) -> None:
     import json
 
-    from click.testing import CliRunner
-
-    from kvframe.cli import main
-
-    model, prompts = models(CIRCLING), tmp_path / "prompts.json"
+    prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps([[*ids(3, 9), *ids(3, 9)]]))
-    command = ["generate", str(model.path), "--prompt-token-ids", str(prompts), "--max-new-tokens", "40", "--json"]
-    plain = CliRunner().invoke(main, [*command, "--memory", "4MiB"])
-    drafted = CliRunner().invoke(main, [*command, "--memory", "4MiB", "--drafts", "ngram"])
+    command = ["generate", str(circling.path), "--prompt-token-ids", str(prompts), "--max-new-tokens", "40", "--json"]
+    plain = run(*command, "--memory", "4MiB")
+    drafted = run(*command, "--memory", "4MiB", "--drafts", "ngram")
     assert (0, 0) == (plain.exit_code, drafted.exit_code), plain.output + drafted.output
     first, second = json.loads(plain.stdout), json.loads(drafted.stdout)
     assert first["outputs"] == second["outputs"]

@@ -15,6 +15,7 @@ from kvframe_transformers.testing import ENCODER_FAMILIES, FAMILIES
 from kvframe import Embedder, Setup
 from tests.covering import cover_pairs, cover_values, few
 from tests.models.serving import TinyModel, make_stack
+from tests.support.engines import manager_of, runner_of
 
 MODES = ("mean", "cls", "last")
 
@@ -55,7 +56,7 @@ def difference(expected: Sequence[torch.Tensor], found: Sequence[Any]) -> float:
 def embedded(made: Embedder) -> list[Any]:
     outputs = made.embed(TEXTS)
     assert {"computed"} == {output.finish_reason for output in outputs}
-    assert 0 == made._manager.num_held_pages
+    assert 0 == manager_of(made).num_held_pages
     return [output.embedding for output in outputs]
 
 
@@ -186,7 +187,7 @@ def test_layers_that_skip_tokens_give_the_plain_embeddings(models: Any, mode: st
     expected = [pooled(plain_states(model, text), mode) for text in TEXTS]
     options = {"prefill_skipping": "decode_only", "max_num_batched_tokens": 40, "self_check": True}
     with embedder(model, pooling=mode, **options) as made:
-        assert made._runner._layers.skipped  # type: ignore[attr-defined]
+        assert runner_of(made)._layers.skipped
         assert difference(expected, embedded(made)) < 1e-4
 
 

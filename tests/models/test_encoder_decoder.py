@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -34,6 +33,8 @@ from tests.models.encoder_decoder import (
     recording,
 )
 from tests.models.serving import TinyModel, held_pages, ids
+from tests.support.commands import run, run_json
+from tests.support.engines import manager_of, runner_of
 from tests.support.models import save_tokenizer, trained_tokenizer
 
 NUM_NEW_TOKENS = 8
@@ -161,7 +162,7 @@ def test_draft_tokens_are_judged_by_the_logits_of_the_plain_model(models: Any, f
     drafted = [*decoder[:8], 5, 6]  # the last two drafts are wrong
     expected, of_drafts = (plain_logits(model, family, encoder, tokens) for tokens in (decoder, drafted))
     with model.engine(block_size=4) as engine:
-        runner, manager = engine._runner, engine._manager
+        runner, manager = runner_of(engine), manager_of(engine)
         assert isinstance(runner, TokenRunner)
         prepared = model.loaded.prepare_input("encoder", encoder)
         assert prepared is not None
@@ -303,7 +304,7 @@ def test_a_step_encodes_no_more_new_tokens_than_it_computes_unless_one_input_has
 def assert_pool_as_before(engine: Engine) -> None:
     assert 0 == held_pages(engine)
     engine.reset_prefix_cache()
-    pool = engine._manager._pool
+    pool = manager_of(engine)._pool
     assert (0, engine.plan.num_slabs) == (pool.num_cached, pool.num_idle_slabs)
 
 
@@ -502,15 +503,13 @@ def test_text_goes_to_the_encoder_and_a_text_for_the_decoder_is_continued(texts:
 def test_generate_reads_text_at_the_command_line(texts: TinyModel) -> None:
     expected = expected_text(texts, "bring it.", None, 6)
     arguments = ["--prompt", "bring it.", "--max-new-tokens", "6", "--memory", "4MiB", "--json"]
-    done = CliRunner().invoke(main, ["generate", str(texts.path), *arguments])
-    assert 0 == done.exit_code, done.output
-    (output,) = json.loads(done.output)["outputs"]
+    (output,) = run_json("generate", str(texts.path), *arguments)["outputs"]
     assert (expected, [START]) == (output["text"], output["prompt_token_ids"])
 
 
 def test_text_for_an_encoder_of_sound_is_refused_at_the_command_line(tmp_path: Any) -> None:
     save_tiny(tmp_path, "whisper")
-    done = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "some text", "--memory", "4MiB"])
+    done = run("generate", str(tmp_path), "--prompt", "some text", "--memory", "4MiB")
     assert 2 == done.exit_code
     assert "reads features (input_features), a tensor or an array of numbers, not text" in done.output
 
@@ -532,10 +531,9 @@ def test_generate_reads_prompts_as_the_encoders_input(family: str, tmp_path: Any
     expected = generated(model, family, Prompt(encoder=ids(4, 17)), 5)
     (tmp_path / "prompts.jsonl").write_text(str(ids(4, 17)) + "\n")
     arguments = ["--prompt-token-ids", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "5", "--memory", "4MiB"]
-    done = CliRunner().invoke(main, ["generate", str(tmp_path), *arguments])
+    done = run("generate", str(tmp_path), *arguments)
     assert 0 == done.exit_code, done.output
     assert " ".join(map(str, expected)) in done.output
-    done = CliRunner().invoke(main, ["generate", str(tmp_path), *arguments, "--json", "--prompt-logprobs"])
-    (output,) = json.loads(done.output)["outputs"]
+    (output,) = run_json("generate", str(tmp_path), *arguments, "--json", "--prompt-logprobs")["outputs"]
     # The continued tokens, as their log-probabilities are reported.
     assert ([START], [None]) == (output["prompt_token_ids"], output["prompt_logprobs"])

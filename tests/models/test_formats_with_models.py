@@ -24,6 +24,7 @@ from tests.covering import few, keep
 from tests.models.encoder_decoder import encoder_inputs
 from tests.models.rounding import rounding
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages, served
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 FORMATS: tuple[KVFormat, ...] = (Fp8Tensor(), Fp8TokenHead(), Int8TokenHead(), Int4TokenHead())
@@ -295,7 +296,7 @@ def test_steps_that_are_replayed_copy_the_pages_of_each_step(
     with model.engine(**options, graphs=[2, 4, 8]) as engine:
         assert {True} == {choice.on_copies for choice in engine.choices}
         assert expected == served(engine)
-        runner: Any = engine._runner
+        runner: Any = runner_of(engine)
         assert runner.graphs.num_replays >= 4
 
 
@@ -310,6 +311,6 @@ def test_copies_of_a_graph_that_would_take_more_than_those_of_all_pages_are_not_
         expected = served(engine)
     with model.engine(**options, graphs=[1, 8]) as engine:
         assert expected == served(engine)
-        runner: Any = engine._runner
+        runner: Any = runner_of(engine)
         assert {1} == {sizes.num_reqs for sizes in runner.graphs._graphs}
     assert any("steps of 8 requests run without a graph: copies of" in record.message for record in caplog.records)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from kvframe_engine.requests.request import SamplingParams
 from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.cli import main
 from tests.covering import cover_pairs, cover_values, few, keep
 from tests.models.serving import PROMPTS, ids, served
+from tests.support.commands import run_json
 
 # --- equal to generate() ----------------------------------------------------------------------------------------------
 
@@ -145,9 +143,7 @@ def test_plan_states_the_allocation_of_a_run_to_the_byte(
 ) -> None:
     model = models(family)
     command = ["plan", str(model.path), "--dtype", "float32", "--memory", "4MiB", *arguments, "--json"]
-    result = CliRunner().invoke(main, command)
-    assert 0 == result.exit_code, result.output
-    planned = json.loads(result.stdout)
+    planned = run_json(*command)
     with model.engine(**options) as engine:
         assert planned["total_bytes"] == engine.stats().cache_bytes
         assert planned["total_bytes"] == engine._storage.pool.untyped_storage().nbytes()

@@ -25,6 +25,7 @@ from tests.covering import cover_pairs, cover_values, few
 from tests.models import encoder_decoder
 from tests.models.knowing import ANSWERS, MAX_DRAFTS, make_manifest
 from tests.models.serving import PROMPTS, TinyModel, held_pages, ids
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 WITH_STATES = ("mamba", "mamba2", "jamba", "falcon_h1", "qwen3_next", "lfm2", "kimi_linear")
@@ -64,7 +65,7 @@ def serve(model: TinyModel, family: str, **options: Any) -> tuple[list[tuple[int
     with model.engine(**options_of(family), **options) as engine:
         outputs = engine.generate(prompts_of(family), GREEDY)
         assert 0 == held_pages(engine)
-        runner: Any = engine._runner
+        runner: Any = runner_of(engine)
     if "graphs" not in options:
         ANSWERS[:] = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
     return [output.token_ids for output in outputs], runner.graphs
@@ -125,7 +126,7 @@ def test_preempted_requests_with_drafts_are_replayed_with_equal_tokens(
     options |= {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "max_num_batched_tokens": 24}
     with model.engine(**options_of(family), **options, graphs=[1, 2, 4]) as engine:
         assert expected == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
-        stats, runner = engine.stats(), cast(Any, engine._runner)
+        stats, runner = engine.stats(), cast(Any, runner_of(engine))
         assert (stats.preemptions > 0, stats.swaps > 0) == (True, preemption == "swap")
         assert runner.graphs.num_replays > 0
         assert stats.accepted_draft_tokens > 0
@@ -156,7 +157,7 @@ def test_an_input_may_be_longer_than_all_requests(models: Callable[[str], TinyMo
         expected = engine.generate(prompts, GREEDY)
     with model.engine(**options, graphs=[4]) as engine:
         assert [each.token_ids for each in expected] == [each.token_ids for each in engine.generate(prompts, GREEDY)]
-        runner: Any = engine._runner
+        runner: Any = runner_of(engine)
         assert runner.graphs.num_replays >= 5
 
 

@@ -17,6 +17,7 @@ from tests.engine.scripted_model import ScriptedModel
 from tests.models import encoder_decoder
 from tests.models.knowing import ANSWERS, Knowing
 from tests.models.serving import PROMPTS, TinyModel, held_pages
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 WITH_ENCODERS = ("bart", "t5")
@@ -73,7 +74,7 @@ def serve(model: TinyModel, family: str, *, compiled: bool = False, **options: A
             assert 0 == engine.model.compiled.num_graph_breaks  # type: ignore[attr-defined]
         found = engine.generate(prompts, GREEDY)
         assert 0 == held_pages(engine)
-        stats, runner = engine.stats(), engine._runner
+        stats, runner = engine.stats(), runner_of(engine)
     assert [each.token_ids for each in expected] == [each.token_ids for each in found]
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
     assert not loaded.model.get_output_embeddings()._forward_pre_hooks
@@ -147,7 +148,7 @@ def test_log_probabilities_of_a_prompt_shift_no_row(models: Callable[[str], Tiny
         while engine.has_unfinished:
             given = {each.request_id for each in engine.step() if each.new_token_ids}
             # Rows of earlier steps are not kept.
-            assert given == {*engine._runner.hidden_states}  # type: ignore[attr-defined]
+            assert given == {*runner_of(engine).hidden_states}
     rows = [(states, tokens[-len(states) :]) for _, states, tokens in ASKED if states is not None]
     assert [last for _, last in rows] == [states for states, _ in rows]
     assert len(rows) == len(ASKED) > len(PROMPTS)
@@ -165,7 +166,7 @@ def test_a_proposer_that_does_not_ask_gets_none(
     monkeypatch.setattr(Knowing, "propose", propose)
     with models("llama").engine(drafts="knowing") as engine:
         engine.generate(PROMPTS, GREEDY)
-        assert None is engine._runner.hidden_states  # type: ignore[attr-defined]
+        assert None is runner_of(engine).hidden_states
     assert {None} == {*seen}
 
 

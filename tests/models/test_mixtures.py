@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -10,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from kvframe_engine.requests.request import SamplingParams
 
 from kvframe.attention.layer import AttentionLayer
-from kvframe.cli import main
 from kvframe.contract.errors import ModelError
 from kvframe.contract.state import StateRound
 from tests.covering import cover_pairs, cover_values, few
@@ -22,6 +19,7 @@ from tests.models.encoder_decoder import decoder_of, plain_logits
 from tests.models.encoder_decoder import prompts as encoder_prompts
 from tests.models.mixtures import dense_tokens, save_mixture
 from tests.models.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, Tokens, held_pages, ids, served
+from tests.support.commands import run_json
 
 MIXTURES = {
     "each": ("full", "window", "chunk", "mamba2", "latent"),
@@ -69,9 +67,7 @@ def test_layers_of_a_kind_are_a_group(models: Any, mixture: str) -> None:
 def test_plan_states_the_allocation_to_the_byte_and_wastes_little(models: Any, mixture: str) -> None:
     model = models(mixture)
     command = ["plan", str(model.path), "--dtype", "float32", "--memory", "4MiB", "--json"]
-    result = CliRunner().invoke(main, command)
-    assert 0 == result.exit_code, result.output
-    planned = json.loads(result.stdout)
+    planned = run_json(*command)
     with model.engine() as engine:
         assert planned["total_bytes"] == engine.stats().cache_bytes
         for group, entry in zip(engine.plan.groups, planned["groups"], strict=True):

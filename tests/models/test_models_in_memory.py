@@ -18,6 +18,7 @@ from kvframe import Embedder, Engine, Prompt, SamplingParams, Stack
 from kvframe.contract import EngineError, ModelError, RequestError
 from tests.covering import cover_pairs, cover_values, few, keep
 from tests.models.serving import GREEDY, PROMPTS, ids
+from tests.support.engines import runner_of
 
 STACK = Stack.from_mapping({"cache": {"memory": "2MiB"}, "limits": {"max_num_batched_tokens": 64}})
 PROMPT = ids(3, 24)
@@ -183,7 +184,7 @@ def test_captured_graphs_are_captured_again(tmp_path: Path) -> None:
         }
     )
     with Engine.from_model(model, stack=stack) as engine:
-        graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+        graphs: Any = runner_of(engine).graphs
         engine.generate([PROMPT], GREEDY)
         assert graphs.num_graphs
         change_weights(model)

@@ -30,6 +30,7 @@ from tests.models import encoder_decoder
 from tests.models.headed import save_headed
 from tests.models.knowing import ANSWERS, MAX_DRAFTS, make_manifest
 from tests.models.serving import PROMPTS, TinyModel, held_pages
+from tests.support.engines import runner_of
 
 pytestmark = pytest.mark.gpu
 
@@ -94,11 +95,11 @@ def test_graphs_and_drafts_change_no_token_of_any_kind_of_model(
     expected, _ = serve(model, family)
     found, engine = serve(model, family, graphs=[1, 2, 4, 8])
     assert expected == found
-    check_replays(engine._runner.graphs, 8)
+    check_replays(runner_of(engine).graphs, 8)
     sizes = {"graphs": [1, 2, 4, 8], "graph_query_lens": [1, 1 + MAX_DRAFTS]}
     found, engine = serve(model, family, drafts="knowing", **sizes)
     assert expected == found
-    check_replays(engine._runner.graphs)
+    check_replays(runner_of(engine).graphs)
     assert 0 < engine.stats().accepted_draft_tokens < engine.stats().draft_tokens
 
 
@@ -115,7 +116,7 @@ def test_prediction_heads_run_in_graphs(tmp_path: Path, family: str) -> None:
     found, engine = serve(model, family, drafts="mtp", graphs=[4, 8])
     assert expected == found
     assert 0 < engine.stats().accepted_draft_tokens < engine.stats().draft_tokens
-    for runner in (engine._runner, *engine._runner.draft.runners):
+    for runner in (runner_of(engine), *runner_of(engine).draft.runners):
         check_replays(runner.graphs)
 
 
@@ -126,7 +127,7 @@ def test_a_draft_model_runs_in_graphs(models: Callable[[str], TinyModel], family
     found, engine = serve(model, family, drafts={"name": "draft_model", "model": str(model.path)}, graphs=[4, 8])
     assert expected == found
     assert engine.stats().accepted_draft_tokens > 0
-    check_replays(engine._runner.graphs)
+    check_replays(runner_of(engine).graphs)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -147,7 +148,7 @@ def test_a_format_gives_the_tokens_of_the_reference(models: Callable[[str], Tiny
     expected, _ = serve(model, "llama", format=kv_format, backend="torch_reference")
     found, engine = serve(model, "llama", format=kv_format, backend="triton", graphs=[4, 8])
     assert expected == found
-    check_replays(engine._runner.graphs)
+    check_replays(runner_of(engine).graphs)
 
 
 NOT_COMPILED = pytest.mark.xfail(

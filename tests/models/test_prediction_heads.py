@@ -16,7 +16,6 @@ from typing import Any, cast
 import attrs
 import pytest
 import torch
-from click.testing import CliRunner
 from kvframe_engine.running.heads_runner import HeadsRunner
 from kvframe_engine.running.model_runner import Compute, TokenRunner
 from kvframe_mtp.proposer import MTPProposer
@@ -26,11 +25,10 @@ from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.prediction_heads import TransformersHeads
 from safetensors.torch import load_file, save_file
 
-from kvframe import Engine, RequestOutput, SamplingParams, Stack, load_plugins
+from kvframe import Engine, SamplingParams, Stack, load_plugins
 from kvframe.attention.batch_metadata import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.cli import main
 from kvframe.contract import (
     BatchOrder,
     DraftRequest,
@@ -45,7 +43,10 @@ from kvframe.contract import (
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_values, few, keep
 from tests.models.headed import HEADED, Reference, save_headed
-from tests.models.serving import PROMPTS, TinyModel
+from tests.models.serving import PROMPTS, TinyModel, held_pages
+from tests.support.commands import run
+from tests.support.drafts import generated, shown
+from tests.support.engines import runner_of
 from tests.support.plugins import plugin
 
 MODELS = {"deepseek_v3": 2, "glm4_moe": 3, "mellum": 1}
@@ -118,22 +119,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return cache(headed)
 
 
-def shown(outputs: Sequence[RequestOutput]) -> list[Any]:
-    return [(each.token_ids, each.finish_reason) for each in outputs]
-
-
-EXPECTED: dict[Any, list[RequestOutput]] = {}
-
-
-def expected(model: TinyModel, params: SamplingParams, prompts: Sequence[Any] = SOME) -> list[RequestOutput]:
-    """Return what a model generates without drafts."""
-    key = (model.path, str(params), str(prompts))
-    if key not in EXPECTED:
-        with model.engine() as engine:
-            EXPECTED[key] = engine.generate(prompts, params)
-    return EXPECTED[key]
-
-
 def check(
     headed: Headed,
     params: SamplingParams = GREEDY,
@@ -145,15 +130,15 @@ def check(
 ) -> Any:
     """Check that drafts change no token and are those of transformers, without and with hits; return the statistics."""
     model = headed.model
-    wanted = expected(model, params, prompts)
+    wanted = generated(model, params, prompts)[0]
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     CONTINUED.clear()
     TOO_FEW.clear()
     with model.engine(drafts=drafts, **options) as engine:
         for _ in range(2):
             assert shown(wanted) == shown(engine.generate(prompts, params))
-        assert 0 == engine._manager.num_held_pages
-        assert not engine._runner.draft.is_set_aside  # type: ignore[attr-defined]
+        assert 0 == held_pages(engine)
+        assert not runner_of(engine).draft.is_set_aside
         stats = engine.stats()
     if compares:
         assert len(CONTINUED) > len(prompts)
@@ -248,7 +233,7 @@ def test_pages_of_fewer_bits_hold_the_keys_of_heads_too(models: Models) -> None:
         for _ in range(2):
             assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
         assert engine.stats().accepted_draft_tokens > 0
-        assert not engine._runner.draft.is_set_aside  # type: ignore[attr-defined]
+        assert not runner_of(engine).draft.is_set_aside
 
 
 @pytest.mark.parametrize(("family", "preemption"), keep(cover_values(HEADED, ["recompute", "swap"]), "mellum"))
@@ -283,7 +268,7 @@ def test_sampled_tokens_stay_the_same(models: Models, family: str, sampling: str
 
 def test_log_probabilities_stay_the_same(models: Models) -> None:
     headed, params = models("deepseek_v3"), SamplingParams(max_new_tokens=12, logprobs=True, prompt_logprobs=True)
-    wanted = expected(headed.model, params)
+    wanted = generated(headed.model, params, SOME)[0]
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     with headed.model.engine(drafts="meddling", max_num_batched_tokens=24) as engine:
         found = engine.generate(SOME, params)
@@ -303,11 +288,11 @@ def check_drafts(reference: Reference) -> None:
 @pytest.mark.parametrize("family", keep(HEADED, "glm4_moe"))
 def test_heads_run_from_graphs_and_compiled_beside_a_model_that_does(models: Models, family: str) -> None:
     headed = models(family)
-    wanted = expected(headed.model, GREEDY)
+    wanted = generated(headed.model, GREEDY, SOME)[0]
     ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in wanted]
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
-        heads, runner = cast(TransformersHeads, engine._draft), cast(TokenRunner, engine._runner)
+        heads, runner = cast(TransformersHeads, engine._draft), cast(TokenRunner, runner_of(engine))
         if family == "glm4_moe":
             engine.model.compile("eager")
             heads.compile("eager")
@@ -348,7 +333,7 @@ def test_graphs_of_heads_are_dropped_with_those_of_the_model(models: Models) -> 
     headed = models("deepseek_v3")
     CONTINUED.clear()
     with headed.model.engine(drafts="meddling", graphs=(4, 8)) as engine:
-        runners = cast(HeadsRunner, cast(TokenRunner, engine._runner).draft).runners
+        runners = cast(HeadsRunner, cast(TokenRunner, runner_of(engine)).draft).runners
         for drop in (engine.weights_changed, partial(engine.resize_cache, "6MiB")):
             engine.generate(SOME, GREEDY)
             assert all(each.graphs is not None and each.graphs.num_graphs for each in runners)
@@ -377,9 +362,9 @@ class DecodesFirst(TorchBackend):
 
 def test_requests_are_packed_as_the_backend_of_the_heads_asks(models: Models) -> None:
     headed, mixed = models("glm4_moe"), 0
-    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in expected(headed.model, GREEDY)]
+    ANSWERS[:] = [[*each.prompt_token_ids, *each.token_ids] for each in generated(headed.model, GREEDY, SOME)[0]]
     with headed.model.engine(drafts="meddling", backends={"full_attention": "decodes_first"}) as engine:
-        runner = cast(HeadsRunner, cast(TokenRunner, engine._runner).draft)
+        runner = cast(HeadsRunner, cast(TokenRunner, runner_of(engine)).draft)
         batches: list[StepBatch] = []
 
         def noting(compute: Compute) -> Compute:
@@ -390,7 +375,7 @@ def test_requests_are_packed_as_the_backend_of_the_heads_asks(models: Models) ->
             each.compute = noting(each.compute)
         engine.generate(SOME, GREEDY)
         for batch in batches:
-            assert None is runner._layers.order_for(batch.num_computed, batch.query_lens)
+            assert None is runner._layers.order_for(batch.query_lens)
             mixed += len({*(batch.query_lens > 1).tolist()}) > 1
     assert mixed > 0
 
@@ -464,15 +449,15 @@ def sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_layer_skips_tokens_whose_hidden_states_the_heads_need(sharing: Path) -> None:
     model, params = load(sharing), SamplingParams(max_new_tokens=24, ignore_eos=True)
     with model.engine(prefill_skipping="decode_only") as engine:
-        assert ("model.layers.2.self_attn",) == engine._runner._layers.skipped  # type: ignore[attr-defined]
+        assert ("model.layers.2.self_attn",) == runner_of(engine)._layers.skipped
         wanted = engine.generate(SOME, params)
     with model.engine(prefill_skipping="decode_only", drafts="mtp") as engine:
-        assert () == engine._runner._layers.skipped  # type: ignore[attr-defined]
+        assert () == runner_of(engine)._layers.skipped
         assert shown(wanted) == shown(engine.generate(SOME, params))
         stats = engine.stats()
     assert stats.accepted_draft_tokens > 0.8 * stats.draft_tokens > 0
     with model.engine(prefill_skipping="decode_only", drafts="ngram") as engine:
-        assert ("model.layers.2.self_attn",) == engine._runner._layers.skipped  # type: ignore[attr-defined]
+        assert ("model.layers.2.self_attn",) == runner_of(engine)._layers.skipped
 
 
 @pytest.mark.parametrize("command", ["plan", "explain"])
@@ -481,7 +466,7 @@ def test_the_plan_says_why_no_layer_skips_tokens(sharing: Path, tmp_path: Path, 
         stack = tmp_path / "stack.toml"
         stack.write_text(f'[model]\nprefill_skipping = "decode_only"\n{engine}')
         asked = [command, str(sharing), "--stack", str(stack)]
-        results = [CliRunner().invoke(main, [*asked, *more], env={"COLUMNS": "250"}) for more in (["--json"], [])]
+        results = [run(*asked, *more, env={"COLUMNS": "250"}) for more in (["--json"], [])]
         assert [0, 0] == [each.exit_code for each in results], results
         return json.loads(results[0].stdout)["note"], results[1].stdout
 
@@ -508,7 +493,7 @@ def test_a_rule_that_leaves_out_tokens_which_the_heads_need_is_refused_with_the_
     with pytest.raises(WrapperError, match=reason) as caught:
         Engine.from_pretrained(sharing, stack=Stack.from_file(stack))
     assert "not_skipped" == caught.value.code
-    found = CliRunner().invoke(main, ["explain", str(sharing), "--stack", str(stack)])
+    found = run("explain", str(sharing), "--stack", str(stack))
     assert (2, True) == (found.exit_code, reason in found.output)
 
 
@@ -538,7 +523,7 @@ def test_heads_that_fail_are_set_aside(
     models: Models, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models("glm4_moe").model
-    wanted = expected(model, GREEDY)
+    wanted = generated(model, GREEDY, SOME)[0]
     for failing_call, kind in ((1, SystemExit), (4, GeneratorExit), (9, RuntimeError)):
         caplog.clear()
         with model.engine(drafts="mtp") as engine:
@@ -553,7 +538,7 @@ def test_heads_that_fail_are_set_aside(
 
             monkeypatch.setattr(heads, "forward_head", fail)
             assert shown(wanted) == shown(engine.generate(SOME, GREEDY))
-            assert 0 == engine._manager.num_held_pages
+            assert 0 == held_pages(engine)
             assert failing_call == len(calls)
         monkeypatch.undo()
         expected_message = "a prediction head failed, and the heads are set aside: no drafts: "
@@ -606,7 +591,7 @@ def test_a_closed_engine_leaves_the_model_as_it_was(models: Models) -> None:
         decoder = loaded.model.get_decoder()
         assert decoder._forward_hooks
     assert not decoder._forward_hooks
-    assert shown(expected(headed.model, GREEDY)) == shown(expected(headed.model, GREEDY))
+    assert shown(generated(headed.model, GREEDY, SOME)[0]) == shown(generated(headed.model, GREEDY, SOME)[0])
 
 
 # --- what is planned --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from kvframe.contract.errors import ModelError, StackError
 from kvframe.planning.recognise import find_adapter
 from tests.covering import cover_pairs, few, keep
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, Tokens, make_stack, served
+from tests.support.engines import runner_of
 
 SKIPPING = "decode_only"
 BACKENDS = ("torch", "torch_reference")
@@ -79,7 +80,7 @@ def test_tokens_equal_those_of_generate(models: Any, references: Any, variant: s
         prefill_skipping=skipping, block_size=5, max_num_batched_tokens=24, max_num_seqs=4, self_check=True
     ) as engine:
         assert expected == served(engine)
-        assert (0 if skipping is None else VARIANTS[variant][2]) == len(engine._runner._layers.skipped)
+        assert (0 if skipping is None else VARIANTS[variant][2]) == len(runner_of(engine)._layers.skipped)
 
 
 # With 7 tokens a step, the prompt of 64 takes steps in which no request generates; with 24, there are steps in which
@@ -156,7 +157,7 @@ def test_the_text_part_of_a_composite_model_skips(tmp_path: Path) -> None:
     expected = [model.reference(prompt) for prompt in prompts]
     with model.engine(prefill_skipping=SKIPPING, max_num_batched_tokens=24, self_check=True) as engine:
         assert ("model.language_model.layers.4.self_attn", "model.language_model.layers.5.self_attn") == (
-            engine._runner._layers.skipped
+            runner_of(engine)._layers.skipped
         )
         assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
 
@@ -322,7 +323,7 @@ def test_a_model_without_sharing_layers_skips_nothing(tmp_path: Path) -> None:
     model = TinyModel.save(tmp_path, "llama")
     expected = [model.reference(prompt) for prompt in PROMPTS]
     with model.engine(prefill_skipping=SKIPPING) as engine:
-        assert () == engine._runner._layers.skipped
+        assert () == runner_of(engine)._layers.skipped
         assert expected == served(engine)
 
 

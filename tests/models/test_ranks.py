@@ -20,6 +20,7 @@ from tests.models.by_content import save as save_by_content
 from tests.models.headed import save_headed
 from tests.models.serving import PROMPTS, TinyModel
 from tests.programs import python_in_forks, run_program
+from tests.support.engines import runner_of
 
 FAMILIES = ("llama", "gemma3_text", "mixtral", "bert", "eurobert", "deepseek_v2", "mamba2")
 
@@ -258,4 +259,4 @@ def test_a_process_that_is_alone_has_no_ranks(folder: Path) -> None:
     with model.engine() as engine:
         assert engine._ranks is None
         assert type(engine._storage).__name__ == "KVCacheStorage"
-        assert engine._runner.compute == engine._runner._compute  # type: ignore[attr-defined]
+        assert runner_of(engine).compute == runner_of(engine)._compute

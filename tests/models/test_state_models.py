@@ -17,6 +17,7 @@ from kvframe.contract.errors import ModelError
 from kvframe.contract.state import StateRound, StateRun
 from tests.covering import cover_values, few
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, served
+from tests.support.engines import manager_of
 
 ALL = pytest.mark.parametrize("family", few(4, STATE_FAMILIES))
 HYBRID_FAMILIES = [family for family in STATE_FAMILIES if family not in ("mamba", "mamba2")]
@@ -293,9 +294,9 @@ def test_a_shared_state_is_continued_in_pages_of_ones_own(models: Any, family: s
 
         def shared_bytes() -> list[torch.Tensor]:
             """Return the bytes of every page that a request with this prefix references."""
-            assert 36 == engine._manager.start("looks", [*PROMPTS[7], 127])
-            pages = engine._manager.block_ids("looks")
-            engine._manager.free("looks")
+            assert 36 == manager_of(engine).start("looks", [*PROMPTS[7], 127])
+            pages = manager_of(engine).block_ids("looks")
+            manager_of(engine).free("looks")
             groups = [group for group in engine.plan.groups if group.spec.kind == "mamba"]
             assert all(any(pages[group.index]) for group in groups)
             return [

@@ -16,13 +16,14 @@ from kvframe import Engine
 from kvframe.attention.batch_metadata import StepBatch
 from tests.covering import cover_values, few
 from tests.models.serving import ids
+from tests.support.engines import manager_of, runner_of
 
 NUM_DRAFTS = 3
 
 
 def compute(engine: Engine, fed: dict[str, tuple[int, list[int]]]) -> dict[str, torch.Tensor]:
     """Compute tokens of several requests, each from its own position on; return the logits of all of them."""
-    manager, runner = engine._manager, engine._runner
+    manager, runner = manager_of(engine), runner_of(engine)
     for request_id, (start, tokens) in fed.items():
         assert manager.extend(request_id, start + len(tokens))
         runner.tokens[manager.row(request_id), start : start + len(tokens)] = tokens
@@ -50,7 +51,7 @@ def test_refused_drafts_leave_no_trace(models: Any, family: str, checkpoints: st
     with model.engine(states=states, block_size=block_size) as engine:
         done = dict.fromkeys(truth, 0)
         for name, tokens in truth.items():
-            engine._manager.start(name, tokens[:9])
+            manager_of(engine).start(name, tokens[:9])
         while True:
             fed, accepted = {}, {}
             for name, tokens in truth.items():
@@ -75,9 +76,9 @@ def test_refused_drafts_leave_no_trace(models: Any, family: str, checkpoints: st
                     logits[name][:count], plain[name][start : start + count], rtol=0, atol=rounding
                 )
                 done[name] = start + count
-                engine._manager.commit(name, truth[name], done[name])
+                manager_of(engine).commit(name, truth[name], done[name])
         for name in truth:
-            engine._manager.free(name)
+            manager_of(engine).free(name)
     assert num_refused > 10
 
 
@@ -95,7 +96,7 @@ class Drafting:
     """Requests that compute tokens with drafts, some of them wrong; every logit is compared with the plain model's."""
 
     def __init__(self, engine: Engine, truth: dict[str, list[int]], plain: Plain, seed: int) -> None:
-        self.engine, self.manager, self.choose = engine, engine._manager, random.Random(seed)
+        self.engine, self.manager, self.choose = engine, manager_of(engine), random.Random(seed)
         self.truth, (self.logits, self.rounding) = dict(truth), plain
         self.plain = dict(zip(truth, self.logits, strict=True))
         self.done: dict[str, int] = {}

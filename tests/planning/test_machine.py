@@ -10,16 +10,15 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from click.testing import CliRunner
 from kvframe_transformers.testing import save_tiny, tiny_model
 
 from kvframe import Engine, SamplingParams, Stack, load_plugins
-from kvframe.cli import main
 from kvframe.config import stack as stack_module
 from kvframe.contract.errors import ModelError, PluginError
-from kvframe.planning import machine
-from kvframe.planning.machine import cpu_multiplies, with_dtype
+from kvframe.planning import recognise
+from kvframe.planning.recognise import cpu_multiplies, with_dtype
 from tests.planning.test_recognise import Noting, found
+from tests.support.commands import run
 
 NAMED = Stack.from_mapping({"model": {"device": "cpu", "dtype": "float64"}})
 REGISTRY = load_plugins().registry
@@ -180,16 +179,16 @@ LLAMA_3_1_8B = {
 def test_a_plan_is_for_the_dtype_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_a_cpu_with(monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
-    result = CliRunner().invoke(main, ["plan", str(tmp_path), "--memory", "1GiB"])
+    result = run("plan", str(tmp_path), "--memory", "1GiB")
     assert 0 == result.exit_code, result.output
     # 32 layers x 8 heads x 128 x keys and values x 2 bytes
     assert "one more token  128.00 KiB" in result.stdout
-    result = CliRunner().invoke(main, ["plan", str(tmp_path), "--memory", "1GiB", "--dtype", "float32"])
+    result = run("plan", str(tmp_path), "--memory", "1GiB", "--dtype", "float32")
     assert "one more token  256.00 KiB" in result.stdout
 
 
 def test_the_features_of_a_cpu_are_names_that_torch_has() -> None:
     known = getattr(torch.cpu, "get_capabilities", dict)()
     if known.get("architecture") == "x86_64":
-        names = [name for names in machine._CPU_FEATURES.values() for name in names if "avx" in name or "amx" in name]
+        names = [name for names in recognise._CPU_FEATURES.values() for name in names if "avx" in name or "amx" in name]
         assert set(names) <= set(known)

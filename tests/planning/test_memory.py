@@ -14,8 +14,7 @@ from kvframe_attention_free import EncoderOnlySpec
 
 from kvframe import Embedder
 from kvframe.attention.copies import CopyScratch
-from kvframe.attention.local import LocalCaches
-from kvframe.attention.storage import HostStorage, KVCacheStorage
+from kvframe.attention.storage import HostStorage, KVCacheStorage, LocalCaches
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import PlanError

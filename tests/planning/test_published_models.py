@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from click.testing import CliRunner
 
-from kvframe.cli import main
 from kvframe.config.stack import Stack
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.specs import KVCacheSpec, QuerySpec
@@ -21,6 +18,7 @@ from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.recognise import describe_model
 from tests.covering import few
+from tests.support.commands import run, run_json
 
 LAYER_FILES = Path(__file__).resolve().parents[2] / "examples" / "layers"
 PUBLISHED = tuple(path.name for path in sorted(LAYER_FILES.iterdir()) if path.name != "shared_caches.toml")
@@ -127,10 +125,8 @@ def test_a_layer_file_equals_the_layers_of_the_published_config(file: str, tmp_p
 @pytest.mark.parametrize("file", PUBLISHED)
 def test_a_published_model_is_planned_and_wastes_next_to_nothing(file: str) -> None:
     arguments = ["plan", str(LAYER_FILES / file), "--memory", "80GB", "--dtype", "bfloat16"]
-    result = CliRunner().invoke(main, [*arguments, "--json"])
-    assert 0 == result.exit_code, result.output
-    plan = json.loads(result.stdout)
+    plan = run_json(*arguments)
     assert plan["waste_fraction"] <= 0.01
     assert plan["total_bytes"] >= 0.99 * 80e9
     assert plan["max_concurrency"] >= (0 if file == "llama_4_scout.toml" else 4)
-    assert 0 == CliRunner().invoke(main, arguments).exit_code
+    assert 0 == run(*arguments).exit_code

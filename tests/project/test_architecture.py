@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -90,9 +91,7 @@ ALSO_TORCH_FREE = (
 
 # The imports that plugins and their tests may have: the names of ``kvframe``, the contract, the test kit, and what
 # commands share.
-PUBLIC = re.compile(
-    r"kvframe|kvframe\.(contract|testing)(\.\w+)?|kvframe\.cli\.(completion|interrupts|options|pages|render)"
-)
+PUBLIC = re.compile(r"kvframe|kvframe\.(contract|testing)(\.\w+)?|kvframe\.cli\.(options|pages|render)")
 PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
 
 
@@ -509,10 +508,26 @@ def test_manifests_load_nothing_heavy() -> None:
     assert first_to_import(list(manifests().values())) == {}
 
 
-def test_loading_the_installed_plugins_loads_nothing_heavy() -> None:
-    code = "import sys; from kvframe import load_plugins; load_plugins(); print('torch' in sys.modules)"
+def test_the_installed_plugins_with_their_specs_formats_and_policies_load_no_torch() -> None:
+    code = """
+import sys
+from kvframe import load_plugins
+registry = load_plugins().registry
+for names in (registry.specs, registry.formats, registry.eviction_policies):
+    assert all(map(names.load, names.names()))
+print({"torch", "transformers", "cattrs", "rich"} & {*sys.modules})
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "False"
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("plugin", manifests())
+def test_a_plugin_is_found_by_its_entry_points_and_loads(plugin: str) -> None:
+    (entry,) = entry_points(group="kvframe.v1", name=plugin)
+    (written_for,) = entry_points(group="kvframe.v1.api", name=plugin)
+    assert (manifests()[plugin], "v1_0") == (entry.value, written_for.value)
+    record = load_plugins().record(plugin)
+    assert record.status in {"loaded", "unusable"}, record.reason
 
 
 # --- public names -----------------------------------------------------------------------------------------------------

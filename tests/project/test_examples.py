@@ -64,6 +64,7 @@ def test_a_system_prompt_is_saved_in_one_process_and_loaded_in_another() -> None
         ("compressive_memory", "memory", (9, 8)),
         # Only the heads that read all tokens keep all blocks.
         ("duo_attention", "near", (16, 7)),
+        ("snap_kv", "query", (16, 5)),
     ],
 )
 def test_a_type_that_defines_its_attention_equals_its_definition(

@@ -17,8 +17,7 @@ import attrs
 from kvframe.attention.group import honours_ranges
 from kvframe.attention.wrapping import MISTAKES
 from kvframe.contract.backend import AttentionBackend
-from kvframe.contract.errors import FileError, PluginError, WrapperError
-from kvframe.contract.files import as_text, check_place, read_bytes, write_text
+from kvframe.contract.errors import PluginError, WrapperError
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
@@ -195,27 +194,17 @@ def _shown(verdict: str) -> str:
     return ", ".join(f"`{code}`" for code in verdict.split())
 
 
-def _is_matrix(path: Path) -> bool:
-    """Return whether a file begins like a matrix."""
-    return as_text(read_bytes(path)).startswith(render([]).partition("\n")[0] + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the matrix of the installed plugins, or check a file; return 1 if something is wrong or out of date."""
     parser = argparse.ArgumentParser(prog="python -m tests.testing.composition", description=compose.__doc__)
     parser.add_argument("file", type=Path, help="where the matrix is, as Markdown")
     parser.add_argument("--check", action="store_true", help="write nothing, say whether the file is up to date")
     options = parser.parse_args(arguments)
-    if not options.check:
-        try:
-            check_place(options.file, _is_matrix)
-        except FileError as error:
-            parser.error(f"{options.file} {error}")
     cells = compose(load_plugins().registry)
     text = render(cells)
     wrong = [cell.detail for cell in cells if cell.verdict == WRONG]
     if not options.check:
-        write_text(options.file, text)
+        options.file.write_text(text, encoding="utf-8")
     elif not options.file.exists() or options.file.read_text(encoding="utf-8") != text:
         wrong.append(f"{options.file} is not what is installed: run this without --check")
     for sentence in wrong:

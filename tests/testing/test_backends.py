@@ -107,10 +107,10 @@ def test_a_query_side_beyond_what_is_declared_is_refused_by_code(code: str, chan
     assert [code] == refusals(**changes)
 
 
-def test_a_log_sum_exp_is_refused_by_code_when_it_is_asked_for_and_not_declared() -> None:
-    layer = LayerSpec(name="layer", spec=NARROW_SPEC, query=NARROW_QUERY)
-    assert ["lse"] == [refusal.code for refusal in NARROW.refusals(layer, "cuda", lse=True)]
-    assert [] == attrs.evolve(NARROW, returns_lse=True).refusals(layer, "cuda", lse=True)
+def test_a_layer_that_the_model_merges_is_refused_by_code_without_a_log_sum_exp() -> None:
+    layer = LayerSpec(name="layer", spec=NARROW_SPEC, query=attrs.evolve(NARROW_QUERY, merged=True))
+    assert ["lse"] == [refusal.code for refusal in NARROW.refusals(layer, "cuda")]
+    assert [] == attrs.evolve(NARROW, returns_lse=True).refusals(layer, "cuda")
 
 
 def test_a_backend_without_a_log_sum_exp_says_so_when_it_is_called_for_it() -> None:

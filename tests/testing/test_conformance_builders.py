@@ -32,12 +32,12 @@ class Built:
 class Builder(AttentionMetadataBuilder):
     """Splits its batches, and declares which of its fields depend on the block table."""
 
-    batch_order = BatchOrder(extends_first=True)
+    batch_order = BatchOrder()
     table_fields = frozenset({"block_table"})
 
     def build(self, metadata: CommonAttentionMetadata) -> Built:
         split = split_batch(metadata, self.batch_order)
-        assert (2, 1, 1) == (split.num_decodes, split.num_extends, split.num_prefills)
+        assert (2, 2) == (split.num_decodes, split.num_longer)
         return Built(metadata, metadata.block_table)
 
     def refreshed_fields(self, built: Built, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:

@@ -7,11 +7,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from kvframe_engine.testing.logits_processors import (
+    byte_tokenizer_json,
+    check_logits_processor,
+    logits_processor_checks,
+)
 from tokenizers import Tokenizer
 
 from kvframe.contract import LogitsProcessor, ProcessedRequest, RequestError, Vocabulary
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.logits_processors import byte_tokenizer_json, check_logits_processor, logits_processor_checks
 
 VOCABULARY = Vocabulary(size=9, eos_token_ids=frozenset({8}))
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 import pytest
+from kvframe_engine.testing.proposers import check_proposer
 
 from kvframe.contract import DraftRequest, Proposer
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.proposers import check_proposer
 
 
 @attrs.define(kw_only=True, eq=False)

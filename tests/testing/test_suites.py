@@ -12,11 +12,10 @@ TESTS = """
         BackendTests,
         EvictionTests,
         FormatTests,
-        ProposerTests,
         SpecTests,
         WrapperTests,
     )
-    from kvframe_engine.testing.suites import AdapterTests
+    from kvframe_engine.testing.suites import AdapterTests, ProposerTests
 
 
 """

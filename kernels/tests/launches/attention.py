@@ -72,6 +72,7 @@ def launches() -> dict[str, Launch]:
     add("soft_cap-sinks", soft_cap=30.0, has_sinks=True, shapes=ENDS)
     add("bias", max_distance=128, shapes=ENDS)
     add("slopes", has_slopes=True, shapes=ENDS)
+    add("chosen", num_choosers=2, causal=False, shapes=ENDS)
     add("multi_query", group=71, shapes=slice(2, None))
     for name, options in TOGETHER.items():
         (found[name],) = _launches(**options).values()
@@ -130,7 +131,7 @@ def _launches(
         attend, join = attention.launches(
             tensor(NUM_TOKENS, num_heads, head_size),
             cache,
-            tensor(64, 512, of=torch.int32),
+            tensor(*((64, attention.num_choosers, 2048) if attention.num_choosers else (64, 512)), of=torch.int32),
             tensor(544, of=torch.int32),
             [programs],
             tensor(NUM_TOKENS, num_heads, head_size),

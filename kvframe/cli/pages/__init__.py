@@ -16,11 +16,7 @@ _BEGINNING = b"<!doctype html>"
 
 
 def write_page(path: Path, template: str, data: Mapping[str, Any], *, package: str = __name__) -> None:
-    """Write a page with its data inside.
-
-    Raises:
-        FileError: The file cannot be written, or there is another file, such as a model's, which is not replaced.
-    """
+    """Write a page with its data inside; raise ``FileError`` if another file is there, such as a model's."""
     style = files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     page = files(package).joinpath(template).read_text(encoding="utf-8")
     # Data may hold a model's names: nothing in them may end the script element.

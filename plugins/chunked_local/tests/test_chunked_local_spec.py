@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 
-import kvframe
 from kvframe import FullAttentionSpec
-from kvframe.contract import AttentionMask, KVCacheSpec, SpecError
+from kvframe.contract import AttentionMask, SpecError
 from kvframe.testing.suites import SpecTests
 
 
@@ -65,44 +59,6 @@ def test_a_chunk_holds_at_least_one_token(chunk: Any) -> None:
         attrs.evolve(chunked(4), chunk=chunk)
 
 
-SPECS = st.builds(chunked, st.integers(1, 30), st.integers(1, 9))
-
-
-@given(spec=SPECS, num_tokens=st.integers(0, 120), max_new=st.integers(1, 50))
-def test_the_fast_peak_equals_the_general_one(spec: ChunkedLocalSpec, num_tokens: int, max_new: int) -> None:
-    assert KVCacheSpec.peak_blocks(spec, num_tokens, max_new) == spec.peak_blocks(num_tokens, max_new)
-
-
-@given(spec=SPECS, n=st.integers(0, 120), num_new=st.integers(1, 50))
-def test_the_fast_residency_equals_the_general_one(spec: ChunkedLocalSpec, n: int, num_new: int) -> None:
-    assert KVCacheSpec.num_resident_blocks(spec, n, num_new) == spec.num_resident_blocks(n, num_new)
-
-
 class TestChunkedLocal(SpecTests):
     spec = "chunked_local"
     options = tuple({"chunk": chunk} for chunk in (1, 2, 4, 5, 6, 8, 15, 50))
-
-
-# --- the distribution -------------------------------------------------------------------------------------------------
-
-
-def test_it_is_found_by_its_entry_points() -> None:
-    (manifest,) = entry_points(group="kvframe.v1", name="chunked_local")
-    (written_for,) = entry_points(group="kvframe.v1.api", name="chunked_local")
-    assert ("kvframe_chunked_local.plugin", "v1_0") == (manifest.value, written_for.value)
-
-
-def test_it_loads_and_its_types_are_what_the_registry_gives() -> None:
-    from kvframe_chunked_local.wrapper import ChunkedLocal
-
-    host = kvframe.load_plugins()
-    statuses = {record.name: record.status for record in host.records}
-    assert "loaded" == statuses["chunked_local"]
-    assert ChunkedLocalSpec is host.registry.specs.load("chunked_local")
-    assert ChunkedLocal is host.registry.wrappers.load("chunked_local")
-
-
-def test_its_spec_needs_no_torch() -> None:
-    code = "import sys, kvframe_chunked_local.plugin, kvframe_chunked_local.spec; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "False" == done.stdout.strip()

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from kvframe_cpu.backend import CpuBackend
+from kvframe_cpu.chosen import as_pages
 from kvframe_kernels.cpu import build
 
 from kvframe import FullAttentionSpec, Stack, load_plugins
-from kvframe.contract import BackendError, LayerSpec, QuerySpec
+from kvframe.contract import BackendError, ChosenPlaces, LayerSpec, QuerySpec
 from kvframe.testing.case import Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.framework import select_backends
@@ -118,3 +119,15 @@ def test_what_is_built_are_the_tensors_of_the_step() -> None:
     assert built.block_table is metadata.block_table
     assert built.seq_lens is metadata.seq_lens
     assert built.query_start_loc is metadata.query_start_loc
+
+
+# --- chosen tokens ----------------------------------------------------------------------------------------------------
+
+
+def test_chosen_tokens_are_copied_if_32_bits_do_not_number_them() -> None:
+    # Memory that is not written takes address space only.
+    keys = torch.empty(2**27 + 1, 16, 1, 1, dtype=torch.int8)
+    keys[-1, -1] = 7
+    places = ChosenPlaces(*(torch.full((1, 1, 1), last) for last in (2**27, 15, True)))
+    pages, batch = as_pages({"k": keys, "v": keys}, places)
+    assert 7 == pages["k"][batch.block_table[0, 0]]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from importlib.metadata import entry_points
-
 import pytest
 from kvframe_cross_attention import CrossAttentionSpec
 
@@ -63,15 +59,3 @@ def test_a_request_holds_the_blocks_of_its_encoders_tokens_however_long_it_is() 
 def test_the_built_in_backends_serve_it(backend: str) -> None:
     backend_class = kvframe.load_plugins().registry.backends.load(backend)
     assert [] == backend_class.capabilities.refusals(LayerSpec(name="cross", spec=CROSS, query=QUERY), "cpu")
-
-
-def test_the_distribution_registers_the_spec_under_its_kind() -> None:
-    (entry,) = entry_points(group="kvframe.v1", name="cross_attention")
-    assert "kvframe_cross_attention.plugin" == entry.value
-    assert CrossAttentionSpec is kvframe.load_plugins().registry.specs.load(CrossAttentionSpec.kind)
-
-
-def test_the_manifest_imports_nothing_heavy() -> None:
-    code = "import sys, kvframe_cross_attention.spec; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "[]\n" == done.stdout

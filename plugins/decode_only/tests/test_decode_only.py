@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 
 import attrs
 import pytest
@@ -14,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_decode_only.wrapper import DecodeOnly
 
-import kvframe
 from kvframe import FullAttentionSpec
 from kvframe.contract import (
     NUM_PROMPT_TOKENS,
@@ -219,25 +215,3 @@ def test_every_generating_token_keeps_its_request_its_position_and_its_slot(
     slots = metadata.slot_mapping.tolist()
     assert [slots[index] for index in generating] == kept.slot_mapping[: kept.num_actual_tokens].tolist()
     assert len(metadata.generating_indices) == len(kept.generating_indices)
-
-
-# --- the distribution -------------------------------------------------------------------------------------------------
-
-
-def test_it_is_found_by_its_entry_points() -> None:
-    (manifest,) = entry_points(group="kvframe.v1", name="decode_only")
-    (written_for,) = entry_points(group="kvframe.v1.api", name="decode_only")
-    assert ("kvframe_decode_only.plugin", "v1_0") == (manifest.value, written_for.value)
-
-
-def test_it_loads_and_its_wrapper_is_what_the_registry_gives() -> None:
-    host = kvframe.load_plugins()
-    statuses = {record.name: record.status for record in host.records}
-    assert "loaded" == statuses["decode_only"]
-    assert DecodeOnly is host.registry.wrappers.load("decode_only")
-
-
-def test_its_manifest_needs_no_torch() -> None:
-    code = "import sys, kvframe_decode_only.plugin; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "False" == done.stdout.strip()

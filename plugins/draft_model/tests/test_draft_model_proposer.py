@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 from kvframe_draft_model.proposer import DraftModelProposer
+from kvframe_engine.testing.suites import ProposerTests
 
 from kvframe.contract import DraftRequest
-from kvframe.testing.suites import ProposerTests
 
 
 class TestDraftModel(ProposerTests):

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import attrs
 import pytest
 from kvframe_entries import TokenEntriesSpec, UnfinishedGroupSpec
 
-import kvframe
 from kvframe.contract import KVFrameError, StateTensor
 from kvframe.testing.suites import SpecTests
 
 TENSORS = {"key": [16], "gate": [2, 3]}
-
-
-def test_the_manifest_registers_the_specs() -> None:
-    assert "kvframe_entries.plugin" == next(e for e in entry_points(group="kvframe.v1") if e.name == "entries").value
-    registry = kvframe.load_plugins().registry
-    assert TokenEntriesSpec is registry.specs.load("token_entries")
-    assert UnfinishedGroupSpec is registry.specs.load("unfinished_group")
-
-
-def test_planning_loads_no_torch() -> None:
-    code = "import sys, kvframe_entries.spec; sys.exit('torch' in sys.modules)"
-    assert 0 == subprocess.run([sys.executable, "-c", code]).returncode
 
 
 def test_a_block_holds_one_entry_for_several_tokens() -> None:

@@ -450,6 +450,13 @@ def test_the_kernels_of_prompts_are_an_option(library: ModuleType) -> None:
         backend_class.options_class(kernels="fa4")
 
 
+@pytest.mark.parametrize(("unit", "block_size"), [("tokens", 1), ("blocks", 4)])
+def test_choices_by_content_are_refused(library: ModuleType, unit: str, block_size: int) -> None:
+    capabilities = load().capabilities
+    layer = make_layer(capabilities, choice={"max_chosen": 4, "block_size": block_size})
+    assert [f"choice_{unit}"] == [refusal.code for refusal in capabilities.refusals(layer, "cuda")]
+
+
 def test_head_sizes_without_kernels_are_refused(library: ModuleType) -> None:
     capabilities = load().capabilities
     layer = make_layer(capabilities, head_size=80)

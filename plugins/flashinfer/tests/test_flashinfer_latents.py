@@ -180,6 +180,8 @@ def make_backend(backend_class: type[AttentionBackend], **options: Any) -> Atten
         (["dtype"], {"dtype": "float32"}),
         (["mask_window"], {"window": 5}),
         (["soft_cap", "sinks"], {"soft_cap": 2.0, "has_sinks": True}),
+        (["choice_tokens"], {"choice": {"max_chosen": 8}}),
+        (["choice_blocks"], {"choice": {"max_chosen": 2, "block_size": 4}}),
     ],
 )
 def test_what_the_library_cannot_do_is_refused(

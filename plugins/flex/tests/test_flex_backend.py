@@ -263,6 +263,16 @@ def always_compiled() -> FlexBackend:
 
 
 @pytest.mark.usefixtures("traced_only")
+def test_the_wait_for_the_compiler_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    backend = always_compiled()
+    with caplog.at_level(logging.INFO, logger="kvframe"):
+        for num_requests in (1, 2, 1):
+            attend_to(backend, [Request(20, 1)] * num_requests)
+    (message,) = caplog.messages
+    assert message.startswith("kvframe-flex: compiling FlexAttention for this mask, up to a minute")
+
+
+@pytest.mark.usefixtures("traced_only")
 def test_every_kind_of_batch_is_compiled_however_many_come(monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled, functions = [], kernel.Kernel._functions
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
+from kvframe_engine.testing.suites import ProposerTests
 from kvframe_mtp.proposer import MTPProposer
 
-import kvframe
 from kvframe.contract import DraftRequest
-from kvframe.testing.suites import ProposerTests
 
 
 class TestMTP(ProposerTests):
@@ -20,11 +18,6 @@ class TestMTP(ProposerTests):
 class TestMTPOfOneToken(ProposerTests):
     proposer = "mtp"
     options: ClassVar[Mapping[str, Any]] = {"max_drafts": 1}
-
-
-def test_the_manifest_registers_the_proposer() -> None:
-    assert "kvframe_mtp.plugin" == next(e for e in entry_points(group="kvframe.v1") if e.name == "mtp").value
-    assert kvframe.load_plugins().registry.proposers.load("mtp") is MTPProposer
 
 
 def test_the_drafts_of_the_heads_are_proposed() -> None:

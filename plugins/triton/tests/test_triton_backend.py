@@ -14,7 +14,7 @@ from kvframe_triton.builder import TritonMetadata
 from triton import knobs
 
 from kvframe import load_plugins
-from kvframe.contract import GraphCapture, LayerSpec
+from kvframe.contract import ChosenTokens, GraphCapture, LayerSpec, MoreInputs
 from kvframe.testing.case import Case, Learned, Request, draw_inputs
 from kvframe.testing.checks import Checks
 from kvframe.testing.conformance import check_backend
@@ -151,7 +151,7 @@ class _WithoutLastPart(TritonBackend):
         build = builder.build
 
         def build_wrongly(metadata: object) -> TritonMetadata:
-            built = build(metadata)  # type: ignore[arg-type]
+            built: TritonMetadata = build(metadata)  # type: ignore[arg-type]
             for programs in built.programs:
                 first = programs.first_split + 3
                 built.numbers[first : first + 4 * programs.num_splits : 4] = 1
@@ -171,12 +171,15 @@ def test_the_grid_sees_a_part_that_is_left_out() -> None:
 # --- metadata ---------------------------------------------------------------------------------------------------------
 
 
-def layer(**options: object) -> LayerSpec:
+def layer(**options: Any) -> LayerSpec:
     return make_layer(TritonBackend.capabilities, **options)
 
 
 def build(requests: Sequence[Request], device: str = "cpu") -> TritonMetadata:
-    return TritonBackend([layer()], torch.device(device)).make_builder().build(make_metadata(requests, 16))
+    built: TritonMetadata = (
+        TritonBackend([layer()], torch.device(device)).make_builder().build(make_metadata(requests, 16))
+    )
+    return built
 
 
 def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +222,37 @@ def test_layers_that_differ_in_what_does_not_cut_a_step_share_their_metadata() -
     assert key() == key(soft_cap=2.0) == key(has_sinks=True)
     assert key() != key(window=5)
     assert key() != key(num_heads=2)
+
+
+# --- chosen tokens ----------------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("kv_format", ["fp8_tensor", "int8_token_head", "int4_token_head"])
+@pytest.mark.parametrize("choice", [{"max_chosen": 5, "num_choosers": 2}, {"max_chosen": 2, "block_size": 4}], ids=str)
+def test_chosen_tokens_are_read_in_every_format(kv_format: str, choice: dict[str, int]) -> None:
+    stored = load_plugins().registry.formats.load(kv_format)()
+    chosen = layer(choice=choice, format=stored)
+    check_backend(TritonBackend, Case(name=kv_format, layer=chosen, requests=(Request(20, 1), Request(3, 6))))
+
+
+@interpreted
+def test_many_chosen_tokens_are_divided_over_programs_and_fewer_may_be_given() -> None:
+    spec = layer(choice={"max_chosen": 600})
+    served = TritonBackend([spec], torch.device("cpu"))
+    built = served.make_builder().build(make_metadata([Request(39, 1), Request(18, 1)], 16))
+    assert all(programs.num_splits for programs in built.programs)
+    generator = torch.Generator().manual_seed(0)
+    cache = {name: torch.randn(9, 16, 2, 8, generator=generator) for name in ("k", "v")}
+    query = torch.randn(2, 4, 8, generator=generator)
+    few = torch.tensor([[[38, 4, 17]], [[2, 18, 9]]], dtype=torch.int32)
+    results = [
+        served.forward_more(spec, query, cache, built, None, MoreInputs(chosen=ChosenTokens(indices)))
+        for indices in (few, torch.nn.functional.pad(few, (297, 300), value=-1))
+    ]
+    for narrow, wide in zip(*results, strict=True):
+        assert narrow is not None
+        torch.testing.assert_close(narrow, wide)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

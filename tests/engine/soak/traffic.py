@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from kvframe import Engine
-from kvframe.cache.pins import Pin
+from kvframe.cache.prefix_lookup import Pin
 from kvframe.contract.errors import PlanError, RequestError
 from tests.engine.injected_faults import Faults
 from tests.engine.soak.scenarios import CheckedPrompt, Scenario

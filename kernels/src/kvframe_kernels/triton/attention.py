@@ -72,6 +72,7 @@ class PagedAttention:
         format: The format of keys and values, of ``FORMATS``.
         k_scale: The factor on keys stored as ``fp8_tensor``.
         v_scale: Likewise for values.
+        num_choosers: If tokens are chosen, the equal groups of KV heads with choices of their own; 0 otherwise.
         num_cores: The device's multiprocessors.
         tilings: Shapes of programs, by ascending rows; None for shapes that suit the sizes.
     """
@@ -92,6 +93,7 @@ class PagedAttention:
     format: str = "plain"
     k_scale: float = 1.0
     v_scale: float = 1.0
+    num_choosers: int = 0
     num_cores: int = 132
     tilings: tuple[Tiling, ...] | None = None
 
@@ -144,7 +146,8 @@ class PagedAttention:
             query: ``[num_tokens, num_heads, head_size], device``; the last axis is contiguous.
             kv_cache: ``k``, ``v`` and, if the format has them, scales: ``[num_block_ids, block_size, num_kv_heads, …],
                 device``, strided over the pool.
-            block_table: ``[num_reqs, max_blocks], int32, device``.
+            block_table: ``[num_reqs, max_blocks], int32, device``. For chosen tokens (``batch_of_chosen``)
+                ``[num_tokens, num_choosers, num_chosen]``: slots, ``block * block_size + offset``; negative for none.
             numbers: The numbers of ``plan``'s result, on the device.
             programs: The programs of ``plan``'s result.
             output: ``[num_tokens, num_heads, head_size_v], device``, contiguous; every row is written.
@@ -197,6 +200,8 @@ class PagedAttention:
             "value_scale": self.v_scale,
             "soft_cap": soft_cap,
             "table_stride": block_table.stride(0),
+            "chooser_stride": block_table.stride(1),
+            "table_width": block_table.shape[-1],
             "query_stride": query.stride(0),
             "query_head_stride": query.stride(1),
             "key_block_stride": key.stride(0),
@@ -225,6 +230,7 @@ class PagedAttention:
             "MAX_DISTANCE": self.max_distance,
             "HAS_SLOPES": self.has_slopes,
             "IS_ALIKE": key.stride() == value.stride(),
+            "NUM_CHOOSERS": self.num_choosers,
             "DOT_DTYPE": dot_dtype(query.dtype),
             **sizes,
         }

@@ -46,6 +46,8 @@ def attend(
     value_scale,
     soft_cap,
     table_stride,
+    chooser_stride,
+    table_width,
     query_stride,
     query_head_stride,
     key_block_stride,
@@ -80,6 +82,7 @@ def attend(
     MAX_DISTANCE: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     IS_ALIKE: tl.constexpr,
+    NUM_CHOOSERS: tl.constexpr,
     MASK_ALL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -151,6 +154,8 @@ def attend(
     if CAUSAL and CHUNK:
         low = tl.maximum(low, position - position % CHUNK)
         last_low = tl.maximum(last_low, last_position - last_position % CHUNK)
+    if NUM_CHOOSERS:
+        stop = tl.minimum(stop, table_width)
     num_sinks = NUM_SINK_TOKENS
     # The tokens after the last ones that the queries see.
     first_stop = position + 1
@@ -170,6 +175,8 @@ def attend(
         key_min += kv_head * scale_head_stride
         value_min += kv_head * scale_head_stride
     block_table += table_row.to(tl.int64) * table_stride
+    if NUM_CHOOSERS:
+        block_table += kv_head // (NUM_KV_HEADS // NUM_CHOOSERS) * chooser_stride
     bias_rows = bias
     if MAX_DISTANCE:
         bias_rows = bias + heads * (2 * MAX_DISTANCE + 1) + MAX_DISTANCE
@@ -181,7 +188,7 @@ def attend(
         sink_lo = seq_start // BLOCK_N * BLOCK_N
         sink_hi = tl.minimum((num_sinks + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.maximum(low, 0) // BLOCK_N * BLOCK_N)
         sink_hi = tl.where(part == 0, sink_hi, sink_lo)
-    if MASK_ALL:
+    if MASK_ALL or NUM_CHOOSERS != 0:
         full_lo = hi
         full_hi = hi
     else:
@@ -196,8 +203,8 @@ def attend(
     for run in tl.static_range(4):
         if (
             (run == 0 and CAUSAL and WINDOW != 0 and NUM_SINK_TOKENS != 0)
-            or (run == 1 and (MASK_ALL or (CAUSAL and (WINDOW != 0 or CHUNK != 0)) or HAS_STARTS))
-            or (run >= 2 and not MASK_ALL)
+            or (run == 1 and (MASK_ALL or NUM_CHOOSERS != 0 or (CAUSAL and (WINDOW != 0 or CHUNK != 0)) or HAS_STARTS))
+            or (run >= 2 and not (MASK_ALL or NUM_CHOOSERS != 0))
         ):
             if run == 0:
                 run_lo, run_hi = sink_lo, sink_hi
@@ -256,6 +263,7 @@ def attend(
                 MAX_DISTANCE,
                 HAS_SLOPES,
                 IS_ALIKE,
+                NUM_CHOOSERS != 0,
                 run != 2,
                 DOT_DTYPE,
             )

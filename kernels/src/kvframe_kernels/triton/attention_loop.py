@@ -71,6 +71,7 @@ def attend_run(
     MAX_DISTANCE: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     IS_ALIKE: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     MASKED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -80,7 +81,7 @@ def attend_run(
     STORED: tl.constexpr = HEAD_SIZE // 2 if FORMAT == NIBBLES else HEAD_SIZE
     STORED_V: tl.constexpr = HEAD_SIZE_V // 2 if FORMAT == NIBBLES else HEAD_SIZE_V
     # An iteration loads the block ids of the next one, so that its loads of keys and values need not wait for them.
-    next_block = load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N)
+    next_block = load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N, BY_TOKEN)
     for start in tl.range(lo, hi, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         # Tokens that no row sees may hold anything, including NaN, and their page may be freed.
@@ -90,8 +91,12 @@ def attend_run(
         if CAUSAL and (WINDOW or CHUNK):
             live = live & ((tokens >= low) | (tokens < num_sinks))
         block = next_block.to(tl.int64)
-        next_block = load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
-        if BLOCK_SIZE % BLOCK_N == 0:
+        next_block = load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N, BY_TOKEN)
+        if BY_TOKEN:
+            live = live & (block >= 0)
+            within = block % BLOCK_SIZE
+            block = block // BLOCK_SIZE
+        elif BLOCK_SIZE % BLOCK_N == 0:
             within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
         elif BLOCK_N % BLOCK_SIZE == 0:
             within = tl.arange(0, BLOCK_N) % BLOCK_SIZE
@@ -177,9 +182,15 @@ def attend_run(
 
 
 @triton.jit
-def load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block ids of the tokens from ``start`` on: a single id if all tokens are in one block."""
-    if BLOCK_SIZE % BLOCK_N == 0:
+def load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BY_TOKEN: tl.constexpr):
+    """Return the block ids of the tokens from ``start`` on: a single id if all tokens are in one block.
+
+    If the table is ``BY_TOKEN``, it has a slot for each token, and the slots are returned.
+    """
+    if BY_TOKEN:
+        tokens = start + tl.arange(0, BLOCK_N)
+        blocks = tl.load(block_table + tokens, mask=tokens < hi, other=-1)
+    elif BLOCK_SIZE % BLOCK_N == 0:
         blocks = tl.load(block_table + start // BLOCK_SIZE, mask=start < hi, other=0)
     else:
         tokens = start + tl.arange(0, BLOCK_N)

@@ -99,6 +99,23 @@ class Batch:
     range_ends: IntArray | None = None
 
 
+def batch_of_chosen(num_tokens: int, num_chosen: int) -> Batch:
+    """Return the batch of queries that read chosen tokens: each query is a request of its own.
+
+    Args:
+        num_tokens: Packed tokens.
+        num_chosen: The most tokens that are chosen for a query.
+    """
+    return Batch(
+        query_start_loc=np.arange(num_tokens + 1, dtype=np.int32),
+        seq_lens=np.full(num_tokens, num_chosen, dtype=np.int32),
+        seq_starts=None,
+        num_tokens=num_tokens,
+        causal=False,
+        max_query_len=1,
+    )
+
+
 @dataclass(frozen=True)
 class Programs:
     """Programs of one shape, and the places of their work in the step's numbers.

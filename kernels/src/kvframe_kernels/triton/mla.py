@@ -44,6 +44,7 @@ class LatentAttention:
         block_size: Tokens per block.
         scale: Factor on the products of queries and keys.
         causal: Whether queries see only their own and earlier positions; a batch may override it, so that they see all.
+        by_token: Whether queries read chosen tokens.
         num_cores: The device's multiprocessors.
         tilings: Shapes of programs, by ascending rows; None for shapes that suit the sizes.
     """
@@ -54,6 +55,7 @@ class LatentAttention:
     block_size: int
     scale: float
     causal: bool = True
+    by_token: bool = False
     num_cores: int = 132
     tilings: tuple[Tiling, ...] | None = None
 
@@ -69,7 +71,8 @@ class LatentAttention:
 
     def tilings_for(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
         """Return the shapes of programs, for queries of this dtype."""
-        return self.tilings or suitable_tilings(self.latent_size, dtype.itemsize, self.block_size)
+        block_size = 1 if self.by_token else self.block_size
+        return self.tilings or suitable_tilings(self.latent_size, dtype.itemsize, block_size)
 
     def planner(self, dtype: torch.dtype) -> StepPlanner:
         """Return the planner of steps, for which each program's share of the heads is a KV head."""
@@ -102,7 +105,8 @@ class LatentAttention:
                 multiplied by the matrix that makes keys of latents; the last axis is contiguous.
             rotated: ``[num_tokens, num_heads, rope_size], device``: their rotated part; likewise.
             latent: ``[num_block_ids, block_size, latent_size + rope_size], device``, strided over the pool.
-            block_table: ``[num_reqs, max_blocks], int32, device``.
+            block_table: ``[num_reqs, max_blocks], int32, device``. For chosen tokens (``batch_of_chosen``)
+                ``[num_tokens, num_chosen]``: their slots, ``block * block_size + offset``; negative for none.
             numbers: The numbers of ``plan``'s result, on the device.
             programs: The programs of ``plan``'s result.
             output: ``[num_tokens, num_heads, latent_size], device``, contiguous; every row is written. The caller
@@ -131,6 +135,7 @@ class LatentAttention:
             "range_ends": range_ends,
             "score_scale": self.scale * LOG2_E,
             "table_stride": block_table.stride(0),
+            "table_width": block_table.shape[1],
             "absorbed_stride": absorbed.stride(0),
             "absorbed_head_stride": absorbed.stride(1),
             "rotated_stride": rotated.stride(0),
@@ -145,6 +150,7 @@ class LatentAttention:
             "HAS_STARTS": has_starts,
             "HAS_RANGES": causal and range_ends is not None,
             "HAS_LSE": lse is not None,
+            "BY_TOKEN": self.by_token,
             "DOT_DTYPE": dot_dtype(absorbed.dtype),
             **sizes,
         }

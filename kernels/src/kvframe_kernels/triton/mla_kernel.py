@@ -31,6 +31,7 @@ def attend_latents(
     range_ends,
     score_scale,
     table_stride,
+    table_width,
     absorbed_stride,
     absorbed_head_stride,
     rotated_stride,
@@ -51,6 +52,7 @@ def attend_latents(
     HAS_STARTS: tl.constexpr,
     HAS_RANGES: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     """Compute one work item for ``HEADS`` query heads, which count as those of one KV head."""
@@ -65,6 +67,8 @@ def attend_latents(
     stop = tl.load(item + 4)
     seq_start = tl.load(item + 5)
     part_blocks = tl.load(item + 7)
+    if BY_TOKEN:
+        stop = tl.minimum(stop, table_width)
     lo, hi = part_of(seq_start, stop, tl.load(item + 6), part_blocks, BLOCK_N)
 
     head_program = tl.program_id(1)
@@ -91,7 +95,7 @@ def attend_latents(
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     block_table += table_row.to(tl.int64) * table_stride
     # An iteration loads the block ids of the next one, so that its loads of latents need not wait for them.
-    next_block = load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N)
+    next_block = load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N, BY_TOKEN)
     for start in tl.range(lo, hi, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         # Tokens that no row sees may hold anything, including NaN, and their page may be freed. Masks cost little
@@ -100,8 +104,15 @@ def attend_latents(
         if HAS_STARTS:
             live = live & (tokens >= seq_start)
         block = next_block.to(tl.int64)
-        next_block = load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
-        within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N) if BLOCK_SIZE % BLOCK_N == 0 else tokens % BLOCK_SIZE
+        next_block = load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N, BY_TOKEN)
+        if BY_TOKEN:
+            live = live & (block >= 0)
+            within = block % BLOCK_SIZE
+            block = block // BLOCK_SIZE
+        elif BLOCK_SIZE % BLOCK_N == 0:
+            within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+        else:
+            within = tokens % BLOCK_SIZE
         vectors = latent + block * block_stride + within * token_stride
         c = tl.load(vectors[:, None] + columns[None, :], mask=live[:, None] & in_l[None, :], other=0.0)
         vectors += HEAD_SIZE_V

@@ -13,7 +13,8 @@ from kvframe.contract import ChosenPlaces, KVCache
 def as_pages(kv_cache: KVCache, places: ChosenPlaces) -> tuple[KVCache, Batch]:
     """Return a layer's state as pages of one token, and the batch of the queries.
 
-    Keys and values stay in place if their strides are equal. Otherwise the tokens that are read are copied.
+    Keys and values stay in place if their strides are equal and 32 bits number the pages. Otherwise the tokens that are
+    read are copied.
 
     Args:
         kv_cache: The layer's state tensors, each ``[num_block_ids, block_size, num_kv_heads, …]``.
@@ -25,10 +26,10 @@ def as_pages(kv_cache: KVCache, places: ChosenPlaces) -> tuple[KVCache, Batch]:
     blocks, offsets = places.blocks.gather(-1, order), places.offsets.gather(-1, order)
     heads_of_chooser = kv_cache["k"].shape[2] // num_choosers
     chooser = torch.arange(num_choosers).view(1, -1, 1)
-    strides = {tensor.stride() for tensor in kv_cache.values()}
-    if len(strides) == 1 and len({tensor.dtype for tensor in kv_cache.values()}) == 1:
-        block, token, head, *_ = strides.pop()
-        unit = math.gcd(block, token, head * heads_of_chooser)
+    block, token, head, *_ = kv_cache["k"].stride()
+    unit = math.gcd(block, token, head * heads_of_chooser)
+    are_alike = len({(tensor.stride(), tensor.dtype) for tensor in kv_cache.values()}) == 1
+    if are_alike and len(kv_cache["k"]) * block // unit < 2**31:
         ids = (blocks * block + offsets * token + chooser * (head * heads_of_chooser)) // unit
         pages = {name: _pages_of(tensor, unit, heads_of_chooser) for name, tensor in kv_cache.items()}
     else:

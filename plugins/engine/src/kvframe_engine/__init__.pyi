@@ -7,3 +7,5 @@ from .requests.request import RequestOutput as RequestOutput
 from .requests.request import SamplingParams as SamplingParams
 from .running.pooling import EmbeddingOutput as EmbeddingOutput
 from .testing.adapter_checks import adapter_checks as adapter_checks
+from .testing.logits_processors import logits_processor_checks as logits_processor_checks
+from .testing.proposers import proposer_checks as proposer_checks

@@ -109,6 +109,7 @@ def assemble(model: LoadedModel, setup: Setup, ranks: Leader | Follower | None =
     """
     if ranks is not None:
         setup = attrs.evolve(setup, num_local_ranks=ranks.num_local_ranks)
+        check_ranks_keep_prompts(setup)
     draft = _load_draft(model, setup, ranks) if setup.draft_layers else None
     _check_skipping(model, setup)
     plan = setup.plan
@@ -117,6 +118,16 @@ def assemble(model: LoadedModel, setup: Setup, ranks: Leader | Follower | None =
     leader = ranks if isinstance(ranks, Leader) else None
     assembly = _assemble(model, setup, plan, setup.num_host_slabs(plan), leader)
     return assembly if draft is None else attrs.evolve(assembly, draft=_assemble_draft(assembly, draft))
+
+
+def check_ranks_keep_prompts(setup: Setup) -> None:
+    """Raise ``StackError`` for a layer that keeps a part of its prompts: only rank 0 knows when it chooses."""
+    for layer in setup.all_layers:
+        if layer.spec is not None and layer.spec.prompt_budget is not None:
+            raise StackError(
+                f"{setup.stack.source}: layer {layer.name!r} of the kind {layer.spec.kind!r} keeps a part of each "
+                "prompt, and several ranks share the model; serve it on one rank, or give the layer another type"
+            )
 
 
 def _load_draft(model: LoadedModel, setup: Setup, ranks: Leader | Follower | None) -> LoadedModel | None:

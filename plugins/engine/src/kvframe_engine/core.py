@@ -19,12 +19,12 @@ from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
 from kvframe_engine.assembly import Assembly, assemble
 from kvframe_engine.cache_events import CacheEventDelivery, CacheListener
+from kvframe_engine.cache_key import read_secret
 from kvframe_engine.parts import attach_models, make_admission, make_manager, make_scheduler
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.joining import ranks_of
 from kvframe_engine.ranks.leader import RANKS_ENDED, Leader
-from kvframe_engine.requests.progress import RequestT
-from kvframe_engine.requests.request_table import RequestTable
+from kvframe_engine.requests.progress import RequestT, RequestTable
 from kvframe_engine.resizing import resize
 from kvframe_engine.running.model_runner import ModelRunner, SkipPolicy
 from kvframe_engine.scheduling.scheduler import Scheduler
@@ -110,7 +110,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         stack = setup.stack.with_device()
         setup = attrs.evolve(setup, stack=stack)
-        self._secret = stack.read_secret()
+        self._secret = read_secret(stack.cache.key, stack.source)
         assembly = assemble(model, setup, ranks)
         self.model, self.stack, self._registry = model, stack, setup.registry
         self.setup, self.grouping = assembly.setup, assembly.setup.grouping
@@ -530,13 +530,12 @@ class EngineCore(ABC, Generic[RequestT]):
             self._compute_batch()
         finally:
             self._step_began = 0.0
+            if self._scheduler.failed:
+                self._requests.note(self._scheduler.take_failed())
 
     def _compute_batch(self) -> None:
         scheduler, unreported = self._scheduler, self._requests.unreported
-        try:
-            step = scheduler.schedule()
-        finally:
-            self._note_failed()
+        step = scheduler.schedule()
         if step is None:
             return
         trace = self._trace
@@ -552,10 +551,7 @@ class EngineCore(ABC, Generic[RequestT]):
                 self._end_all(RANKS_ENDED)
             refuse_exit(f"{self.model.description.name}: a step failed", error)
             raise
-        try:
-            unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
-        finally:
-            self._note_failed()
+        unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
         if trace is not None:
             trace.note_computed(step)
         if self._cache_events.listener is not None:
@@ -572,11 +568,6 @@ class EngineCore(ABC, Generic[RequestT]):
             if request.finish_reason is None:
                 request.error = error
                 self._scheduler.end(request, "error")
-
-    def _note_failed(self) -> None:
-        """Record the requests that the scheduler ended with an error."""
-        if self._scheduler.failed:
-            self._requests.note(self._scheduler.take_failed())
 
     def _forget(self, requests: Iterable[RequestT]) -> None:
         """End requests without a report to their owner."""

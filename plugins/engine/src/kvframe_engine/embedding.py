@@ -17,8 +17,7 @@ from kvframe_engine.assembly import Assembly
 from kvframe_engine.core import EngineCore
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.leader import Leader
-from kvframe_engine.requests.prompt import prompts_of
-from kvframe_engine.requests.salts import check_owner, check_salt, owner_of_each, salt_of_each
+from kvframe_engine.requests.prompt import check_owner, check_salt, owner_of_each, prompts_of, salt_of_each
 from kvframe_engine.running.model_runner import SkipPolicy
 from kvframe_engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe_engine.turns import verb

@@ -20,12 +20,20 @@ from kvframe_engine.prefixes.fingerprint import fingerprint_of
 from kvframe_engine.prefixes.of_prompts import PromptPrefixes
 from kvframe_engine.prefixes.saved import PrefixFiles, SavedPrefix, checked_path
 from kvframe_engine.requests.admission import check_token_ids
-from kvframe_engine.requests.batch import checked_params, make_samples, params_for_each, sample_ids
 from kvframe_engine.requests.params import SamplingParams
 from kvframe_engine.requests.processors import Processors
-from kvframe_engine.requests.prompt import AnyPrompt, prompts_of
+from kvframe_engine.requests.prompt import (
+    AnyPrompt,
+    check_owner,
+    check_salt,
+    checked_params,
+    make_samples,
+    owner_of_each,
+    params_for_each,
+    prompts_of,
+    salt_of_each,
+)
 from kvframe_engine.requests.request import Request, RequestOutput
-from kvframe_engine.requests.salts import check_owner, check_salt, owner_of_each, salt_of_each
 from kvframe_engine.requests.stops import NO_STOPS, StopStrings
 from kvframe_engine.requests.text import TextStream
 from kvframe_engine.running.draft_runner import DraftRunner
@@ -417,7 +425,7 @@ class Engine(EngineCore[Request]):
             if params.special_tokens:
                 decode_stream = partial(decode_stream, special_tokens=True)
         requests = make_samples(
-            [self._new_id(each) for each in sample_ids(request_id, params.n)],
+            [request_id, *(self._new_id(f"{request_id}/{sample}") for sample in range(1, params.n))],
             token_ids,
             params,
             lambda: TextStream(decode_stream, token_ids, stops) if has_text else None,
@@ -429,6 +437,7 @@ class Engine(EngineCore[Request]):
             cache_salt=cache_salt,
             owner=owner,
             boundaries=boundaries if self._manager.prefix_caching else (),
+            keeps_part=self.plan.keeps_part,
             ranges=ranges,
         )
         self._add(requests)

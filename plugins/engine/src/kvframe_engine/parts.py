@@ -50,6 +50,7 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
         prefix_caching=cache.prefix_caching and not assembly.setup.grouping.whole_prompts,
         host_pages=assembly.host,
         copier=storage.copy_pages,
+        mover=assembly.setup.make_mover(assembly.views),
         audited=cache.audit,
         eviction=assembly.setup.eviction_policy,
     )

@@ -49,10 +49,6 @@ class HeldInterrupts:
             if pending is not None:
                 handler(*pending)
 
-    def let_through(self) -> _LetThrough:
-        """Return a context manager that lets interrupts through, first of all one that is waiting."""
-        return _LetThrough(self)
-
     def __enter__(self) -> Self:
         """Delay interrupts."""
         self.hold()
@@ -69,6 +65,8 @@ class HeldInterrupts:
 
 
 class _LetThrough:
+    """A context manager that lets interrupts through, first of all one that is waiting."""
+
     def __init__(self, held: HeldInterrupts) -> None:
         self._held = held
 
@@ -150,12 +148,12 @@ class Turns:
     def let_through(self) -> AbstractContextManager[None]:
         """Return a context manager that lets interrupts through, for calls that may take long and change no state."""
         assert self._turn is not None
-        return self._turn.held.let_through()
+        return _LetThrough(self._turn)
 
     def hold(self) -> None:
         """Delay interrupts again, if one came while ``let_through`` was left."""
         assert self._turn is not None
-        self._turn.held.hold()
+        self._turn.hold()
 
     def if_lost(self, undo: Callable[[], None]) -> None:
         """Register what to undo if an exception keeps the running verb's result from its caller."""
@@ -167,13 +165,12 @@ class Turns:
             self._deferred.popleft()()
 
 
-class Turn:
-    """One call of a verb.
+class Turn(HeldInterrupts):
+    """One call of a verb, during which interrupts are delayed.
 
     Attributes:
         verb: The verb's name.
         runs_when_closed: Whether a closed engine accepts it.
-        held: The delayed interrupts.
         undo: What to undo if the result does not reach the caller; None for nothing.
     """
 
@@ -183,16 +180,15 @@ class Turn:
         """Prepare a call; ``__enter__`` starts it."""
         self.verb = verb
         self.runs_when_closed = runs_when_closed
-        self.held = HeldInterrupts()
         self._turns = turns
 
     def __enter__(self) -> Self:
         """Delay interrupts, and start the turn."""
-        self.held.hold()
+        self.hold()
         try:
             self._turns.begin(self)
         except BaseException:
-            self.held.release()
+            self.release()
             raise
         return self
 
@@ -201,7 +197,7 @@ class Turn:
     ) -> None:
         """End the turn, and deliver an interrupt that came meanwhile."""
         self._turns.end()
-        self.held.release()
+        self.release()
 
     def take_back(self) -> None:
         """Undo a result that the caller did not get."""

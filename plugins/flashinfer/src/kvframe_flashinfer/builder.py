@@ -160,7 +160,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
         starts = metadata.query_start_loc_cpu.numpy()
         split = split_batch(metadata, self.batch_order)
         num_decodes = split.num_decodes
-        num_reqs = num_decodes + split.num_extends + split.num_prefills
+        num_reqs = num_decodes + split.num_longer
         if not metadata.seq_lens_cpu.numpy()[:num_decodes].all():
             # The decode kernel divides by zero for a request without keys, which cross attention may have.
             num_decodes = 0

@@ -212,6 +212,11 @@ class Kernel:
             with contextlib.suppress(TorchDynamoException):
                 return compiled(*arguments)
         else:
+            if not self._compiled:
+                _log.info(
+                    "kvframe-flex: compiling FlexAttention for this mask, up to a minute at the first start on a "
+                    'machine and seconds later; compile = "never" computes all scores instead'
+                )
             compiled = self._compile()
         with _compiling():
             result = compiled(*arguments)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx.experimental import _config as fx_config
 
-from kvframe.contract import OpaqueAttention
+from kvframe_transformers.operators import OpaqueAttention
 from kvframe_transformers.packed import share_products
 from kvframe_transformers.routing import OPAQUE, attend_now
 from kvframe_transformers.skipping import RowCutter

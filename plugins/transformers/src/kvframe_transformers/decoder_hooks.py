@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvframe.contract import ModelError, OpaqueFunction
+from kvframe.contract import ModelError
 from kvframe_transformers.discovery import takes_position_ids
 from kvframe_transformers.encoders import computes_waves, counts_positions, has_table_of_waves
+from kvframe_transformers.operators import OpaqueFunction
 from kvframe_transformers.routing import running_step
 
 _POSITIONS, _BIAS = "position_ids", "position_bias"

@@ -17,12 +17,12 @@ from kvframe.contract import (
     ChosenTokens,
     LayerDescription,
     ModelError,
-    OpaqueAttention,
     merge_attention,
 )
 from kvframe_transformers.by_content import ByContent
 from kvframe_transformers.direct_attention import DirectAttention, replacing
 from kvframe_transformers.discovery import scale_of
+from kvframe_transformers.operators import OpaqueAttention
 from kvframe_transformers.states import Forward
 from kvframe_transformers.temperature import Temperature
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from kvframe.contract import OpaqueFunction
+from kvframe_transformers.operators import OpaqueFunction
 
 _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 _PADDING_CALL = "create_recurrent_attention_mask"

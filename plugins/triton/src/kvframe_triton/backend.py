@@ -16,14 +16,17 @@ from kvframe.contract import (
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
+    AttentionMetadataBuilder,
     Capabilities,
     GraphCapture,
     KVCache,
     LayerSpec,
+    MoreInputs,
     PageCopier,
     Slots,
 )
 from kvframe_triton.builder import TritonMetadata, TritonMetadataBuilder
+from kvframe_triton.chosen import ChosenMetadata, ChosenMetadataBuilder
 
 DEFAULT_NUM_CORES = 132
 """Multiprocessors of a Hopper GPU, for plans without a device."""
@@ -47,6 +50,7 @@ class TritonBackend(AttentionBackend):
         alibi=True,
         separate_value_size=True,
         returns_lse=True,
+        choices=frozenset({"tokens", "blocks"}),
         capture=GraphCapture.ALWAYS,
         preference=10,
     )
@@ -87,9 +91,11 @@ class TritonBackend(AttentionBackend):
             format=kv_format.name,
             k_scale=getattr(kv_format, "k_scale", 1.0),
             v_scale=getattr(kv_format, "v_scale", 1.0),
+            num_choosers=0 if query.choice is None else query.choice.num_choosers,
             num_cores=num_cores(device),
         )
         self._lookahead = mask.lookahead
+        self._choice = query.choice
         self._slopes: torch.Tensor | None = None
         if query.alibi_slopes is not None:
             self._slopes = torch.tensor(query.alibi_slopes, dtype=torch.float32, device=device) * LOG2_E
@@ -100,8 +106,10 @@ class TritonBackend(AttentionBackend):
         if layer.name in self.bias_tables:
             self.bias_tables[layer.name] = self.bias_tables[layer.name] * LOG2_E
 
-    def make_builder(self) -> TritonMetadataBuilder:
+    def make_builder(self) -> AttentionMetadataBuilder:
         """Return the builder of the step's work items."""
+        if self._choice is not None:
+            return ChosenMetadataBuilder(self._attention, self._dtype, self._choice)
         return TritonMetadataBuilder(self._attention, self._dtype, self._lookahead)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
@@ -149,6 +157,35 @@ class TritonBackend(AttentionBackend):
         """Launch the kernels of the step, which also write the log-sum-exp."""
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse
+
+    def forward_more(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch the kernels of the step over the chosen tokens, which they read in the pages."""
+        assert isinstance(metadata, ChosenMetadata)
+        assert more.chosen is not None
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        output = query.new_empty(query.shape[0], query.shape[1], self._attention.head_size_v)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        for launch in self._attention.launches(
+            query,
+            kv_cache,
+            metadata.slots(layer, more.chosen),
+            metadata.numbers,
+            metadata.programs,
+            output,
+            causal=False,
+            sinks=sinks,
+            lse=lse,
+        ):
+            launch.run()
+        return output, lse
 
 
 def num_cores(device: torch.device) -> int:

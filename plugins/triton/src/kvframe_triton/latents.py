@@ -18,14 +18,18 @@ from kvframe.contract import (
     RANGE_ENDS,
     SEQ_STARTS,
     AttentionBackend,
+    AttentionMetadataBuilder,
     Capabilities,
     GraphCapture,
     KVCache,
     LayerSpec,
+    MoreInputs,
     PageCopier,
     Slots,
 )
 from kvframe_triton.backend import num_cores
+from kvframe_triton.builder import TritonMetadata
+from kvframe_triton.chosen import ChosenMetadata, ChosenMetadataBuilder
 from kvframe_triton.latents_builder import ExpandedMetadata, Forms, LatentMetadata, LatentMetadataBuilder
 
 KV_UP = "kv_up"
@@ -44,6 +48,7 @@ class TritonMLABackend(AttentionBackend):
         state=frozenset({"latent"}),
         separate_value_size=True,
         returns_lse=True,
+        choices=frozenset({"tokens", "blocks"}),
         capture=GraphCapture.ALWAYS,
         preference=10,
     )
@@ -68,6 +73,7 @@ class TritonMLABackend(AttentionBackend):
         # The spec is defined in another distribution, so its fields are accessed by name.
         sizes: Any = spec
         self._head_size_v: int = sizes.head_size_v
+        self._choice = query.choice
         self._nope_size = query.head_size - sizes.rope_size
         self._dtype: torch.dtype = getattr(torch, spec.state_tensors()["latent"].dtype)
         attention = LatentAttention(
@@ -76,12 +82,15 @@ class TritonMLABackend(AttentionBackend):
             rope_size=sizes.rope_size,
             block_size=spec.block_size,
             scale=query.scale,
+            by_token=query.choice is not None,
             num_cores=num_cores(device),
         )
         self._forms = Forms(latents=attention, nope_size=self._nope_size, head_size_v=self._head_size_v)
 
-    def make_builder(self) -> LatentMetadataBuilder:
+    def make_builder(self) -> AttentionMetadataBuilder:
         """Return the builder of the step's work items."""
+        if self._choice is not None:
+            return ChosenMetadataBuilder(self._forms.latents, self._dtype, self._choice)
         return LatentMetadataBuilder(self._forms, self._dtype)
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
@@ -117,7 +126,8 @@ class TritonMLABackend(AttentionBackend):
         latent, size = kv_cache["latent"], metadata.num_absorbed
         if size:
             lse_part = None if lse is None else lse[:size]
-            self._absorbed(query[:size], latent, kv_up, metadata, output[:size], lse_part)
+            step, range_ends = metadata.absorbed, metadata.range_ends
+            self._absorbed(query[:size], latent, kv_up, step, range_ends, output[:size], lse_part)
         if metadata.expanded is not None:
             lse_part = None if lse is None else lse[size:]
             range_ends = None if metadata.range_ends is None else metadata.range_ends[size:]
@@ -131,17 +141,44 @@ class TritonMLABackend(AttentionBackend):
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse
 
+    def forward_more(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        sinks: torch.Tensor | None,
+        more: MoreInputs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute all tokens in the absorbed form, over the chosen latents, which the kernels read in the pages."""
+        assert isinstance(metadata, ChosenMetadata)
+        assert more.chosen is not None
+        step = TritonMetadata(
+            metadata.slots(layer, more.chosen)[:, 0],
+            metadata.numbers,
+            metadata.programs,
+            causal=False,
+            has_starts=False,
+        )
+        kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        output = query.new_empty(*query.shape[:2], self._head_size_v)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        self._absorbed(query, kv_cache["latent"], kv_up, step, None, output, lse)
+        return output, lse
+
     def _absorbed(
         self,
         query: torch.Tensor,
         latent: torch.Tensor,
         kv_up: torch.Tensor,
-        metadata: LatentMetadata,
+        step: TritonMetadata,
+        range_ends: torch.Tensor | None,
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
         """Attend to latents; queries are first multiplied by the up-projection, outputs afterwards."""
-        attention, step = self._forms.latents, metadata.absorbed
+        attention = self._forms.latents
         key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
         nope, rotated = query.tensor_split([self._nope_size], dim=-1)
         absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
@@ -156,7 +193,7 @@ class TritonMLABackend(AttentionBackend):
             found,
             causal=step.causal,
             has_starts=step.has_starts,
-            range_ends=metadata.range_ends,
+            range_ends=range_ends,
             lse=lse,
         ):
             launch.run()

@@ -132,7 +132,12 @@ class Tiles {
       return decode(row, i, size_, key_scales_[t], key_lows_[t]);
     } else {
       int left = 4 * (size_ / 2 - i);
-      if (left >= 4 * kLanes) return load(reinterpret_cast<const float*>(row) + i);
+      if (left >= 4 * kLanes) {
+        // A row of pairs lies at any even address.
+        Vec pairs;
+        std::memcpy(&pairs, row + 4 * i, sizeof pairs);
+        return pairs;
+      }
       return left > 0 ? Float32::few(row, i, left / 4) : Vec{};
     }
   }

@@ -11,21 +11,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvframe import find_model
-from kvframe.cli.interrupts import ctrl_c_raises
 from kvframe.cli.options import (
     TEXT_TYPE,
     block_size_option,
-    device_option,
-    drafts_option,
     dtype_option,
     max_model_len_option,
     memory_option,
     read_stack,
     stack_option,
 )
-from kvframe.cli.render import log_lines
 from kvframe.contract.errors import KVFrameError, ModelError
 from kvframe.contract.foreign import call
+from kvframe_engine.commands.interrupts import ctrl_c_raises
+from kvframe_engine.commands.options import device_option, drafts_option, log_lines
 from kvframe_engine.commands.sampling import sampling_options
 from kvframe_engine.commands.streaming import print_stream
 

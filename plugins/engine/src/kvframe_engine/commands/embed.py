@@ -13,17 +13,14 @@ import click
 
 from kvframe import find_model
 from kvframe.cli.options import (
-    REFUSED_EXIT_CODE,
     block_size_option,
-    cache_salt_option,
-    device_option,
     dtype_option,
     memory_option,
-    read_salts,
     read_stack,
     stack_option,
 )
 from kvframe.cli.render import print_json, progress
+from kvframe_engine.commands.options import REFUSED_EXIT_CODE, cache_salt_option, device_option, log_lines, read_salts
 from kvframe_engine.commands.prompts import read_prompt_token_ids, read_prompts
 
 if TYPE_CHECKING:
@@ -96,7 +93,8 @@ def embed(
 
     from kvframe_engine.embedding import Embedder
 
-    loaded = Embedder.from_pretrained(model, stack=stack, pooling=pooling, normalize=normalize)
+    with log_lines():
+        loaded = Embedder.from_pretrained(model, stack=stack, pooling=pooling, normalize=normalize)
     with loaded as embedder, progress("embedding", len(texts)) as show:
         started = time.perf_counter()
         outputs = embedder.embed(texts, cache_salt=salts, on_progress=show)

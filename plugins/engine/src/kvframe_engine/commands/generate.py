@@ -15,26 +15,29 @@ import attrs
 import click
 
 from kvframe import find_model
-from kvframe.cli.completion import complete_registered
-from kvframe.cli.interrupts import ctrl_c_is_noted
 from kvframe.cli.options import (
-    REFUSED_EXIT_CODE,
     TEXT_TYPE,
-    UseType,
     block_size_option,
-    cache_salt_option,
-    device_option,
-    drafts_option,
     dtype_option,
     json_option,
     max_model_len_option,
     memory_option,
-    read_salts,
     read_stack,
     stack_option,
 )
-from kvframe.cli.render import log_lines, print_json, progress
+from kvframe.cli.render import print_json, progress
 from kvframe_engine.commands import prefixes
+from kvframe_engine.commands.interrupts import ctrl_c_is_noted
+from kvframe_engine.commands.options import (
+    REFUSED_EXIT_CODE,
+    UseType,
+    cache_salt_option,
+    complete_registered,
+    device_option,
+    drafts_option,
+    log_lines,
+    read_salts,
+)
 from kvframe_engine.commands.prompts import PromptCommand, prompt_options, read_given_prompts
 from kvframe_engine.commands.sampling import sampling_options
 from kvframe_engine.commands.streaming import is_textless, print_stream

@@ -13,17 +13,15 @@ import click
 
 from kvframe import find_model
 from kvframe.cli.options import (
-    REFUSED_EXIT_CODE,
     block_size_option,
-    device_option,
-    drafts_option,
     dtype_option,
     max_model_len_option,
     memory_option,
     read_stack,
     stack_option,
 )
-from kvframe.cli.render import format_bytes, is_drawn_on, line_width, log_lines, make_console
+from kvframe.cli.render import format_bytes, is_drawn_on, line_width, make_console
+from kvframe_engine.commands.options import REFUSED_EXIT_CODE, device_option, drafts_option, log_lines
 from kvframe_engine.commands.prompts import PromptCommand, prompt_options, read_given_prompts
 from kvframe_engine.commands.snapshot import Snapshot, UnreachableError, fetch, metrics_url, read_metrics, snapshot_of
 

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvframe import find_model
-from kvframe.cli.interrupts import ctrl_c_is_noted
 from kvframe.cli.options import (
-    device_option,
-    drafts_option,
     dtype_option,
     max_model_len_option,
     memory_option,
@@ -19,7 +16,9 @@ from kvframe.cli.options import (
     stack_option,
 )
 from kvframe.cli.pages import write_page
-from kvframe.cli.render import log_lines, print_facts, progress
+from kvframe.cli.render import print_facts, progress
+from kvframe_engine.commands.interrupts import ctrl_c_is_noted
+from kvframe_engine.commands.options import device_option, drafts_option, log_lines
 from kvframe_engine.commands.prompts import PromptCommand, prompt_options, read_given_prompts
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ header in JSON, and four tensors.
 - ``pages``: the bytes of all pages; equal pages are stored once.
 - ``places``: for each prefix and group, the offsets in ``pages`` of the pages that a request needs to continue.
 - ``tokens``: the token ids of all prefixes.
-- ``prefixes``: a JSON list of everything else. It has the keyed hashes of inputs (``kvframe.cache.keys``), from which
+- ``prefixes``: a JSON list of everything else. It has the keyed hashes of inputs (``kvframe.cache.events``), from which
   nothing can be learnt without the secret.
 
 The header's metadata hold a checksum of each tensor (BLAKE2b, 256 bits), a checksum of the metadata, and the

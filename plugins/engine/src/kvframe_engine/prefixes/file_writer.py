@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvframe import InputSequence
 from kvframe.contract.errors import FileError, PrefixFileError
-from kvframe.contract.files import check_place, umask
+from kvframe.contract.files import exists
 from kvframe.contract.specs import TokenRange
 from kvframe_engine.prefixes.file_format import (
     LENGTH_BYTES,
@@ -34,11 +34,36 @@ from kvframe_engine.prefixes.file_format import (
 def check_prefix_place(path: Path) -> None:
     """Raise ``PrefixFileError`` if prefixes cannot be saved to a path: only a file of prefixes may be replaced."""
     try:
-        check_place(path, is_prefix_file)
+        _check_place(path)
     except FileError as error:
         raise PrefixFileError(f"{path} {error}", code="unwritable") from error
     if not path.absolute().parent.is_dir():
         raise PrefixFileError(f"{path} cannot be written: there is no folder {path.parent}", code="unwritable")
+
+
+def _check_place(path: Path) -> None:
+    """Raise ``FileError`` if no file can be written at a path, or if another kind of file than of prefixes is there."""
+    folder = path.absolute().parent
+    if exists(path):
+        if path.is_dir():
+            raise FileError("cannot be written: it is a folder")
+        if not path.is_file():
+            raise FileError("cannot be written: it is a device or a pipe, not a file")
+        if path.stat().st_size > 0 and not is_prefix_file(path):
+            raise FileError("exists already and is another kind of file; name another file, or remove it first")
+    while not exists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise FileError(f"cannot be written: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FileError(f"cannot be written: nothing can be written in {folder}")
+
+
+def _umask() -> int:
+    """Return the permissions that this process's files do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 class PrefixFileWriter:
@@ -148,7 +173,7 @@ class PrefixFileWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            os.chmod(self._temporary, 0o666 & ~umask())
+            os.chmod(self._temporary, 0o666 & ~_umask())
             os.replace(self._temporary, self._path)
         except OSError as error:
             raise self._cannot(error) from error

@@ -22,8 +22,7 @@ from kvframe_engine.prefixes.file_format import FilePrefix, Places
 from kvframe_engine.prefixes.file_reader import PrefixFileReader
 from kvframe_engine.prefixes.file_writer import PrefixFileWriter
 from kvframe_engine.prefixes.of_prompts import PromptPrefixes
-from kvframe_engine.requests.prompt import AnyPrompt
-from kvframe_engine.requests.salts import check_salt, salt_of_each
+from kvframe_engine.requests.prompt import AnyPrompt, check_salt, salt_of_each
 
 _A_KEY = "64 hexadecimal digits or a file of them"
 _BYTES_AT_ONCE = 16 << 20

@@ -113,14 +113,17 @@ class Admission:
                 (``exceeds_step``), a layer's backend does not honour them (``mask_ranges``), or the whole prompt is
                 one and a layer does not keep all of its tokens (``prompt_too_long``).
         """
+        is_whole = self._model.description.bidirectional_prompts
+        if not is_whole and not isinstance(prompt, Prompt):
+            return ()
         stated: Any = prompt.bidirectional if isinstance(prompt, Prompt) else ()
         num_tokens = len(token_ids)
-        if not _has_items(stated):
-            if not self._model.description.bidirectional_prompts:
-                return ()
-            self._check_whole_range(num_tokens)
-            stated = ((0, num_tokens),)
         given = _ranges_of(stated, num_tokens)
+        if given == [] and is_whole:
+            self._check_whole_range(num_tokens)
+            given = [(0, num_tokens)]
+        if given == []:
+            return ()
         if given is None:
             raise RequestError(
                 f"a prompt's bidirectional ranges are pairs (start, stop) within its {num_tokens} tokens, sorted and "
@@ -320,11 +323,6 @@ def _whole_numbers(prompt: Any) -> list[int]:
     if given is None or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
         raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
     return [int(token) for token in given]
-
-
-def _has_items(given: Any) -> bool:
-    """Return whether ranges are given, right or wrong."""
-    return not (isinstance(given, Sized) and _num_items(given) == 0)
 
 
 def _ranges_of(given: Any, num_tokens: int) -> list[TokenRange] | None:

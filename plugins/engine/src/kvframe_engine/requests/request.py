@@ -211,6 +211,7 @@ class Request(RequestProgress):
         asked_id: str | None = None,
         sample: int = 0,
         boundaries: tuple[int, ...] = (),
+        keeps_part: bool = False,
         ranges: tuple[TokenRange, ...] = (),
     ) -> Request:
         """Return a request that has not started.
@@ -229,6 +230,7 @@ class Request(RequestProgress):
             asked_id: The id that its owner uses; ``request_id`` unless given.
             sample: The index of the sample.
             boundaries: Tokens of the prompt at which steps end, ascending.
+            keeps_part: Whether layers keep a part of the prompt; a step ends with the prompt then.
             ranges: Ranges of the prompt whose tokens see each other in both directions, checked.
         """
         return cls(
@@ -245,7 +247,8 @@ class Request(RequestProgress):
             inputs=inputs,
             cache_salt=cache_salt,
             owner=owner,
-            boundaries=boundaries,
+            boundaries=(*boundaries, len(prompt_token_ids)) if keeps_part else boundaries,
+            keeps_part=keeps_part,
             ranges=ranges,
         )
 

@@ -144,7 +144,7 @@ class DraftRunner:
         if not len(places):
             return
         num_computed, query_lens = (step.num_computed + num_done)[places], (num_kept - num_done)[places]
-        order = self._layers.order_for(num_computed, query_lens)
+        order = self._layers.order_for(query_lens)
         if order is not None:
             places, num_computed, query_lens = places[order], num_computed[order], query_lens[order]
         try:

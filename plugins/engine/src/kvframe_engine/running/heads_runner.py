@@ -171,7 +171,7 @@ class HeadsRunner(DraftRunner):
         places = np.flatnonzero(num_kept)
         if not len(places):
             return
-        order = self._layers.order_for(step.num_computed[places], num_kept[places])
+        order = self._layers.order_for(num_kept[places])
         if order is not None:
             places = places[order]
         num_done = num_done_of(step)

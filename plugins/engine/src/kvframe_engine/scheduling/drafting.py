@@ -10,6 +10,11 @@ The more requests generate, the more a wrong draft costs, up to as much as a tok
 of all requests were wrong, only every eighth step has drafts, and a request gets them only after three that are tried
 and right. A tried draft is not computed. It is compared with the token that the request generates. A request that the
 proposer has no drafts for is then asked about more and more seldom.
+
+With 32 requests of ``benchmarks.engine.drafts --text sampled``, whose text does not repeat itself, 71 of 135 drafts are
+wrong, and the engine runs at 0.99 of its speed without drafts. Without tries (``NUM_TRIES = 0``) it runs at 0.97, with
+340 wrong drafts; if each request is asked about in every step (``Pace.skip`` returns 0) as well, at 0.92, with 561. On
+text that repeats itself, tries change nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from kvframe.contract.order import IntArray
 from kvframe.contract.proposer import DraftRequest, Proposer
 from kvframe_engine.requests.progress import RequestT
 from kvframe_engine.scheduling.pace import MAX_PAUSE, Pace
-from kvframe_engine.scheduling.request_cache import RequestCache
+from kvframe_engine.scheduling.request_blocks import RequestCache
 from kvframe_engine.scheduling.step import ScheduledStep
 
 if TYPE_CHECKING:
@@ -107,7 +112,9 @@ class Drafting(Generic[RequestT]):
         may_draft = (step.num_known - step.num_computed == 1) & (step.num_scheduled == 1) & (step.num_computed > 0)
         requests = step.requests
         places = [
-            place for place in np.flatnonzero(may_draft & is_due).tolist() if not requests[place].wants_prompt_rows
+            place
+            for place in np.flatnonzero(may_draft & is_due).tolist()
+            if not requests[place].wants_prompt_rows and requests[place].num_computed >= requests[place].last_pause
         ]
         self._num_generating = int(np.count_nonzero(may_draft))
         counts = self._counts([requests[place] for place in places], budget)

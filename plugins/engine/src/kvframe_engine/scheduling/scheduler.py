@@ -29,7 +29,8 @@ continue.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Generic, cast
 
 import numpy as np
@@ -40,8 +41,7 @@ from kvframe.contract.order import IntArray
 from kvframe_engine.requests.progress import FinishReason, RequestProgress, RequestT
 from kvframe_engine.scheduling.drafting import Continue, Drafting
 from kvframe_engine.scheduling.fair_queue import FairQueue
-from kvframe_engine.scheduling.request_blocks import RequestBlocks, is_being_computed
-from kvframe_engine.scheduling.request_cache import RequestCache
+from kvframe_engine.scheduling.request_blocks import RequestBlocks, RequestCache, is_being_computed
 from kvframe_engine.scheduling.stats import SchedulerStats
 from kvframe_engine.scheduling.step import Outcomes, RunningRequests, ScheduledStep
 
@@ -106,6 +106,7 @@ class Scheduler(Generic[RequestT]):
         )
         self._drafting = drafting
         self._pausing: list[RequestT] = []
+        self._choosing: list[RequestT] = []
         self._ranged: list[RequestT] = []
         # The first waiting request, if it found too few free blocks when it was to be admitted last.
         self._without_blocks: RequestT | None = None
@@ -161,6 +162,8 @@ class Scheduler(Generic[RequestT]):
         if self.waiting.queues and self.running and self.waiting.has_several_owners:
             self._preempt_for_waiting()
         preempted = self.stats.preemptions
+        if self._choosing:
+            self._choose_kept()
         continuing = self._continue_running() if self.running else NO_ROWS
         budget = self._max_num_batched_tokens - int(continuing.sum())
         admitted: list[RequestT] = []
@@ -391,11 +394,22 @@ class Scheduler(Generic[RequestT]):
                     counts = counts[:index]
         return counts
 
+    def _choose_kept(self) -> None:
+        """Let layers choose what they keep of the prompts that the last step completed."""
+        for request in self._choosing:
+            if request.row >= 0 and request.has_to_choose:
+                request.has_chosen = self._get_or_preempt(request, partial(self._cache.shrink, request.request_id))
+        self._choosing = [each for each in self._choosing if each.row >= 0 and not each.has_chosen]
+
     def _extend_or_preempt(self, request: RequestT, num_tokens: int) -> bool:
         """Allocate blocks for a running request's first tokens; return False if it was preempted itself, or ended."""
+        return self._get_or_preempt(request, partial(self._cache.extend, request.request_id, num_tokens))
+
+    def _get_or_preempt(self, request: RequestT, get: Callable[[], bool]) -> bool:
+        """Get blocks for a running request, from others if need be; False if it was preempted itself, or ended."""
         while True:
             try:
-                if self._cache.extend(request.request_id, num_tokens):
+                if get():
                     return True
             except (RuntimeError, MemoryError):
                 # A shared page could not be copied for it, so the request is recomputed.
@@ -531,6 +545,8 @@ class Scheduler(Generic[RequestT]):
                 break
             if request.num_computed < request.last_pause:
                 self._pausing.append(request)
+            if request.keeps_part and not request.has_chosen:
+                self._choosing.append(request)
             if request.ranges and request.num_computed < request.ranges[-1][1]:
                 self._ranged.append(request)
             self.waiting.take(request)

@@ -15,7 +15,7 @@ from kvframe_engine.requests.progress import RequestT
 
 Outcomes = Sequence[int] | Sequence[Sequence[int]]
 """The next token of each request whose last known token a step computes; of a step with drafts, its next tokens."""
-FindOrder = Callable[[IntArray, IntArray], IntArray | None]
+FindOrder = Callable[[IntArray], IntArray | None]
 
 
 class RunningRequests(Sequence[RequestT]):
@@ -176,13 +176,13 @@ class PackedStep(StepBatch, Generic[RequestT]):
 
         Args:
             step: The step.
-            order_for: Returns the order in which to pack requests, given their ``num_computed`` and ``query_lens``;
-                None for the order that they have.
+            order_for: Returns the order in which to pack requests, given their ``query_lens``; None for the
+                order that they have.
         """
         requests, rows = step.requests, step.rows
         num_computed, query_lens, num_known = step.num_computed, step.num_scheduled, step.num_known
         drafts = step.drafts
-        order = order_for(num_computed, query_lens)
+        order = order_for(query_lens)
         if order is not None:
             drafts = [drafts[i] for i in order] if drafts else drafts
             requests, rows = [requests[i] for i in order], rows[order]

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvframe.config.options import make_with_options
-from kvframe.contract.errors import KVFrameError, PluginError
+from kvframe.contract.errors import PluginError
 from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.proposer import DraftRequest, Proposer
-from kvframe.testing.checks import Check, Checks
+from kvframe.testing.checks import Check, Checks, make_part
 from kvframe.testing.laws import ConformanceError
 
 NUM_STEPS = 60
@@ -72,15 +71,12 @@ def proposer_checks(
     if "max_drafts" not in options_given:
         variants |= {f"max_drafts={most}": {**options_given, "max_drafts": most} for most in NUM_DRAFTS}
     for variant in variants.values():
-        try:
-            make_with_options(proposer_class, variant)
-        except (KVFrameError, ValueError) as error:
-            raise ConformanceError(f"{part} cannot be made with {variant}: {error}") from error
+        make_part(part, proposer_class, variant)
     checks = [
         Check(
             name=label.replace(" ", "_"),
             features=(f"drafts, {label}",),
-            run=partial(check_proposer, partial(make_with_options, proposer_class, variant)),
+            run=partial(check_proposer, partial(make_part, part, proposer_class, variant)),
         )
         for label, variant in variants.items()
     ]

@@ -17,12 +17,8 @@ _DIGITS = re.compile(r"[0-9a-fA-F]+")
 def read_secret(key: str | None, source: str) -> bytes:
     """Return the secret of a stack's ``[cache] key``, or a random one if the stack has no key.
 
-    Args:
-        key: 64 hexadecimal digits, or a file that holds them; None for a secret that no other process has.
-        source: The stack's file, for errors.
-
-    Raises:
-        StackError: It is neither. The error does not repeat what may be a part of a secret.
+    The key is 64 hexadecimal digits, or a file that holds them. The ``StackError`` for another one does not repeat what
+    may be a part of a secret.
     """
     if key is None:
         return secrets.token_bytes(SECRET_BYTES)

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from kvframe.contract.model import Attend
+from kvframe.contract import Attend
 
 
 class OpaqueAttention:

@@ -1,0 +1,77 @@
+"""Checks what a type with a prompt budget keeps of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvframe.attention.kept_tokens import choose_tokens
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec, num_covered
+from kvframe.planning.groups import with_entries
+from kvframe.testing.laws import ConformanceError
+
+State = dict[str, torch.Tensor]
+
+
+def check_kept(spec: KVCacheSpec, *, num_heads: int = 4, num_tokens: int = 0, seed: int = 0) -> None:
+    """Raise ``ConformanceError`` unless a type chooses well what it keeps of a prompt (``choose_kept``).
+
+    It chooses tokens of the prompt, each once; the same ones if it is asked again; it writes to nothing that it is
+    given; and each KV head chooses by its own keys, values and queries.
+
+    Args:
+        spec: The type, with a ``prompt_budget``.
+        num_heads: Query heads, a multiple of the KV heads.
+        num_tokens: Tokens of the prompt; three budgets unless given.
+        seed: Of the random keys, values and queries.
+    """
+    state = spec.state_tensors()
+    layer = LayerSpec(
+        name="layer",
+        spec=spec,
+        query=QuerySpec(num_heads=num_heads, head_size=state["k"].shape[-1], scale=state["k"].shape[-1] ** -0.5),
+    )
+    [*with_entries(layer, frozenset())]  # what it keeps fits together
+    budget = spec.prompt_budget
+    assert budget is not None
+    num_tokens = num_tokens or 3 * budget
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(tensors: Mapping[str, Any], count: int) -> State:
+        return {
+            name: torch.randn(count, *tensor.shape[1:], generator=generator).to(getattr(torch, tensor.dtype))
+            for name, tensor in tensors.items()
+        }
+
+    prompt = draw(state, num_tokens)
+    live = {name: num_covered(entry.live_ranges(num_tokens)) for name, entry in spec.entries.items()}
+    entries = {name: draw(entry.state_tensors(), live[name]) for name, entry in spec.entries.items()}
+    before = _copy(prompt), {name: _copy(entry) for name, entry in entries.items()}
+    whose = f"cache spec {spec.kind!r}: choose_kept()"
+    chosen = choose_tokens(layer, budget, prompt, entries)
+    for given, kept in zip([prompt, *entries.values()], [before[0], *before[1].values()], strict=True):
+        for name, tensor in given.items():
+            if not torch.equal(tensor, kept[name]):
+                raise ConformanceError(f"{whose} writes to {name!r}, which other requests and later steps read")
+    if not torch.equal(chosen, choose_tokens(layer, budget, prompt, entries)):
+        raise ConformanceError(f"{whose} chooses other tokens if it is asked again: a preempted request would differ")
+    for head in range(len(chosen)):
+        others = draw(state, num_tokens)
+        other_entries = {name: draw(entry.state_tensors(), live[name]) for name, entry in spec.entries.items()}
+        for name, tensor in others.items():
+            tensor[:, head] = prompt[name][:, head]
+        queries = slice(head * num_heads // len(chosen), (head + 1) * num_heads // len(chosen))
+        for name, entry in other_entries.items():
+            for tensor_name, tensor in entry.items():
+                tensor[:, queries] = entries[name][tensor_name][:, queries]
+        if not torch.equal(chosen[head], choose_tokens(layer, budget, others, other_entries)[head]):
+            raise ConformanceError(
+                f"{whose}: KV head {head} chooses other tokens if other heads have other keys, values or queries, so a "
+                "rank that has some of the heads would choose differently"
+            )
+
+
+def _copy(state: State) -> State:
+    return {name: tensor.clone() for name, tensor in state.items()}
