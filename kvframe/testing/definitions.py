@@ -21,6 +21,7 @@ from kvframe.testing.staging import choose
 
 _CPU = torch.device("cpu")
 _NUM_HEADS = 4
+_NUM_ROUNDINGS = 8
 
 
 def check_definition(
@@ -65,21 +66,59 @@ def check_definition(
         for length in lengths
     ]
     outputs = _served(backend_class, layer, requests, torch.Generator().manual_seed(seed))
-    allowed = float(torch.finfo(dtype).eps ** 0.5)
-    for number, ((query, key, value, inputs), output) in enumerate(zip(requests, outputs, strict=True)):
-        exact = {name: tensor.double() for name, tensor in inputs.items()}
-        expected = spec.dense_attention(layer, query.double(), key.double(), value.double(), exact)
-        error = (output.double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2)).clamp_min(1e-30)
-        wrong = torch.nonzero(~(error <= allowed)).flatten().tolist()
-        if wrong:
+    for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+        errors = find_wrong(layer, request, output, generator)
+        if errors:
+            token = min(errors)
             raise ConformanceError(
-                f"{backend_class.__name__} on {spec.kind}: the output for token {wrong[0]} of request {number} "
-                f"({len(query)} tokens) differs from dense_attention by {float(error[wrong[0]]):.1e} of its size, "
-                f"allowed {allowed:.1e}; {len(wrong)} tokens differ"
+                f"{backend_class.__name__} on {spec.kind}: the output for token {token} of request {number} "
+                f"({len(output)} tokens) differs from dense_attention by {errors[token]:.1e} of its size, allowed "
+                f"{_allowed(dtype):.1e}; {len(errors)} tokens differ"
             )
 
 
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def find_wrong(
+    layer: LayerSpec, request: Request, output: torch.Tensor, generator: torch.Generator
+) -> dict[int, float]:
+    """Return the tokens for which an output is not what a type defines, and by how much, as a share of its size.
+
+    Where two tokens or blocks are nearly equally good, rounding decides which one is chosen. So the output of each head
+    may also be what the definition gives if the queries, keys and inputs are rounded otherwise.
+
+    Args:
+        layer: A layer whose type defines its attention.
+        request: Query, key, value and inputs of all tokens.
+        output: ``[num_tokens, num_heads, head_size_v]``.
+        generator: Of the roundings.
+    """
+    spec, (query, key, value, inputs) = layer.spec, request
+    assert spec is not None
+
+    def rounded(tensor: torch.Tensor, size: float) -> torch.Tensor:
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return tensor.double() * (1 + size * noise)
+
+    def error_of(size: float) -> torch.Tensor:
+        more = {name: rounded(tensor, size) for name, tensor in inputs.items()}
+        expected = spec.dense_attention(layer, rounded(query, size), rounded(key, size), value.double(), more)
+        error: torch.Tensor = (output.double() - expected).norm(dim=2) / expected.norm(dim=2).clamp_min(1e-30)
+        return error
+
+    allowed, error = _allowed(query.dtype), error_of(0.0)
+    if not (error <= allowed).all():
+        # Among few roundings, each of two choices that are equally good is made.
+        others = [error_of(4 * torch.finfo(query.dtype).eps) for _ in range(_NUM_ROUNDINGS)]
+        error = torch.where((torch.stack(others) <= allowed).any(0), torch.zeros_like(error), error)
+    of_tokens = error.amax(1)
+    return {token: float(of_tokens[token]) for token in torch.nonzero(~(of_tokens <= allowed)).flatten().tolist()}
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    """Return the largest error of a right output, as a share of its size."""
+    return float(torch.finfo(dtype).eps ** 0.5)
 
 
 def _served(

@@ -14,12 +14,16 @@ from kvframe.testing.laws import ConformanceError
 
 State = dict[str, torch.Tensor]
 
+_MOST_NEARLY_EQUAL = 20
+"""One of so many tokens may be another one, because two are nearly equally good."""
+
 
 def check_kept(spec: KVCacheSpec, *, num_heads: int = 4, num_tokens: int = 0, seed: int = 0) -> None:
     """Raise ``ConformanceError`` unless a type chooses well what it keeps of a prompt (``choose_kept``).
 
-    It chooses tokens of the prompt, each once; the same ones if it is asked again; it writes to nothing that it is
-    given; and each KV head chooses by its own keys, values and queries.
+    It chooses tokens of the prompt, each once; the same ones if it is asked again; nearly the same ones in float64, for
+    small scores and for large ones; it writes to nothing that it is given; and each KV head chooses by its own keys,
+    values and queries.
 
     Args:
         spec: The type, with a ``prompt_budget``.
@@ -57,6 +61,16 @@ def check_kept(spec: KVCacheSpec, *, num_heads: int = 4, num_tokens: int = 0, se
                 raise ConformanceError(f"{whose} writes to {name!r}, which other requests and later steps read")
     if not torch.equal(chosen, choose_tokens(layer, budget, prompt, entries)):
         raise ConformanceError(f"{whose} chooses other tokens if it is asked again: a preempted request would differ")
+    for factor in (1, 8):
+        large = {name: tensor * factor for name, tensor in prompt.items()}
+        found = choose_tokens(layer, budget, large, entries)
+        exact = choose_tokens(layer, budget, _double(large), {name: _double(entry) for name, entry in entries.items()})
+        num_other = max(len({*kept.tolist()} - {*right.tolist()}) for kept, right in zip(found, exact, strict=True))
+        if num_other > max(1, budget // _MOST_NEARLY_EQUAL):
+            raise ConformanceError(
+                f"{whose} chooses {num_other} other tokens of {budget} in {state['k'].dtype} than in float64, of keys "
+                f"about {factor} in size: its scores are rounded away"
+            )
     for head in range(len(chosen)):
         others = draw(state, num_tokens)
         other_entries = {name: draw(entry.state_tensors(), live[name]) for name, entry in spec.entries.items()}
@@ -71,6 +85,10 @@ def check_kept(spec: KVCacheSpec, *, num_heads: int = 4, num_tokens: int = 0, se
                 f"{whose}: KV head {head} chooses other tokens if other heads have other keys, values or queries, so a "
                 "rank that has some of the heads would choose differently"
             )
+
+
+def _double(state: State) -> State:
+    return {name: tensor.double() for name, tensor in state.items()}
 
 
 def _copy(state: State) -> State:

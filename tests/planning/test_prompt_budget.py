@@ -55,6 +55,8 @@ class KeySpec(FullAttentionSpec):
         sizes = state["k"].norm(dim=-1)
         if self.wrong == "together":
             sizes = sizes.mean(1, keepdim=True).expand_as(sizes)
+        if self.wrong == "rounded":
+            sizes = torch.exp(-8 * sizes)
         if self.wrong == "random":
             sizes = torch.rand_like(sizes)
         if self.wrong == "writes":
@@ -124,6 +126,7 @@ def test_a_right_choice_passes_the_kit() -> None:
     [
         ("together", "KV head 0 chooses other tokens if other heads"),
         ("values", "KV head 0 chooses other tokens if other heads"),
+        ("rounded", r"chooses \d+ other tokens of 6 in float32 than in float64, of keys about 8 in size"),
         ("random", "chooses other tokens if it is asked again"),
         ("writes", "writes to 'k'"),
     ],

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract import BackendError, BatchOrder, EntryStep
-from kvframe.testing.definitions import check_definition
+from kvframe.contract import BackendError, BatchOrder, EntryStep, LayerSpec, QuerySpec
+from kvframe.testing.definitions import check_definition, find_wrong
 from kvframe.testing.laws import ConformanceError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "by_content"
@@ -94,6 +94,28 @@ def test_a_choice_with_one_block_less_shows(example: Callable[[str], tuple[Any, 
 
     with pytest.raises(ConformanceError, match="differs from dense_attention"):
         check_definition(Fewer, spec)
+
+
+def test_either_of_two_equal_choices_is_right_and_a_worse_one_is_not(
+    example: Callable[[str], tuple[Any, Any]],
+) -> None:
+    spec, _ = example("moba")
+    spec = attrs.evolve(spec, num_blocks=1)
+    layer = LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=2, head_size=16, scale=0.25))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(12, 2, 16, generator=generator) for _ in range(3))
+    key[4:8] = key[:4]  # the last four queries read one of two blocks that are equally good
+
+    def output(factor: float) -> torch.Tensor:
+        other = key.double()
+        other[4:8] *= factor
+        return torch.as_tensor(spec.dense_attention(layer, query.double(), other, value.double(), {}))
+
+    first, second = output(1 + 1e-9), output(1 - 1e-9)
+    assert (first - second).norm(dim=2)[8:].min() > 0.1
+    for right in (first, second):
+        assert {} == find_wrong(layer, (query, key, value, {}), right, generator)
+    assert {8, 9, 10, 11} == {*find_wrong(layer, (query, key, value, {}), (first + second) / 2, generator)}
 
 
 def test_a_backend_without_the_kind_is_refused(example: Callable[[str], tuple[Any, Any]]) -> None:
