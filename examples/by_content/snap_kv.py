@@ -108,9 +108,9 @@ def define(
     sees = torch.ones(num_kv_heads, num_tokens, num_tokens, dtype=torch.bool).tril()
     if spec.budget < num_prompt_tokens:
         prompt = {"query": query[num_prompt_tokens - spec.last : num_prompt_tokens]}
-        kept = spec.choose_kept(layer, spec.budget, {"k": key[:num_prompt_tokens]}, {"query": prompt})
+        kept_tokens = spec.choose_kept(layer, spec.budget, {"k": key[:num_prompt_tokens]}, {"query": prompt})
         sees[:, num_prompt_tokens:, :num_prompt_tokens] = False
-        for head, tokens in enumerate(kept):
+        for head, tokens in enumerate(kept_tokens):
             sees[head, num_prompt_tokens:, tokens] = True
     groups = query.shape[1] // num_kv_heads
     rows, keys, values = (each.transpose(0, 1) for each in (query, key, value))

@@ -88,7 +88,7 @@ def _read(
     views: KVCache, spec: KVCacheSpec, blocks: Sequence[int], ranges: Sequence[tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
     """Return the state of tokens of a request, by name ``[num_tokens, *shape]``."""
-    read: dict[str, list[torch.Tensor]] = {name: [] for name in views}
+    read = {name: [tensor[:0].flatten(0, 1)] for name, tensor in views.items()}  # no token may be live
     for start, stop in ranges:
         first = start // spec.block_size
         ids = blocks[first : -(-stop // spec.block_size)]

@@ -258,7 +258,7 @@ class KVCacheCoordinator:
         ids[...] = 0
         self._pool.release_blocks(held, groups)
 
-    # --- prompts of which a part is kept ------------------------------------------------------------------------------
+    # --- when a prompt is computed -----------------------------------------------------------------------------------
 
     def shrink_row(self, row: int, mover: TokenMover) -> bool:
         """Let a row give up all but the budget of its computed tokens, in each group that has one.

@@ -163,8 +163,8 @@ class KVCacheManager:
             inputs: As in every verb.
             ranges: Ranges of tokens, sorted and disjoint, that see each other in both directions: no prefix ends within
                 one. Give ``RangedTokens`` with them, so that no prompt with other ranges has the same tokens.
-            num_prompt_tokens: Its first tokens of which layers keep a part: no prefix is longer, or has them all. None
-                for all tokens. It is not read if no group gives up tokens.
+            num_prompt_tokens: How many of its first tokens are the prompt, if layers keep a part of prompts: its hit is
+                shorter than the prompt. None for all tokens.
 
         Returns:
             The number of first tokens that need not be computed.

@@ -203,7 +203,7 @@ class KVCacheSpec(Growing, ABC):
         prompt are released, but other requests still find them in the cache. What is computed later depends on the
         choice, so its blocks are not published.
 
-        Only for keys and values in the plain format of which a query sees all earlier ones. Every step of such a layer
+        Only for keys and values in the plain format, and queries that see all earlier tokens. Every step of the layer
         has the extension ``SEQ_STARTS``. ``live_ranges`` says what may be kept, so it names all tokens.
         """
         return None

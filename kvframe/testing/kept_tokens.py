@@ -63,9 +63,9 @@ def check_kept(spec: KVCacheSpec, *, num_heads: int = 4, num_tokens: int = 0, se
         raise ConformanceError(f"{whose} chooses other tokens if it is asked again: a preempted request would differ")
     for factor in (1, 8):
         large = {name: tensor * factor for name, tensor in prompt.items()}
-        found = choose_tokens(layer, budget, large, entries)
+        rounded = choose_tokens(layer, budget, large, entries)
         exact = choose_tokens(layer, budget, _double(large), {name: _double(entry) for name, entry in entries.items()})
-        num_other = max(len({*kept.tolist()} - {*right.tolist()}) for kept, right in zip(found, exact, strict=True))
+        num_other = max(len({*kept.tolist()} - {*right.tolist()}) for kept, right in zip(rounded, exact, strict=True))
         if num_other > max(1, budget // _MOST_NEARLY_EQUAL):
             raise ConformanceError(
                 f"{whose} chooses {num_other} other tokens of {budget} in {state['k'].dtype} than in float64, of keys "

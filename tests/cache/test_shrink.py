@@ -78,8 +78,8 @@ class Pages:
             spec = self.specs[group]
             assert spec.prompt_budget is not None
             first = num_tokens - spec.prompt_budget
-            kept = by_reversed_labels(self.read(group, blocks[group], 0, num_tokens), spec.prompt_budget)
-            self.write(group, [0] * (first // spec.block_size) + [*ids], first, kept)
+            kept_labels = by_reversed_labels(self.read(group, blocks[group], 0, num_tokens), spec.prompt_budget)
+            self.write(group, [0] * (first // spec.block_size) + [*ids], first, kept_labels)
 
 
 @attrs.define

@@ -160,13 +160,13 @@ def test_samples_of_one_prompt_choose_each_for_itself(model: Served) -> None:
 
 def test_a_prompt_gives_its_blocks_back_and_others_still_find_them(model: Served) -> None:
     with model.engine(block_size=4, max_num_seqs=1) as engine:
-        held = []
+        num_pages = []
         for _ in engine.stream(PROMPTS[3], attrs.evolve(GREEDY, max_new_tokens=5)):
-            held.append(held_pages(engine))
+            num_pages.append(held_pages(engine))
         groups = len(engine.plan.groups)
         # 12 tokens in at most 4 blocks of the main state, 5 queries in at most 3, and the next token's blocks.
-        assert held[2] <= 4 + 3 + groups
-        assert len(PROMPTS[3]) // 4 <= held[0] + 3
+        assert num_pages[2] <= 4 + 3 + groups
+        assert len(PROMPTS[3]) // 4 <= num_pages[0] + 3
         engine.generate([PROMPTS[3] + ids(9, 4)], GREEDY)
         assert engine.stats().cached_prompt_tokens == 64
 

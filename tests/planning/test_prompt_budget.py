@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
-from kvframe_entries import TokenEntriesSpec
+from kvframe_entries import TokenEntriesSpec, UnfinishedGroupSpec
 
-from kvframe import FullAttentionSpec, Layers, Stack, load_plugins
+from kvframe import FullAttentionSpec, KVCacheStorage, Layers, Stack, group_layers, load_plugins, plan_cache
+from kvframe.attention.kept_tokens import KeptTokens
 from kvframe.contract import AttentionMask, KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.contract.errors import BackendError, SpecError
 from kvframe.planning.groups import with_entries
@@ -114,6 +115,25 @@ def test_a_host_with_pages_of_its_own_refuses_it() -> None:
             load_plugins().registry,
             torch.device("cpu"),
         )
+
+
+def test_an_entry_without_a_live_token_is_empty_in_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = UnfinishedGroupSpec(block_size=4, group=4, tensors={"query": (4, 8)})
+    monkeypatch.setattr(KeySpec, "entries", {"query": group})
+    shapes = []
+
+    def choose(spec: Any, layer: LayerSpec, num_kept: int, state: Any, entries: Any) -> torch.Tensor:
+        shapes.append(tuple(entries["query"]["query"].shape))
+        return torch.arange(num_kept).expand(2, num_kept)
+
+    monkeypatch.setattr(KeySpec, "choose_kept", choose)
+    layers = [*with_entries(LayerSpec(name="a", spec=key_spec(), query=QUERY), frozenset())]
+    grouping = group_layers(layers)
+    plan = plan_cache(grouping, memory_bytes=1 << 20, max_model_len=16, max_num_batched_tokens=16)
+    views = KVCacheStorage(plan, grouping, torch.device("cpu")).views
+    blocks = [[1, 2] if layer == "a" else [0, 3] for each in grouping.groups for layer in each.layers[:1]]
+    KeptTokens(layers, grouping, views)(8, blocks, {grouping.group_of("a").index: [4, 5]})
+    assert [(0, 4, 8)] == shapes
 
 
 def test_a_right_choice_passes_the_kit() -> None:
