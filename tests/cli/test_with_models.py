@@ -336,6 +336,15 @@ def test_prefixes_that_one_run_saved_are_found_by_the_next(here: Path) -> None:
     assert (2, 1) == (refused.exit_code, refused.stderr.count("prefixes was saved from a cache with other pages"))
 
 
+def test_a_file_without_prefixes_is_refused_before_the_model_is_loaded(here: Path) -> None:
+    Path("other").write_bytes(b"{}")
+    for file, reason in (("missing", "there is no file missing"), ("other", "other is damaged")):
+        refused = run("generate", "hybrid", "--prompt-token-ids", "ids.json", "--load-prefixes", file)
+        assert 2 == refused.exit_code
+        (line,) = refused.stderr.splitlines()
+        assert reason in line
+
+
 def test_generate_shows_progress_and_colours_on_a_terminal(here: Path) -> None:
     shown = run_on_terminal(*generating("hybrid", "--max-new-tokens", "8"))
     assert re.search(r"generating.*[012]/2", shown)

@@ -129,6 +129,8 @@ def generate(
         raise click.UsageError("--prompt-logprobs reports in JSON only; add --json")
     prompts = read_given_prompts(texts, prompts_file, token_ids_file)
     salts = read_salts(cache_salts, len(prompts))
+    if loaded_file is not None:
+        prefixes.check_loaded_file(loaded_file)
     if saved_file is not None:
         prefixes.check_saved_file(saved_file)
     model = find_model(model, weights=True)

@@ -27,6 +27,13 @@ save_option = click.option(
 )
 
 
+def check_loaded_file(path: Path) -> None:
+    """Raise for a path that is not a file of saved prefixes, before a model is loaded."""
+    from kvframe_engine.prefixes.file_reader import PrefixFileReader
+
+    PrefixFileReader(path).close()
+
+
 def check_saved_file(path: Path) -> None:
     """Raise for a path that cannot be written, or that holds another kind of file, before a model is loaded."""
     from kvframe_engine.prefixes.file_writer import check_prefix_place

@@ -108,13 +108,17 @@ class PrefixFileReader:
         """Bytes of all its pages."""
         return self._contents.sizes["pages"]
 
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.close()
 
     def _read_header(self) -> tuple[int, Contents]:
         num_bytes = os.fstat(self._file.fileno()).st_size
