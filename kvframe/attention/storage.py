@@ -201,7 +201,7 @@ class HostStorage:
         self.num_slabs = num_slabs
         num_bytes = num_slabs * plan.slab_bytes
         self._is_pinned = pool.device.type == "cuda"
-        with allocating(num_bytes, "to swap to", "less swap_memory"):
+        with allocating(num_bytes, "to swap to", "less host_memory"):
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
         if staging_bytes is None:
             staging_bytes = STAGING_BYTES if self._is_pinned else 0

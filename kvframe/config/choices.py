@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvframe.config.options import Use, make_with_options
 from kvframe.contract.errors import KVFrameError, PluginError, StackError, shown
 from kvframe.contract.eviction import LRU, EvictionPolicy
+from kvframe.contract.page_store import PageStore
 from kvframe.contract.proposer import Proposer
 
 if TYPE_CHECKING:
@@ -28,6 +29,17 @@ def make_policy(stack: Stack, registry: Registry) -> EvictionPolicy:
         return type(LRU) if name == LRU.name else registry.eviction_policies.load(name)
 
     return _make(f"{stack.source}: cache.eviction", "eviction policy", use, load)
+
+
+def make_page_stores(stack: Stack, registry: Registry) -> list[PageStore]:
+    """Return the page stores of a stack's ``[cache] disk`` and ``stores``, in the order in which they are asked.
+
+    Raises ``StackError`` for one that cannot be made.
+    """
+    stores = []
+    for use in stack.cache.all_stores:
+        stores.append(_make(use.place, "page store", use, registry.page_stores.load))
+    return stores
 
 
 def make_proposer(stack: Stack, registry: Registry) -> Proposer | None:

@@ -20,6 +20,7 @@ from kvframe.loading.checks import (
     SIZE_OR_NONE,
     SWITCH,
     TABLE,
+    TABLE_OR_NONE,
     TEXT,
     TEXT_OR_NONE,
     WHOLE,
@@ -31,6 +32,9 @@ from kvframe.loading.checks import (
 
 T = TypeVar("T")
 
+
+DISK = "disk"
+"""The page store of the ``[cache]`` table's key ``disk``."""
 
 MODEL_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """The element types of models."""
@@ -111,8 +115,11 @@ class CacheOptions:
             recently used.
         preemption: What happens to a preempted request, whose blocks or row other requests need: ``"recompute"``
             computes its tokens again, ``"swap"`` moves its blocks to host memory while that has free pages.
-        swap_memory: Bytes of host memory for swapped blocks, such as ``"2GiB"``. ``"swap"`` requires it; otherwise it
-            has no effect. If this memory is full, preempted requests are computed again.
+        host_memory: Bytes of CPU memory, such as ``"8GiB"``, for cached blocks that are evicted from the device, which
+            later requests find there, and for blocks of preempted requests. ``"swap"`` requires it.
+        disk: A folder of this machine that keeps cached blocks for later engines, and for others that run at the same
+            time: a table with ``path``, and ``size``, the most bytes. It is the page store ``"disk"``.
+        stores: Further registered page stores, asked in this order after host memory and disk.
         audit: Whether to check after every operation that each page is free, held or cached and counted right, and in
             every step that wrappers name no blocks but the step's: for operators who suspect the cache or a wrapper.
             The check takes time in proportion to the pool, and each step waits for the device.
@@ -128,13 +135,21 @@ class CacheOptions:
     prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
     eviction: Use = attrs.field(default=Use(LRU.name), converter=_as_use)
     preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
-    swap_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
+    host_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
+    disk: Mapping[str, Any] | None = attrs.field(default=None, validator=TABLE_OR_NONE)
+    stores: tuple[Use, ...] = ()
     audit: bool = attrs.field(default=False, validator=SWITCH)
     key: str | None = attrs.field(default=None, validator=TEXT_OR_NONE, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        if self.preemption == "swap" and self.swap_memory is None:
-            raise StackError('needs swap_memory if preemption is "swap": bytes of host memory, like "4GiB"')
+        if self.preemption == "swap" and self.host_memory is None:
+            raise StackError('needs host_memory if preemption is "swap": bytes of host memory, like "4GiB"')
+
+    @property
+    def all_stores(self) -> tuple[Use, ...]:
+        """The page stores, in the order in which they are asked."""
+        disk = () if self.disk is None else (Use(DISK, self.disk, place="cache.disk"),)
+        return (*disk, *self.stores)
 
 
 @attrs.frozen(kw_only=True)

@@ -18,6 +18,7 @@ from kvframe.loading.claims import KINDS
 _NAMED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "format": ("format", (PLAIN.name,)),
     "eviction": ("eviction", (LRU.name,)),
+    "stores": ("page_store", ()),
     "prefill_skipping": ("wrapper", ()),
     "drafts": ("proposer", ()),
     "wrappers": ("wrapper", ()),
@@ -44,7 +45,7 @@ def make_schema(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     }
     cache = _table(CacheOptions, names)
     cache["if"] = {"properties": {"preemption": {"const": "swap"}}, "required": ["preemption"]}
-    cache["then"] = {"required": ["swap_memory"]}
+    cache["then"] = {"required": ["host_memory"]}
     rule = _table(Rule, names)
     rule["properties"]["kind"] |= _name(names, "spec")
     rule["anyOf"] = [{"required": ["kind"]}, {"required": ["layers"]}]
@@ -96,7 +97,7 @@ def _value(field: attrs.Attribute[Any], names: Mapping[str, Sequence[str]]) -> d
     if field.name in _NAMED:
         kind, more = _NAMED[field.name]
         use = _use({**names, kind: [*more, *names.get(kind, ())]}, kind)
-        return {"type": "array", "items": use} if field.name == "wrappers" else use
+        return {"type": "array", "items": use} if field.name in ("wrappers", "stores") else use
     assert isinstance(field.validator, Check)
     return dict(field.validator.schema)
 

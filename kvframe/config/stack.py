@@ -224,6 +224,8 @@ class Stack:
             problems += _unknown([("cache.format", registry.formats, self.cache.format.name)])
         if self.cache.eviction.name != LRU.name:
             problems += _unknown([("cache.eviction", registry.eviction_policies, self.cache.eviction.name)])
+        stores = [(use.place.partition(": ")[2] or use.place, use.name) for use in self.cache.all_stores]
+        problems += _unknown([(key, registry.page_stores, name) for key, name in stores])
         if self.model.prefill_skipping is not None:
             name = self.model.prefill_skipping.name
             problems += _unknown([("model.prefill_skipping", registry.wrappers, name)])

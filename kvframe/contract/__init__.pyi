@@ -73,6 +73,8 @@ from .model import PredictionHeads as PredictionHeads
 from .order import BatchOrder as BatchOrder
 from .order import BatchSplit as BatchSplit
 from .order import split_batch as split_batch
+from .page_store import OpenPageStore as OpenPageStore
+from .page_store import PageStore as PageStore
 from .proposer import DraftRequest as DraftRequest
 from .proposer import Proposer as Proposer
 from .ranges import RangeRuns as RangeRuns

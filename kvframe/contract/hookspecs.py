@@ -109,6 +109,10 @@ class HookSpecs:
         """Register eviction policies: subclasses of ``EvictionPolicy`` with that ``name``."""
 
     @hookspec
+    def kvframe_register_page_stores(self, register: Register) -> None:
+        """Register page stores: subclasses of ``PageStore`` with that ``name``."""
+
+    @hookspec
     def kvframe_register_proposers(self, register: Register) -> None:
         """Register proposers of draft tokens: subclasses of ``Proposer`` with that ``name``."""
 

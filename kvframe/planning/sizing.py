@@ -100,18 +100,19 @@ def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied: Sequence[LayerSp
 
 
 def num_host_slabs(plan: KVCachePlan, stack: Stack) -> int:
-    """Return the number of slabs for preempted requests in host memory; 0 if requests are not swapped.
+    """Return the number of slabs in host memory, for evicted blocks and preempted requests; 0 if the stack has none.
 
     Raises ``PlanError`` if the memory does not hold one slab for each group, so that no request could be swapped.
     """
-    if stack.cache.swap_memory is None or stack.cache.preemption != "swap" or not plan.groups:
+    is_used = stack.cache.prefix_caching or stack.cache.preemption == "swap"
+    if stack.cache.host_memory is None or not is_used or not plan.groups:
         return 0
-    num_slabs = stack.cache.swap_memory // plan.slab_bytes
+    num_slabs = stack.cache.host_memory // plan.slab_bytes
     if num_slabs < len(plan.groups):
         raise PlanError(
-            f"swap_memory of {stack.cache.swap_memory} bytes holds {num_slabs} slabs of {plan.slab_bytes} bytes, but "
+            f"host_memory of {stack.cache.host_memory} bytes holds {num_slabs} slabs of {plan.slab_bytes} bytes, but "
             f"each of the {len(plan.groups)} groups needs one; give at least {len(plan.groups) * plan.slab_bytes} "
-            'bytes, or preemption = "recompute"'
+            "bytes, or none"
         )
     return num_slabs
 

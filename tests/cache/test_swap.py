@@ -318,7 +318,7 @@ def test_without_a_host_store_nothing_is_swapped() -> None:
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 TIGHT = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5, "max_num_seqs": 8}
-SWAP = {"preemption": "swap", "swap_memory": "1MiB"}
+SWAP = {"preemption": "swap", "host_memory": "1MiB"}
 
 
 def tight_engine(model: TinyModel, **options: Any) -> Engine:
@@ -364,11 +364,11 @@ def test_what_the_host_has_no_room_for_is_computed_again(models: Any, references
         slabs = len(engine.plan.groups)
         memory = slabs * engine.plan.slab_bytes
     options = {"preemption": "swap", "prefix_caching": False}
-    stats = served(tight_engine(model, swap_memory=memory, **options), expected)
+    stats = served(tight_engine(model, host_memory=memory, **options), expected)
     assert 0 < stats.swaps < stats.preemptions
     assert stats.peak_host_bytes <= memory
     with pytest.raises(PlanError, match=f"each of the {slabs} groups needs one; give at least {memory} bytes"):
-        tight_engine(model, swap_memory=memory - 1, **options)
+        tight_engine(model, host_memory=memory - 1, **options)
 
 
 @pytest.mark.parametrize("direction", ["copy_out", "copy_in"])

@@ -135,7 +135,7 @@ def test_plan_states_the_allocation_of_a_run(model: Path, memory: str) -> None:
 
 def test_plan_states_the_host_memory_of_a_run(model: Path, tmp_path: Path) -> None:
     stack = tmp_path / "stack.toml"
-    stack.write_text('[cache]\nmemory = "8MiB"\npreemption = "swap"\nswap_memory = "3MB"\n')
+    stack.write_text('[cache]\nmemory = "8MiB"\npreemption = "swap"\nhost_memory = "3MB"\n')
     planned = run_json("plan", model, "--stack", stack)
     assert 3_000_000 - planned["slab_bytes"] < planned["host_bytes"] <= 3_000_000
     with Engine.from_pretrained(model, stack=Stack.from_file(stack)) as engine:

@@ -92,7 +92,7 @@ def test_a_key_accepts_the_values_that_a_stack_accepts(table: str, key: str) -> 
     judged = []
     for value in VALUES:
         # A swap needs memory, and a rule says which layers it is for.
-        beside = {"swap_memory": "1GiB"} if key == "preemption" else {"kind": "mamba"} if table == "rules" else {}
+        beside = {"host_memory": "1GiB"} if key == "preemption" else {"kind": "mamba"} if table == "rules" else {}
         content = {**beside, key: value}
         data = {table: [content] if table == "rules" else content}
         judged.append((is_stack(data), accepts(SCHEMA, data), value))
@@ -105,7 +105,7 @@ def test_a_key_accepts_the_values_that_a_stack_accepts(table: str, key: str) -> 
     [
         {},
         {"cache": {"preemption": "swap"}},
-        {"cache": {"preemption": "swap", "swap_memory": 5}},
+        {"cache": {"preemption": "swap", "host_memory": 5}},
         {"rules": [{"backend": "triton"}]},
         {"rules": [{"layers": "*", "backend": "triton"}]},
         {"rules": [{"kind": "made_by_nobody_here"}]},

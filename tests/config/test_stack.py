@@ -21,6 +21,7 @@ from kvframe.config.stack import (
 from kvframe.contract.errors import StackError
 from kvframe.loading.plugins import PluginPolicy, load_plugins
 from tests.loading.fake_distributions import FakeSite, registers
+from tests.support.plugins import plugin
 
 EVERYTHING = """
 [plugins]
@@ -40,7 +41,9 @@ hybrid = false
 dtype = "bfloat16"
 prefix_caching = false
 preemption = "swap"
-swap_memory = "4GiB"
+host_memory = "4GiB"
+disk = { path = "pages", size = "20GiB" }
+stores = ["fast", { name = "far", url = "x" }]
 audit = true
 
 [model]
@@ -94,6 +97,7 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
                 "backend": {"fast": "kvframe-fast"},
                 "format": {},
                 "eviction": {},
+                "page_store": {},
                 "proposer": {},
                 "logits_processor": {},
                 "model_adapter": {},
@@ -108,7 +112,9 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
             dtype="bfloat16",
             prefix_caching=False,
             preemption="swap",
-            swap_memory=4294967296,
+            host_memory=4294967296,
+            disk={"path": "pages", "size": "20GiB"},
+            stores=(Use("fast"), Use("far", {"url": "x"})),
             audit=True,
         ),
         model=ModelOptions(device="cuda:0", dtype="bfloat16", prefill_skipping=Use("decode_only")),
@@ -158,8 +164,9 @@ def test_an_error_in_the_syntax_of_toml_has_its_line(tmp_path: Path, content: by
 
 def test_unknown_key_names_file_path_keys_and_nearest() -> None:
     assert message({"cache": {"block_sise": 8}}) == (
-        "my.toml: cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, dtype, eviction, "
-        "format, hybrid, key, memory, preemption, prefix_caching, swap_memory; did you mean 'block_size'?"
+        "my.toml: cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, disk, dtype, "
+        "eviction, format, host_memory, hybrid, key, memory, preemption, prefix_caching, stores; did you mean "
+        "'block_size'?"
     )
 
 
@@ -242,8 +249,8 @@ def test_all_problems_are_in_one_error() -> None:
     assert message({"cache": {"block_sise": 8, "hybrid": "no"}, "engin": {}}).splitlines() == [
         "my.toml: 3 problems",
         "  cache.hybrid must be true or false, not 'no' (a string)",
-        "  cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, dtype, eviction, format, "
-        "hybrid, key, memory, preemption, prefix_caching, swap_memory; did you mean 'block_size'?",
+        "  cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, disk, dtype, eviction, "
+        "format, host_memory, hybrid, key, memory, preemption, prefix_caching, stores; did you mean 'block_size'?",
         "  engin: there is no key named 'engin'; known: cache, engine, limits, model, plugin, plugins, rules; "
         "did you mean 'engine'?",
     ]
@@ -251,10 +258,10 @@ def test_all_problems_are_in_one_error() -> None:
 
 def test_swapping_needs_memory_to_swap_to() -> None:
     assert message({"cache": {"preemption": "swap"}}) == (
-        'my.toml: cache needs swap_memory if preemption is "swap": bytes of host memory, like "4GiB"'
+        'my.toml: cache needs host_memory if preemption is "swap": bytes of host memory, like "4GiB"'
     )
-    assert message({"cache": {"swap_memory": "auto"}}) == (
-        "my.toml: cache.swap_memory must be a number of bytes, or a size like '2GiB', not 'auto' (a string)"
+    assert message({"cache": {"host_memory": "auto"}}) == (
+        "my.toml: cache.host_memory must be a number of bytes, or a size like '2GiB', not 'auto' (a string)"
     )
 
 
@@ -529,3 +536,10 @@ def test_values_of_a_command_line_replace_the_stack_s_own() -> None:
 )
 def test_a_key_in_the_wrong_table_names_its_own_table(key: str, value: object, meant: str) -> None:
     assert f"did you mean {meant}?" in message({"engine": {key: value}})
+
+
+def test_a_stack_names_registered_page_stores() -> None:
+    registry = load_plugins(plugins=[plugin("shop", page_stores={"shelf": "a:B"})]).registry
+    Stack.from_mapping({"cache": {"stores": ["shelf"]}}).check_names(registry)
+    with pytest.raises(StackError, match=r"^stack: cache\.stores\[0\]: .*'shelff'.*did you mean 'shelf'\?$"):
+        Stack.from_mapping({"cache": {"stores": ["shelff"]}}).check_names(registry)

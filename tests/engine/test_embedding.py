@@ -276,7 +276,7 @@ def test_chunks_prefixes_preemption_and_swapping_change_nothing(
     mode: str, texts: list[list[int]], chunk: int, tight: bool, preemption: str
 ) -> None:
     memory = 2048 if tight else 16 * 1024
-    options = {"preemption": preemption, "swap_memory": 4096, "max_num_batched_tokens": chunk}
+    options = {"preemption": preemption, "host_memory": 4096, "max_num_batched_tokens": chunk}
     with Echo("full_attention").embedder(pooling=mode, memory=memory, self_check=False, **options) as embedder:
         assert [pytest.approx(by_hand(text, mode)) for text in texts] == vectors(embedder.embed(texts))
         assert 0 == held_pages(embedder)
@@ -285,7 +285,7 @@ def test_chunks_prefixes_preemption_and_swapping_change_nothing(
 @pytest.mark.parametrize("mode", ["mean", "cls", "last"])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_text_that_loses_its_blocks_half_way_is_not_pooled_twice(mode: str, preemption: str) -> None:
-    options = {"preemption": preemption, "swap_memory": 4096, "max_num_batched_tokens": 6, "self_check": False}
+    options = {"preemption": preemption, "host_memory": 4096, "max_num_batched_tokens": 6, "self_check": False}
     text = [7, *range(18)]
     for num_steps in (1, 2, 3):
         with Echo("full_attention").embedder(pooling=mode, prefix_caching=False, **options) as embedder:

@@ -28,7 +28,7 @@ from tests.support.plugins import plugin
 
 SMALL_STEPS = {"max_num_seqs": 3, "max_num_batched_tokens": 20, "block_size": 4}
 TIGHT = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5, "max_num_seqs": 8}
-SWAP = {"preemption": "swap", "swap_memory": "1MiB"}
+SWAP = {"preemption": "swap", "host_memory": "1MiB"}
 
 
 @pytest.fixture(autouse=True)

@@ -68,7 +68,7 @@ def test_a_cached_prompt_is_not_computed_again(model: TinyModel, reference: list
 @pytest.mark.parametrize("swap", [False, True])
 def test_samples_that_are_preempted_go_on(model: TinyModel, reference: list[tuple[int, ...]], swap: bool) -> None:
     memory = model.tight_memory(55, block_size=4, max_num_batched_tokens=16)
-    options: dict[str, Any] = {"preemption": "swap", "swap_memory": "1MiB"} if swap else {}
+    options: dict[str, Any] = {"preemption": "swap", "host_memory": "1MiB"} if swap else {}
     with model.engine(
         block_size=4, memory=memory, max_num_batched_tokens=16, prefix_caching=False, audit=True, **options
     ) as engine:

@@ -43,7 +43,7 @@ def test_its_steps_add_up_to_the_counters(model: TinyModel) -> None:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preemptions_are_recorded_with_what_becomes_of_the_state(model: TinyModel, preemption: str) -> None:
-    swap = {"preemption": preemption, "swap_memory": "1MiB"} if preemption == "swap" else {}
+    swap = {"preemption": preemption, "host_memory": "1MiB"} if preemption == "swap" else {}
     with model.engine(memory="150KiB", reserve_prompts=False, **swap) as engine:
         trace = engine.start_trace()
         engine.generate([ids(seed, 40) for seed in range(8)], attrs.evolve(GREEDY, max_new_tokens=40))

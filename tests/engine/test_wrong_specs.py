@@ -400,7 +400,7 @@ def test_a_request_that_reaches_a_wrong_answer_ends_and_others_do_not_notice(
 def test_a_wrong_answer_under_pressure_ends_its_requests_and_no_others(llama: TinyModel, preemption: str) -> None:
     where = WHERE[1]
     prompts = [ids(index, 20 + 11 * index) for index in range(1, 8)]
-    options = {"max_num_batched_tokens": 24, "memory": 40 * 1024, "preemption": preemption, "swap_memory": "1MiB"}
+    options = {"max_num_batched_tokens": 24, "memory": 40 * 1024, "preemption": preemption, "host_memory": "1MiB"}
     with engine_of(llama, window_of(), max_num_batched_tokens=24) as engine:
         expected = [output.token_ids for output in serve(engine, prompts)]
     with engine_of(llama, window_of("raises", where), **options) as engine:

@@ -173,7 +173,7 @@ def swap_draft_headed(folder: Path) -> Result:
     """Drafts of prediction heads for requests that are preempted and swapped."""
     # A rank has half of the model's heads, and pages with all of what the prediction heads keep.
     memory = 163840 * 7 // 10 if "WORLD_SIZE" in os.environ else 163840
-    options: dict[str, Any] = {"max_model_len": 96, "preemption": "swap", "swap_memory": "1MiB"}
+    options: dict[str, Any] = {"max_model_len": 96, "preemption": "swap", "host_memory": "1MiB"}
     with engine_of(folder / "headed", memory=memory, drafts="mtp", **options) as engine:
         tokens, counts = tokens_of(engine.generate(PROMPTS, GREEDY)), counts_of(engine)
         # Pages of other sizes divide slabs otherwise, so that other requests are swapped.
@@ -227,7 +227,7 @@ def serve_gemma(folder: Path, memory: int | None = None, **options: Any) -> Resu
 
 def swap_gemma(folder: Path) -> Result:
     """Likewise, preempted and swapped to host memory."""
-    return serve_gemma(folder, preemption="swap", swap_memory="1MiB")
+    return serve_gemma(folder, preemption="swap", host_memory="1MiB")
 
 
 def draft_gemma(folder: Path, **options: Any) -> Result:
@@ -237,7 +237,7 @@ def draft_gemma(folder: Path, **options: Any) -> Result:
 
 def swap_draft_gemma(folder: Path) -> Result:
     """Likewise, preempted and swapped."""
-    return draft_gemma(folder, preemption="swap", swap_memory="1MiB")
+    return draft_gemma(folder, preemption="swap", host_memory="1MiB")
 
 
 def serve_latents(folder: Path, family: str = "deepseek_v2") -> Result:

@@ -173,7 +173,7 @@ def test_a_prefix_is_found_up_to_whole_ranges(model: tuple[Path, Any]) -> None:
 def test_samples_preempted_requests_and_drafts_are_the_models_own(model: tuple[Path, Any]) -> None:
     path, own = model
     cases = [([*range(3 + i, 40 + i)], [(4, 17), (20 + i, 30 + i)]) for i in range(5)]
-    for preemption in ({"preemption": "recompute"}, {"preemption": "swap", "swap_memory": "1MiB"}):
+    for preemption in ({"preemption": "recompute"}, {"preemption": "swap", "host_memory": "1MiB"}):
         with make_engine(path, cache={**preemption, "memory": "56KiB", "audit": True}) as engine:
             check(own, cases, generate(engine, cases))
             stats = engine.stats()

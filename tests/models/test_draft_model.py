@@ -252,7 +252,7 @@ def test_other_settings_change_nothing(models: Models, family: str, setting: str
 def test_its_state_is_right_after_preemption(models: Models, family: str, preemption: str) -> None:
     model = models(family)
     memory = model.tight_memory(81, drafts=by(model.path))
-    options = {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "audit": True}
+    options = {"memory": memory, "preemption": preemption, "host_memory": "1MiB", "audit": True}
     stats = check_twin(model, greedy(model), **options)
     assert stats.preemptions > 0
     assert (stats.swaps > 0) == (preemption == "swap")

@@ -141,7 +141,7 @@ def test_sampled_tokens_follow_the_same_seeds(models: Any, family: str, sampling
 def test_preempted_requests_give_the_same_tokens(models: Any, family: str, preemption: str) -> None:
     model = models(family)
     memory = model.tight_memory(100, drafts="knowing")
-    options = {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "audit": True}
+    options = {"memory": memory, "preemption": preemption, "host_memory": "1MiB", "audit": True}
     _, with_drafts = check_same(model, greedy(model), **options)
     assert with_drafts.preemptions > 0
     assert (with_drafts.swaps > 0) == (preemption == "swap")

@@ -134,7 +134,7 @@ def test_preempted_requests_give_the_same_tokens(models: Any, references: Any, f
     options: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 12, "block_size": 4}
     memory = models(family).tight_memory(56 if family == "t5gemma" else 58, {"encoder": 50}, **options)
     if preemption == "swap":
-        options |= {"preemption": "swap", "swap_memory": "4MiB"}
+        options |= {"preemption": "swap", "host_memory": "4MiB"}
     with models(family).engine(memory=memory, max_num_seqs=8, **options) as engine:
         assert expected == served(engine, family)
         stats = engine.stats()

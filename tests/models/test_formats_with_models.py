@@ -103,7 +103,7 @@ def test_preempted_requests_give_the_same_tokens(
     model, tokens = models("gpt_oss"), expected("gpt_oss", kv_format)
     options = {**TIGHT, "format": in_stack(kv_format)}
     memory = model.tight_memory(75, **options)
-    swap = {"preemption": "swap", "swap_memory": "1MiB"} if preemption == "swap" else {}
+    swap = {"preemption": "swap", "host_memory": "1MiB"} if preemption == "swap" else {}
     with on_torch(model, memory=memory, **options, **swap) as engine:
         assert tokens == served(engine)
         assert engine.stats().preemptions > 0

@@ -123,7 +123,7 @@ def test_preempted_requests_with_drafts_are_replayed_with_equal_tokens(
     expected, _ = serve(model, family)
     options: dict[str, Any] = {"drafts": "knowing", "max_model_len": 96, "block_size": 4}
     memory = model.tight_memory(75, **options) * 5 // 4
-    options |= {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "max_num_batched_tokens": 24}
+    options |= {"memory": memory, "preemption": preemption, "host_memory": "1MiB", "max_num_batched_tokens": 24}
     with model.engine(**options_of(family), **options, graphs=[1, 2, 4]) as engine:
         assert expected == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
         stats, runner = engine.stats(), cast(Any, runner_of(engine))

@@ -128,7 +128,7 @@ def test_a_compiled_model_gives_them(models: Callable[[str], TinyModel], family:
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_preempted_request_gets_none_or_its_own(models: Callable[[str], TinyModel], preemption: str) -> None:
     model = models("llama")
-    options: dict[str, Any] = {"preemption": preemption, "swap_memory": "1MiB", "block_size": 4}
+    options: dict[str, Any] = {"preemption": preemption, "host_memory": "1MiB", "block_size": 4}
     memory = model.tight_memory(100, drafts="checking", block_size=4)
     stats, _ = serve(model, "llama", memory=memory, **options)
     assert stats.preemptions > 0

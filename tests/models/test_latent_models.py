@@ -42,7 +42,7 @@ def test_preempted_requests_give_the_same_tokens(
     options: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5, "max_num_seqs": 8}
     memory = models(family).tight_memory(75, **options)
     if preemption == "swap":
-        options |= {"preemption": "swap", "swap_memory": "1MiB"}
+        options |= {"preemption": "swap", "host_memory": "1MiB"}
     with models(family).engine(memory=memory, prefix_caching=prefix_caching, **options) as engine:
         assert expected == served(engine)
         stats = engine.stats()

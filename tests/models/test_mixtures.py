@@ -194,7 +194,7 @@ def test_preempted_requests_give_the_same_tokens(
     memory = models(mixture).tight_memory(75, **options) * 4 // 3
     options |= {"memory": memory, "max_num_seqs": 8, "preemption": preemption}
     if preemption == "swap":
-        options["swap_memory"] = "4MiB"
+        options["host_memory"] = "4MiB"
     with models(mixture).engine(prefix_caching=prefix_caching, **options) as engine:
         assert expected == served(engine)
         stats = engine.stats()
@@ -250,7 +250,7 @@ def test_a_decoder_with_windows_and_cross_attention_gives_the_tokens_of_its_dens
         options["memory"] = translator.tight_memory(65, {"encoder": 41}, **options)
         options["preemption"] = preemption
     if preemption == "swap":
-        options["swap_memory"] = "4MiB"
+        options["host_memory"] = "4MiB"
     with translator.engine(prefix_caching=prefix_caching, max_num_seqs=8, self_check=True, **options) as engine:
         for _ in range(2):
             outputs = engine.generate(encoder_prompts("t5gemma"), GREEDY)

@@ -82,7 +82,7 @@ def test_between_steps_the_model_runs_trains_and_generates_as_before(family: str
 )
 def test_nothing_of_the_old_weights_is_used_after_they_changed(family: str, preemption: str, tmp_path: Path) -> None:
     model = tiny(tmp_path, family)
-    stack = attrs.evolve(STACK, cache=attrs.evolve(STACK.cache, preemption=preemption, swap_memory="1MiB"))
+    stack = attrs.evolve(STACK, cache=attrs.evolve(STACK.cache, preemption=preemption, host_memory="1MiB"))
     with Engine.from_model(model, stack=stack) as engine:
         engine.generate([PROMPT], GREEDY)  # leaves a cached prefix
         engine.add_request(PROMPT, GREEDY, "a")

@@ -135,7 +135,7 @@ def test_a_draft_model_runs_in_graphs(models: Callable[[str], TinyModel], family
 def test_preempted_requests_generate_the_same(models: Callable[[str], TinyModel], family: str, preemption: str) -> None:
     model = models(family)
     expected, _ = serve(model, family)
-    swap = {"preemption": "swap", "swap_memory": "1MiB"} if preemption == "swap" else {}
+    swap = {"preemption": "swap", "host_memory": "1MiB"} if preemption == "swap" else {}
     found, engine = serve(model, family, memory=model.tight_memory(81), graphs=[1, 2, 4, 8], **swap)
     assert expected == found
     assert engine.stats().preemptions > 0

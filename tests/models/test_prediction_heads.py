@@ -240,7 +240,7 @@ def test_pages_of_fewer_bits_hold_the_keys_of_heads_too(models: Models) -> None:
 def test_the_drafts_are_right_after_preemption(models: Models, family: str, preemption: str) -> None:
     headed = models(family)
     memory = headed.model.tight_memory(81, drafts="meddling")
-    options = {"memory": memory, "preemption": preemption, "swap_memory": "1MiB", "audit": True}
+    options = {"memory": memory, "preemption": preemption, "host_memory": "1MiB", "audit": True}
     stats = check(headed, prompts=PROMPTS, **options)
     assert stats.preemptions > 0
     assert (stats.swaps > 0) == (preemption == "swap")

@@ -104,7 +104,7 @@ def test_preempted_requests_give_the_same_tokens(model: Served, preemption: str,
     options["block_size"] = block_size
     memory = model.model.tight_memory(75, rules=rules(), **options)
     if preemption == "swap":
-        options |= {"preemption": "swap", "swap_memory": "2MiB"}
+        options |= {"preemption": "swap", "host_memory": "2MiB"}
     with model.engine(memory=memory, **options) as engine:
         assert model.tokens == served(engine)
         stats = engine.stats()
@@ -114,7 +114,7 @@ def test_preempted_requests_give_the_same_tokens(model: Served, preemption: str,
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_request_that_is_preempted_after_each_token_chooses_the_same(model: Served, preemption: str) -> None:
-    options = {"preemption": "swap", "swap_memory": "2MiB"} if preemption == "swap" else {}
+    options = {"preemption": "swap", "host_memory": "2MiB"} if preemption == "swap" else {}
     with model.engine(block_size=4, **options) as engine:
         tokens: list[int] = []
         for output in engine.stream(PROMPTS[3], GREEDY):

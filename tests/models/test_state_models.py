@@ -71,7 +71,7 @@ def test_preempted_requests_give_the_same_tokens(
         memory = memory * 5 // 4  # the least memory has states for one request only, so nothing would be preempted
     options |= {"preemption": preemption, "prefix_caching": prefix_caching, "max_num_seqs": 8, "memory": memory}
     if preemption == "swap":
-        options["swap_memory"] = "4MiB"
+        options["host_memory"] = "4MiB"
     with models(family).engine(**options) as engine:
         assert expected == served(engine)
         stats = engine.stats()

@@ -159,7 +159,7 @@ def test_requests_with_drafts_are_swapped_forked_preempted_and_found_again(
     models: Any, family: str, checkpoints: str, block_size: int
 ) -> None:
     states = {"checkpoints": checkpoints, "num_draft_tokens": NUM_DRAFTS}
-    options = {"preemption": "swap", "swap_memory": "4MiB", "audit": True, "max_num_seqs": 8}
+    options = {"preemption": "swap", "host_memory": "4MiB", "audit": True, "max_num_seqs": 8}
     truth = {f"r{index}": [*ids(3, 23), *ids(index, 37)] for index in range(3)}
     plain = plain_logits(models(family), [*truth.values()])
     with models(family).engine(states=states, block_size=block_size, **options) as engine:

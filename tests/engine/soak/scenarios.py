@@ -55,7 +55,7 @@ class Scenario:
     per_second: float = 0.1
 
 
-SWAP: dict[str, Any] = {"block_size": 4, "preemption": "swap", "swap_memory": "192KiB"}
+SWAP: dict[str, Any] = {"block_size": 4, "preemption": "swap", "host_memory": "192KiB"}
 SCENARIOS = (
     Scenario(
         name="windows",
@@ -85,7 +85,7 @@ SCENARIOS = (
         what="a pool of three blocks of four tokens, counted anew after every operation",
         longest=12,
         longest_output=6,
-        cache={**SWAP, "swap_memory": "16KiB", "audit": True},
+        cache={**SWAP, "host_memory": "16KiB", "audit": True},
         limits={"max_num_seqs": 3, "max_num_batched_tokens": 8},
         per_second=0.2,
     ),

@@ -229,7 +229,7 @@ def _check_memory(plan: KVCachePlan, stack: Stack, device: torch.device, host_sl
         pool + swapped + tokens,
         f"the host has no {pool + swapped + tokens} bytes: {pool} for the cache, {swapped} to swap to and {tokens} for "
         f"the tokens of {stack.limits.max_num_seqs} requests of {plan.max_model_len}; ask for less memory, "
-        "swap_memory, max_num_seqs or max_model_len",
+        "host_memory, max_num_seqs or max_model_len",
     )
 
 

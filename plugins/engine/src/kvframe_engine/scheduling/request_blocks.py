@@ -82,7 +82,13 @@ class RequestBlocks(Generic[RequestT]):
     """
 
     def __init__(
-        self, cache: RequestCache, stats: SchedulerStats, *, max_num_batched_tokens: int, reserve_prompts: bool
+        self,
+        cache: RequestCache,
+        stats: SchedulerStats,
+        *,
+        max_num_batched_tokens: int,
+        reserve_prompts: bool,
+        swaps: bool,
     ) -> None:
         """Begin without requests.
 
@@ -91,11 +97,13 @@ class RequestBlocks(Generic[RequestT]):
             stats: The counters to update.
             max_num_batched_tokens: As for ``Scheduler``.
             reserve_prompts: As for ``Scheduler``.
+            swaps: As for ``Scheduler``.
         """
         self._cache = cache
         self._stats = stats
         self._max_num_batched_tokens = max_num_batched_tokens
         self._reserve_prompts = reserve_prompts
+        self._swaps = swaps
 
     def let_run(self, request: RequestT, budget: int, input_tokens: int, *, others_run: bool) -> int:
         """Let a waiting request run: resume a swapped one, fork one, or start one on its cached prefix.
@@ -122,7 +130,8 @@ class RequestBlocks(Generic[RequestT]):
 
     def swap_out(self, request: RequestT) -> bool:
         """Swap a request out to host memory; return False, and change nothing, if that is not possible."""
-        if request.has_to_choose:  # between two steps only: it computes its prompt again
+        # A request that has to choose computes its prompt again: it may choose between two steps only.
+        if not self._swaps or request.has_to_choose:
             return False
         try:
             if not self._cache.swap_out(request.request_id):

@@ -77,6 +77,7 @@ class Scheduler(Generic[RequestT]):
         shared_block_size: int = 0,
         whole_prompts: bool = False,
         reserve_prompts: bool = True,
+        swaps: bool = True,
         drafting: Drafting[RequestT] | None = None,
     ) -> None:
         """Start with nothing to do.
@@ -89,6 +90,7 @@ class Scheduler(Generic[RequestT]):
             shared_block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
             reserve_prompts: Whether a prompt that is computed in chunks begins only when the cache has enough free
                 blocks for all of it. If False, it begins when they are enough for its first chunk.
+            swaps: Whether a preempted request's state moves to host memory, while that has free pages.
             whole_prompts: Whether a request starts only if one step can compute all of its tokens; it must have no
                 more than ``max_num_batched_tokens``.
             drafting: Gets draft tokens for requests that generate; None for none.
@@ -102,7 +104,11 @@ class Scheduler(Generic[RequestT]):
         self._shared_block_size = shared_block_size
         self._whole_prompts = whole_prompts
         self._blocks: RequestBlocks[RequestT] = RequestBlocks(
-            cache, self.stats, max_num_batched_tokens=max_num_batched_tokens, reserve_prompts=reserve_prompts
+            cache,
+            self.stats,
+            max_num_batched_tokens=max_num_batched_tokens,
+            reserve_prompts=reserve_prompts,
+            swaps=swaps,
         )
         self._drafting = drafting
         self._pausing: list[RequestT] = []
