@@ -11,6 +11,8 @@ Its files, in the order of the flow; each uses only those before it.
 - The audit of all this: ``audit``; hits and pins, in the pool and its indexes as one: ``stats``, ``prefix_lookup``.
 - Requests that run: argument checks (``arguments``); blocks are allocated, and copied for forks
   (``allocation``); rows begin, run, release dead blocks and end (``coordinator``).
-- Requests in host memory, and saved prefixes that are restored: ``swap``.
+- Pages outside of the pool: host memory (``host_pages``), and evicted pages in it (``host_tier``); what a request
+  could continue from, wherever its blocks are (``stored_prefix``).
+- Requests in host memory, and stored prefixes that are restored: ``swap``.
 - What an engine calls: ``manager``.
 """

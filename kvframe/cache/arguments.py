@@ -14,8 +14,15 @@ from kvframe.contract.errors import RequestError
 from kvframe.contract.foreign import safe_repr
 
 _SEQUENCES = frozenset((array, list, tuple))
+SECRET_BYTES = 32
 MAX_SALT_CHARS = 4096
 """The longest salt: it is read whenever a request starts."""
+
+
+def check_secret(secret: object) -> None:
+    """Refuse a secret of keys that is not 32 bytes."""
+    if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
+        raise RequestError(f"the secret must be {SECRET_BYTES} bytes, not {safe_repr(secret)}", code="bad_secret")
 
 
 def check_salt(salt: object) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol
 
 import attrs
 import numpy as np
@@ -98,20 +98,47 @@ CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 """What happened to the blocks of the prefix cache."""
 
 
+class PageWatcher(Protocol):
+    """Learns the keys of pages, to keep copies of the pages elsewhere. It does not raise."""
+
+    def note_stored(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Record that pages of a group became findable: their content stays the same until they are evicted."""
+
+    def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Record that pages of a group are evicted; during this call they still have their content."""
+
+    def note_cleared(self) -> None:
+        """Record that all pages were removed, because their content may be wrong."""
+
+
 class EventLog:
     """The events of a cache since they were last taken.
 
     Invariant: replaying all events, taken and not yet taken, gives the blocks that can be found.
+
+    Attributes:
+        keeps_events: Whether events are kept for ``take``. Otherwise only the watchers learn of pages, and of the pages
+            of a running request only when another request finds them, or when it ends.
     """
 
-    def __init__(self, groups: Sequence[PlannedGroup], tree: RadixTree, secret: bytes) -> None:
+    def __init__(
+        self,
+        groups: Sequence[PlannedGroup],
+        tree: RadixTree,
+        secret: bytes,
+        watchers: Sequence[PageWatcher] = (),
+        *,
+        keeps_events: bool = True,
+    ) -> None:
         """Begin with the event of a cleared cache; the secret for the keys is 32 bytes."""
+        self.keeps_events = keeps_events
+        self._watchers = watchers
         self._groups = groups
         self._tree = tree
         self._secret = secret
         # Blocks of all sizes begin at its multiples: no later block begins before the last multiple.
         self._alignment = math.lcm(*tree.sizes)
-        self._events: list[CacheEvent] = [CacheCleared()]
+        self._events: list[CacheEvent] = [CacheCleared()] if keeps_events else []
         self._key_of_page: dict[int, tuple[int, bytes]] = {}
         # By a node's owner number: the node, its salt, and the hash of a prefix that ends in it.
         self._hashes: OrderedDict[int, tuple[RadixNode, str, PrefixHash]] = OrderedDict()
@@ -169,23 +196,35 @@ class EventLog:
             )
 
     def _append_stored(self, event: BlocksStored, pages: Sequence[int]) -> None:
-        self._events.append(event)
+        if self.keeps_events:
+            self._events.append(event)
+        for watcher in self._watchers:
+            watcher.note_stored(event.group, event.keys, pages)
         self._key_of_page.update(zip(pages, ((event.group, key) for key in event.keys), strict=True))
 
     def record_removed(self, block_ids: AnyBlockIds) -> None:
-        """Record that pages were evicted."""
-        removed: dict[int, list[bytes]] = {}
+        """Record that pages are evicted."""
+        removed: dict[int, tuple[list[bytes], list[int]]] = {}
         for page in block_ids.tolist():
             known = self._key_of_page.pop(page, None)
             if known is not None:
-                removed.setdefault(known[0], []).append(known[1])
-        self._events += (BlocksRemoved(group=group, keys=tuple(keys)) for group, keys in removed.items())
+                keys, pages = removed.setdefault(known[0], ([], []))
+                keys.append(known[1])
+                pages.append(page)
+        for group, (keys, pages) in removed.items():
+            for watcher in self._watchers:
+                watcher.note_evicted(group, keys, pages)
+            if self.keeps_events:
+                self._events.append(BlocksRemoved(group=group, keys=tuple(keys)))
 
     def record_cleared(self) -> None:
         """Record that all blocks were removed."""
         self._key_of_page.clear()
         self._hashes.clear()
-        self._events.append(CacheCleared())
+        for watcher in self._watchers:
+            watcher.note_cleared()
+        if self.keeps_events:
+            self._events.append(CacheCleared())
 
     def _keys_of(
         self, node: RadixNode, ends: Sequence[int]

@@ -16,18 +16,22 @@ from kvframe.cache.arguments import (
     check_name,
     check_num_tokens,
     check_salt,
+    check_secret,
     check_sequence,
     check_tokens,
 )
 from kvframe.cache.audit import audit_each_verb, audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator, TokenMover
-from kvframe.cache.events import KEY_BYTES, NO_INPUTS, EventLog
+from kvframe.cache.events import KEY_BYTES, NO_INPUTS, EventLog, PageWatcher
+from kvframe.cache.host_pages import HostPages
+from kvframe.cache.host_tier import HostTier
 from kvframe.cache.input_index import InputBlocks, InputSequence, Namespace, input_blocks, inputs_root
 from kvframe.cache.prefix_lookup import NO_HIT, Pin, Pins, PrefixCache, PrefixHit, found_prefix
 from kvframe.cache.radix_tree import NO_MATCH, before_range
 from kvframe.cache.stats import FoundPrefix, GroupLookups, KVCacheStats
-from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
+from kvframe.cache.stored_prefix import PrefixBlocks, prefix_blocks
+from kvframe.cache.swap import FetchPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.foreign import safe_repr
@@ -79,6 +83,8 @@ class KVCacheManager:
         plan: The plan that it manages.
         tables: One block table per group.
         prefix_caching: Whether computed blocks become findable; False if there is nothing to cache.
+        host_tier: The host memory, with the copies of evicted pages once ``watch_pages`` was called; None without host
+            memory.
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class KVCacheManager:
             plan: The cache plan.
             max_num_seqs: The most requests in the table at a time.
             prefix_caching: Whether computed blocks become findable by later requests.
-            host_pages: The host memory that requests are swapped to; without it none is swapped.
+            host_pages: The host memory that requests are swapped to, and evicted pages are copied to; None for none.
             copier: Copies pages within the pool; without it none is forked.
             mover: Moves the tokens that layers keep of a prompt; without it no request gives up any.
             audited: Whether to ``audit`` after every verb, to find a verb that breaks the cache.
@@ -125,7 +131,10 @@ class KVCacheManager:
         publisher = self._publisher if self.prefix_caching else None
         self._coordinator = KVCacheCoordinator(kinds, numbers, self._pool, publisher, copier)
         self._input_groups = kinds.of_inputs
-        self._swapper = Swapper(kinds, numbers, self._coordinator, self._cache, host_pages)
+        self._kinds = kinds
+        self.host_tier = None if host_pages is None else HostTier(plan, host_pages)
+        host_pool = None if self.host_tier is None else self.host_tier.pool
+        self._swapper = Swapper(kinds, numbers, self._coordinator, self._cache, host_pages, host_pool)
         self._entries: dict[str, Entry] = {}
         self._fresh: dict[int, Entry] = {}
         self._can_fork, self._mover = copier is not None, mover
@@ -133,6 +142,9 @@ class KVCacheManager:
         self._rows = TableRows(max_num_seqs)
         self._num_resets = 0
         self._events: EventLog | None = None
+        self._watchers: tuple[PageWatcher, ...] = ()
+        self._watch_secret = bytes(KEY_BYTES)
+        self._refreshes = False  # whether leaves are updated after each commit, for events
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
         if audited:
             audit_each_verb(self)
@@ -320,7 +332,7 @@ class KVCacheManager:
         if entry.row in self._fresh:
             self._first_commit(self._fresh.pop(entry.row))
         self._coordinator.commit_row(entry.row, num_computed)
-        if self._events is not None or self._publisher.unreadable:
+        if self._refreshes or self._publisher.unreadable:
             self._after_commit([entry.row])
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
@@ -333,7 +345,7 @@ class KVCacheManager:
         for row in self._fresh.keys() & rows.tolist() if self._fresh else ():
             self._first_commit(self._fresh.pop(row))
         self._coordinator.commit_rows(rows, num_computed)
-        if self._events is not None or self._publisher.unreadable:
+        if self._refreshes or self._publisher.unreadable:
             self._after_commit(rows.tolist())
 
     def _first_commit(self, entry: Entry) -> None:
@@ -349,7 +361,7 @@ class KVCacheManager:
 
     def _after_commit(self, rows: Sequence[int]) -> None:
         """Record the events of rows, if there is an event log, and raise for tokens that could not be read."""
-        for row in rows if self._events is not None else ():
+        for row in rows if self._refreshes else ():
             self._publisher.refresh_leaf(row)
         for row in rows if self._publisher.unreadable else ():
             if row in self._publisher.unreadable:
@@ -604,16 +616,66 @@ class KVCacheManager:
         Args:
             secret: 32 bytes, for the keys of blocks (``kvframe.cache.events``).
         """
-        if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
-            raise RequestError(f"the secret must be {KEY_BYTES} bytes, not {safe_repr(secret)}", code="bad_secret")
-        self._events = EventLog(self.plan.groups, self._cache.tree, secret)
-        self._cache.log_events_to(self._events)
-        return self._events
+        check_secret(secret)
+        log = self._log(secret, keeps_events=True)
+        self._refreshes = True
+        return log
 
     def stop_events(self) -> None:
         """Stop recording events."""
-        self._events = None
-        self._cache.log_events_to(None)
+        self._refreshes = False
+        if self._watchers:
+            self._log(self._watch_secret, keeps_events=False)
+        else:
+            self._events = None
+            self._cache.log_events_to(None)
+
+    def watch_pages(self, secret: bytes, *watchers: PageWatcher) -> None:
+        """Copy pages that are evicted from now on to host memory, and let watchers learn of all pages.
+
+        Called once, before the first request.
+
+        Args:
+            secret: 32 bytes, for the keys of pages, and of later events too.
+            watchers: What learns of pages, beside the host memory.
+        """
+        check_secret(secret)
+        self._watch_secret = secret
+        self._watchers = watchers if self.host_tier is None else (self.host_tier, *watchers)
+        if self._watchers:
+            self._log(secret, keeps_events=False)
+
+    def _log(self, secret: bytes, *, keeps_events: bool) -> EventLog:
+        """Return a log of all pages, which replaces the one before."""
+        self._events = EventLog(self.plan.groups, self._cache.tree, secret, self._watchers, keeps_events=keeps_events)
+        self._cache.log_events_to(self._events)
+        return self._events
+
+    def prefix_blocks(
+        self,
+        token_ids: Sequence[int],
+        *,
+        secret: bytes,
+        salt: str = "",
+        inputs: Mapping[str, InputSequence] = NO_INPUTS,
+        ranges: Sequence[TokenRange] = (),
+        num_prompt_tokens: int | None = None,
+    ) -> PrefixBlocks:
+        """Return the keys of the blocks that ``start`` could find of a request, and which of them are in the pool.
+
+        Args:
+            token_ids: As for ``start``.
+            secret: 32 bytes, for the keys.
+            salt: As in every verb.
+            inputs: As in every verb.
+            ranges: As for ``start``.
+            num_prompt_tokens: As for ``start``.
+        """
+        check_secret(secret)
+        namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
+        num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
+        most = min(num_known, len(token_ids)) - 1
+        return prefix_blocks(self._cache, self._kinds, secret, namespace, token_ids, most, of_inputs, ranges)
 
     # --- the state of the cache ---------------------------------------------------------------------------------------
 
@@ -663,7 +725,8 @@ class KVCacheManager:
         held = np.concatenate([pages_in(self.tables), self._pins.pinned_pages()])
         audit_pool(self._pool, self.plan, held)
         audit_tree(self._cache.tree)
-        self._swapper.audit_copies(swapped)
+        if self.host_tier is not None:
+            self.host_tier.audit(np.concatenate([np.zeros(0, np.int32), *(stored.pages for stored in swapped)]))
 
     @property
     def stats(self) -> KVCacheStats:

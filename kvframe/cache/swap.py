@@ -6,18 +6,17 @@ A row that is swapped in references cached pages that have the same content as i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.arguments import check_copies
-from kvframe.cache.audit import audit_pool
 from kvframe.cache.block_order import BlockIds
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import GroupKinds, RowNumbers, RowState
 from kvframe.cache.coordinator import KVCacheCoordinator
+from kvframe.cache.host_pages import HostPages
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.prefix_lookup import PrefixCache
 from kvframe.cache.radix_tree import NO_MATCH, as_bytes, before_range, num_readable
@@ -25,19 +24,6 @@ from kvframe.contract.errors import RequestError
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages of a group to the pool: from some places outside of it to as many block ids. It may raise."""
-
-
-class HostPages(Protocol):
-    """The host memory of swapped requests, cut into slabs and pages as the pool is (``attention.storage``)."""
-
-    num_slabs: int
-    """Slabs of the plan's size that fit into the memory."""
-
-    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        """Copy a group's pages from the pool to host memory, byte by byte; it may raise."""
-
-    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Copy a group's pages from host memory to the pool, byte by byte; it may raise."""
 
 
 @attrs.frozen
@@ -49,6 +35,12 @@ class StoredRow:
 
     copies: list[npt.NDArray[np.int64]]
     num_computed: int
+
+    @property
+    def pages(self) -> BlockIds:
+        """``[n], int32, host``: the copies of all groups, without 0."""
+        copies = [of_group[of_group != 0] for of_group in self.copies]
+        return np.concatenate([np.zeros(0, dtype=np.int32), *copies]).astype(np.int32)
 
 
 class Swapper:
@@ -64,11 +56,12 @@ class Swapper:
         coordinator: KVCacheCoordinator,
         cache: PrefixCache,
         host_pages: HostPages | None,
+        host_pool: BlockPool | None,
     ) -> None:
-        plan = self._plan = kinds.plan
+        self._plan = kinds.plan
         self._tables, self._numbers = kinds.tables, numbers
-        self._coordinator, self._cache, self._host_pages = coordinator, cache, host_pages
-        self.host_pool = None if host_pages is None else BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs))
+        self._coordinator, self._cache = coordinator, cache
+        self._host_pages, self.host_pool = host_pages, host_pool
 
     def swap_out_row(self, row: int) -> StoredRow | None:
         """Copy a row's resident pages to host memory, and keep them; return None if too few host pages are free."""
@@ -105,13 +98,6 @@ class Swapper:
         assert self.host_pool is not None
         for group, copies in enumerate(stored.copies):
             self.host_pool.release_blocks(copies[copies != 0].astype(np.int32), group)
-
-    def audit_copies(self, swapped: Iterable[StoredRow]) -> None:
-        """Check that the copies of these rows, and no others, are the held pages of the host memory."""
-        if self.host_pool is not None:
-            copies = [of_group[of_group != 0] for stored in swapped for of_group in stored.copies]
-            held = np.concatenate([np.zeros(0, dtype=np.int64), *copies])
-            audit_pool(self.host_pool, self._plan, held.astype(np.int32))
 
     def restore_prefix(
         self, row: int, state: RowState, copies: list[list[int]], fetch: FetchPages, *, is_caching: bool

@@ -114,6 +114,7 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
     wrong["start"] = [lambda name=name: manager.start(name, TOKENS) for name in ("running", "swapped", *NAMES[1:])]
     wrong["start"] += [lambda each=each: manager.start("new", **each) for each in prompts]
     wrong["find"] = [lambda each=each: manager.find(**each) for each in prompts]
+    wrong_prompts = prompts
     # An input can be pinned and restored without a token.
     prompts = [each for each in prompts if each["token_ids"] not in ([], ())]
     wrong["pin"] = [lambda each=each: manager.pin(**each) for each in prompts]
@@ -133,7 +134,12 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
         ),
     ]
     wrong["resize"] = [lambda count=count: manager.resize(count) for count in (-1, 0, 2.0, None, True, 2**40)]
-    wrong["record_events"] = [lambda secret=secret: manager.record_events(secret) for secret in (5, b"", "x" * 32)]
+    secrets = (5, b"", "x" * 32)
+    wrong["record_events"] = [lambda secret=secret: manager.record_events(secret) for secret in secrets]
+    wrong["watch_pages"] = [lambda secret=secret: manager.watch_pages(secret) for secret in secrets]
+    of_blocks: list[dict[str, Any]] = [{"secret": bytes(32), **each} for each in wrong_prompts]
+    of_blocks += [{"secret": secret, "token_ids": TOKENS} for secret in secrets]
+    wrong["prefix_blocks"] = [lambda each=each: manager.prefix_blocks(**each) for each in of_blocks]
     wrong["on_pages_freed"] = [lambda: setattr(manager, "on_pages_freed", 5)]
     return wrong
 

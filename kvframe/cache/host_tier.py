@@ -1,0 +1,130 @@
+"""The host tier: pages that were evicted from the device stay in host memory, where later requests find them by key.
+
+The memory is that of swapped requests too, cut into slabs and pages as the device's pool is: a swapped request holds
+pages of it, and evicted ones are cached in what is left, the least recently used going first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.audit import audit_pool
+from kvframe.cache.block_order import BlockIds, Groups
+from kvframe.cache.block_pool import BlockPool, Indices
+from kvframe.cache.host_pages import HostPages
+from kvframe.contract.foreign import safe_text
+from kvframe.planning.plan import KVCachePlan
+
+_log = logging.getLogger("kvframe")
+_PAGES_AT_ONCE = 64
+"""Pages that are allocated together, so that more pages than the memory has evict each other in parts."""
+
+
+class HostTier:
+    """Finds pages in host memory by their group and key.
+
+    Invariant: the cached pages of the host memory are exactly those that a key finds.
+
+    Attributes:
+        pages_stored: Pages that were copied to host memory.
+        pages_dropped: Evicted pages for which no host page was free, or whose copy failed.
+    """
+
+    def __init__(self, plan: KVCachePlan, host_pages: HostPages) -> None:
+        """Begin with an empty pool of host pages, ``pool``, for a device pool with this plan."""
+        self._plan, self._num_groups = plan, len(plan.groups)
+        self._host_pages = host_pages
+        self.pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs), on_evicted=self._remove_evicted)
+        self._host_ids: list[dict[bytes, int]] = [{} for _ in plan.groups]
+        self._key_of: dict[int, tuple[int, bytes]] = {}
+        self.pages_stored = self.pages_dropped = 0
+
+    # --- as a watcher of the device's pages ---------------------------------------------------------------------------
+
+    def note_stored(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Do nothing: pages are copied when they are evicted."""
+
+    def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Copy pages that are evicted from the device, except those that have a copy already."""
+        known = self._host_ids[group]
+        self._use_again(group, self.find_pages(group, keys))
+        fresh = [index for index, key in enumerate(keys) if key not in known]
+        for start in range(0, len(fresh), _PAGES_AT_ONCE):
+            chosen = fresh[start : start + _PAGES_AT_ONCE]
+            self._store(group, [keys[index] for index in chosen], [block_ids[index] for index in chosen])
+
+    def note_cleared(self) -> None:
+        """Forget all pages."""
+        for group, host_ids in enumerate(self._host_ids):
+            pages = np.array(list(host_ids.values()), dtype=np.int32)
+            self.pool.discard_cached(pages)
+            # A page that is held now is freed when it is released.
+            self.pool.publish_blocks(0, pages, np.zeros_like(pages))
+            self._host_ids[group] = {}
+        self._key_of.clear()
+
+    def _store(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        counts = [0] * self._num_groups
+        counts[group] = len(keys)
+        host_ids = self.pool.allocate_blocks(counts)
+        if host_ids is None:
+            self.pages_dropped += len(keys)
+            return
+        try:
+            self._host_pages.copy_out(group, block_ids, host_ids.tolist())
+        except (RuntimeError, MemoryError) as error:
+            _log.warning("%d evicted pages were not copied to host memory: %s", len(keys), safe_text(error))
+            self.pages_dropped += len(keys)
+            self.pool.release_blocks(host_ids, group)
+            return
+        for key, host_id in zip(keys, host_ids.tolist(), strict=True):
+            self._host_ids[group][key] = host_id
+            self._key_of[host_id] = group, key
+        self.pool.publish_and_release(host_ids, host_ids, np.zeros_like(host_ids), group)
+        self.pages_stored += len(keys)
+
+    def _remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
+        """Forget the key of a page that is evicted from host memory: a page is its own owner."""
+        group, key = self._key_of.pop(owner)
+        del self._host_ids[group][key]
+
+    # --- finding ------------------------------------------------------------------------------------------------------
+
+    def find_pages(self, group: int, keys: Sequence[bytes]) -> BlockIds:
+        """Return ``[n], int32, host``: for each key the page with its content; 0 for none."""
+        known = self._host_ids[group]
+        return np.array([known.get(key, 0) for key in keys], dtype=np.int32)
+
+    def hold_pages(self, group: int, host_ids: BlockIds) -> None:
+        """Keep pages, without 0, until ``release_pages``: none of them is evicted."""
+        self.pool.add_references(group, host_ids)
+
+    def release_pages(self, group: int, host_ids: BlockIds) -> None:
+        """Release pages; they stay findable, as the most recently used ones."""
+        self.pool.release_blocks(host_ids, group)
+
+    def _use_again(self, group: int, host_ids: npt.NDArray[np.int32]) -> None:
+        """Make pages the most recently used ones."""
+        host_ids = host_ids[host_ids != 0]
+        if len(host_ids):
+            self.hold_pages(group, host_ids)
+            self.release_pages(group, host_ids)
+
+    def audit(self, held: BlockIds) -> None:
+        """Check that host pages are free, held (as often as in ``held``), or cached under one key each."""
+        audit_pool(self.pool, self._plan, held)
+        pages = self.pool.free_list.all_blocks()
+        by_key = {page: (group, key) for group, pages in enumerate(self._host_ids) for key, page in pages.items()}
+        assert by_key == self._key_of, "keys and pages of the host memory disagree"
+        cached = set(pages[self.pool.is_cached(pages)].tolist())
+        assert cached == self._key_of.keys() - set(held.tolist()), "a cached host page has no key"
+
+    @property
+    def num_cached(self) -> int:
+        """The pages that a key finds."""
+        return len(self._key_of)
