@@ -9,14 +9,9 @@ from typing import Any
 import attrs
 
 from kvframe.contract.errors import StackError, nearest_of, shown
+from kvframe.contract.sizes import MAX_SIZE, parse_bytes
 from kvframe.loading.claims import KINDS
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
-_UNITS = {"B": 1} | {
-    f"{prefix}{infix}B": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("KMGT", start=1)
-}
 _TOML_NAMES = {
     bool: "a boolean",
     int: "a whole number",
@@ -29,31 +24,6 @@ _TOML_NAMES = {
 
 MAX_WHOLE = 2**31 - 1
 """The largest number of tokens, requests or blocks: arrays on a device count them in 32 bits."""
-
-MAX_SIZE = 2**60
-"""The largest number of bytes: more than any machine has."""
-
-
-def parse_bytes(size: str | int) -> int:
-    """Return a size in bytes: of ``"2GiB"``, ``"512 MB"``, ``"1.5GiB"``, or a number of bytes.
-
-    Raises ``StackError`` if it is not a size, is less than one byte, or is more than ``MAX_SIZE``.
-    """
-    if isinstance(size, int) and not isinstance(size, bool):
-        num_bytes = size
-    else:
-        match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-        if match is None:
-            raise StackError(
-                f"{shown(size)} is not a size; write a number of bytes, or one with a unit of {', '.join(_UNITS)}"
-            )
-        # A number of too many digits is infinite.
-        num_bytes = int(min(float(match[1]) * _UNITS[match[2] or "B"], 2 * MAX_SIZE))
-    if num_bytes < 1:
-        raise StackError(f"a size must be at least one byte, not {shown(size)}")
-    if num_bytes > MAX_SIZE:
-        raise StackError(f"a size must be at most {MAX_SIZE >> 40} TiB, not {shown(size)}")
-    return num_bytes
 
 
 def describe(value: Any) -> str:

@@ -15,6 +15,7 @@ kvframe-chunked-local plugin:chunked_local spec:chunked_local wrapper:chunked_lo
 kvframe-cpu plugin:cpu backend:cpu
 kvframe-cross-attention plugin:cross_attention spec:cross_attention
 kvframe-decode-only plugin:decode_only wrapper:decode_only
+kvframe-disk plugin:disk page_store:disk
 kvframe-draft-model plugin:draft_model proposer:draft_model
 kvframe-engine command:chat command:embed command:generate command:top command:trace
 kvframe-entries plugin:entries spec:token_entries spec:unfinished_group
