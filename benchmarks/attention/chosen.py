@@ -101,8 +101,8 @@ def _attend(
     builder = backend.make_builder()
     built = builder.finish(builder.build(step))
     if chosen is None:
-        return backend.forward(layer, query, views, built, None)
-    return backend.forward_more(layer, query, views, built, None, MoreInputs(chosen=ChosenTokens(chosen)))[0]
+        return backend.attend(layer, query, views, built)
+    return backend.attend(layer, query, views, built, more=MoreInputs(chosen=ChosenTokens(chosen)))
 
 
 def write_report(record: Mapping[str, Any]) -> str:

@@ -167,7 +167,7 @@ def prepare_backend(name: str, shape: Shape, inputs: Inputs, pool: torch.Tensor)
     def build() -> None:
         built[:] = [builder.finish(each) for each in builder.build_together([(builder, metadata)])]
 
-    return build, lambda: backend.forward(layer, inputs.query, kv_cache, built[0], None)
+    return build, lambda: backend.attend(layer, inputs.query, kv_cache, built[0])
 
 
 def prepare_vllm(shape: Shape, inputs: Inputs, pool: torch.Tensor) -> Step:

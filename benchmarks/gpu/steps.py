@@ -158,7 +158,7 @@ class PagedLayer:
         built = build()
 
         def run() -> torch.Tensor:
-            return self._backend.forward(self._seen, own, self.views, built, None)
+            return self._backend.attend(self._seen, own, self.views, built)
 
         def check(output: torch.Tensor) -> float:
             return self._error(metadata, rows, output if back is None else output.index_select(0, back))

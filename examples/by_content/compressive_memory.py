@@ -25,7 +25,6 @@ from kvframe.contract import (
     KVCache,
     KVCacheSpec,
     LayerSpec,
-    MoreInputs,
     TokenRange,
     hookimpl,
     positive_int,
@@ -95,15 +94,9 @@ class CompressiveMemoryBackend(AttentionBackend):
 
     capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"compressive_memory"})
 
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, None]:
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, more: Any = None, **_: Any
+    ) -> torch.Tensor:
         """Store the means of the groups that the step completes, then attend."""
         spec: Any = layer.spec
         tokens, memory, output = EntryStep(kv_cache, metadata), more.entries["memory"], torch.zeros_like(query)
@@ -118,7 +111,7 @@ class CompressiveMemoryBackend(AttentionBackend):
                 recent = tokens.read(new.request, oldest, n + 1)
                 keys, values = (torch.cat([means[name][: oldest // spec.group], recent[name]]) for name in "kv")
                 output[row : row + 1] = attend(layer, query[row : row + 1], keys, values)
-        return output, None
+        return output
 
 
 @hookimpl

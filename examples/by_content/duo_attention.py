@@ -25,7 +25,6 @@ from kvframe.contract import (
     KVCache,
     KVCacheSpec,
     LayerSpec,
-    MoreInputs,
     Slots,
     StateTensor,
     TokenRange,
@@ -100,20 +99,13 @@ class DuoBackend(AttentionBackend):
         num_full = kv_cache["k"].shape[2]
         super().write_kv(key[:, :num_full], value[:, :num_full], kv_cache, slots)
 
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, None]:
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, more: Any = None, **_: Any
+    ) -> torch.Tensor:
         """Store the other heads, then attend with both."""
         spec: Any = layer.spec
-        stored: Any = more
         full, near, outputs = EntryStep(kv_cache, metadata), more.entries["near"], torch.zeros_like(query)
-        near.write(k=stored.key[:, spec.num_full :], v=stored.value[:, spec.num_full :])
+        near.write(k=more.key[:, spec.num_full :], v=more.value[:, spec.num_full :])
         split = query.shape[1] // spec.num_kv_heads * spec.num_full
         for new in near.requests:
             rows, position = new.rows, torch.arange(new.first, new.stop)[:, None]
@@ -125,7 +117,7 @@ class DuoBackend(AttentionBackend):
             parts = near.read(new.request, 0, num_first), near.read(new.request, first)
             own = {name: torch.cat([part[name] for part in parts]) for name in "kv"}
             outputs[rows, split:] = attend(layer, query[rows, split:], own["k"], own["v"], spec.near(position, token))
-        return outputs, None
+        return outputs
 
 
 @hookimpl

@@ -25,7 +25,6 @@ from kvframe.contract import (
     KVCache,
     KVCacheSpec,
     LayerSpec,
-    MoreInputs,
     TokenRange,
     hookimpl,
     positive_int,
@@ -101,15 +100,9 @@ class MobaBackend(AttentionBackend):
 
     capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"moba"})
 
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, None]:
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, more: Any = None, **_: Any
+    ) -> torch.Tensor:
         """Store the means of the blocks that the step completes, then choose and attend."""
         spec: Any = layer.spec
         tokens, means, output = EntryStep(kv_cache, metadata), more.entries["means"], torch.zeros_like(query)
@@ -119,7 +112,7 @@ class MobaBackend(AttentionBackend):
             means.store(new.request, done, mean=means_of(own["k"][done * spec.chunk :], spec.chunk))
             mean = means.read(new.request)["mean"]
             output[new.rows] = attend(spec, layer, query[new.rows], own["k"], own["v"], mean, new.first)
-        return output, None
+        return output
 
 
 @hookimpl

@@ -25,7 +25,6 @@ from kvframe.contract import (
     KVCache,
     KVCacheSpec,
     LayerSpec,
-    MoreInputs,
     TokenRange,
     hookimpl,
     positive_int,
@@ -107,15 +106,9 @@ class NativeSparseBackend(AttentionBackend):
 
     capabilities = Capabilities(devices={"cpu"}, dtypes={"float32", "float64"}, masks=(), kinds={"native_sparse"})
 
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, None]:
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, more: Any = None, **_: Any
+    ) -> torch.Tensor:
         """Store the means of the blocks that the step completes, then choose and attend."""
         spec: Any = layer.spec
         tokens, means, output = EntryStep(kv_cache, metadata), more.entries["means"], torch.zeros_like(query)
@@ -125,7 +118,7 @@ class NativeSparseBackend(AttentionBackend):
             rest = {name: means_of(own[name][done * spec.chunk :], spec.chunk) for name in "kv"}
             means.store(new.request, done, **rest)
             output[new.rows] = attend(spec, layer, query[new.rows], own, means.read(new.request), new.first)
-        return output, None
+        return output
 
 
 @hookimpl

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvframe.attention.returned import build_all, make_builder
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache, MoreInputs
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.metadata import DEVICE_FIELDS, CommonAttentionMetadata
@@ -169,38 +169,12 @@ class CopyingBackend(AttentionBackend):
         """Return the backend's builder, inside one that decides which pages are copied."""
         return CopyingBuilder(make_builder(self.inner), self._plain[self.layers[0].name])
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
         """Copy the pages, and let the backend attend to the copies."""
         copies = self._copied(kv_cache, metadata)
-        return self.inner.forward(self._plain[layer.name], query, copies, metadata.built, sinks, out)
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the pages, and let the backend attend to the copies."""
-        copies = self._copied(kv_cache, metadata)
-        return self.inner.forward_with_lse(self._plain[layer.name], query, copies, metadata.built, sinks)
-
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy the pages, and let the backend attend to the copies."""
-        copies = self._copied(kv_cache, metadata)
-        return self.inner.forward_more(self._plain[layer.name], query, copies, metadata.built, sinks, more)
+        return self.inner.attend(self._plain[layer.name], query, copies, metadata.built, **named)
 
     def _copied(self, kv_cache: KVCache, metadata: Any) -> KVCache:
         """Return the step's pages, copied into the plain format."""

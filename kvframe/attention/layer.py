@@ -18,6 +18,7 @@ from kvframe.contract.choice import ChosenTokens, find_chosen
 from kvframe.contract.errors import BackendError, PluginError
 from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
+from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.answers import ask
@@ -114,12 +115,14 @@ class AttentionLayer:
             ``[num_rows, num_heads, head_size_v], device``.
 
         Raises:
-            BackendError: As ``write``, ``attend`` and ``attend_more`` raise it.
+            BackendError: As ``write`` and ``attend`` raise it; or the chosen tokens or the inputs are not those of the
+                layer (``wrong_input``).
         """
         read = self.step.read
         self.write(key, value, self.kv_cache, read)
         if self._has_more or chosen is not None or inputs is not None:
-            return self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, inputs, key, value))[0]
+            more = self._more(chosen, inputs or {}, key, value, read)
+            return self.attend(query, self.kv_cache, read, sinks, more=more)
         return self.attend(query, self.kv_cache, read, sinks)
 
     def with_lse(
@@ -153,19 +156,11 @@ class AttentionLayer:
             )
         read = self.step.read
         self.write(key, value, self.kv_cache, read)
-        output, lse = self.attend_more(query, self.kv_cache, read, sinks, self._more(chosen, None, key, value))
-        assert lse is not None
-        return output, lse
-
-    def _more(
-        self,
-        chosen: ChosenTokens | None,
-        inputs: KVCache | None,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-    ) -> MoreInputs:
-        entries = {name: entry.step for name, entry in self._entries.items()}
-        return MoreInputs(chosen=chosen, entries=entries, inputs=inputs or {}, key=key, value=value)
+        more = None
+        if self._has_more or chosen is not None:
+            more = self._more(chosen, {}, key, value, read)
+        lse = query.new_empty(query.shape[:2], dtype=lse_dtype(query.dtype))
+        return self.attend(query, self.kv_cache, read, sinks, lse=lse, more=more), lse
 
     def write(
         self, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache, read: GroupMetadata
@@ -201,6 +196,9 @@ class AttentionLayer:
         read: GroupMetadata,
         sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+        more: MoreInputs | None = None,
     ) -> torch.Tensor:
         """Compute a step's attention.
 
@@ -210,6 +208,8 @@ class AttentionLayer:
             read: The step.
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
             out: Where the result has to be, contiguous, in the query's dtype; None for a new tensor.
+            lse: Where the log-sum-exp is written, as the backend takes it; None unless the layer is merged.
+            more: Chosen tokens, further entries and inputs, in the order of the backend's rows; None for none.
 
         Returns:
             ``[num_rows, num_heads, head_size_v], device``: ``out`` if it is given.
@@ -221,93 +221,53 @@ class AttentionLayer:
         """
         if query.shape != (read.num_rows, *self._query_shape):
             raise self._wrong_query(query, read.num_rows)
-        if sinks is not None and sinks.shape != self._query_shape[:1]:
-            raise self._wrong_input("sinks", (sinks,), [self._query_shape[:1]])
-        if out is not None and not (out.dtype == query.dtype and out.is_contiguous()):
-            raise BackendError(
-                f"layer {self.spec.name!r} was given memory for its output of {out.dtype} with the strides "
-                f"{out.stride()}; it has to be contiguous and of the query's dtype, {query.dtype}",
-                code="wrong_input",
-            )
+        if sinks is not None or out is not None:
+            self._check_sinks_and_out(query, sinks, out)
         order, wanted = read.permutation, out
         if order is not None:
             query, wanted = query.index_select(0, order.tokens), None
         try:
-            output = self._backend.forward(self._wrapped, query, kv_cache, read.metadata, sinks, wanted)
+            output = self._backend.attend(
+                self._wrapped, query, kv_cache, read.metadata, sinks=sinks, out=wanted, lse=lse, more=more
+            )
         except BaseException as error:
-            raise self._failure("forward", error) from error
+            raise self._failure("attend", error) from error
         if (
             getattr(output, "shape", None) != (query.shape[0], *self._head_shape)
             or output.dtype != query.dtype
             or output.device != query.device
         ):
             self._check_output(output, query)
-        if out is None:
-            return output if order is None else output.index_select(0, order.inverse)
         if order is not None:
-            return torch.index_select(output, 0, order.inverse, out=out)
-        return output if output is out else out.copy_(output)
+            output = torch.index_select(output, 0, order.inverse, out=out)
+            if lse is not None:
+                lse.copy_(lse.index_select(0, order.inverse))
+        return output if out is None or output is out else out.copy_(output)
 
-    def attend_more(
+    def _more(
         self,
-        query: torch.Tensor,
-        kv_cache: KVCache,
+        chosen: ChosenTokens | None,
+        inputs: KVCache,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         read: GroupMetadata,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute a step's attention of a layer with chosen tokens, further entries or inputs, or that is merged.
-
-        Args:
-            query: As for ``attend``.
-            kv_cache: As for ``attend``.
-            read: As for ``attend``.
-            sinks: As for ``attend``.
-            more: What the call has beside them; it is read by layers that declare it.
-
-        Returns:
-            The output, and the log-sum-exp ``[num_rows, num_heads]``; None if the layer is not merged.
+    ) -> MoreInputs:
+        """Return what the layer's call has beside a query and a cache, in the order of the backend's rows.
 
         Raises:
-            BackendError: As ``attend`` raises it; or the chosen tokens or the inputs are not those of the layer
-                (``wrong_input``).
+            BackendError: The chosen tokens or the inputs are not those of the layer (``wrong_input``).
         """
-        if query.shape != (read.num_rows, *self._query_shape):
-            raise self._wrong_query(query, read.num_rows)
-        self._check_more(more, read.num_rows)
-        order = read.permutation
-        if order is not None:
-            query = query.index_select(0, order.tokens)
-            more = attrs.evolve(
-                more,
-                chosen=None if more.chosen is None else more.chosen.rows(lambda rows: rows[order.tokens]),
-                inputs={name: tensor.index_select(0, order.tokens) for name, tensor in more.inputs.items()},
-                key=None if more.key is None else more.key.index_select(0, order.tokens),
-                value=None if more.value is None else more.value.index_select(0, order.tokens),
-            )
-        method = "forward_more" if self._has_more else "forward_with_lse"
-        try:
-            output, lse = (
-                self._backend.forward_more(self._wrapped, query, kv_cache, read.metadata, sinks, more)
-                if self._has_more
-                else self._backend.forward_with_lse(self._wrapped, query, kv_cache, read.metadata, sinks)
-            )
-        except BaseException as error:
-            raise self._failure(method, error) from error
-        self._check_output(output, query)
-        if self._merged and (not isinstance(lse, torch.Tensor) or lse.shape != query.shape[:2]):
-            raise BackendError(
-                f"backend {self._backend_name!r} returned no log-sum-exp {[*query.shape[:2]]} for layer "
-                f"{self.spec.name!r}, which is merged: this is a mistake in the backend's {method}",
-                code="wrong_output",
-            )
-        if order is None:
-            return output, lse
-        return output.index_select(0, order.inverse), None if lse is None else lse.index_select(0, order.inverse)
+        self._check_more(chosen, inputs, read.num_rows)
+        if (order := read.permutation) is not None:
+            chosen = None if chosen is None else chosen.rows(lambda rows: rows[order.tokens])
+            inputs = {name: tensor.index_select(0, order.tokens) for name, tensor in inputs.items()}
+            key, value = (None if each is None else each.index_select(0, order.tokens) for each in (key, value))
+        entries = {name: entry.step for name, entry in self._entries.items()}
+        return MoreInputs(chosen=chosen, entries=entries, inputs=inputs, key=key, value=value)
 
-    def _check_more(self, more: MoreInputs, num_rows: int) -> None:
+    def _check_more(self, chosen: ChosenTokens | None, inputs: KVCache, num_rows: int) -> None:
         """Raise ``BackendError`` if chosen tokens or inputs are not what the layer is specified with."""
-        choice, chosen = self._choice, more.chosen
+        choice = self._choice
         if choice is not None or chosen is not None:
             form = None if choice is None else (num_rows, choice.num_choosers, choice.max_chosen, choice.block_size)
             sizes = None if chosen is None else (*chosen.indices.shape, chosen.block_size)
@@ -321,7 +281,7 @@ class AttentionLayer:
         if chosen is not None and self.step.audited is not None:
             self._audit_choice(chosen, self.step.audited)
         wanted = {name: (num_rows, *shape) for name, shape in self._inputs.items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in more.inputs.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
         if shapes != wanted:
             raise BackendError(
                 f"layer {self.spec.name!r} was called with the inputs {shapes or 'none'}, and it is specified with "
@@ -344,6 +304,16 @@ class AttentionLayer:
             raise BackendError(
                 f"layer {self.spec.name!r} was called with a choice of the token {int(first[row, chooser, index])} for "
                 f"the query in row {row}, which does not see that token: choose among the live tokens up to the query",
+                code="wrong_input",
+            )
+
+    def _check_sinks_and_out(self, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        if sinks is not None and sinks.shape != self._query_shape[:1]:
+            raise self._wrong_input("sinks", (sinks,), [self._query_shape[:1]])
+        if out is not None and not (out.dtype == query.dtype and out.is_contiguous()):
+            raise BackendError(
+                f"layer {self.spec.name!r} was given memory for its output of {out.dtype} with the strides "
+                f"{out.stride()}; it has to be contiguous and of the query's dtype, {query.dtype}",
                 code="wrong_input",
             )
 
@@ -387,7 +357,7 @@ class AttentionLayer:
             found = f"a tensor {list(output.shape)} of {output.dtype} on {output.device}"
         raise BackendError(
             f"backend {self._backend_name!r} returned {found} for layer {self.spec.name!r}, and not a "
-            f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's forward",
+            f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's attend",
             code="wrong_output",
         )
 

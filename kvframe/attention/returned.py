@@ -95,7 +95,7 @@ def step_failure(backend: str, layers: Sequence[str], method: str, error: BaseEx
     Args:
         backend: The backend's registered name.
         layers: The layers that it was called for.
-        method: What was called (``"forward"``).
+        method: What was called (``"attend"``).
         error: What it raised. Returned as they are: errors of kvframe, those that the capture of a graph handles, and
             ``KeyboardInterrupt``, which comes from the user.
     """

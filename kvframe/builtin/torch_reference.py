@@ -16,7 +16,6 @@ import torch
 
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache, MoreInputs
 from kvframe.contract.capabilities import Capabilities
-from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import (
     NO_EXTENSIONS,
@@ -140,50 +139,24 @@ class TorchReferenceBackend(AttentionBackend):
         """Return a builder that keeps the numbers of a step."""
         return ReferenceBuilder()
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        more: MoreInputs | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """Compute each query of each request on its own, in float32 at least."""
-        return self.forward_with_lse(layer, query, kv_cache, metadata, sinks)[0]
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute each query of each request on its own, in float32 at least."""
-        return self._forward(layer, query, kv_cache, metadata, sinks, None)
-
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute each query of each request on its own, over those of its tokens that are chosen."""
-        return self._forward(layer, query, kv_cache, metadata, sinks, more.chosen)
-
-    def _forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        chosen: ChosenTokens | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute each query of each request on its own, in float32 at least, over those of its tokens it reads."""
         assert isinstance(metadata, CommonAttentionMetadata)
         assert layer.spec is not None
         compute_dtype = torch.float32 if query.dtype in LOW_PRECISION else query.dtype
         output = query.new_zeros(query.shape[0], query.shape[1], kv_cache["v"].shape[-1])
-        lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
+        log_sums = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
         starts = metadata.query_start_loc_cpu.tolist()
         seq_starts = [0] * metadata.num_reqs
         if SEQ_STARTS in metadata.extensions:
@@ -201,6 +174,7 @@ class TorchReferenceBackend(AttentionBackend):
         if layer.query.alibi_slopes is not None:
             slopes = torch.tensor(layer.query.alibi_slopes, dtype=compute_dtype, device=query.device)
         # For each query, the chosen positions of each chooser. Without choices, one chooser takes all that is seen.
+        chosen = None if more is None else more.chosen
         choices = None if chosen is None else chosen.positions().tolist()
         num_choosers = 1 if chosen is None else chosen.indices.shape[1]
         for request in range(metadata.num_reqs):
@@ -224,7 +198,7 @@ class TorchReferenceBackend(AttentionBackend):
                         bias = table[heads, bias_columns(positions - position, table.shape[1] // 2)]
                     elif slopes is not None:
                         bias = -slopes[heads, None] * (positions - position).abs()
-                    output[row, heads], lse[row, heads] = attend(
+                    output[row, heads], log_sums[row, heads] = attend(
                         query[row, heads].to(compute_dtype),
                         kv_cache["k"][blocks, offsets, kv_heads].to(compute_dtype),
                         kv_cache["v"][blocks, offsets, kv_heads].to(compute_dtype),
@@ -232,7 +206,9 @@ class TorchReferenceBackend(AttentionBackend):
                         None if sinks is None else sinks[heads],
                         bias,
                     )
-        return output, lse
+        if lse is not None:
+            lse.copy_(log_sums)
+        return output
 
 
 def _share(num_heads: int, num_choosers: int, chooser: int) -> slice:

@@ -14,7 +14,6 @@ from kvframe.contract.capabilities import Capabilities
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.choice import ChosenTokens
 from kvframe.contract.entries import EntryStep
-from kvframe.contract.errors import BackendError
 from kvframe.contract.growth import Growing
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder
@@ -29,7 +28,7 @@ pool."""
 
 @attrs.frozen(kw_only=True, eq=False)
 class MoreInputs:
-    """What an attention call of some layers has beside a query and the cache (``AttentionBackend.forward_more``).
+    """What an attention call of some layers has beside a query and the cache (``AttentionBackend.attend``).
 
     Attributes:
         chosen: The tokens that are chosen for each query; None unless the layer's ``QuerySpec.choice`` asks for them.
@@ -230,7 +229,7 @@ class AttentionBackend(Growing, ABC):
         return _PassThroughBuilder()
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: Slots) -> None:
-        """Store new tokens' keys and values. Called before ``forward``, never for a layer that shares a cache.
+        """Store new tokens' keys and values. Called before ``attend``, never for a layer that shares a cache.
 
         The default calls the ``write`` of the layers' format. If the type stores something else, ``key`` and ``value``
         are the two parts of that, as its spec describes.
@@ -244,19 +243,24 @@ class AttentionBackend(Growing, ABC):
         assert self.layers[0].spec is not None
         self.layers[0].spec.kv_format.write(key, value, kv_cache, slots)
 
-    def forward(
+    @abstractmethod
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        more: MoreInputs | None = None,
     ) -> torch.Tensor:
         """Compute attention of the new tokens over the cache, their own keys included (already written).
 
-        A backend that declares masks defines it. One without masks serves only types with attention of their own, which
-        ``forward_more`` computes.
+        A backend takes the arguments by name that it serves, and the others as ``**_``. It gets ``sinks``, ``lse`` and
+        ``more`` only for layers that need them, so only if it declares ``sinks``, ``returns_lse``, or ``choices`` or
+        ``kinds``.
 
         Args:
             layer: The layer that runs, as the group's wrapper chain leaves it.
@@ -264,65 +268,19 @@ class AttentionBackend(Growing, ABC):
             kv_cache: The state tensors of the layer, or of the layer whose cache it shares; not written to.
             metadata: What this backend's builder made for the step. If it holds the batch metadata, its tensors on the
                 device are read, and not the copies on the host.
-            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+            sinks: ``[num_heads], device``: learned sink logits. None also for a layer with sinks if it is merged with
+                other attention, which has them.
             out: Where the host wants the result, of its shape and dtype, contiguous, device; None if it wants a new
                 tensor. A backend that can writes there and returns ``out``. If it returns another tensor, the host
                 copies that.
+            lse: ``[num_tokens, num_heads], device``, contiguous, in float32, or in float64 if the query has it: where
+                the log-sum-exp of each query and head is written, for a layer whose output the model merges with other
+                attention of the same queries (``QuerySpec.merged``, ``merge_attention``). It is the natural logarithm
+                of the softmax's denominator, ``log(sum_t exp(s_t))`` over the tokens that the query sees; a score
+                ``s_t`` includes the layer's scale, its soft cap and its bias, and a learned sink is one more term. It
+                is ``-inf`` for a query that sees neither a key nor a sink. The rows of padded tokens are never used.
+            more: For a layer whose query side has a ``choice``, or whose type defines its own attention.
 
         Returns:
-            ``[num_tokens, num_heads, head_size_v], device``, in the query's dtype.
-
-        Raises:
-            BackendError: The backend does not define this method; the code is ``forward``.
+            ``[num_tokens, num_heads, head_size_v], device``, in the query's dtype; zeros for a query that sees no key.
         """
-        raise BackendError(f"{type(self).__name__} declares no masks, and does not define forward", "forward")
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute what ``forward`` computes, and the log-sum-exp of each query and head.
-
-        Called instead of ``forward``, with the same arguments, for a layer whose output the model merges with other
-        attention of the same queries (``QuerySpec.merged``, ``merge_attention``). Only backends that declare
-        ``returns_lse`` are asked.
-
-        The log-sum-exp is the natural logarithm of the softmax's denominator, ``log(sum_t exp(s_t))`` over the tokens
-        that the query sees. A score ``s_t`` includes the layer's scale, its soft cap and its bias. A learned sink is
-        one more term of the sum; ``sinks`` is None, also for a layer with sinks, if other attention has them.
-
-        Returns:
-            The output, as ``forward`` returns it; and the log-sum-exp, ``[num_tokens, num_heads], device``, in float32,
-            or in float64 if the query has it. It is ``-inf`` for a query that sees neither a key nor a sink. The rows
-            of padded tokens are there, and never used.
-
-        Raises:
-            BackendError: The backend does not define this method; the code is ``lse``.
-        """
-        why = "it does not declare returns_lse"
-        if self.capabilities.returns_lse:
-            why = "it declares returns_lse, and does not define forward_with_lse"
-        raise BackendError(f"{type(self).__name__} returns no log-sum-exp: {why}", "lse")
-
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute attention that has more than a query and a cache: chosen tokens, further entries or inputs.
-
-        Called instead of ``forward``, with the same arguments and ``more``, for layers whose query side has a
-        ``choice``, and for types that define their own attention. Only backends that declare the choice, or the kind,
-        are asked.
-
-        Returns:
-            The output, as ``forward`` returns it, zeros for a query that reads no token; and the log-sum-exp, as
-            ``forward_with_lse`` returns it, or None. It is not None if the layer's query side is ``merged``.
-
-        Raises:
-            BackendError: The backend does not define this method; the code is ``more``.
-        """
-        raise BackendError(f"{type(self).__name__} declares choices or kinds, and does not define forward_more", "more")

@@ -52,7 +52,7 @@ class Capabilities:
         alibi: Whether it supports ``QuerySpec.alibi_slopes``.
         head_sizes: The head sizes that it supports; None for all.
         separate_value_size: Whether value vectors may differ in size from key vectors.
-        returns_lse: Whether it has ``forward_with_lse``, whose results ``merge_attention`` merges.
+        returns_lse: Whether ``attend`` writes the log-sum-exp, by which ``merge_attention`` merges results.
         choices: Which choices by content it honours (``QuerySpec.choice``): ``tokens``, ``blocks``.
         kinds: Cache specs, by registered name, whose own attention it computes (``KVCacheSpec.dense_attention``). A
             backend that declares some, and serves nothing else, declares no masks.

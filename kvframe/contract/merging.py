@@ -26,7 +26,7 @@ def merge_attention(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor
 
     Args:
         outputs: At least one ``[num_tokens, num_heads, head_size_v]``, of one dtype.
-        lses: As many ``[num_tokens, num_heads]``, float32 or float64, as ``AttentionBackend.forward_with_lse`` returns
+        lses: As many ``[num_tokens, num_heads]``, float32 or float64, as ``AttentionBackend.attend`` writes
             them.
 
     Returns:

@@ -187,7 +187,7 @@ class KVCacheSpec(Growing, ABC):
     def entries(self) -> Mapping[str, KVCacheSpec]:
         """What a layer of this type keeps beside its main state, by name: each has pages and a block table of its own.
 
-        Its backends write and read them in ``forward_more``. The specs have no entries themselves, and keep state of
+        Its backends write and read them in ``attend``. The specs have no entries themselves, and keep state of
         the same sequence. Only a type that ``defines_attention`` has entries. A type with a ``prompt_budget`` may have
         one, named ``query``, in which the host stores the queries of each step; its state is one tensor, ``query``.
         """

@@ -6,6 +6,7 @@ far from its plugin. So each attribute is checked once, when the class is loaded
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Mapping
 from functools import cache
@@ -38,14 +39,16 @@ def find_undefined(backend_class: Any) -> str:
     options_class = backend_class.options_class
     if options_class is not None and not attrs.has(options_class):
         return f"declares options_class = {safe_repr(options_class)}, which is not an attrs class"
+    bases = (vars(base) for base in backend_class.__mro__ if base is not AttentionBackend)
+    taken = {name for base in bases if "attend" in base for name in inspect.signature(base["attend"]).parameters}
     capabilities = backend_class.capabilities
-    if capabilities.masks and backend_class.forward is AttentionBackend.forward:
-        return "declares masks, and does not define forward"
-    lacks_lse = backend_class.forward_with_lse is AttentionBackend.forward_with_lse
-    if capabilities.returns_lse and lacks_lse:
-        return "declares returns_lse, and does not define forward_with_lse"
-    if (capabilities.choices or capabilities.kinds) and backend_class.forward_more is AttentionBackend.forward_more:
-        return "declares choices or kinds, and does not define forward_more"
+    for declared, value, argument in (
+        ("sinks", capabilities.sinks, "sinks"),
+        ("returns_lse", capabilities.returns_lse, "lse"),
+        ("choices or kinds", capabilities.choices or capabilities.kinds, "more"),
+    ):
+        if value and argument not in taken:
+            return f"declares {declared}, and its attend() does not take {argument!r}"
     return ""
 
 

@@ -45,8 +45,8 @@ def check_backend(
 ) -> None:
     """Check that a backend's output is within ``attention_error_bound``, and that it writes to no other memory.
 
-    If it declares ``returns_lse``, ``forward_with_lse`` is called too. Its output is held to the same bound, and its
-    log-sum-exp to ``lse_error_bound``. For a layer with learned sinks it is called once more without them.
+    If it declares ``returns_lse``, it is also called for the log-sum-exp, which is held to ``lse_error_bound``, and the
+    output of that call to the same bound. For a layer with learned sinks it is called once more without them.
 
     Its metadata is built as the framework builds it, from requests in the order that the builder asks for. If the
     builder declares which fields depend on block tables, it is also built for other tables and then refreshed.

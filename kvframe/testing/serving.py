@@ -50,7 +50,7 @@ def check_run(
 ) -> None:
     """Check that a backend's output is within the error bound of the dtype, and that it writes to no other memory.
 
-    If it declares ``returns_lse``, the results of ``forward_with_lse`` are compared too. ``poisons`` are the values of
+    If it declares ``returns_lse``, what it writes for the log-sum-exp is compared too. ``poisons`` are the values of
     all memory without live state, in turns.
     """
     served = _Served(backend_class, run, torch.device(device))

@@ -40,9 +40,9 @@ BUILT = ""
 """Metadata that was built for the step."""
 REFRESHED = "with refreshed metadata, "
 """Metadata that was built for other tables and then refreshed."""
-WITH_LSE = "from forward_with_lse, "
-"""Metadata that was built for the step, and ``forward_with_lse`` instead of ``forward``."""
-WITHOUT_SINKS = "from forward_with_lse without the layer's sinks, "
+WITH_LSE = "with the log-sum-exp, "
+"""Metadata that was built for the step, and memory for the log-sum-exp."""
+WITHOUT_SINKS = "with the log-sum-exp and without the layer's sinks, "
 """Likewise, for a part of the keys to which the sinks do not belong. All of these begin error sentences."""
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
@@ -54,9 +54,9 @@ class Output:
     """A backend's output in a step.
 
     Attributes:
-        results: For the tokens that the chain keeps: of ``forward`` with metadata that is ``BUILT``, and ``REFRESHED``
-            if its builder declares ``table_fields``; of ``forward_with_lse`` as ``WITH_LSE`` if the backend returns the
-            log-sum-exp, and ``WITHOUT_SINKS`` if the layer has learned sinks too.
+        results: For the tokens that the chain keeps: of ``attend`` with metadata that is ``BUILT``, and ``REFRESHED``
+            if its builder declares ``table_fields``; ``WITH_LSE`` if the backend returns the log-sum-exp, and
+            ``WITHOUT_SINKS`` if the layer has learned sinks too.
         rows: ``[num_actual_tokens], int64, host``: the packed tokens that the chain keeps, without padding.
     """
 
@@ -129,18 +129,12 @@ def run_step(
     results: dict[str, Attended] = {}
 
     def attend(how: str, built: Any, sinks: torch.Tensor | None, *, with_lse: bool) -> None:
+        lse = empty_lse(query) if with_lse else None
+        out = host.make_output((len(query), case.query.num_heads, case.form.head_size_v(case.spec)), query)
         try:
-            if more is not None:
-                pair = backend.forward_more(seen, query, kv_cache, built, sinks, more)
-                output, lse = (
-                    check_outputs(pair, case, query) if with_lse else (check_output(pair[0], case, query), None)
-                )
-            elif with_lse:
-                output, lse = check_outputs(backend.forward_with_lse(seen, query, kv_cache, built, sinks), case, query)
-            else:
-                out = host.make_output((len(query), case.query.num_heads, case.form.head_size_v(case.spec)), query)
-                output, lse = check_output(backend.forward(seen, query, kv_cache, built, sinks, out), case, query), None
-                host.take_output(output)
+            returned = backend.attend(seen, query, kv_cache, built, sinks=sinks, out=out, lse=lse, more=more)
+            output = check_output(returned, case, query)
+            host.take_output(output)
         except (BackendError, ConformanceError) as error:
             raise ConformanceError(f"{how}{error}") from error
         if back is not None:
@@ -292,45 +286,30 @@ def tensors_of(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
 
 
 def check_output(values: object, case: Case, query: torch.Tensor) -> torch.Tensor:
-    """Return the result of ``forward`` for these queries: a dense ``torch.Tensor`` of their shape, dtype and device."""
+    """Return the result of ``attend`` for these queries: a dense ``torch.Tensor`` of their shape, dtype and device."""
     shape = len(query), case.query.num_heads, case.form.head_size_v(case.spec)
-    return _checked("the output", "forward", values, shape, query.dtype, query.device)
+    # A subclass is refused, because it could misreport its own values and comparisons.
+    if type(values) is not torch.Tensor:
+        raise ConformanceError(f"attend returns {type(values).__name__}, not torch.Tensor")
+    expected = _say(shape, query.dtype, query.device, torch.strided)
+    actual = _say(tuple(values.shape), values.dtype, values.device, values.layout)
+    if actual != expected:
+        raise ConformanceError(f"the output is {actual}, not {expected}")
+    return values
 
 
-def check_outputs(values: object, case: Case, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp that ``forward_with_lse`` returned for these queries, checked likewise."""
-    method, shape = "forward_with_lse", (len(query), case.query.num_heads)
-    if type(values) is not tuple or len(values) != 2:
-        raise ConformanceError(f"{method} returns {type(values).__name__}, not a pair of tensors")
-    whole_shape = *shape, case.form.head_size_v(case.spec)
-    return (
-        _checked("the output", method, values[0], whole_shape, query.dtype, query.device),
-        _checked("the log-sum-exp", method, values[1], shape, lse_dtype(query.dtype), query.device),
-    )
+def empty_lse(query: torch.Tensor) -> torch.Tensor:
+    """Return memory for the log-sum-exp of queries, which holds NaN until a backend writes there."""
+    return query.new_full(query.shape[:2], float("nan"), dtype=lse_dtype(query.dtype))
 
 
 def attend_with_lse(
     layer: AttentionLayer, kv_cache: KVCache, query: torch.Tensor, sinks: torch.Tensor | None, case: Case
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the log-sum-exp of a layer without wrappers, in the step that its group has begun."""
-    backend, read = layer.step.group.backend, layer.step.read
-    order = read.permutation
-    rows = query if order is None else query.index_select(0, order.tokens)
-    output, lse = check_outputs(backend.forward_with_lse(layer.spec, rows, kv_cache, read.metadata, sinks), case, rows)
-    return (output, lse) if order is None else (output[order.inverse], lse[order.inverse])
-
-
-def _checked(
-    what: str, method: str, values: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    # A subclass is refused, because it could misreport its own values and comparisons.
-    if type(values) is not torch.Tensor:
-        raise ConformanceError(f"{method} returns {type(values).__name__}, not torch.Tensor")
-    expected = _say(shape, dtype, device, torch.strided)
-    actual = _say(tuple(values.shape), values.dtype, values.device, values.layout)
-    if actual != expected:
-        raise ConformanceError(f"{what} is {actual}, not {expected}")
-    return values
+    lse = empty_lse(query)
+    output = layer.attend(query, kv_cache, layer.step.read, sinks, lse=lse)
+    return check_output(output, case, query), lse
 
 
 def _say(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: torch.layout) -> str:

@@ -1,4 +1,4 @@
-"""Reference backends with a kernel's restriction: their forward reads tensors on the device only."""
+"""Reference backends with a kernel's restriction: ``attend`` reads tensors on the device only."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ class CapturableReference(TorchReferenceBackend):
     def make_builder(self) -> AttentionMetadataBuilder:
         return PassingBuilder(self.level)
 
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
         extensions = {
             name: attrs.evolve(extension, values_cpu=extension.values)
             for name, extension in metadata.extensions.items()
@@ -45,7 +43,7 @@ class CapturableReference(TorchReferenceBackend):
             seq_lens_cpu=metadata.seq_lens,
             extensions=extensions,
         )
-        return super().forward(layer, query, kv_cache, read, sinks)
+        return super().attend(layer, query, kv_cache, read, **named)
 
 
 class DecodesOnly(CapturableReference):
@@ -62,9 +60,7 @@ class CapturableLatents(MLABackend):
     def make_builder(self) -> Any:
         return PassingBuilder(GraphCapture.ALWAYS)
 
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **_: Any) -> torch.Tensor:
         kv_up, sizes = self.parameters[layer.name][KV_UP], (self._latent_size, self._rope_size)
         output = query.new_zeros(len(query), self._num_heads, self._head_size_v)
         starts = metadata.query_start_loc.tolist()

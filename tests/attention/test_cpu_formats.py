@@ -51,7 +51,7 @@ def pages(layer: LayerSpec, num_ids: int) -> dict[str, torch.Tensor]:
 
 def attend(backend: type[Any], layer: LayerSpec, query: torch.Tensor, cache: KVCache, metadata: Any) -> torch.Tensor:
     made = backend([layer], torch.device("cpu"))
-    output: torch.Tensor = made.forward(layer, query, cache, made.make_builder().build(metadata), None)
+    output: torch.Tensor = made.attend(layer, query, cache, made.make_builder().build(metadata))
     return output.double()
 
 

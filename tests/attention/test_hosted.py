@@ -79,7 +79,7 @@ def expected(
     spec: LayerSpec, query: torch.Tensor, kv_cache: Mapping[str, torch.Tensor], metadata: CommonAttentionMetadata
 ) -> torch.Tensor:
     exact = attrs.evolve(metadata, seq_lens_cpu=metadata.seq_lens)
-    return TorchReferenceBackend([spec], CPU).forward(spec, query, kv_cache, exact, None)[:-1]
+    return TorchReferenceBackend([spec], CPU).attend(spec, query, kv_cache, exact)[:-1]
 
 
 def test_prompts_and_decodes_are_computed_in_the_hosts_pages_into_its_output(registry: Registry) -> None:

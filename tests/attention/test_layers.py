@@ -57,15 +57,7 @@ class Recorder(AttentionBackend):
         devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), masks=frozenset({"causal"}), preference=99
     )
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **_: Any) -> torch.Tensor:
         seen = metadata.extensions.get("seen")
         return torch.zeros_like(query) if seen is None else torch.zeros_like(query) + seen.values
 

@@ -68,9 +68,7 @@ class OnHost(CapturableReference):
 
         return Builder()
 
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **_: Any) -> torch.Tensor:
         assert {META} == {metadata.block_table.device, metadata.seq_lens.device}
         return query.new_empty(query.shape)  # type: ignore[no-any-return]
 
@@ -98,9 +96,7 @@ class Triton(TritonBackend):
     def unusable_reason(cls) -> str | None:
         return None
 
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **_: Any) -> torch.Tensor:
         assert {META} == {metadata.block_table.device, metadata.numbers.device}
         return query.new_empty(query.shape)  # type: ignore[no-any-return]
 
@@ -254,18 +250,14 @@ def test_the_torch_backend_needs_one_copy_for_layers_of_all_kinds() -> None:
 
 
 class AsksTheDevice(TorchBackend):
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks)
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
+        output = super().attend(layer, query, kv_cache, metadata, **named)
         return output if output.isfinite().all() else torch.zeros_like(output)
 
 
 class IsTooShort(TorchBackend):
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
-        return super().forward(layer, query, kv_cache, metadata, sinks)[1:]
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
+        return super().attend(layer, query, kv_cache, metadata, **named)[1:]
 
 
 class CountsSteps(OnHost):
@@ -289,9 +281,7 @@ class CountsSteps(OnHost):
 
         return Builder()
 
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **_: Any) -> torch.Tensor:
         return query.new_empty(*query.shape[:2], kv_cache["v"].shape[-1])  # type: ignore[no-any-return]
 
 

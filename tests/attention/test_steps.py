@@ -167,12 +167,10 @@ class Counting(TorchReferenceBackend):
     def make_builder(self) -> AttentionMetadataBuilder:
         return self.Builder(self.log, None)
 
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
         assert metadata.is_finished
         assert metadata.table is metadata.common.block_table
-        return super().forward(layer, query, kv_cache, metadata.common, sinks)
+        return super().attend(layer, query, kv_cache, metadata.common, **named)
 
 
 def counted(

@@ -67,12 +67,12 @@ def test_steps_are_measured_without_graphs_and_with_one() -> None:
 
 
 class Wrong(TorchBackend):
-    def forward(self, *args: Any) -> torch.Tensor:
-        return 1.1 * super().forward(*args)
+    def attend(self, *args: Any, **named: Any) -> torch.Tensor:
+        return 1.1 * super().attend(*args, **named)
 
 
 class Raising(TorchBackend):
-    def forward(self, *args: Any) -> torch.Tensor:
+    def attend(self, *args: Any, **named: Any) -> torch.Tensor:
         raise RuntimeError("no kernel")
 
 

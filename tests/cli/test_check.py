@@ -31,7 +31,7 @@ BACKEND = """
             devices={"cpu"}, dtypes={"float32"}, masks={"causal", "bidirectional"}, sinks=True, preference=-1
         )
 
-        def forward(self, layer, query, kv_cache, metadata, sinks, out=None):
+        def attend(self, layer, query, kv_cache, metadata, *, sinks=None, **_):
             output = torch.zeros_like(query)
             group_size = layer.query.num_heads // layer.spec.num_kv_heads
             causal = metadata.causal and layer.spec.mask.causal
@@ -169,7 +169,7 @@ def test_a_backend_that_returns_none_is_wrong_in_everything(plugin: Any) -> None
     code, part = found(plugin(BACKEND, SINKS="True", RESULT="None"))
     assert (1, "wrong", 0) == (code, part["verdict"], part["num_passed"])
     assert {"wrong"} == {words for words in verdicts(part).values() if not words.startswith("refused")}
-    assert "forward returns NoneType, not torch.Tensor" in part["failure"]["sentence"]
+    assert "attend returns NoneType, not torch.Tensor" in part["failure"]["sentence"]
     check_reproduced(part)
 
 
@@ -190,7 +190,7 @@ def test_options_that_no_stack_can_give_are_wrong(plugin: Any) -> None:
     source = path.read_text()
     made = "attrs.make_class('Changing', ['size'])"
     path.write_text(
-        "import attrs\n" + source.replace("    def forward", f"    options_class = {made}\n\n    def forward", 1)
+        "import attrs\n" + source.replace("    def attend", f"    options_class = {made}\n\n    def attend", 1)
     )
     code, part = found(path, "--only", "options")
     assert (1, "wrong") == (code, part["verdict"])
@@ -199,7 +199,7 @@ def test_options_that_no_stack_can_give_are_wrong(plugin: Any) -> None:
 
 def test_options_of_no_attrs_class_are_refused_at_once(plugin: Any) -> None:
     path = plugin(BACKEND, SINKS="True", RESULT="output")
-    path.write_text(path.read_text().replace("    def forward", "    options_class = dict\n\n    def forward", 1))
+    path.write_text(path.read_text().replace("    def attend", "    options_class = dict\n\n    def attend", 1))
     code, part = found(path, "--only", "options")
     assert (2, "not checked") == (code, part["verdict"])
     assert "declares options_class = <class 'dict'>, which is not an attrs class" in part["reason"]

@@ -90,19 +90,19 @@ def test_a_method_that_takes_everything_is_left_as_it_is() -> None:
 
 def test_no_method_of_todays_contract_is_changed() -> None:
     class Backend(AttentionBackend):
-        def forward(self, layer, query, kv_cache, metadata, sinks, out=None):  # type: ignore[no-untyped-def]
+        def attend(self, layer, query, kv_cache, metadata, **_):  # type: ignore[no-untyped-def]
             return query
 
-    assert "forward" == vars(Backend)["forward"].__name__
-    assert not hasattr(vars(Backend)["forward"], "__wrapped__")
+    assert "attend" == vars(Backend)["attend"].__name__
+    assert not hasattr(vars(Backend)["attend"], "__wrapped__")
 
 
-def test_a_backend_that_gives_new_tensors_only_need_not_take_memory_for_them() -> None:
+def test_a_backend_need_not_take_what_it_does_not_declare() -> None:
     class Backend(AttentionBackend):
-        def forward(self, layer, query, kv_cache, metadata, sinks):  # type: ignore[no-untyped-def]
+        def attend(self, layer, query, kv_cache, metadata):  # type: ignore[no-untyped-def,override]
             return query
 
-    assert 3 == Backend((), None).forward(None, 3, {}, None, None, 4)  # type: ignore[arg-type]
+    assert 3 == Backend((), None).attend(None, 3, {}, None, sinks=None, out=4)  # type: ignore[arg-type]
 
 
 def test_specs_with_slots_are_fitted_and_extended_too() -> None:

@@ -352,10 +352,8 @@ class Miscounts(CapturableReference):
         builder.build = lambda metadata: Numbered(build(metadata), int(metadata.seq_lens_cpu.max()))  # type: ignore[method-assign]
         return builder
 
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
-        return super().forward(layer, query, kv_cache, metadata.common, sinks)
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
+        return super().attend(layer, query, kv_cache, metadata.common, **named)
 
 
 def test_a_step_that_a_graph_cannot_be_told_runs_without_and_says_so_once(

@@ -30,44 +30,26 @@ LAYERS = [f"model.layers.{index}.self_attn" for index in range(3)]
 
 
 class IgnoresWindow(TorchReferenceBackend):
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
         assert layer.spec is not None
         full = attrs.evolve(layer, spec=layer.spec.retain_all())
-        return super().forward(full, query, kv_cache, metadata, sinks)
+        return super().attend(full, query, kv_cache, metadata, **named)
 
 
 class WrongHeads(TorchReferenceBackend):
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        return super().forward(layer, query.flip(1), kv_cache, metadata, sinks).flip(1)
+        return super().attend(layer, query.flip(1), kv_cache, metadata, **named).flip(1)
 
 
 class WrongAtLayerOne(TorchReferenceBackend):
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks)
+        output = super().attend(layer, query, kv_cache, metadata, **named)
         return output.roll(1, 2) if layer.name == LAYERS[1] else output
 
 
@@ -85,16 +67,10 @@ class ForgetsBlocks(MetadataWrapper):
 
 
 class WrongLatents(MLABackend):
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        return super().forward(layer, query, kv_cache, metadata, sinks).flip(1)
+        return super().attend(layer, query, kv_cache, metadata, **named).flip(1)
 
 
 BACKENDS = {"ignores_window": IgnoresWindow, "wrong_heads": WrongHeads, "wrong_at_layer_one": WrongAtLayerOne}

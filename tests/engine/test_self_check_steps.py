@@ -24,16 +24,10 @@ class WrongSteps(TorchReferenceBackend):
     def is_wrong(self, num_reqs: int, num_tokens: int) -> bool:
         raise NotImplementedError
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks)
+        output = super().attend(layer, query, kv_cache, metadata, **named)
         return output * 0 if self.is_wrong(metadata.num_reqs, metadata.num_actual_tokens) else output
 
 

@@ -27,16 +27,8 @@ def explode(*_: Any) -> Any:
     raise BOOM[0]
 
 
-class Forward(TorchReferenceBackend):
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+class Attends(TorchReferenceBackend):
+    def attend(self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **_: Any) -> torch.Tensor:
         output: torch.Tensor = explode()
         return output
 
@@ -70,7 +62,7 @@ class Finishes(Refreshing):
 
 
 FAILING = {
-    "forward": (Forward, "'layer 0': forward"),
+    "attend": (Attends, "'layer 0': attend"),
     "write_kv": (Writes, "'layer 0': write_kv"),
     "build": (on(Builds), "'layer 0' and 1 others: its builder's build"),
     "build_together": (on(BuildsTogether), "'layer 0' and 1 others: its builder's build_together"),

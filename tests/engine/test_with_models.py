@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -254,16 +255,16 @@ class CountingBackend(TorchBackend):
 
     num_calls = 0
 
-    def forward(self, *arguments: Any) -> torch.Tensor:
+    def attend(self, *arguments: Any, **named: Any) -> torch.Tensor:
         type(self).num_calls += 1
-        return super().forward(*arguments)
+        return super().attend(*arguments, **named)
 
 
 class WrongBackend(TorchBackend):
     """Attention with a wrong scale, in the windowed layers only."""
 
-    def forward(self, layer: Any, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return super().forward(layer, query * (1.01 if "window" in layer.spec.kind else 1), *rest)
+    def attend(self, layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        return super().attend(layer, query * (1.01 if "window" in layer.spec.kind else 1), *rest, **named)
 
 
 def test_a_backend_from_a_script_serves_a_model(model: TinyModel, reference: list[tuple[int, ...]]) -> None:
@@ -290,7 +291,8 @@ def test_a_refused_model_is_left_as_it_was(model: TinyModel, reference: list[tup
     loaded: Any = model.loaded
     implementation = loaded.model.config._attn_implementation
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchBackend, "forward", lambda self, layer, query, *rest: torch.zeros_like(query))
+        zeros = functools.wraps(TorchBackend.attend)(lambda self, layer, query, *_, **__: torch.zeros_like(query))
+        patch.setattr(TorchBackend, "attend", zeros)
         with pytest.raises(BackendError, match=r"^backend 'kvframe-torch:torch' computes layer .* wrongly"):
             model.engine(self_check=True, backend="torch")
     assert implementation == loaded.model.config._attn_implementation

@@ -37,16 +37,10 @@ class Returns(TorchReferenceBackend):
 
     change: ClassVar[Callable[[torch.Tensor], Any]] = staticmethod(lambda output: output)
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks)
+        output = super().attend(layer, query, kv_cache, metadata, **named)
         changed: torch.Tensor = type(self).change(output)
         return changed
 
@@ -67,7 +61,7 @@ class Returns(TorchReferenceBackend):
 )
 def test_an_output_that_was_not_agreed_is_refused_by_name(change: Callable[[torch.Tensor], Any], found: str) -> None:
     Returns.change = staticmethod(change)
-    expected = r"and not a tensor \[\d+, 2, 4\] of torch.float32 on cpu: this is a mistake in the backend's forward"
+    expected = r"and not a tensor \[\d+, 2, 4\] of torch.float32 on cpu: this is a mistake in the backend's attend"
     with pytest.raises(BackendError, match=f"mine' returned {found} for layer 'layer 0', {expected}") as refused:
         bench_of(Returns).run(MIXED)
     assert "wrong_output" == refused.value.code

@@ -15,7 +15,7 @@ from typing import Any
 
 CHANGES: Mapping[str, Mapping[str, str]] = {
     "kvframe.contract.backend": {
-        "        out: torch.Tensor | None = None,\n": "        out: torch.Tensor | None = None,\n"
+        "        more: MoreInputs | None = None,\n": "        more: MoreInputs | None = None,\n"
         "        later: int = 0,\n",
         "    def make_builder(self)": "    def kvframe_later(self) -> str:\n"
         '        return "not implemented"\n\n'
@@ -25,7 +25,7 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
         "    block_size: int = positive_int\n": "    block_size: int = positive_int\n    kvframe_later: int = 7\n",
     },
     "kvframe.attention.layer": {
-        "read.metadata, sinks, wanted)": "read.metadata, sinks, wanted, later=1)\n"
+        "lse=lse, more=more\n            )": "lse=lse, more=more, later=1\n            )\n"
         "            SEEN.add((self._backend.kvframe_later(), self.spec.spec.kvframe_later))",
         "class AttentionLayer:": "SEEN = set()\n\n\nclass AttentionLayer:",
     },

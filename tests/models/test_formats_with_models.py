@@ -5,6 +5,7 @@ So pages are stored, hit, moved and copied correctly, for any rounding of the fo
 
 from __future__ import annotations
 
+import functools
 from itertools import cycle, product
 from typing import Any, ClassVar
 
@@ -165,10 +166,13 @@ def test_a_model_is_compared_with_itself_on_plain_pages(models: Any, family: str
 
 
 def test_the_rounding_of_a_format_hides_no_wrong_attention(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = TorchBackend.forward
-    monkeypatch.setattr(
-        TorchBackend, "forward", lambda self, layer, query, *rest: forward(self, layer, query * 1.01, *rest)
-    )
+    attend = TorchBackend.attend
+
+    @functools.wraps(attend)
+    def scaled(self: Any, layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        return attend(self, layer, query * 1.01, *rest, **named)
+
+    monkeypatch.setattr(TorchBackend, "attend", scaled)
     with pytest.raises(
         BackendError, match=r"'kvframe-torch:torch' computes layer 'model\.layers\.0\.self_attn' wrongly"
     ) as found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import product
 from typing import Any
 
@@ -114,10 +115,13 @@ def test_a_slightly_wrong_attention_would_show(
     models: Any, references: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = references(family)
-    forward = TorchReferenceBackend.forward
-    monkeypatch.setattr(
-        TorchReferenceBackend, "forward", lambda self, layer, query, *rest: forward(self, layer, query * 1.05, *rest)
-    )
+    attend = TorchReferenceBackend.attend
+
+    @functools.wraps(attend)
+    def scaled(self: Any, layer: Any, query: Any, *rest: Any, **named: Any) -> Any:
+        return attend(self, layer, query * 1.05, *rest, **named)
+
+    monkeypatch.setattr(TorchReferenceBackend, "attend", scaled)
     with models(family).engine(backend="torch_reference") as engine:
         assert expected != served(engine)
 

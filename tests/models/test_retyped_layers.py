@@ -46,8 +46,8 @@ class TurnedHeads(TorchReferenceBackend):
 
     capabilities = attrs.evolve(TorchReferenceBackend.capabilities, preference=-(10**6))
 
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None) -> Any:
-        found = super().forward(layer, query, kv_cache, metadata, sinks)
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> Any:
+        found = super().attend(layer, query, kv_cache, metadata, **named)
         return found.flip(1) if layer.spec.kind == "anchors" else found
 
 

@@ -24,21 +24,26 @@ class LseBackend(PlainBackend):
         PlainBackend.capabilities, dtypes={"float32", "bfloat16"}, formats={PLAIN.name}, returns_lse=True
     )
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
+        if lse is not None:
+            lse.copy_(self.returned(layer, self.log_sums(layer, query, kv_cache, metadata, sinks), sinks))
         sinks = None if sinks is None else sinks.float()
-        return super().forward(layer, query.float(), kv_cache, metadata, sinks).to(query.dtype)
+        return super().attend(layer, query.float(), kv_cache, metadata, sinks=sinks).to(query.dtype)
 
-    def forward_with_lse(
+    def log_sums(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
+        """Return the log-sum-exp of each query and head."""
         built = self.step_of(metadata)
         lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
         starts, seq_lens = self.lengths(built.common)
@@ -48,7 +53,7 @@ class LseBackend(PlainBackend):
                 own = query[start:stop].float()
                 logits, _, _ = self.logits(layer, own, kv_cache, built, request, seq_len, sinks)
                 lse[start:stop] = self.reduced(logits).T
-        return self.forward(layer, query, kv_cache, metadata, sinks), self.returned(layer, lse, sinks)
+        return lse
 
     def reduced(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the log-sum-exp of logits, over the last axis."""
@@ -115,11 +120,10 @@ class WithoutTheLargest(LseBackend):
 class OtherLogits(LseBackend):
     """Computes the log-sum-exp of other logits than the output."""
 
-    def forward_with_lse(
+    def log_sums(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _, lse = super().forward_with_lse(*self.changed(layer, query, kv_cache, metadata, sinks))
-        return self.forward(layer, query, kv_cache, metadata, sinks), lse
+    ) -> torch.Tensor:
+        return super().log_sums(*self.changed(layer, query, kv_cache, metadata, sinks))
 
     def changed(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
         return layer, query, kv_cache, metadata, sinks
@@ -162,28 +166,10 @@ class LargeWithoutKeys(LseBackend):
         return lse.clamp(min=-5e4)
 
 
-@shown_by("padded rows are missing", "full-block=1-decode-padded", r"the log-sum-exp is \(\d+, 4\).*, not")
-class WithoutPadding(LseBackend):
-    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
-        return lse[lse.isfinite().all(-1)]
-
-
 @shown_by("rows begin with the padding", "full-block=1-decode-padded")
 class PaddingFirst(LseBackend):
     def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
         return lse.flip(0)
-
-
-@shown_by("heads come first", "full-block=1-prefill", r"the log-sum-exp is \(4, \d+\)")
-class HeadsFirst(LseBackend):
-    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
-        return lse.T
-
-
-@shown_by("it is in the query's low precision", "full-bfloat16-decode", "torch.bfloat16, cpu, not .*torch.float32")
-class LowPrecision(LseBackend):
-    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
-        return lse.bfloat16() if layer.spec.dtype == "bfloat16" else lse  # type: ignore[union-attr]
 
 
 @shown_by("it is rounded to half precision", "full-block=1-decode")
@@ -192,25 +178,27 @@ class Rounded(LseBackend):
         return lse.bfloat16().float()
 
 
-@shown_by("the output comes alone", "full-block=1-decode", "forward_with_lse returns Tensor, not a pair of tensors")
-class OutputAlone(LseBackend):
-    def forward_with_lse(self, *arguments: Any) -> Any:
-        return self.forward(*arguments)
-
-
-@shown_by(
-    "the output differs from that of forward", "full-block=1-decode", "from forward_with_lse, .* queries are wrong"
-)
+@shown_by("the output is another one", "full-block=1-decode", "with the log-sum-exp, .* queries are wrong")
 class OtherOutput(LseBackend):
-    def forward_with_lse(self, *arguments: Any) -> Any:
-        output, lse = super().forward_with_lse(*arguments)
-        return 2 * output, lse
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+        output = super().attend(*arguments, lse=lse, **named)
+        return output if lse is None else 2 * output
 
 
-@shown_by("it is declared and not there", "full-block=1-decode", "Undefined returns no log-sum-exp")
-class Undefined(LseBackend):
-    def forward_with_lse(self, *arguments: Any) -> Any:
-        return PlainBackend.forward_with_lse(self, *arguments)
+@shown_by("it is declared and not written", "full-block=1-decode")
+class Unwritten(LseBackend):
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+        return super().attend(*arguments, **named)
+
+
+@shown_by("it is written for all heads but the last", "full-block=1-decode")
+class WithoutTheLastHead(LseBackend):
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+        last = None if lse is None else lse[:, -1].clone()
+        output = super().attend(*arguments, lse=lse, **named)
+        if lse is not None and last is not None:
+            lse[:, -1] = last
+        return output
 
 
 @shown_by("heads of a group are exchanged", "full-block=1-decode")
@@ -228,14 +216,15 @@ class ExchangedGroups(LseBackend):
 @shown_by(
     "the sinks of the call before are added to a part without sinks",
     "full-learned_sinks-decode",
-    "from forward_with_lse without the layer's sinks, .* queries are wrong",
+    "with the log-sum-exp and without the layer's sinks, .* queries are wrong",
 )
 class KeepsSinks(LseBackend):
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.kept = getattr(self, "kept", None) if sinks is None else sinks
-        return super().forward_with_lse(layer, query, kv_cache, metadata, self.kept)
+    def attend(
+        self, *arguments: Any, sinks: torch.Tensor | None = None, lse: torch.Tensor | None = None, **named: Any
+    ) -> torch.Tensor:
+        if lse is not None:
+            sinks = self.kept = getattr(self, "kept", None) if sinks is None else sinks
+        return super().attend(*arguments, sinks=sinks, lse=lse, **named)
 
 
 @shown_by("queries that see a sink only have -inf", "bidirectional-learned_sinks-cross_without_keys")

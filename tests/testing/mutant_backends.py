@@ -15,7 +15,7 @@ from kvframe.contract.slots import Slots
 from kvframe.contract.specs import LayerSpec
 from tests.testing.plain_backend import Built, PlainBackend, PlainBuilder
 
-Forward = tuple[LayerSpec, torch.Tensor, KVCache, Built, torch.Tensor | None]
+Arguments = tuple[LayerSpec, torch.Tensor, KVCache, Built, torch.Tensor | None]
 
 MISTAKES: dict[str, tuple[type[AttentionBackend], str, str]] = {}
 """For each bug: the backend, the case or run of the kit that finds it, and a part of the kit's error."""
@@ -32,42 +32,38 @@ def shown_by(mistake: str, where: str, message: str = "wrong, the first at") -> 
     return note
 
 
-class Forwards(PlainBackend):
-    """Changes the arguments of ``forward``."""
+class Changes(PlainBackend):
+    """Changes the arguments of ``attend``."""
 
     def given(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, built: Built, sinks: torch.Tensor | None
-    ) -> Forward:
+    ) -> Arguments:
         return layer, query, kv_cache, built, sinks
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        return super().forward(*self.given(layer, query, kv_cache, metadata, sinks))
+        *changed, sinks = self.given(layer, query, kv_cache, metadata, sinks)
+        return super().attend(*changed, sinks=sinks)
 
 
 class Returns(PlainBackend):
-    """Changes the result of ``forward``."""
+    """Changes the result of ``attend``."""
 
     def returned(self, output: torch.Tensor, query: torch.Tensor) -> Any:
         return output
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        output: torch.Tensor = self.returned(super().forward(layer, query, kv_cache, metadata, sinks), query)
+        output: torch.Tensor = self.returned(super().attend(layer, query, kv_cache, metadata, **named), query)
         return output
 
 
@@ -80,32 +76,32 @@ def over(built: Built, **changes: Any) -> Built:
 
 
 @shown_by("the block table of the first step is kept", "head_size=64-num_kv_heads=1-full-decodes", "step 2")
-class KeepsTheFirstTable(Forwards):
+class KeepsTheFirstTable(Changes):
     kept: torch.Tensor | None = None
 
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         if self.kept is None or self.kept.shape != built.block_table.shape:
             self.kept = built.block_table.clone()
         return layer, query, kv_cache, attrs.evolve(built, block_table=self.kept), sinks
 
 
 @shown_by("lengths are kept by where they lie", "decodes-padded", "step 2")
-class KeepsLengthsByPlace(Forwards):
+class KeepsLengthsByPlace(Changes):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         lens = built.common.seq_lens
         lens = self.kept.setdefault((lens.data_ptr(), len(lens)), lens.clone())
         return layer, query, kv_cache, over(built, seq_lens=lens), sinks
 
 
 @shown_by("the metadata of the first step is kept", "head_size=64-num_kv_heads=1-full-decodes", "step 2")
-class KeepsTheFirstMetadata(Forwards):
+class KeepsTheFirstMetadata(Changes):
     kept: Built | None = None
 
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         if self.kept is None or self.kept.common.num_actual_tokens != built.common.num_actual_tokens:
             self.kept = built
         return layer, query, kv_cache, self.kept, sinks
@@ -131,19 +127,19 @@ class KeepsPages(PlainBackend):
 
 
 @shown_by("the cache of another layer is read", "head_size=64-num_kv_heads=1-full-decodes", "layers.1 in step 1")
-class ReadsAnotherLayersCache(Forwards):
+class ReadsAnotherLayersCache(Changes):
     kept: KVCache | None = None
 
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Forward:
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Arguments:
         self.kept = kv_cache if self.kept is None else self.kept
         return layer, query, self.kept, built, sinks
 
 
 @shown_by("the sinks of another layer are used", "num_kv_heads=8-window=20-sink_tokens=4-", "layers.1")
-class UsesAnotherLayersSinks(Forwards):
+class UsesAnotherLayersSinks(Changes):
     kept: torch.Tensor | None = None
 
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Forward:
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Arguments:
         self.kept = sinks if self.kept is None else self.kept
         return layer, query, kv_cache, built, self.kept
 
@@ -195,15 +191,15 @@ class WrongAbove4KVHeads(PlainBackend):
 
 
 @shown_by("requests from the ninth on read the pages of another", "head_size=64-num_kv_heads=1-full-decodes")
-class WrongFromRequest8On(Forwards):
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+class WrongFromRequest8On(Changes):
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         rows = torch.arange(len(built.block_table)).clamp(max=7)
         return layer, query, kv_cache, attrs.evolve(built, block_table=built.block_table[rows]), sinks
 
 
 @shown_by("the seventeenth request is left out", "head_size=64-num_kv_heads=1-full-decodes")
-class LeavesOutRequest16(Forwards):
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+class LeavesOutRequest16(Changes):
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         starts = built.common.query_start_loc
         return layer, query, kv_cache, over(built, query_start_loc=starts[:17]), sinks
 
@@ -317,20 +313,20 @@ class PatternOfTheFirst(PlainBackend):
 
 
 @shown_by("queries see later tokens", "full-block=1-prefill")
-class NeverCausal(Forwards):
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+class NeverCausal(Changes):
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         return layer, query, kv_cache, over(built, causal=False), sinks
 
 
 @shown_by("a batch is causal that is not", "full-block=1-prefill-not_causal")
-class AlwaysCausal(Forwards):
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+class AlwaysCausal(Changes):
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         return layer, query, kv_cache, over(built, causal=True), sinks
 
 
 @shown_by("hidden tokens are seen", "full-block=1-hidden_starts")
-class SeesHiddenTokens(Forwards):
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+class SeesHiddenTokens(Changes):
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         return layer, query, kv_cache, over(built, extensions=NO_EXTENSIONS), sinks
 
 
@@ -351,13 +347,13 @@ class DropsTheLastTokenOfBlocks(PlainBackend):
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-class OtherLayer(Forwards):
+class OtherLayer(Changes):
     """Replaces the layer's query side."""
 
     def query_side(self, layer: LayerSpec) -> dict[str, Any]:
         return {}
 
-    def given(self, layer: LayerSpec, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Forward:
+    def given(self, layer: LayerSpec, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Arguments:
         assert layer.query is not None
         changed = attrs.evolve(layer.query, **self.query_side(layer))
         return attrs.evolve(layer, query=changed), query, kv_cache, built, sinks
@@ -377,8 +373,8 @@ class WithoutSoftCap(OtherLayer):
 
 
 @shown_by("learned sinks are left out", "full-learned_sinks-prefill")
-class WithoutSinks(Forwards):
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Forward:
+class WithoutSinks(Changes):
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Any, sinks: Any) -> Arguments:
         return layer, query, kv_cache, built, None
 
 
@@ -422,8 +418,8 @@ class ConfusesValueSize(PlainBackend):
 
 
 @shown_by("it computes in half precision", "full-block=1-prefill")
-class ComputesInHalfPrecision(Forwards):
-    def given(self, layer: Any, query: torch.Tensor, kv_cache: Any, built: Any, sinks: Any) -> Forward:
+class ComputesInHalfPrecision(Changes):
+    def given(self, layer: Any, query: torch.Tensor, kv_cache: Any, built: Any, sinks: Any) -> Arguments:
         return layer, query.bfloat16().float(), kv_cache, built, sinks
 
 
@@ -431,16 +427,16 @@ class ComputesInHalfPrecision(Forwards):
 
 
 @shown_by("pages are taken to lie in order", "full-block=16-uneven")
-class PagesInOrder(Forwards):
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+class PagesInOrder(Changes):
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         first, width = built.block_table[:, :1], built.block_table.shape[1]
         page = next((int(row[1] - row[0]) for row in built.block_table if width > 1 and row[1]), 0)
         return layer, query, kv_cache, attrs.evolve(built, block_table=first + page * torch.arange(width)), sinks
 
 
 @shown_by("the last block is the one before", "full-block=16-uneven")
-class StaleLastBlock(Forwards):
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+class StaleLastBlock(Changes):
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         table = built.block_table.clone()
         last = (built.common.seq_lens - 1) // built.common.block_size
         for row, block in enumerate(last.tolist()):
@@ -449,8 +445,8 @@ class StaleLastBlock(Forwards):
 
 
 @shown_by("all padded tokens are the last request's", "full-block=1-decode-padded")
-class CountsPaddedTokens(Forwards):
-    def given(self, layer: Any, query: torch.Tensor, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+class CountsPaddedTokens(Changes):
+    def given(self, layer: Any, query: torch.Tensor, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         starts = built.common.query_start_loc.clone()
         starts[starts == built.common.num_actual_tokens] = len(query)
         return layer, query, kv_cache, over(built, query_start_loc=starts), sinks
@@ -563,19 +559,17 @@ class WritesTheQuery(Returns):
         return output
 
 
-@shown_by("the cache is written by forward", "full-block=1-prefill", "it wrote to")
-class WritesTheCache(Forwards):
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks)
+@shown_by("the cache is written by attend", "full-block=1-prefill", "it wrote to")
+class WritesTheCache(Changes):
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
+        output = super().attend(layer, query, kv_cache, metadata, **named)
         kv_cache["k"][0].zero_()
         return output
 
 
-@shown_by("the metadata is written by forward", "full-block=1-prefill", "it wrote to")
-class WritesTheMetadata(Forwards):
-    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Forward:
+@shown_by("the metadata is written by attend", "full-block=1-prefill", "it wrote to")
+class WritesTheMetadata(Changes):
+    def given(self, layer: Any, query: Any, kv_cache: Any, built: Built, sinks: Any) -> Arguments:
         built.common.slot_mapping.add_(1)
         return layer, query, kv_cache, built, sinks
 

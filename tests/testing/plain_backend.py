@@ -66,14 +66,15 @@ class PlainBackend(AttentionBackend):
     def make_builder(self) -> AttentionMetadataBuilder:
         return PlainBuilder()
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         built = self.step_of(metadata)
         assert layer.spec is not None
@@ -83,7 +84,7 @@ class PlainBackend(AttentionBackend):
         for request, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start < stop:
                 given = kv_cache, built, request, seq_lens[request], sinks
-                output[start:stop] = self.attend(layer, query[start:stop], *given)
+                output[start:stop] = self.attend_request(layer, query[start:stop], *given)
         return output
 
     def lengths(self, common: CommonAttentionMetadata) -> tuple[list[int], list[int]]:
@@ -94,7 +95,7 @@ class PlainBackend(AttentionBackend):
         assert isinstance(metadata, Built)
         return metadata
 
-    def attend(
+    def attend_request(
         self,
         layer: LayerSpec,
         query: torch.Tensor,

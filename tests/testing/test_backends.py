@@ -11,7 +11,6 @@ import torch
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.capabilities import Capabilities
-from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import (
     ENCODER,
     AttentionSpec,
@@ -113,16 +112,6 @@ def test_a_layer_that_the_model_merges_is_refused_by_code_without_a_log_sum_exp(
     assert [] == attrs.evolve(NARROW, returns_lse=True).refusals(layer, "cuda")
 
 
-def test_a_backend_without_a_log_sum_exp_says_so_when_it_is_called_for_it() -> None:
-    class Silent(TorchReferenceBackend):
-        forward_with_lse = AttentionBackend.forward_with_lse
-
-    layer = LayerSpec(name="layer", spec=NARROW_SPEC, query=NARROW_QUERY)
-    with pytest.raises(BackendError, match="Silent returns no log-sum-exp") as raised:
-        Silent([layer], torch.device("cpu")).forward_with_lse(layer, torch.zeros(0), {}, None, None)
-    assert "lse" == raised.value.code
-
-
 def test_another_device_head_size_or_state_is_refused_by_code() -> None:
     assert ["device"] == refusals(device="cpu")
     assert ["head_size"] == refusals(attrs.evolve(NARROW_SPEC, head_size=80, head_size_v=80), head_size=80)
@@ -219,16 +208,10 @@ class Wrong(TorchReferenceBackend):
     def metadata_used(self, metadata: Any) -> Any:
         return metadata
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        return super().forward(self.layer_used(layer), query, kv_cache, self.metadata_used(metadata), sinks)
+        return super().attend(self.layer_used(layer), query, kv_cache, self.metadata_used(metadata), **named)
 
 
 class WindowTooLong(Wrong):
@@ -258,16 +241,8 @@ class NoSoftCap(Wrong):
 
 
 class NoLearnedSinks(TorchReferenceBackend):
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return super().forward(layer, query, kv_cache, metadata, None)
+    def attend(self, *arguments: Any, sinks: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+        return super().attend(*arguments, **named)
 
 
 class NoRelativeBias(Wrong):
@@ -285,18 +260,12 @@ class NoAlibi(Wrong):
 class SeesItself(TorchReferenceBackend):
     """Assumes that a query's own key is in the cache."""
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
         least = metadata.query_start_loc_cpu.diff()
         longer = attrs.evolve(metadata, seq_lens_cpu=metadata.seq_lens_cpu.maximum(least))
-        return super().forward(layer, query, kv_cache, longer, sinks)
+        return super().attend(layer, query, kv_cache, longer, **named)
 
 
 class AlwaysCausal(Wrong):
@@ -312,16 +281,10 @@ class PagesInOrder(Wrong):
 
 
 class HalfPrecision(Wrong):
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        return super().forward(layer, query.bfloat16(), kv_cache, metadata, sinks).to(query.dtype)
+        return super().attend(layer, query.bfloat16(), kv_cache, metadata, **named).to(query.dtype)
 
 
 class WritesTheBlockTable(Wrong):
@@ -331,16 +294,10 @@ class WritesTheBlockTable(Wrong):
 
 
 class DropsAnOutput(Wrong):
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        return super().forward(layer, query, kv_cache, metadata, sinks)[:-1]
+        return super().attend(layer, query, kv_cache, metadata, **named)[:-1]
 
 
 @pytest.mark.parametrize(
@@ -374,17 +331,16 @@ def test_the_kit_says_what_a_wrong_backend_got_wrong(backend: type[AttentionBack
 
 def test_dead_blocks_are_not_resident_in_a_case() -> None:
     class Recorder(TorchReferenceBackend):
-        def forward(
-            self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-        ) -> torch.Tensor:
-            seen.extend(metadata.block_table.tolist())
-            return super().forward(layer, query, kv_cache, metadata, sinks)
+        def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
+            seen.append(metadata.block_table.tolist())
+            return super().attend(layer, query, kv_cache, metadata, **named)
 
-    seen: list[list[int]] = []
+    seen: list[list[list[int]]] = []
     spec = GridSpec(block_size=2, num_kv_heads=1, head_size=4, window=3, num_sink_tokens=1)
     layer = LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=1, head_size=4, scale=1.0))
     check_backend(Recorder, Case(name="one", layer=layer, requests=(Request(9, 2),)))
-    assert [[True, False, False, True, True, True]] == [[block > 0 for block in row] for row in seen]
+    resident = [[[block > 0 for block in row] for row in table] for table in seen]
+    assert [[[True, False, False, True, True, True]]] * 2 == resident, "with and without the log-sum-exp"
 
 
 @pytest.mark.parametrize("masks", [{"causal", "bidirectional", "window", "live_range"}, {"mask_function", "sparse"}])

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,8 +178,8 @@ def check_after_wrappers(backend: str, registry: Registry, together: Sequence[tu
 class SlightlyWrong(TorchReferenceBackend):
     capabilities = Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), masks=frozenset({"causal"}))
 
-    def forward(self, *args: object) -> torch.Tensor:
-        return super().forward(*args) + 0.01  # type: ignore[arg-type]
+    def attend(self, *args: Any, **named: Any) -> torch.Tensor:
+        return super().attend(*args, **named) + 0.01
 
 
 class Elsewhere(TorchReferenceBackend):

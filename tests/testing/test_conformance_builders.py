@@ -67,17 +67,11 @@ def backend_with(builder: Callable[[], AttentionMetadataBuilder]) -> type[Attent
         def make_builder(self) -> AttentionMetadataBuilder:
             return builder()
 
-        def forward(
-            self,
-            layer: LayerSpec,
-            query: torch.Tensor,
-            kv_cache: KVCache,
-            metadata: Any,
-            sinks: torch.Tensor | None,
-            out: torch.Tensor | None = None,
+        def attend(
+            self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
         ) -> torch.Tensor:
             common = attrs.evolve(metadata.common, block_table=metadata.block_table)
-            return super().forward(layer, query, kv_cache, common, sinks)
+            return super().attend(layer, query, kv_cache, common, **named)
 
     return Backend
 

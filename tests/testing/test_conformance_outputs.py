@@ -1,4 +1,4 @@
-"""The conformance kit always checks something: it examines what ``forward`` returns, and zero cases are an error."""
+"""The conformance kit always checks something: it examines what ``attend`` returns, and zero cases are an error."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class AnotherTensor(torch.Tensor):
 
 
 def returning(change: Callable[[torch.Tensor], object], base: type[AttentionBackend]) -> type[AttentionBackend]:
-    def forward(self: AttentionBackend, *args: Any) -> object:
-        return change(base.forward(self, *args))
+    def attend(self: AttentionBackend, *args: Any, **named: Any) -> object:
+        return change(base.attend(self, *args, **named))
 
-    return type("Returns", (base,), {"forward": forward})
+    return type("Returns", (base,), {"attend": attend})
 
 
 # One builds metadata that are refreshed, the other asks for an order of requests.
@@ -42,11 +42,11 @@ def returning(change: Callable[[torch.Tensor], object], base: type[AttentionBack
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda output: None, "forward returns NoneType, not torch.Tensor"),
-        (lambda output: (output, None), "forward returns tuple, not torch.Tensor"),
-        (lambda output: [*output], "forward returns list, not torch.Tensor"),
-        (lambda output: output.numpy(), "forward returns ndarray, not torch.Tensor"),
-        (lambda output: output.as_subclass(AnotherTensor), "forward returns AnotherTensor, not torch.Tensor"),
+        (lambda output: None, "attend returns NoneType, not torch.Tensor"),
+        (lambda output: (output, None), "attend returns tuple, not torch.Tensor"),
+        (lambda output: [*output], "attend returns list, not torch.Tensor"),
+        (lambda output: output.numpy(), "attend returns ndarray, not torch.Tensor"),
+        (lambda output: output.as_subclass(AnotherTensor), "attend returns AnotherTensor, not torch.Tensor"),
         (
             lambda output: output.double(),
             r"the output is .*torch.float64, cpu, not \(29, 4, 8\), torch.float32",
@@ -66,16 +66,16 @@ def test_anything_but_a_tensor_as_the_contract_says_is_a_failure(
 
 
 def test_an_output_from_refreshed_metadata_is_looked_at_as_every_other() -> None:
-    class SecondTimeNothing(TorchBackend):
+    class ThirdTimeNothing(TorchBackend):
         num_calls = 0
 
-        def forward(self, *args: Any) -> Any:
+        def attend(self, *args: Any, **named: Any) -> Any:
             self.num_calls += 1
-            return super().forward(*args) if self.num_calls == 1 else None
+            return super().attend(*args, **named) if self.num_calls <= 2 else None
 
     assert TorchMetadataBuilder.table_fields
-    with pytest.raises(ConformanceError, match="mixed: with refreshed metadata, forward returns NoneType"):
-        check_backend(SecondTimeNothing, CASE)
+    with pytest.raises(ConformanceError, match="mixed: with refreshed metadata, attend returns NoneType"):
+        check_backend(ThirdTimeNothing, CASE)
 
 
 # --- zero cases -------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_a_backend_that_computes_nothing_or_raises_is_wrong_in_the_matrix(monkey
         capabilities = attrs.evolve(CAPABILITIES, masks=frozenset({"window"}))
 
     class Raises(TorchReferenceBackend):
-        def forward(self, *args: Any) -> Any:
+        def attend(self, *args: Any, **named: Any) -> Any:
             raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(matrix, "MAX_CHAIN", 0)
@@ -140,4 +140,4 @@ def test_a_backend_that_computes_nothing_or_raises_is_wrong_in_the_matrix(monkey
         "Nowhere serves no layer at all on cpu, so that nothing of it was computed: mask_causal" == wrong["nowhere"][1]
     )
     assert "Raises on full: ZeroDivisionError: by zero" == wrong["raises"][1]
-    assert "Returns on full: mixed: forward returns NoneType, not torch.Tensor" == wrong["nothing"][1]
+    assert "Returns on full: mixed: attend returns NoneType, not torch.Tensor" == wrong["nothing"][1]

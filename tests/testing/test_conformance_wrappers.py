@@ -306,17 +306,11 @@ def test_after_a_wrapper_that_changes_the_mask_the_mask_that_it_declares_is_comp
 
 
 class IgnoresSeqStarts(TorchReferenceBackend):
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
         plain = attrs.evolve(metadata, extensions=NO_EXTENSIONS)
-        return super().forward(layer, query, kv_cache, plain, sinks)
+        return super().attend(layer, query, kv_cache, plain, **named)
 
 
 def failures(backend: type[AttentionBackend], cases: list[Case]) -> set[str]:
@@ -342,9 +336,9 @@ def test_a_layer_that_shares_a_cache_reads_the_owners() -> None:
             writers.append(self.layers[0])
             super().write_kv(*args)
 
-        def forward(self, layer: LayerSpec, *args: Any) -> torch.Tensor:
+        def attend(self, layer: LayerSpec, *args: Any, **named: Any) -> torch.Tensor:
             readers.append(layer)
-            return super().forward(layer, *args)
+            return super().attend(layer, *args, **named)
 
     writers: list[LayerSpec] = []
     readers: list[LayerSpec] = []

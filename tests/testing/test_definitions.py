@@ -88,9 +88,9 @@ def test_a_choice_with_one_block_less_shows(example: Callable[[str], tuple[Any, 
     spec, backend_class = example("moba")
 
     class Fewer(backend_class):  # type: ignore[misc,valid-type]
-        def forward_more(self, layer: Any, *arguments: Any) -> Any:
+        def attend(self, layer: Any, *arguments: Any, **named: Any) -> Any:
             fewer = attrs.evolve(layer, spec=attrs.evolve(layer.spec, num_blocks=1))
-            return super().forward_more(fewer, *arguments)
+            return super().attend(fewer, *arguments, **named)
 
     with pytest.raises(ConformanceError, match="differs from dense_attention"):
         check_definition(Fewer, spec)
@@ -137,9 +137,8 @@ def test_inputs_reach_the_backend(example: Callable[[str], tuple[Any, Any]]) -> 
             return gated
 
     class GatedBackend(backend_class):  # type: ignore[misc,valid-type]
-        def forward_more(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, more: Any) -> Any:
-            output, lse = super().forward_more(layer, query, kv_cache, metadata, sinks, more)
-            return output * more.inputs["gate"][..., None], lse
+        def attend(self, *arguments: Any, more: Any = None, **named: Any) -> Any:
+            return super().attend(*arguments, more=more, **named) * more.inputs["gate"][..., None]
 
     gated = Gated(**attrs.asdict(spec, recurse=False))
     check_definition(GatedBackend, gated)

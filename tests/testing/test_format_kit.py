@@ -220,12 +220,10 @@ class ReadsHalves(TorchReferenceBackend):
         returns_lse=False,
     )
 
-    def forward(
-        self, layer: Any, query: Any, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: KVCache, metadata: Any, **named: Any) -> torch.Tensor:
         if layer.spec.kv_format != PLAIN:
             kv_cache = {name: tensor * self.factor for name, tensor in kv_cache.items()}
-        return super().forward(layer, query, kv_cache, metadata, sinks)
+        return super().attend(layer, query, kv_cache, metadata, **named)
 
     factor = 2.0
 

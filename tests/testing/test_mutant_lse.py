@@ -38,7 +38,7 @@ def check_sample(backend: type[LseBackend]) -> None:
 
 
 def test_the_list_is_long() -> None:
-    assert 25 <= len(MISTAKES)
+    assert 24 <= len(MISTAKES)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -69,21 +69,15 @@ def test_a_sample_of_the_cases_finds_a_mistake_too(mistake: str) -> None:
 
 
 class Waits(TorchBackend):
-    def forward_with_lse(self, *given: Any) -> Any:
-        output, lse = super().forward_with_lse(*given)
-        return output, lse if lse.isfinite().all() else lse.nan_to_num()
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+        output = super().attend(*arguments, lse=lse, **named)
+        return output if lse is None or lse.isfinite().all() else output.nan_to_num()
 
 
 class CopiesItself(TorchBackend):
-    def forward_with_lse(self, *given: Any) -> Any:
-        output, lse = super().forward_with_lse(*given)
-        return output, lse + torch.zeros(1).to(lse.device)
-
-
-class WithoutTheLastHead(TorchBackend):
-    def forward_with_lse(self, *given: Any) -> Any:
-        output, lse = super().forward_with_lse(*given)
-        return output, lse[:, 1:]
+    def attend(self, *arguments: Any, lse: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+        output = super().attend(*arguments, lse=lse, **named)
+        return output if lse is None else output + torch.zeros(1).to(lse.device)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +85,6 @@ class WithoutTheLastHead(TorchBackend):
     [
         (Waits, "Waits on decodes, stored as plain, asks the device for a value"),
         (CopiesItself, r"CopiesItself on decodes, stored as plain, makes [0-9]+ copies to the device"),
-        (WithoutTheLastHead, r"layers.0: the log-sum-exp is \(3, 3\), torch.float32, meta, not \(3, 4\)"),
     ],
 )
 def test_a_step_with_the_log_sum_exp_is_staged_as_one_without(wrong: type[TorchBackend], message: str) -> None:

@@ -100,8 +100,8 @@ class TakesTheLastEntryForTheLastBlock(PlainBackend):
 
 
 class TakesDenseRows(PlainBackend):
-    def forward(self, layer: Any, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return super().forward(layer, query.as_strided(query.shape, torch.empty(query.shape).stride()), *rest)
+    def attend(self, layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        return super().attend(layer, query.as_strided(query.shape, torch.empty(query.shape).stride()), *rest, **named)
 
 
 class TakesDensePages(PlainBackend):
@@ -126,19 +126,17 @@ class FindsValuesAfterKeys(PlainBackend):
 
 
 class WritesBesideTheOutput(PlainBackend):
-    def forward(self, *given: Any) -> torch.Tensor:
-        *rest, out = given
-        output = super().forward(*rest)
+    def attend(self, *arguments: Any, out: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+        output = super().attend(*arguments, **named)
         if out is not None:
             out.as_strided((out.numel() + 1,), (1,), out.storage_offset())[-1] = 0
         return output
 
 
 class ReturnsTheOutputEmpty(PlainBackend):
-    def forward(self, *given: Any) -> torch.Tensor:
-        *rest, out = given
-        output = super().forward(*rest)
-        return output if out is None else out  # type: ignore[no-any-return]
+    def attend(self, *arguments: Any, out: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
+        output = super().attend(*arguments, **named)
+        return output if out is None else out
 
 
 class TakesBoundsForLengths(PlainBackend):
@@ -167,14 +165,13 @@ class KeepsHostCopiesOfStarts(PlainBackend):
 class ReadsHostCopiesForTheLse(LseBackend):
     """Reads them for the log-sum-exp only."""
 
-    def forward_with_lse(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
-        output, _ = super().forward_with_lse(layer, query, kv_cache, metadata, sinks)
+    def log_sums(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
         common = metadata.common
         starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
         if int(lens.max()) > common.max_seq_len:
-            return output, torch.zeros(query.shape[:2])
+            return torch.zeros(query.shape[:2])
         known = attrs.evolve(metadata, common=attrs.evolve(common, query_start_loc=starts, seq_lens=lens))
-        return output, super().forward_with_lse(layer, query, kv_cache, known, sinks)[1]
+        return super().log_sums(layer, query, kv_cache, known, sinks)
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,8 @@ class _OneTokenMore(FlexBackend):
 
 
 class _SinksOfOtherHeads(FlexBackend):
-    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None) -> Any:
-        return super().forward(layer, query, kv_cache, metadata, None if sinks is None else sinks.flip(0))
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, *, sinks: Any = None, **named: Any) -> Any:
+        return super().attend(layer, query, kv_cache, metadata, sinks=None if sinks is None else sinks.flip(0), **named)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def attend_to(backend: FlexBackend, requests: list[Request]) -> tuple[Any, torch
     built = builder.finish(builder.build(make_metadata(requests, 16)))
     pages = {name: torch.zeros(64, 16, 1, 8) for name in "kv"}
     query = torch.zeros(sum(request.num_new for request in requests), 1, 8)
-    return built.dense_batches[0], backend.forward(backend.layers[0], query, pages, built, None)
+    return built.dense_batches[0], backend.attend(backend.layers[0], query, pages, built)
 
 
 def always_compiled() -> FlexBackend:

@@ -168,7 +168,7 @@ def test_a_step_without_tokens_gives_zeros() -> None:
     served = MLABackend([layer()], torch.device("cpu"))
     served.bind(layer(), {"kv_up": torch.ones(4, 16, 16)})
     built = served.make_builder().build(make_metadata([Request(5, 0, 0), Request(3, 0, 0)], 4))
-    output = served.forward(layer(), torch.ones(3, 4, 12), {"latent": torch.ones(9, 4, 20)}, built, None)
+    output = served.attend(layer(), torch.ones(3, 4, 12), {"latent": torch.ones(9, 4, 20)}, built)
     assert ((3, 4, 8), 0) == (tuple(output.shape), output.abs().sum())
 
 
@@ -189,7 +189,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-def largest(request: Request, num_heads: int, method: str = "forward") -> Iterator[int]:
+def largest(request: Request, num_heads: int, with_lse: bool = False) -> Iterator[int]:
     """Yield the largest number of elements of a tensor in a step of one request."""
     served = MLABackend([layer(num_heads)], torch.device("cpu"))
     served.bind(layer(num_heads), {"kv_up": torch.ones(num_heads, 16, 16)})
@@ -198,7 +198,8 @@ def largest(request: Request, num_heads: int, method: str = "forward") -> Iterat
     query = torch.ones(request.num_new, num_heads, 12)
     built = served.make_builder().build(metadata)
     with _Largest() as mode:
-        getattr(served, method)(layer(num_heads), query, {"latent": cache.expand(-1, 4, 20)}, built, None)
+        lse = torch.empty(query.shape[:2]) if with_lse else None
+        served.attend(layer(num_heads), query, {"latent": cache.expand(-1, 4, 20)}, built, lse=lse)
     yield mode.num_elements
 
 
@@ -218,10 +219,10 @@ def test_expanded_keys_exist_for_a_few_heads_at_a_time(monkeypatch: pytest.Monke
     assert max(1000 * 64 * 12, 4000 * 4 * 16) == bounded
 
 
-@pytest.mark.parametrize("method", ["forward", "forward_with_lse"])
-def test_a_mask_and_scores_exist_for_a_few_queries_at_a_time(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_mask_and_scores_exist_for_a_few_queries_at_a_time(with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "MAX_MASK", 100 * 4000)
-    (bounded,) = largest(Request(2000, 2000), 1, method)
+    (bounded,) = largest(Request(2000, 2000), 1, with_lse)
     assert bounded < 2000 * 4000 / 4
 
 
@@ -261,4 +262,4 @@ def test_a_cache_in_fewer_bits_is_read_in_the_dtype_of_the_queries() -> None:
     served.bind(layer(), {"kv_up": torch.ones(4, 16, 16)})
     built = served.make_builder().build(make_metadata([Request(9, 1), Request(0, 6)], 4))
     cache = torch.ones(9, 4, 20, dtype=torch.bfloat16)
-    assert torch.float32 == served.forward(layer(), torch.ones(7, 4, 12), {"latent": cache}, built, None).dtype
+    assert torch.float32 == served.attend(layer(), torch.ones(7, 4, 12), {"latent": cache}, built).dtype

@@ -39,10 +39,10 @@ from kvframe_torch.backend import TorchBackend
 
 
 class Breaking(TorchBackend):
-    def forward(self, *arguments, **named):
+    def attend(self, *arguments, **named):
         if Path(os.environ[{BREAK!r}] + os.environ.get("RANK", "")).exists():
             raise RuntimeError("attention is broken")
-        return super().forward(*arguments, **named)
+        return super().attend(*arguments, **named)
 """
 
 

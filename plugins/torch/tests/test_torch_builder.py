@@ -103,7 +103,7 @@ def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: Co
     assert layer.query is not None
     if layer.query.relative_bias is not None:
         backend.bind(layer, {"relative_bias": torch.randn(4, 2, generator=generator)})
-    return backend.forward(layer, query, cache, build(backend, metadata), None)
+    return backend.attend(layer, query, cache, build(backend, metadata))
 
 
 def build(backend: AttentionBackend, metadata: CommonAttentionMetadata) -> Any:

@@ -142,11 +142,9 @@ def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(stand_in: StandIn
 
 
 class _OneTokenShort(TorchVarlenBackend):
-    def forward(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any, out: Any = None
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, **named: Any) -> torch.Tensor:
         short = attrs.evolve(metadata, seq_lens=metadata.seq_lens - 1)
-        return super().forward(layer, query, kv_cache, short, sinks)
+        return super().attend(layer, query, kv_cache, short, **named)
 
 
 class _WithoutDeadTokens(TorchVarlenBackend):
@@ -182,7 +180,7 @@ def call(stand_in: StandIn, requests: list[Request], **options: Any) -> dict[str
     num_pages = int(metadata.block_table.max()) + 1
     pages = torch.zeros(num_pages, 256, 2, 8, dtype=torch.bfloat16)
     query = torch.zeros(len(metadata.slot_mapping), 4, 8, dtype=torch.bfloat16)
-    backend.forward(layer, query, {"k": pages, "v": pages}, backend.make_builder().build(metadata), None)
+    backend.attend(layer, query, {"k": pages, "v": pages}, backend.make_builder().build(metadata))
     return stand_in.called_with
 
 

@@ -70,16 +70,10 @@ class WrongRows(RightBackend):
         """Return the first wrong query of the batch; None if all are right."""
         return None
 
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks)
+        output = super().attend(layer, query, kv_cache, metadata, **named)
         common = self.step_of(metadata).common
         seen = Seen.of(layer, common)
         first = self.wrong_from(seen) if seen.query_lens else None
@@ -95,7 +89,7 @@ class WrongRequests(RightBackend):
         """Return whether a request's output is wrong."""
         return False
 
-    def attend(
+    def attend_request(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
@@ -105,5 +99,5 @@ class WrongRequests(RightBackend):
         seq_len: int,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        output = super().attend(layer, query, kv_cache, built, request, seq_len, sinks)
+        output = super().attend_request(layer, query, kv_cache, built, request, seq_len, sinks)
         return output * 0 if self.is_wrong(layer, built, request, len(query), seq_len) else output

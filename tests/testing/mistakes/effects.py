@@ -22,10 +22,10 @@ class _Effect(RightBackend):
     def effect(self) -> None:
         pass
 
-    def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks, out)
+        output = super().attend(layer, query, kv_cache, metadata, **named)
         self.effect()
         return output
 
@@ -100,10 +100,17 @@ class _DtypeInWrite(RightBackend):
 
 @kind("it scales the learned sinks in place")
 class _SinksInPlace(RightBackend):
-    def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    def attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: Any,
+        *,
+        sinks: Any = None,
+        **named: Any,
     ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks, out)
+        output = super().attend(layer, query, kv_cache, metadata, sinks=sinks, **named)
         if sinks is not None:
             sinks.mul_(1.5)
         return output
@@ -120,17 +127,17 @@ class _BiasInPlace(RightBackend):
 
 @kind("it keeps the tensors of every step", missed="the contract sets no limit to memory; a soak run measures it")
 class _KeepsAll(RightBackend):
-    def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
         vars(self).setdefault("all", []).append(query)
-        return super().forward(layer, query, kv_cache, metadata, sinks, out)
+        return super().attend(layer, query, kv_cache, metadata, **named)
 
 
 @kind("one call of a thousand is wrong at random", missed="no fixed number of cases finds what is rare")
 class _Random(RightBackend):
-    def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks, out)
+        output = super().attend(layer, query, kv_cache, metadata, **named)
         return output * 0 if random.Random(id(output)).random() < 1e-3 else output

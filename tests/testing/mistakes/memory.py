@@ -119,8 +119,8 @@ class _Steps(RightBackend):
     def table_of(self, built: Built) -> torch.Tensor:
         return built.block_table
 
-    def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
         built = self.step_of(metadata)
         if not any(each is built for each in self.steps):
@@ -128,7 +128,7 @@ class _Steps(RightBackend):
             self.steps.append(built)
             self.copies = [*getattr(self, "copies", []), copied]
         changed = attrs.evolve(built, block_table=self.table_of(built))
-        return super().forward(layer, query, kv_cache, changed, sinks, out)
+        return super().attend(layer, query, kv_cache, changed, **named)
 
     def before(self, num_steps: int, built: Built) -> torch.Tensor:
         """Return the block table so many steps before, if it can be used."""
@@ -227,21 +227,21 @@ class _TwoLayers(RightBackend):
         super().__init__(*arguments)
         self.caches: dict[str, KVCache] = {}
 
-    def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
         self.caches[layer.name] = kv_cache
         names = [*self.caches]
         index = names.index(layer.name)
-        return super().forward(layer, query, self.caches[names[index % 2]], metadata, sinks, out)
+        return super().attend(layer, query, self.caches[names[index % 2]], metadata, **named)
 
 
 @kind("the fourth layer of an instance is the first again")
 class _ThreeLayers(RightBackend):
-    def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
-        output = super().forward(layer, query, kv_cache, metadata, sinks)
+        output = super().attend(layer, query, kv_cache, metadata, **named)
         outputs: dict[str, torch.Tensor] = vars(self).setdefault("outputs", {})
         outputs[layer.name] = output
         names = [*outputs]
@@ -308,11 +308,13 @@ class _NarrowReuse(RightBackend):
 
         return Builder()
 
-    def attend(self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, built: Any, *rest: Any) -> torch.Tensor:
+    def attend_request(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, built: Any, *rest: Any
+    ) -> torch.Tensor:
         window = getattr(built.spec, "window", None)
         if window == getattr(layer.spec, "window", None):
-            return super().attend(layer, query, kv_cache, built, *rest)
-        return super().attend(layer, query, kv_cache, built, *rest) * 0.9
+            return super().attend_request(layer, query, kv_cache, built, *rest)
+        return super().attend_request(layer, query, kv_cache, built, *rest) * 0.9
 
 
 @kind("refreshed metadata keep the slots and lengths of the first group")

@@ -20,7 +20,7 @@ class _Weights(RightBackend):
     def weights(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(-1)
 
-    def attend(
+    def attend_request(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
@@ -102,15 +102,15 @@ class _SeriesOfCap(RightBackend):
     missed="up to a thousand keys, it errs no more than weights that are rounded to float16, which the contract allows",
 )
 class _HalfSums(RightBackend):
-    def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
         self.dtype = query.dtype
-        return super().forward(layer, query, kv_cache, metadata, sinks, out)
+        return super().attend(layer, query, kv_cache, metadata, **named)
 
-    def attend(self, layer: LayerSpec, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def attend_request(self, layer: LayerSpec, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
         if self.dtype is not torch.float16:
-            return super().attend(layer, query, *arguments)
+            return super().attend_request(layer, query, *arguments)
         logits, seen, value = self.logits(layer, query, *arguments)
         weights = logits.softmax(-1)[..., : seen.shape[1]].masked_fill(~seen, 0).half()
         value = value[:, self.kv_heads(query.shape[1], value.shape[1])].half()
@@ -122,11 +122,11 @@ class _HalfSums(RightBackend):
 
 @kind("scores are in float16 before they are scaled")
 class _HalfScores(RightBackend):
-    def forward(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: Any, out: Any = None
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, **named: Any
     ) -> torch.Tensor:
         self.is_half = query.dtype is torch.float16
-        return super().forward(layer, query, kv_cache, metadata, sinks, out)
+        return super().attend(layer, query, kv_cache, metadata, **named)
 
     def scores(self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         assert layer.query is not None
@@ -196,12 +196,11 @@ class _LseOfTheFirst(RightBackend):
     def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
         return lse
 
-    def forward_with_lse(
+    def log_sums(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        output, lse = super().forward_with_lse(layer, query, kv_cache, metadata, sinks)
-        common = self.step_of(metadata).common
-        return output, lse[:1].expand_as(lse).clone() if common.num_reqs == 1 else lse
+    ) -> torch.Tensor:
+        lse = super().log_sums(layer, query, kv_cache, metadata, sinks)
+        return lse[:1].expand_as(lse).clone() if self.step_of(metadata).common.num_reqs == 1 else lse
 
 
 @kind("the log-sum-exp of groups of odd size is shifted by a head")

@@ -130,17 +130,21 @@ class CpuBackend(AttentionBackend):
         scoring = self._scoring
         write_kv(key, value, kv_cache, slots.places, self._format, scoring.key_factor, scoring.value_factor)
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        more: MoreInputs | None = None,
     ) -> torch.Tensor:
-        """Compute attention over the pages in place; write the log-sum-exp to ``lse`` if it is given."""
+        """Compute attention over the pages in place; over chosen tokens as over pages of one token."""
+        if more is not None:
+            return self._attend_chosen(layer, query, kv_cache, metadata, sinks, out, lse, more)
         assert isinstance(metadata, Batch)
         bias = self.bias_tables.get(layer.name)
         scales = _scales_of(kv_cache)
@@ -148,23 +152,17 @@ class CpuBackend(AttentionBackend):
             query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias, scales, lse, out, self._slopes
         )
 
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention over the pages in place, with the log-sum-exp."""
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse
-
-    def forward_more(
+    def _attend_chosen(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
         more: MoreInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute attention over the chosen tokens in place, as over pages of one token."""
+    ) -> torch.Tensor:
         assert more.chosen is not None
         assert layer.spec is not None
         assert layer.spec.mask_function is not None
@@ -175,16 +173,22 @@ class CpuBackend(AttentionBackend):
         num_heads = query.shape[1]
         # The heads of a chooser become the heads of its own requests.
         queries = query.reshape(num_tokens * num_choosers, num_heads // num_choosers, -1)
-        lse = queries.new_empty(queries.shape[:2], dtype=torch.float32)
+        log_sums = query.new_empty(query.shape[:2], dtype=torch.float32) if lse is None else lse
         output = paged_attention(
-            queries, pages["k"], pages["v"], batch, scoring, None, None, _scales_of(pages), lse
+            queries,
+            pages["k"],
+            pages["v"],
+            batch,
+            scoring,
+            scales=_scales_of(pages),
+            lse=log_sums.view(queries.shape[:2]),
+            out=None if out is None else out.view(*queries.shape[:2], -1),
         ).view(num_tokens, num_heads, -1)
-        lse = lse.view(num_tokens, num_heads)
         if sinks is not None:
             # A sink is one more term of each softmax's denominator.
-            output = output * torch.sigmoid(lse - sinks)[..., None].to(output.dtype)
-            lse = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
-        return output, lse
+            output.mul_(torch.sigmoid(log_sums - sinks)[..., None])
+            torch.logaddexp(log_sums, sinks.to(log_sums.dtype), out=log_sums)
+        return output if out is None else out
 
 
 def _scales_of(kv_cache: KVCache) -> Scales:

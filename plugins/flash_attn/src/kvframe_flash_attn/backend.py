@@ -114,7 +114,7 @@ class FlashAttnBackend(FlashBackend):
         """Return the step's builder."""
         return FlashAttnMetadataBuilder(self.layers[0])
 
-    def attend(
+    def call(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call the function that suits the lengths of the step's requests."""

@@ -103,7 +103,7 @@ class FlashAttn3Backend(FlashBackend):
         """Return the step's builder."""
         return FlashAttn3MetadataBuilder(self.layers[0])
 
-    def attend(
+    def call(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call the library's one function."""

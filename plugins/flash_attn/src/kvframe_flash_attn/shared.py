@@ -82,15 +82,15 @@ class FlashBackend(AttentionBackend):
     """Adds to what a library computes: ranges, learned sinks, the log-sum-exp, padding, the host's dtype and memory."""
 
     @abstractmethod
-    def attend(
+    def call(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call the library once.
 
         Args:
-            layer: As for ``forward``.
+            layer: As for ``attend``.
             query: ``[num_tokens, num_heads, head_size], device``, in the dtype of the pages.
-            kv_cache: As for ``forward``.
+            kv_cache: As for ``attend``.
             metadata: The call, as the builder made it.
             with_lse: Whether the logarithm of the denominator is wanted.
 
@@ -99,39 +99,35 @@ class FlashBackend(AttentionBackend):
             at least; and ``[num_heads, num_rows], float32``, or None.
         """
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """Compute attention over the pages in place."""
-        rows = query.to(kv_cache["k"].dtype)
-        output, normaliser = self._attend_all(layer, rows, kv_cache, metadata, with_lse=sinks is not None)
+        """Compute attention over the pages in place, with the library's log-sum-exp."""
+        rows, with_lse = query.to(kv_cache["k"].dtype), lse is not None or sinks is not None
+        output, normaliser = self._call_all(layer, rows, kv_cache, metadata, with_lse=with_lse)
+        if lse is not None:
+            assert normaliser is not None
+            lse[len(output) :] = -math.inf
+            lse[: len(output)] = log_sum_exp(normaliser, sinks)
         return placed(with_sinks(output, normaliser, sinks), query, out)
 
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention over the pages in place, with the library's log-sum-exp."""
-        rows = query.to(kv_cache["k"].dtype)
-        output, normaliser = self._attend_all(layer, rows, kv_cache, metadata, with_lse=True)
-        assert normaliser is not None
-        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-        lse[: len(output)] = log_sum_exp(normaliser, sinks)
-        return placed(with_sinks(output, normaliser, sinks), query, None), lse
-
-    def _attend_all(
+    def _call_all(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, *, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call the library once; for a step with ranges, once for each of its parts."""
         if not isinstance(metadata, RangedMetadata):
-            return self.attend(layer, query, kv_cache, metadata, with_lse=with_lse)
-        output, normaliser = self.attend(layer, query, kv_cache, metadata.causal, with_lse=with_lse)
-        of_ranges, normaliser_of_ranges = self.attend(layer, query, kv_cache, metadata.ranged, with_lse=with_lse)
+            return self.call(layer, query, kv_cache, metadata, with_lse=with_lse)
+        output, normaliser = self.call(layer, query, kv_cache, metadata.causal, with_lse=with_lse)
+        of_ranges, normaliser_of_ranges = self.call(layer, query, kv_cache, metadata.ranged, with_lse=with_lse)
         if normaliser is not None and normaliser_of_ranges is not None:
             normaliser = torch.maximum(without_infinity(normaliser), without_infinity(normaliser_of_ranges))
         # A query has keys in one of the two calls, and the other one gives it zeros.
@@ -195,7 +191,7 @@ def with_sinks(output: torch.Tensor, normaliser: torch.Tensor | None, sinks: tor
 
 
 def log_sum_exp(normaliser: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the log-sum-exp as ``AttentionBackend.forward_with_lse`` returns it.
+    """Return the log-sum-exp as ``AttentionBackend.attend`` writes it.
 
     Args:
         normaliser: ``[num_heads, num_tokens], float32, device``: the logarithm of the denominator. FlashAttention-2

@@ -72,57 +72,38 @@ class FlashInferBackend(AttentionBackend):
         """Return the step's builder, which plans."""
         return self._builder
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         """Compute attention by the step's plans."""
-        return self._attend(layer, query, kv_cache, metadata, sinks, out, with_lse=sinks is not None)[0]
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention by the step's plans, with the library's log-sum-exp."""
-        output, lse = self._attend(layer, query, kv_cache, metadata, sinks, None, with_lse=True)
-        if metadata.keyless_rows is not None:
-            # FlashInfer's stand-in for minus infinity is a finite number.
-            lse.index_fill_(0, metadata.keyless_rows, -math.inf)
-        return output, lse if sinks is None else torch.logaddexp(lse, sinks.float())
-
-    def _attend(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None,
-        *,
-        with_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output, in ``out`` if it is given; and the log-sum-exp without sinks, -inf if it is not wanted."""
         assert isinstance(metadata, FlashInferMetadata)
         pages = kv_cache["k"], kv_cache["v"]
         scales = {"k_scale": self._problem.key_scale, "v_scale": self._problem.value_scale}
         rows = query.to(self._problem.query_dtype)
         output = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
+        if lse is not None:
+            lse.fill_(-math.inf)
         for part in metadata.parts:
             wanted = output[part.rows]
             # The library writes in the dtype that it computes in.
             given = wanted if wanted.dtype == rows.dtype else None
-            if not with_lse:
+            if lse is None and sinks is None:
                 result = part.wrapper.run(rows[part.rows], pages, out=given, **scales)
             else:
                 result, normaliser = part.wrapper.run(rows[part.rows], pages, out=given, return_lse=True, **scales)
                 # The logarithms have base 2.
                 normaliser = normaliser * math.log(2)
-                lse[part.rows] = normaliser
+                if lse is not None:
+                    lse[part.rows] = normaliser
                 if sinks is not None:
                     # One more logit in the denominator scales every weight by the softmax's share against it.
                     share = torch.sigmoid(normaliser - sinks.float())[..., None]
@@ -131,7 +112,12 @@ class FlashInferBackend(AttentionBackend):
                 output[part.rows] = result
         # Padding after the requests.
         output[metadata.num_tokens :].zero_()
-        return output, lse
+        if lse is not None and metadata.keyless_rows is not None:
+            # FlashInfer's stand-in for minus infinity is a finite number.
+            lse.index_fill_(0, metadata.keyless_rows, -math.inf)
+        if lse is not None and sinks is not None:
+            torch.logaddexp(lse, sinks.float(), out=lse)
+        return output
 
 
 def _has_compiler() -> bool:

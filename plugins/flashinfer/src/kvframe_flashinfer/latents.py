@@ -81,24 +81,25 @@ class FlashInferMLABackend(AttentionBackend):
         latent = kv_cache["latent"]
         latent.index_put_(slots.places, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """Compute attention by the step's plans, with the log-sum-exp in ``lse`` if it is given.
-
-        The up-projection is applied to queries before, to outputs after.
-        """
+        """Compute attention by the step's plans, which apply the up-projection to queries before, to outputs after."""
         assert isinstance(metadata, LatentMetadata)
         problem, num_tokens = self._problem, metadata.num_tokens
         output = query.new_empty(*query.shape[:2], self._head_size_v) if out is None else out
         output[num_tokens:] = 0
+        if lse is not None:
+            lse.fill_(-math.inf)
         if not metadata.parts:
             return output
         kv_up = self.parameters[layer.name][KV_UP].to(problem.dtype)
@@ -126,10 +127,3 @@ class FlashInferMLABackend(AttentionBackend):
         else:
             wanted.copy_(torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2)))
         return output
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention by the step's plans, with the library's log-sum-exp."""
-        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-        return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse

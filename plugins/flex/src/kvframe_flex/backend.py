@@ -99,39 +99,22 @@ class FlexBackend(AttentionBackend):
         """Return the builder of the step's dense batches."""
         return FlexMetadataBuilder(self._visibility, self._num_heads, self._kernel.is_compiled)
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """Gather each dense batch's pages, and compute its attention."""
-        return self._forward(layer, query, kv_cache, metadata, sinks, out, None)
+        """Gather each dense batch's pages, and compute its attention.
 
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention with the kernel's log-sum-exp; densely on a CPU, whose compiled kernels return none."""
-        lse = query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)
-        if sinks is not None:
-            # Requests without keys are in no dense batch.
-            lse.copy_(sinks.expand_as(lse))
-        return self._forward(layer, query, kv_cache, metadata, sinks, None, lse), lse
-
-    def _forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
+        The log-sum-exp is the kernel's own; on a CPU, whose compiled kernels return none, it is computed densely.
+        """
         size_v = kv_cache["v"].shape[-1]
         bias = self.bias_tables.get(layer.name, self._slopes)
         if sinks is not None:
@@ -140,6 +123,11 @@ class FlexBackend(AttentionBackend):
         output = out
         if output is None:
             output = query.new_empty(query.shape[0], query.shape[1], size_v)
+        if lse is not None:
+            lse.fill_(-math.inf)
+            if sinks is not None:
+                # Requests without keys are in no dense batch.
+                lse.copy_(sinks.expand_as(lse))
         if not any(dense.output_rows is None for dense in metadata.dense_batches):
             output.zero_()
         for dense, pages in zip(metadata.dense_batches, metadata.pages, strict=True):

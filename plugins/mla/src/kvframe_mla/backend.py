@@ -87,54 +87,66 @@ class MLABackend(AttentionBackend):
         latent = kv_cache["latent"]
         latent.index_put_(slots.places, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        more: MoreInputs | None = None,
     ) -> torch.Tensor:
-        """Gather each dense batch's latents, and compute attention in the dense batch's form."""
-        if sinks is not None:
-            result = self.forward_with_lse(layer, query, kv_cache, metadata, sinks)[0]
-            return result if out is None else out.copy_(result)
-        return self._forward(layer, query, kv_cache, metadata, out, None)
+        """Gather each dense batch's latents, and compute attention in the dense batch's form, or over chosen tokens."""
+        if more is not None:
+            return self._attend_chosen(layer, query, kv_cache, metadata, sinks, out, lse, more)
+        log_sums = lse
+        if sinks is not None and lse is None:
+            log_sums = query.new_empty(query.shape[:2], dtype=lse_dtype(query.dtype))
+        if log_sums is not None:
+            log_sums.fill_(-math.inf)
+        kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
+        shape = query.shape[0], self._num_heads, self._head_size_v
+        output = query.new_zeros(shape) if out is None else out.zero_()
+        for dense in metadata:
+            tokens = _gather(dense, kv_cache["latent"], query.dtype)
+            rows = query.index_select(0, dense.query_rows)
+            attend = self._absorbed if dense.form == ABSORBED else self._expanded
+            result, log_sums_of_dense = attend(dense, rows, tokens, kv_up, log_sums is not None)
+            _store(dense, result, output)
+            if log_sums is not None and log_sums_of_dense is not None:
+                _store(dense, log_sums_of_dense, log_sums)
+        if sinks is not None and log_sums is not None:
+            # A sink is one more term of each softmax's denominator.
+            logits = sinks.to(log_sums.dtype)
+            output.mul_(torch.sigmoid(log_sums - logits)[..., None])
+            torch.logaddexp(log_sums, logits, out=log_sums)
+        return output
 
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the scores of the expanded form once more, because torch's attention returns no log-sum-exp."""
-        lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
-        output = self._forward(layer, query, kv_cache, metadata, None, lse)
-        if sinks is None:
-            return output, lse
-        # A sink is one more term of each softmax's denominator.
-        logits = sinks.to(lse.dtype)
-        return output * torch.sigmoid(lse - logits)[..., None].to(output.dtype), torch.logaddexp(
-            lse, logits.expand_as(lse)
-        )
-
-    def forward_more(
+    def _attend_chosen(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
         sinks: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
         more: MoreInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> torch.Tensor:
         """Compute attention over the chosen tokens, in the space of latents."""
         assert more.chosen is not None
         assert layer.spec is not None
         assert layer.spec.mask_function is not None
         places = find_chosen(more.chosen, metadata, layer.spec.mask_function)
         key_up, value_up = self._ups(layer, query.dtype)
-        output, lse = attend_chosen(
-            self._absorb(query, key_up) * self._scale, kv_cache["latent"], places, self._latent_size, sinks
-        )
-        return torch.bmm(output.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1), lse
+        absorbed = self._absorb(query, key_up) * self._scale
+        latents = attend_chosen(absorbed, kv_cache["latent"], places, self._latent_size, sinks, lse)
+        output = query.new_empty(*query.shape[:2], self._head_size_v) if out is None else out
+        torch.bmm(latents.transpose(0, 1), value_up.transpose(1, 2), out=output.transpose(0, 1))
+        return output
 
     def _ups(self, layer: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the up-projections of keys and of values, ``[num_heads, size, latent_size]``."""
@@ -146,29 +158,6 @@ class MLABackend(AttentionBackend):
         """Return queries in the space of latents, ``[num_tokens, num_heads, latent_size + rope_size]``."""
         nope, rope = query.split_with_sizes([self._nope_size, self._rope_size], dim=-1)
         return torch.cat([torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1), rope], dim=-1)
-
-    def _forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the output, in ``out`` if it is given, and write the log-sum-exp to ``lse`` if it is given."""
-        kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
-        shape = query.shape[0], self._num_heads, self._head_size_v
-        output = query.new_zeros(shape) if out is None else out.zero_()
-        for dense in metadata:
-            tokens = _gather(dense, kv_cache["latent"], query.dtype)
-            rows = query.index_select(0, dense.query_rows)
-            attend = self._absorbed if dense.form == ABSORBED else self._expanded
-            result, log_sums = attend(dense, rows, tokens, kv_up, lse is not None)
-            _store(dense, result, output)
-            if lse is not None and log_sums is not None:
-                _store(dense, log_sums, lse)
-        return output
 
     def _absorbed(
         self, dense: DenseBatch, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor, with_lse: bool

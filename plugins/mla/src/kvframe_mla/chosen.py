@@ -13,9 +13,14 @@ MAX_GATHERED = 1 << 24
 
 
 def attend_chosen(
-    query: torch.Tensor, latent: torch.Tensor, places: ChosenPlaces, latent_size: int, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the queries read, in the space of latents, and the log-sum-exp.
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    places: ChosenPlaces,
+    latent_size: int,
+    sinks: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return what the queries read, in the space of latents: ``[num_tokens, num_heads, latent_size]``.
 
     Args:
         query: ``[num_tokens, num_heads, latent_size + rope_size], device``: absorbed and scaled.
@@ -23,13 +28,10 @@ def attend_chosen(
         places: Where the chosen tokens lie, for one chooser.
         latent_size: Elements of a latent.
         sinks: ``[num_heads], device``, or None.
-
-    Returns:
-        ``[num_tokens, num_heads, latent_size]`` and ``[num_tokens, num_heads]``.
+        lse: Where the log-sum-exp is written, ``[num_tokens, num_heads]``; None if it is not wanted.
     """
     num_tokens, num_heads, size = query.shape
     output = query.new_empty(num_tokens, num_heads, latent_size)
-    lse = query.new_empty(num_tokens, num_heads, dtype=lse_dtype(query.dtype))
     step = max(1, MAX_GATHERED // (places.seen.shape[2] * size))
     for first in range(0, num_tokens, step):
         part = slice(first, first + step)
@@ -37,12 +39,13 @@ def attend_chosen(
         # A token that is not read may hold anything, NaN too.
         tokens = latent[places.blocks[part, 0], places.offsets[part, 0]].to(query.dtype)
         tokens = tokens.masked_fill(~seen[..., None], 0)
-        scores = torch.bmm(query[part], tokens.transpose(1, 2)).to(lse.dtype)
+        scores = torch.bmm(query[part], tokens.transpose(1, 2)).to(lse_dtype(query.dtype))
         scores = scores.masked_fill(~seen[:, None], -math.inf)
         log_sums = scores.logsumexp(-1)
         if sinks is not None:
             log_sums = torch.logaddexp(log_sums, sinks.to(log_sums.dtype).expand_as(log_sums))
         weights = (scores - log_sums.masked_fill(log_sums == -math.inf, 0)[..., None]).exp()
         output[part] = torch.bmm(weights.to(query.dtype), tokens[..., :latent_size])
-        lse[part] = log_sums
-    return output, lse
+        if lse is not None:
+            lse[part] = log_sums
+    return output

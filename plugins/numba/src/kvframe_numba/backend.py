@@ -114,17 +114,19 @@ class NumbaBackend(AttentionBackend):
         """Return the builder of the step's work."""
         return NumbaMetadataBuilder(self.layers[0])
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """Compute attention over the pages in place; write the log-sum-exp to ``lse`` if it is given."""
+        """Compute attention over the pages in place."""
         assert isinstance(metadata, Batch)
         assert layer.query is not None
         return paged_attention(
@@ -139,10 +141,3 @@ class NumbaBackend(AttentionBackend):
             lse=lse,
             out=out,
         )
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention over the pages in place, with the log-sum-exp."""
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse

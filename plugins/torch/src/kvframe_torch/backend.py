@@ -57,62 +57,40 @@ class TorchBackend(AttentionBackend):
             return super().make_builder()
         return TorchMetadataBuilder(self.layers[0], self.device)
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        more: MoreInputs | None = None,
     ) -> torch.Tensor:
-        """Compute the batches one after the other."""
-        return self._forward(layer, query, kv_cache, metadata, sinks, out, None)
+        """Compute the batches one after the other, or attention over the chosen tokens.
 
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the output by scores, because torch's own attention returns no log-sum-exp."""
-        lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
-        if sinks is not None:
-            # No batch contains a request without keys; only its sink counts.
-            lse.copy_(sinks.expand_as(lse))
-        return self._forward(layer, query, kv_cache, metadata, sinks, None, lse), lse
-
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gather the chosen tokens, and compute attention over them."""
-        assert more.chosen is not None
-        assert layer.query is not None
-        assert layer.spec is not None
-        assert layer.spec.mask_function is not None
-        places = find_chosen(more.chosen, metadata, layer.spec.mask_function)
-        return attend_chosen(query, kv_cache, places, layer.query, sinks)
-
-    def _forward(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the output. Write the log-sum-exp to ``lse: [num_tokens, num_heads]`` unless it is None."""
+        Torch's own attention returns no log-sum-exp, so results with one are computed by scores.
+        """
+        if more is not None:
+            assert more.chosen is not None
+            assert layer.query is not None
+            assert layer.spec is not None
+            assert layer.spec.mask_function is not None
+            places = find_chosen(more.chosen, metadata, layer.spec.mask_function)
+            return attend_chosen(query, kv_cache, places, layer.query, sinks, out, lse)
         assert isinstance(metadata, TorchMetadata)
         assert layer.query is not None
         by_scores = lse is not None or sinks is not None or layer.query.soft_cap is not None
         # Some CPUs multiply low precision twenty times as slowly as float32.
         dtype = torch.promote_types(query.dtype, torch.float32) if by_scores else query.dtype
         output = query.new_zeros(*query.shape[:2], kv_cache["v"].shape[-1]) if out is None else out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+            if sinks is not None:
+                # No batch contains a request without keys; only its sink counts.
+                lse.copy_(sinks.expand_as(lse))
         num_pages = [num_tiles * of_tile for num_tiles, _, of_tile, *_ in metadata.sizes]
         for batch, pages in zip(metadata.batches(), metadata.pages.split(num_pages), strict=True):
             if batch.num_pages:

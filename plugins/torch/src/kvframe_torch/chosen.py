@@ -13,9 +13,15 @@ MAX_GATHERED = 1 << 25
 
 
 def attend_chosen(
-    query: torch.Tensor, kv_cache: KVCache, places: ChosenPlaces, layer: QuerySpec, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention over the chosen tokens, and its log-sum-exp.
+    query: torch.Tensor,
+    kv_cache: KVCache,
+    places: ChosenPlaces,
+    layer: QuerySpec,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return attention over the chosen tokens, ``[num_tokens, num_heads, head_size_v], device``.
 
     Args:
         query: ``[num_tokens, num_heads, head_size], device``.
@@ -23,18 +29,21 @@ def attend_chosen(
         places: Where the chosen tokens lie.
         layer: For the scale and the soft cap.
         sinks: ``[num_heads], device``, or None.
+        out: Where the result is written; None for a new tensor.
+        lse: Where the log-sum-exp is written, ``[num_tokens, num_heads]``; None if it is not wanted.
     """
     num_tokens, num_heads, _ = query.shape
     num_choosers, num_chosen = places.seen.shape[1:]
     key, value = kv_cache["k"], kv_cache["v"]
-    output = query.new_empty(num_tokens, num_heads, value.shape[-1])
-    lse = query.new_empty(num_tokens, num_heads, dtype=lse_dtype(query.dtype))
+    output = query.new_empty(num_tokens, num_heads, value.shape[-1]) if out is None else out
     size = num_choosers * num_chosen * (key.shape[-1] + value.shape[-1]) * (key.shape[-2] // num_choosers)
     step = max(1, MAX_GATHERED // size)
     for first in range(0, num_tokens, step):
         part = slice(first, first + step)
-        output[part], lse[part] = _attend(query[part], key, value, _rows(places, part), layer, sinks)
-    return output, lse
+        output[part], log_sums = _attend(query[part], key, value, _rows(places, part), layer, sinks)
+        if lse is not None:
+            lse[part] = log_sums
+    return output
 
 
 def _rows(places: ChosenPlaces, part: slice) -> ChosenPlaces:

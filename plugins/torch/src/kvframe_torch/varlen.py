@@ -99,61 +99,52 @@ class TorchVarlenBackend(AttentionBackend):
         """Return the builder of a step's metadata."""
         return VarlenMetadataBuilder()
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """Attend to the pages in place."""
-        return self._attend(layer, query, kv_cache, metadata, sinks, with_lse=sinks is not None)[0]
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the pages in place; the log-sum-exp is the function's own."""
-        output, lse = self._attend(layer, query, kv_cache, metadata, sinks, with_lse=True)
-        assert lse is not None
-        # FlashAttention-2 gives a query without keys an infinite denominator.
-        lse = lse.masked_fill(lse == math.inf, -math.inf)
-        return output, lse if sinks is None else torch.logaddexp(lse, sinks.float())
-
-    @staticmethod
-    def _attend(
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        with_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output, and the log-sum-exp without learned sinks, ``[num_tokens, num_heads]``."""
         assert layer.spec is not None
         mask = layer.spec.mask
         assert mask is not None
         left = -1 if mask.window is None else mask.window - 1
         right = mask.lookahead or 0
-        call = partial(_call, layer, query, kv_cache, with_lse=with_lse)
+        call = partial(_call, layer, query, kv_cache, with_lse=lse is not None or sinks is not None)
         if isinstance(metadata, RangedStep) and mask.causal:
-            output, lse = call(metadata.causal, window=(left, 0))
-            of_ranges, lse_of_ranges = call(metadata.ranged, window=(left, -1))
+            output, log_sums = call(metadata.causal, window=(left, 0))
+            of_ranges, log_sums_of_ranges = call(metadata.ranged, window=(left, -1))
             # Each query has keys in one of the two parts, and the other one gives it zeros.
             output = output + of_ranges
-            if lse is not None and lse_of_ranges is not None:
-                lse = torch.maximum(*(each.masked_fill(each == math.inf, -math.inf) for each in (lse, lse_of_ranges)))
+            if log_sums is not None and log_sums_of_ranges is not None:
+                log_sums = torch.maximum(_without_infinity(log_sums), _without_infinity(log_sums_of_ranges))
         else:
             step = metadata.step if isinstance(metadata, RangedStep) else metadata
             assert isinstance(step, CommonAttentionMetadata)
             is_local = step.causal and not mask.sees_all and (step.max_query_len > 1 or mask.window is not None)
-            output, lse = call(step, window=(left, right) if is_local else (-1, -1))
-        if sinks is None or lse is None:
-            return output.to(query.dtype), lse
+            output, log_sums = call(step, window=(left, right) if is_local else (-1, -1))
+        if log_sums is None:
+            return output.to(query.dtype)
+        if lse is not None:
+            lse.copy_(_without_infinity(log_sums))
+        if sinks is None:
+            return output.to(query.dtype)
+        if lse is not None:
+            torch.logaddexp(lse, sinks.float(), out=lse)
         # A sink is one more logit in the denominator, so it scales every weight by the same factor.
-        share = torch.sigmoid(lse - sinks.float())
-        return (output * share[..., None]).to(query.dtype), lse
+        share = torch.sigmoid(log_sums - sinks.float())
+        return (output * share[..., None]).to(query.dtype)
+
+
+def _without_infinity(log_sums: torch.Tensor) -> torch.Tensor:
+    """Return logarithms of denominators with -inf for a query without keys; FlashAttention-2 gives it +inf."""
+    return log_sums.masked_fill(log_sums == math.inf, -math.inf)
 
 
 def _call(

@@ -117,75 +117,46 @@ class TritonBackend(AttentionBackend):
         attention = self._attention
         write_kv(key, value, kv_cache, slots.places, attention.format, attention.k_scale, attention.v_scale)
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        more: MoreInputs | None = None,
     ) -> torch.Tensor:
-        """Launch the kernels of the step; they write the log-sum-exp to ``lse`` if it is given."""
-        assert isinstance(metadata, TritonMetadata)
+        """Launch the kernels of the step; over chosen tokens, which they read in the pages too."""
         query = query if query.stride(-1) == 1 else query.contiguous()
         output = out
         if output is None:
             output = query.new_empty(query.shape[0], query.shape[1], self._attention.head_size_v)
-        launches = self._attention.launches(
-            query,
-            kv_cache,
-            metadata.block_table,
-            metadata.numbers,
-            metadata.programs,
-            output,
-            causal=metadata.causal,
-            has_starts=metadata.has_starts,
-            sinks=sinks,
-            bias=self.bias_tables.get(layer.name, self._slopes),
-            lse=lse,
-            range_ends=metadata.range_ends,
-        )
+        step = metadata.numbers, metadata.programs, output
+        if more is not None:
+            assert isinstance(metadata, ChosenMetadata)
+            assert more.chosen is not None
+            slots = metadata.slots(layer, more.chosen)
+            launches = self._attention.launches(query, kv_cache, slots, *step, causal=False, sinks=sinks, lse=lse)
+        else:
+            assert isinstance(metadata, TritonMetadata)
+            launches = self._attention.launches(
+                query,
+                kv_cache,
+                metadata.block_table,
+                *step,
+                causal=metadata.causal,
+                has_starts=metadata.has_starts,
+                sinks=sinks,
+                bias=self.bias_tables.get(layer.name, self._slopes),
+                lse=lse,
+                range_ends=metadata.range_ends,
+            )
         for launch in launches:
             launch.run()
         return output
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the kernels of the step, which also write the log-sum-exp."""
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse
-
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch the kernels of the step over the chosen tokens, which they read in the pages."""
-        assert isinstance(metadata, ChosenMetadata)
-        assert more.chosen is not None
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        output = query.new_empty(query.shape[0], query.shape[1], self._attention.head_size_v)
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        for launch in self._attention.launches(
-            query,
-            kv_cache,
-            metadata.slots(layer, more.chosen),
-            metadata.numbers,
-            metadata.programs,
-            output,
-            causal=False,
-            sinks=sinks,
-            lse=lse,
-        ):
-            launch.run()
-        return output, lse
 
 
 def num_cores(device: torch.device) -> int:

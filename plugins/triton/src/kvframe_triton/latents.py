@@ -106,24 +106,34 @@ class TritonMLABackend(AttentionBackend):
         parts = latent.split_with_sizes([self._forms.latents.latent_size, self._forms.latents.rope_size], dim=-1)
         write_kv(key, value, {"k": parts[0], "v": parts[1]}, slots.places)
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: Any,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        more: MoreInputs | None = None,
     ) -> torch.Tensor:
-        """Compute the first tokens in the absorbed form, the others in the expanded one; write ``lse`` if given."""
-        assert isinstance(metadata, LatentMetadata)
+        """Compute the first tokens in the absorbed form, the others in the expanded one; chosen ones all absorbed."""
         kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
         query = query if query.stride(-1) == 1 else query.contiguous()
         output = out
         if output is None:
             output = query.new_empty(*query.shape[:2], self._head_size_v)
-        latent, size = kv_cache["latent"], metadata.num_absorbed
+        latent = kv_cache["latent"]
+        if more is not None:
+            assert isinstance(metadata, ChosenMetadata)
+            assert more.chosen is not None
+            table = metadata.slots(layer, more.chosen)[:, 0]
+            step = TritonMetadata(table, metadata.numbers, metadata.programs, causal=False, has_starts=False)
+            self._absorbed(query, latent, kv_up, step, None, output, lse)
+            return output
+        assert isinstance(metadata, LatentMetadata)
+        size = metadata.num_absorbed
         if size:
             lse_part = None if lse is None else lse[:size]
             step, range_ends = metadata.absorbed, metadata.range_ends
@@ -133,39 +143,6 @@ class TritonMLABackend(AttentionBackend):
             range_ends = None if metadata.range_ends is None else metadata.range_ends[size:]
             self._expanded(query[size:], latent, kv_up, metadata.expanded, range_ends, output[size:], lse_part)
         return output
-
-    def forward_with_lse(
-        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same by kernels that also write the log-sum-exp."""
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        return self.forward(layer, query, kv_cache, metadata, sinks, lse=lse), lse
-
-    def forward_more(
-        self,
-        layer: LayerSpec,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        metadata: Any,
-        sinks: torch.Tensor | None,
-        more: MoreInputs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute all tokens in the absorbed form, over the chosen latents, which the kernels read in the pages."""
-        assert isinstance(metadata, ChosenMetadata)
-        assert more.chosen is not None
-        step = TritonMetadata(
-            metadata.slots(layer, more.chosen)[:, 0],
-            metadata.numbers,
-            metadata.programs,
-            causal=False,
-            has_starts=False,
-        )
-        kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        output = query.new_empty(*query.shape[:2], self._head_size_v)
-        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self._absorbed(query, kv_cache["latent"], kv_up, step, None, output, lse)
-        return output, lse
 
     def _absorbed(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvframe.contract import AttentionBackend, Capabilities, CommonAttentionMetadata, KVCache, LayerSpec
+from kvframe.contract import AttentionBackend, Capabilities, CommonAttentionMetadata, KVCache, LayerSpec, MoreInputs
 
 
 class FrozenBackend(AttentionBackend):
@@ -18,14 +18,17 @@ class FrozenBackend(AttentionBackend):
         preference=-1,  # "auto" takes it only if no other backend serves a layer
     )
 
-    def forward(
+    def attend(
         self,
         layer: LayerSpec,
         query: torch.Tensor,
         kv_cache: KVCache,
         metadata: CommonAttentionMetadata,
-        sinks: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        more: MoreInputs | None = None,
     ) -> torch.Tensor:
         """Read each query's live tokens from its pages; the step's own keys and values are there already."""
         output = torch.zeros_like(query) if out is None else out.zero_()
