@@ -8,7 +8,6 @@ from .attention.step import Step as Step
 from .attention.storage import HostStorage as HostStorage
 from .attention.storage import KVCacheStorage as KVCacheStorage
 from .builtin.full_attention import FullAttentionSpec as FullAttentionSpec
-from .cache.arguments import check_salt as check_salt
 from .cache.block_pool import BlockPool as BlockPool
 from .cache.block_table import BlockTable as BlockTable
 from .cache.block_table import BlockTables as BlockTables
@@ -26,6 +25,7 @@ from .cache.radix_tree import RangedTokens as RangedTokens
 from .cache.stats import FoundPrefix as FoundPrefix
 from .cache.stats import GroupLookups as GroupLookups
 from .cache.stats import KVCacheStats as KVCacheStats
+from .cache.stored_prefix import PrefixBlocks as PrefixBlocks
 from .config.hub import find_model as find_model
 from .config.options import Use as Use
 from .config.stack import Stack as Stack
@@ -40,6 +40,7 @@ from .engine import SamplingParams as SamplingParams
 from .hosting.hosted_model import HostedModel as HostedModel
 from .hosting.hosted_model import LiveBlocks as LiveBlocks
 from .hosting.models import load_model as load_model
+from .hosting.page_records import PageRecords as PageRecords
 from .hosting.setup import Setup as Setup
 from .loading.plugins import load_plugins as load_plugins
 from .loading.registry import Registry as Registry

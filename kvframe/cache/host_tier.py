@@ -7,7 +7,8 @@ pages of it, and evicted ones are cached in what is left, the least recently use
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 import numpy as np
@@ -42,6 +43,7 @@ class HostTier:
         self.pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs), on_evicted=self._remove_evicted)
         self._host_ids: list[dict[bytes, int]] = [{} for _ in plan.groups]
         self._key_of: dict[int, tuple[int, bytes]] = {}
+        self._held: list[BlockIds] = []
         self.pages_stored = self.pages_dropped = 0
 
     # --- as a watcher of the device's pages ---------------------------------------------------------------------------
@@ -100,23 +102,29 @@ class HostTier:
         known = self._host_ids[group]
         return np.array([known.get(key, 0) for key in keys], dtype=np.int32)
 
-    def hold_pages(self, group: int, host_ids: BlockIds) -> None:
-        """Keep pages, without 0, until ``release_pages``: none of them is evicted."""
-        self.pool.add_references(group, host_ids)
-
-    def release_pages(self, group: int, host_ids: BlockIds) -> None:
-        """Release pages; they stay findable, as the most recently used ones."""
-        self.pool.release_blocks(host_ids, group)
+    @contextmanager
+    def holding(self, host_ids: Sequence[BlockIds]) -> Iterator[None]:
+        """Keep pages of each group, 0 for none, so that none is evicted; then they are the most recently used ones."""
+        self._held = [pages[pages != 0] for pages in host_ids]
+        for group, pages in enumerate(self._held):
+            self.pool.add_references(group, pages)
+        try:
+            yield
+        finally:
+            held, self._held = self._held, []
+            for group, pages in enumerate(held):
+                self.pool.release_blocks(pages, group)
 
     def _use_again(self, group: int, host_ids: npt.NDArray[np.int32]) -> None:
         """Make pages the most recently used ones."""
         host_ids = host_ids[host_ids != 0]
         if len(host_ids):
-            self.hold_pages(group, host_ids)
-            self.release_pages(group, host_ids)
+            self.pool.add_references(group, host_ids)
+            self.pool.release_blocks(host_ids, group)
 
-    def audit(self, held: BlockIds) -> None:
-        """Check that host pages are free, held (as often as in ``held``), or cached under one key each."""
+    def audit(self, swapped: BlockIds) -> None:
+        """Check that host pages are free, held by requests that are swapped out, or cached under one key each."""
+        held = np.concatenate([swapped, *self._held])
         audit_pool(self.pool, self._plan, held)
         pages = self.pool.free_list.all_blocks()
         by_key = {page: (group, key) for group, pages in enumerate(self._host_ids) for key, page in pages.items()}

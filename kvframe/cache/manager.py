@@ -660,6 +660,7 @@ class KVCacheManager:
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
         ranges: Sequence[TokenRange] = (),
         num_prompt_tokens: int | None = None,
+        known: PrefixBlocks | None = None,
     ) -> PrefixBlocks:
         """Return the keys of the blocks that ``start`` could find of a request, and which of them are in the pool.
 
@@ -670,12 +671,15 @@ class KVCacheManager:
             inputs: As in every verb.
             ranges: As for ``start``.
             num_prompt_tokens: As for ``start``.
+            known: An earlier result for the same request, whose keys need not be made again.
         """
         check_secret(secret)
         namespace, of_inputs = self._check_prompt(token_ids, salt, inputs)
         num_known = num_prompt_tokens if num_prompt_tokens and self.tables.first_tokens else len(token_ids)
         most = min(num_known, len(token_ids)) - 1
-        return prefix_blocks(self._cache, self._kinds, secret, namespace, token_ids, most, of_inputs, ranges)
+        return prefix_blocks(self._cache, self._kinds, secret, namespace, token_ids, most, of_inputs, ranges, known)
+
+    check_salt = staticmethod(check_salt)
 
     # --- the state of the cache ---------------------------------------------------------------------------------------
 

@@ -44,6 +44,8 @@ class FoundPrefix:
         limited_by: The groups with a shorter hit than others.
         why: Why the hit is not longer, in one clause; empty if only the last token and its block are computed, as for
             every request.
+        restored_tokens: Of ``num_tokens``, those whose state was brought to the device for this request.
+        restored_from: Where it was brought from: ``"host_memory"``, or names of page stores.
     """
 
     num_tokens: int = 0
@@ -51,6 +53,8 @@ class FoundPrefix:
     of_groups: Mapping[int, int] = attrs.field(factory=dict)
     limited_by: tuple[int, ...] = ()
     why: str = ""
+    restored_tokens: int = 0
+    restored_from: tuple[str, ...] = ()
 
 
 @attrs.define

@@ -52,10 +52,15 @@ class PrefixBlocks:
     ranges: Sequence[TokenRange]
 
     @property
+    def lacks_inputs(self) -> bool:
+        """Whether the pool lacks an input of the request."""
+        names = {group.spec.sequence for group in self.groups if group.is_of_input and self.keys[group.index]}
+        return not names <= self.inputs
+
+    @property
     def is_complete(self) -> bool:
         """Whether the pool has the longest prefix that a request can continue from, and all inputs."""
-        names = {group.spec.sequence for group in self.groups if group.is_of_input and self.keys[group.index]}
-        return self.num_cached + self.alignment > self.most and names <= self.inputs
+        return self.num_cached + self.alignment > self.most and not self.lacks_inputs
 
     def longest(self, present: Sequence[Present]) -> int | None:
         """Return the tokens of the longest prefix whose needed blocks are present, in every group.
@@ -96,6 +101,7 @@ def prefix_blocks(
     most: int,
     inputs: Sequence[InputBlocks],
     ranges: Sequence[TokenRange],
+    known: PrefixBlocks | None,
 ) -> PrefixBlocks:
     """Return the blocks of a request's inputs and of its first ``most`` tokens.
 
@@ -108,6 +114,7 @@ def prefix_blocks(
         most: The most tokens of a prefix.
         inputs: The blocks of its inputs.
         ranges: Its ranges of tokens that no prefix divides.
+        known: The earlier result for these tokens, whose keys are taken over; None for none.
     """
     plan = kinds.plan
     hit = cache.find_prefix(namespace, tokens, most, inputs)
@@ -117,21 +124,22 @@ def prefix_blocks(
     of_groups = {group: pages[stack][index] != 0 for group, (stack, index) in cache.tree.place.items()}
     sizes = {plan.groups[group].block_size for group in of_groups}
     ends = sorted({end for size in sizes for end in range(size, most + 1, size)})
-    key_of = _keys_of(secret, namespace, tokens, ends)
+    key_of = {} if known else _keys_of(secret, namespace, tokens, ends)
     keys: list[list[bytes]] = [[] for _ in plan.groups]
     cached = [np.zeros(0, dtype=np.bool_) for _ in plan.groups]
     for group, is_cached in of_groups.items():
         size = plan.groups[group].block_size
-        keys[group] = [key_of[end] for end in range(size, most + 1, size)]
+        keys[group] = [] if known else [key_of[end] for end in range(size, most + 1, size)]
         cached[group] = is_cached
     for blocks in inputs:
         size = plan.groups[blocks.group].block_size
-        lengths = [min((index + 1) * size, blocks.num_tokens) for index in range(blocks.num_blocks)]
+        lengths = [] if known else [min((index + 1) * size, blocks.num_tokens) for index in range(blocks.num_blocks)]
         keys[blocks.group] = [input_key(secret, blocks, length) for length in lengths]
-        known = cache.inputs.find_input(blocks)
-        cached[blocks.group] = np.zeros(blocks.num_blocks, dtype=np.bool_) if known is None else known != 0
+        input_pages = cache.inputs.find_input(blocks)
+        is_cached = np.zeros(blocks.num_blocks, dtype=np.bool_) if input_pages is None else input_pages != 0
+        cached[blocks.group] = is_cached
     return PrefixBlocks(
-        keys=keys,
+        keys=known.keys if known else keys,
         cached=cached,
         num_cached=hit.num_tokens,
         inputs=frozenset(hit.inputs),

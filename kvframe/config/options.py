@@ -12,6 +12,7 @@ import attrs
 from kvframe.contract.errors import KVFrameError, PluginError, StackError, listed, nearest_of, shorten, shown
 from kvframe.contract.eviction import LRU
 from kvframe.contract.foreign import call, safe_reason
+from kvframe.contract.sizes import parse_bytes
 from kvframe.contract.specs import ITEM_BYTES
 from kvframe.loading.checks import (
     DEVICE,
@@ -27,7 +28,6 @@ from kvframe.loading.checks import (
     WHOLE_OR_NONE,
     WHOLES,
     one_of,
-    parse_bytes,
 )
 
 T = TypeVar("T")

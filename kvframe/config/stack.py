@@ -39,7 +39,8 @@ from kvframe.contract.errors import (
 from kvframe.contract.eviction import LRU
 from kvframe.contract.files import read_toml
 from kvframe.contract.formats import PLAIN
-from kvframe.loading.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
+from kvframe.contract.sizes import parse_bytes
+from kvframe.loading.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe
 from kvframe.loading.claims import KINDS, canonical
 from kvframe.loading.plugins import PluginPolicy
 from kvframe.loading.registry import Catalogue, Registry

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.config.choices import make_policy, make_proposer
+from kvframe.config.choices import make_page_stores, make_policy, make_proposer
 from kvframe.config.options import Rule, Use
 from kvframe.contract.formats import PLAIN
+from kvframe.contract.page_store import PageStore
 from kvframe.hosting.drafts import PREFIX, Drafts, check_draft_layers, find_drafts, load_draft_model
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.layer_file import is_layer_file
@@ -229,6 +230,14 @@ class Setup:
             StackError: The stack's policy is unknown, cannot be imported, or does not take its options.
         """
         return make_policy(self.stack, self.registry)
+
+    def make_page_stores(self) -> list[PageStore]:
+        """Return the page stores of the stack, in the order in which they are asked.
+
+        Raises:
+            StackError: A store is unknown, cannot be imported, or does not take its options.
+        """
+        return make_page_stores(self.stack, self.registry)
 
     def make_proposer(self) -> Proposer | None:
         """Return a new instance of the stack's proposer of draft tokens; None if the stack names none.

@@ -15,8 +15,8 @@ from typing import Any
 import attrs
 
 from kvframe.contract.errors import PlanError
+from kvframe.contract.sizes import parse_bytes
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, align_up, num_covered
-from kvframe.loading.checks import parse_bytes
 from kvframe.planning.answers import Answers
 from kvframe.planning.groups import Grouping, KVCacheGroup
 from kvframe.planning.prompt_budget import num_moved_blocks

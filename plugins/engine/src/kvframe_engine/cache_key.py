@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
+from kvframe import Stack
+from kvframe.contract import PageStore
 from kvframe.contract.errors import FileError, StackError, shown
 from kvframe.contract.files import read_bytes
 
 SECRET_BYTES = 32
 _MAX_KEY_FILE = 4096
 _DIGITS = re.compile(r"[0-9a-fA-F]+")
+
+
+def choose_secret(stack: Stack, stores: Sequence[PageStore]) -> bytes:
+    """Return the secret of a stack's ``[cache] key``; without a key, that of its page stores, or a random one.
+
+    Raises:
+        StackError: The key is wrong, or the stack has page stores, and neither a key nor a store with a secret.
+    """
+    if stack.cache.key is None and stores:
+        for store in stores:
+            if (secret := store.local_secret()) is not None:
+                return secret
+        raise StackError(
+            f"{stack.source}: page store {stores[0].name!r} keeps no secret, and without one no other engine finds the "
+            "pages; set key in [cache] to 64 hexadecimal digits, or to a file of them, the same for all engines"
+        )
+    return read_secret(stack.cache.key, stack.source)
 
 
 def read_secret(key: str | None, source: str) -> bytes:

@@ -19,8 +19,16 @@ from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel
 from kvframe_engine.assembly import Assembly, assemble
 from kvframe_engine.cache_events import CacheEventDelivery, CacheListener
-from kvframe_engine.cache_key import read_secret
-from kvframe_engine.parts import attach_models, make_admission, make_manager, make_scheduler
+from kvframe_engine.cache_key import choose_secret
+from kvframe_engine.parts import (
+    attach_models,
+    make_admission,
+    make_manager,
+    make_page_stores,
+    make_scheduler,
+    make_tiers,
+)
+from kvframe_engine.prefixes.fingerprint import fingerprint_of
 from kvframe_engine.ranks.follower import Follower
 from kvframe_engine.ranks.joining import ranks_of
 from kvframe_engine.ranks.leader import RANKS_ENDED, Leader
@@ -110,7 +118,8 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         stack = setup.stack.with_device()
         setup = attrs.evolve(setup, stack=stack)
-        self._secret = read_secret(stack.cache.key, stack.source)
+        stores = make_page_stores(setup, ranks)
+        self._secret = choose_secret(stack, stores)
         assembly = assemble(model, setup, ranks)
         self.model, self.stack, self._registry = model, stack, setup.registry
         self.setup, self.grouping = assembly.setup, assembly.setup.grouping
@@ -128,8 +137,11 @@ class EngineCore(ABC, Generic[RequestT]):
         self._admission = make_admission(assembly, self._secret)
         self._manager = make_manager(assembly, poison_freed=poison_freed)
         self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
+        self._tiers = make_tiers(
+            assembly, self._manager, stores, self._secret, lambda: fingerprint_of(model, self._draft)
+        )
         self._scheduler: Scheduler[RequestT] = make_scheduler(
-            assembly, self._manager, proposes=not isinstance(ranks, Follower)
+            assembly, self._manager, self._tiers, proposes=not isinstance(ranks, Follower)
         )
         self._trace: StepTrace[RequestT] | None = None
         self._runner = self._make_runner(assembly, skip_policy)
@@ -310,6 +322,7 @@ class EngineCore(ABC, Generic[RequestT]):
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             graph_replays=self._runner.num_replays,
+            tiers={} if self._tiers is None else self._tiers.stats(),
         )
 
     @verb
@@ -414,6 +427,18 @@ class EngineCore(ABC, Generic[RequestT]):
             self._runner.drop_graphs()
         self.plan = self._admission.plan = plan
 
+    @verb
+    def flush_page_stores(self, seconds: float = 60.0) -> bool:
+        """Wait until the stack's page stores have the pages of all requests that have ended.
+
+        Args:
+            seconds: How long to wait at most.
+
+        Returns:
+            Whether they were given everything in that time. Pages that a store refused are not waited for.
+        """
+        return self._tiers is None or self._tiers.flush(seconds)
+
     @verb_when_closed
     def close(self) -> None:
         """End every request and detach the model, which then computes as before. Safe to call twice.
@@ -425,6 +450,8 @@ class EngineCore(ABC, Generic[RequestT]):
         self._forget(list(self._requests.values()))
         if self._ranks is not None:
             self._ranks.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self.model.detach()
         if self._draft is not None:
             self._draft.detach()
@@ -537,6 +564,8 @@ class EngineCore(ABC, Generic[RequestT]):
         scheduler, unreported = self._scheduler, self._requests.unreported
         step = scheduler.schedule()
         if step is None:
+            if self._tiers is not None:
+                self._tiers.wait()
             return
         trace = self._trace
         if trace is not None:
@@ -554,6 +583,8 @@ class EngineCore(ABC, Generic[RequestT]):
         unreported.update({request.request_id: request for request in scheduler.complete(step, outcomes)})
         if trace is not None:
             trace.note_computed(step)
+        if self._tiers is not None:
+            self._tiers.after_step(step.num_tokens, monotonic() - self._step_began)
         if self._cache_events.listener is not None:
             self._cache_events.deliver()
 

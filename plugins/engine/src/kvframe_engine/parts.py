@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
-from kvframe import KVCacheManager
+from kvframe import KVCacheManager, Setup
+from kvframe.contract import PageStore
 from kvframe.contract.errors import StackError
 from kvframe.contract.foreign import refuse_exit
 from kvframe.contract.model import LoadedModel, PredictionHeads
 from kvframe_engine.assembly import Assembly, assemble_plain
 from kvframe_engine.diagnosis import check_model, compare
+from kvframe_engine.prefixes.fingerprint import layout_of
 from kvframe_engine.requests.admission import Admission
 from kvframe_engine.requests.progress import RequestT
 from kvframe_engine.scheduling.drafting import Drafting
 from kvframe_engine.scheduling.scheduler import Scheduler
+from kvframe_engine.tiers.tiers import Tiers
 
 
 def make_admission(assembly: Assembly, secret: bytes) -> Admission:
@@ -61,12 +64,62 @@ def make_manager(assembly: Assembly, *, poison_freed: bool) -> KVCacheManager:
     return manager
 
 
-def make_scheduler(assembly: Assembly, manager: KVCacheManager, *, proposes: bool = True) -> Scheduler[RequestT]:
+def make_page_stores(setup: Setup, ranks: object | None) -> list[PageStore]:
+    """Return the stack's page stores; none if it caches no prefixes.
+
+    Raises:
+        StackError: A store cannot be made, or several ranks share the model.
+    """
+    if not setup.stack.cache.prefix_caching or setup.grouping.whole_prompts:
+        return []
+    stores = setup.make_page_stores()
+    if stores and ranks is not None:
+        raise StackError(
+            f"{setup.stack.source}: page store {stores[0].name!r} keeps whole pages, and several ranks share the "
+            "model: each has a share of the heads; use host_memory, or serve the model on one rank"
+        )
+    return stores
+
+
+def make_tiers(
+    assembly: Assembly,
+    manager: KVCacheManager,
+    stores: Sequence[PageStore],
+    secret: bytes,
+    fingerprint: Callable[[], Mapping[str, str]],
+) -> Tiers | None:
+    """Return the tiers of the cache beside the device; None if the stack has none, or nothing is cached.
+
+    Args:
+        assembly: The set-up.
+        manager: The cache manager.
+        stores: The page stores.
+        secret: 32 bytes, for keys and seals.
+        fingerprint: Returns the digests that identify the model.
+
+    Raises:
+        ModelError: The stack has page stores, and the model's adapter does not identify the model.
+    """
+    setup = assembly.setup
+    if not manager.prefix_caching or not (stores or assembly.host):
+        return None
+
+    def origin() -> list[str]:
+        layout = layout_of(assembly.plan, setup)
+        return [*(f"{key}: {digest}" for key, digest in sorted(fingerprint().items())), layout]
+
+    return Tiers(manager, assembly.storage, assembly.host, stores, secret, origin)
+
+
+def make_scheduler(
+    assembly: Assembly, manager: KVCacheManager, tiers: Tiers | None, *, proposes: bool = True
+) -> Scheduler[RequestT]:
     """Return the scheduler, which gets blocks from the cache manager, and drafts from the stack's proposer if any.
 
     Args:
         assembly: The set-up.
         manager: The cache manager.
+        tiers: Brings prefixes from host memory and page stores; None for none.
         proposes: Whether this process asks the proposer. Of several ranks, rank 0 does.
 
     Raises:
@@ -96,6 +149,7 @@ def make_scheduler(assembly: Assembly, manager: KVCacheManager, *, proposes: boo
         reserve_prompts=assembly.stack.engine.reserve_prompts,
         swaps=assembly.stack.cache.preemption == "swap",
         drafting=drafting,
+        tiers=tiers,
     )
 
 

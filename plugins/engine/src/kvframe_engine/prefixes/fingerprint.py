@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 
 import torch
 
+from kvframe import KVCachePlan, Setup
 from kvframe.contract.errors import ModelError
 from kvframe.contract.model import LoadedModel
 
@@ -35,6 +37,21 @@ def fingerprint_of(model: LoadedModel, draft: LoadedModel | None = None) -> dict
         )
     config = hashlib.blake2b(identity.config.encode(), digest_size=32).hexdigest()
     return {"config": config, "weights": _digest(identity.weights)}
+
+
+def layout_of(plan: KVCachePlan, setup: Setup) -> str:
+    """Return a hexadecimal digest of what is stored where in the pages of a plan, and of the layers' types."""
+    stored = [
+        {
+            "layers": group.layers,
+            "offsets": planned.layer_offsets,
+            "page_bytes": planned.page_bytes,
+            "specs": [f"{spec.kind}: {spec!r}" for spec in group.stored],
+        }
+        for planned, group in zip(plan.groups, setup.grouping.groups, strict=True)
+    ]
+    layout = json.dumps([stored, dict(setup.grouping.follows)], sort_keys=True, default=str)
+    return hashlib.blake2b(layout.encode(), digest_size=32).hexdigest()
 
 
 def _digest(weights: Mapping[str, torch.Tensor]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +17,11 @@ import torch
 
 from kvframe import KVCacheManager, KVCachePlan, KVCacheStorage, Pin, RangedTokens, Setup
 from kvframe.contract.errors import PrefixFileError, RequestError, shown
+from kvframe_engine.pool_pages import PoolPages
 from kvframe_engine.prefixes.file_format import FilePrefix, Places
 from kvframe_engine.prefixes.file_reader import PrefixFileReader
 from kvframe_engine.prefixes.file_writer import PrefixFileWriter
+from kvframe_engine.prefixes.fingerprint import layout_of
 from kvframe_engine.prefixes.of_prompts import PromptPrefixes
 from kvframe_engine.requests.prompt import AnyPrompt, check_salt, salt_of_each
 
@@ -90,15 +91,11 @@ class PrefixFiles:
         self._let_through = let_through
         self._manager = manager
         self._prefixes = prefixes
-        self._grouping = setup.grouping
-        self._storage = storage
+        self._setup = setup
+        self._pool = PoolPages(storage)
         self._fingerprint = fingerprint
         self._vocab_size = vocab_size
         self._key = None if shared_secret is None else _secret_check(shared_secret)
-
-    @property
-    def _pool(self) -> torch.Tensor:
-        return self._storage.pool
 
     @property
     def _plan(self) -> KVCachePlan:
@@ -147,16 +144,9 @@ class PrefixFiles:
     def _read_pages(self, group: int, block_ids: npt.NDArray[np.int32]) -> Iterator[bytes]:
         """Yield the bytes of pages, copied from the device many at a time."""
         at_once = max(1, _BYTES_AT_ONCE // self._plan.groups[group].page_bytes)
-        pages = self._pages_of(group)
         for start in range(0, len(block_ids), at_once):
-            ids = torch.from_numpy(block_ids[start : start + at_once].astype(np.int64)).to(self._pool.device)
-            for page in pages.index_select(0, ids).cpu().numpy():
+            for page in self._pool.read(group, block_ids[start : start + at_once].tolist()).numpy():
                 yield page.tobytes()
-
-    def _pages_of(self, group: int) -> torch.Tensor:
-        """Return the pool as ``[num_block_ids, page_bytes], uint8, device``; rows overlap."""
-        unit, page_bytes = self._plan.block_id_bytes, self._plan.groups[group].page_bytes
-        return self._pool.as_strided(((self._pool.numel() - page_bytes) // unit + 1, page_bytes), (unit, 1))
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -253,34 +243,22 @@ class PrefixFiles:
         """Copy pages of a file to the device, many at a time."""
         page_bytes = self._plan.groups[group].page_bytes
         at_once = max(1, _BYTES_AT_ONCE // page_bytes)
-        pages = self._pages_of(group)
         for start in range(0, len(copies), at_once):
             some = copies[start : start + at_once]
             staged = torch.empty((len(some), page_bytes), dtype=torch.uint8)
             with self._let_through():
                 for copy, page in zip(some, staged.numpy(), strict=True):
                     file.read_page(copy - 1, memoryview(page))
-            ids = torch.tensor(block_ids[start : start + at_once]).to(self._pool.device)
-            pages.index_copy_(0, ids, staged.to(self._pool.device))
+            self._pool.write(group, block_ids[start : start + at_once], staged)
 
     # --- checks of a file ---------------------------------------------------------------------------------------------
 
     def _origin(self) -> dict[str, Any]:
         """Return the properties that must be equal in the engine that loads the prefixes."""
-        stored = [
-            {
-                "layers": group.layers,
-                "offsets": planned.layer_offsets,
-                "page_bytes": planned.page_bytes,
-                "specs": [f"{spec.kind}: {spec!r}" for spec in group.stored],
-            }
-            for planned, group in zip(self._plan.groups, self._grouping.groups, strict=True)
-        ]
-        layout = json.dumps([stored, dict(self._grouping.follows)], sort_keys=True, default=str)
         return {
             **self._fingerprint(),
             "groups": [_summary(planned) for planned in self._plan.groups],
-            "layout": hashlib.blake2b(layout.encode(), digest_size=32).hexdigest(),
+            "layout": layout_of(self._plan, self._setup),
         }
 
     def _check_origin(self, file: PrefixFileReader) -> None:

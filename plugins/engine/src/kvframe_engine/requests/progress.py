@@ -15,6 +15,7 @@ import attrs
 from kvframe import FoundPrefix, InputSequence, RangedTokens
 from kvframe.contract.model import ModelInput
 from kvframe.contract.specs import TokenRange
+from kvframe_engine.requests.fetch import Fetch
 
 FinishReason = Literal["stop", "length", "computed", "aborted", "refused", "error"]
 """Why a request ended: a stop token or string; a limit; its prompt is computed, and nothing is generated; its owner
@@ -66,6 +67,7 @@ class RequestProgress:
             prompt.
         ranges: Ranges of its prompt whose tokens see each other in both directions; each is computed in one step.
         cache_tokens: Its tokens as the cache compares them.
+        fetch: What is fetched of its prefix while it waits; None for nothing.
         forks_from: The request with the same tokens from which it forks at ``pause_at``, to save computing them; None
             for none, and after the first try.
         finish_reason: Why it ended; None until then.
@@ -101,6 +103,7 @@ class RequestProgress:
     cache_tokens: Sequence[int] = attrs.field(
         init=False, default=attrs.Factory(lambda self: self._marked, takes_self=True)
     )
+    fetch: Fetch | None = None
     forks_from: RequestProgress | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None

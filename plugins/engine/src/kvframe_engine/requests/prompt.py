@@ -7,8 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvframe import RangedTokens
-from kvframe import check_salt as check_salt
+from kvframe import KVCacheManager, RangedTokens
 from kvframe.contract.errors import RequestError, shown
 from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.params import SamplingParams, bad_params
@@ -16,6 +15,7 @@ from kvframe_engine.requests.processors import Started
 from kvframe_engine.requests.request import Request
 from kvframe_engine.requests.text import TextStream
 
+check_salt = KVCacheManager.check_salt
 MAX_OWNER_CHARS = 1024
 """The most characters of an owner's name."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol
+from typing import TYPE_CHECKING, Generic, Literal, Protocol
 
 import attrs
 
@@ -12,6 +12,9 @@ from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TokenRange
 from kvframe_engine.requests.progress import NO_SEQUENCES, RequestProgress, RequestT
 from kvframe_engine.scheduling.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from kvframe_engine.tiers.tiers import Restored, Tiers
 
 
 class RequestCache(Protocol):
@@ -88,7 +91,8 @@ class RequestBlocks(Generic[RequestT]):
         *,
         max_num_batched_tokens: int,
         reserve_prompts: bool,
-        swaps: bool,
+        swaps: bool = True,
+        tiers: Tiers | None = None,
     ) -> None:
         """Begin without requests.
 
@@ -98,12 +102,14 @@ class RequestBlocks(Generic[RequestT]):
             max_num_batched_tokens: As for ``Scheduler``.
             reserve_prompts: As for ``Scheduler``.
             swaps: As for ``Scheduler``.
+            tiers: As for ``Scheduler``.
         """
         self._cache = cache
         self._stats = stats
         self._max_num_batched_tokens = max_num_batched_tokens
         self._reserve_prompts = reserve_prompts
         self._swaps = swaps
+        self._tiers = tiers
 
     def let_run(self, request: RequestT, budget: int, input_tokens: int, *, others_run: bool) -> int:
         """Let a waiting request run: resume a swapped one, fork one, or start one on its cached prefix.
@@ -189,16 +195,25 @@ class RequestBlocks(Generic[RequestT]):
 
     def _start(self, request: RequestT, budget: int, input_tokens: int, others_run: bool) -> int:
         """Start a request on its cached prefix."""
+        restored = self._restore(request)
+        if restored == "full":
+            if others_run:
+                return 0
+            restored = None
         while True:
-            hit = self._cache.start(
-                request.request_id,
-                request.cache_tokens,
-                salt=request.cache_salt,
-                use_prefix=request.uses_prefix,
-                inputs=request.input_sequences,
-                ranges=request.ranges,
-                num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
-            )
+            try:
+                hit = self._cache.start(
+                    request.request_id,
+                    request.cache_tokens,
+                    salt=request.cache_salt,
+                    use_prefix=request.uses_prefix,
+                    inputs=request.input_sequences,
+                    ranges=request.ranges,
+                    num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
+                )
+            finally:
+                if restored is not None:
+                    restored.unpin()
             if request.inputs:
                 request.new_inputs = self._cache.missing_inputs(request.request_id)
             # A single input is admitted at any length, because it cannot be computed in parts.
@@ -225,12 +240,22 @@ class RequestBlocks(Generic[RequestT]):
         if not request.was_started:
             request.was_started = True
             request.cached = self._cache.found_prefix(request.request_id)
+            if restored is not None:
+                request.cached = attrs.evolve(
+                    request.cached, restored_tokens=restored.num_tokens, restored_from=restored.sources
+                )
             if request.wants_prompt_rows:
                 why = "every token of the prompt is computed for its log-probabilities"
                 request.cached = attrs.evolve(request.cached, why=why)
             self._stats.prompt_tokens += request.num_prompt_tokens
             self._stats.cached_prompt_tokens += hit
         return num_scheduled
+
+    def _restore(self, request: RequestT) -> Restored | Literal["full"] | None:
+        """Bring what was fetched of a request's prefix to the device; None for nothing."""
+        if self._tiers is None or request.fetch is None:
+            return None
+        return self._tiers.restore(request)
 
     def _fits_whole(self, request: RequestT) -> bool:
         """Return whether there are enough free blocks for all tokens of a new request; free the request on an error."""

@@ -48,6 +48,8 @@ from kvframe_engine.scheduling.step import Outcomes, RunningRequests, ScheduledS
 if TYPE_CHECKING:
     import torch
 
+    from kvframe_engine.tiers.tiers import Tiers
+
 _log = logging.getLogger("kvframe")
 NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -79,6 +81,7 @@ class Scheduler(Generic[RequestT]):
         reserve_prompts: bool = True,
         swaps: bool = True,
         drafting: Drafting[RequestT] | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         """Start with nothing to do.
 
@@ -94,6 +97,7 @@ class Scheduler(Generic[RequestT]):
             whole_prompts: Whether a request starts only if one step can compute all of its tokens; it must have no
                 more than ``max_num_batched_tokens``.
             drafting: Gets draft tokens for requests that generate; None for none.
+            tiers: Brings prefixes from host memory and page stores; None for none.
         """
         self.waiting: FairQueue[RequestT] = FairQueue()
         self.running: RunningRequests[RequestT] = RunningRequests(max_num_seqs)
@@ -109,8 +113,10 @@ class Scheduler(Generic[RequestT]):
             max_num_batched_tokens=max_num_batched_tokens,
             reserve_prompts=reserve_prompts,
             swaps=swaps,
+            tiers=tiers,
         )
         self._drafting = drafting
+        self._tiers = tiers
         self._pausing: list[RequestT] = []
         self._choosing: list[RequestT] = []
         self._ranged: list[RequestT] = []
@@ -141,6 +147,8 @@ class Scheduler(Generic[RequestT]):
     def add(self, request: RequestT) -> None:
         """Append a request to the queue. The cache must be able to hold it alone, at its full length."""
         self.waiting.append(request)
+        if self._tiers is not None:
+            self._tiers.begin(request)
 
     def schedule(self) -> ScheduledStep[RequestT] | None:
         """Choose the next step and allocate blocks for its tokens; return None if there is nothing to do.
@@ -293,6 +301,8 @@ class Scheduler(Generic[RequestT]):
             self._blocks.release(request)
         if self._drafting is not None:
             self._drafting.forget(request)
+        if self._tiers is not None:
+            self._tiers.drop(request)
 
     def _end_at_fault(self, request: RequestT, error: BaseException) -> None:
         """End one request that the cache cannot serve."""
@@ -457,6 +467,8 @@ class Scheduler(Generic[RequestT]):
         self.running.remove(request)
         self.waiting.note_stop(request)
         self.waiting.appendleft(request)
+        if self._tiers is not None:
+            self._tiers.begin(request)
 
     # --- owners -------------------------------------------------------------------------------------------------------
 
@@ -565,6 +577,8 @@ class Scheduler(Generic[RequestT]):
 
 
 def _is_ready(request: RequestProgress) -> bool:
-    """Return whether a waiting request forks from none that still computes the tokens before the fork."""
+    """Return whether a waiting request waits neither for its pages nor for tokens before its fork from another one."""
+    if request.fetch is not None and not request.fetch.is_over:
+        return False
     other = request.forks_from
     return other is None or other.row < 0 or other.num_computed >= other.pause_at

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from kvframe import GroupLookups, KVCacheStats
+from kvframe_engine.tiers.sealed_store import StoreCounts
 
 
 @attrs.define
@@ -75,6 +77,14 @@ class EngineStats:
         blocks_moved: Per group, the blocks that were filled with the tokens that requests kept of their prompts.
         peak_host_bytes: The most bytes of host memory that swapped requests took at once.
         cache_bytes: Bytes allocated for the cache.
+        restored_tokens: Tokens of requests that were brought back to the device, so that they were not computed.
+        restored_blocks: The blocks that were brought back, by the tier that had them: ``"host_memory"``, or the name of
+            a page store.
+        waits_in_vain: Requests that waited for a page store, and were computed without it.
+        host_blocks: Evicted blocks that later requests can find in host memory.
+        host_blocks_stored: Evicted blocks that were copied to host memory so far.
+        host_blocks_dropped: Evicted blocks for which it had no free page.
+        stores: What is counted of each page store, by name.
     """
 
     prompt_tokens: int
@@ -102,6 +112,13 @@ class EngineStats:
     blocks_moved: tuple[int, ...]
     peak_host_bytes: int
     cache_bytes: int
+    restored_tokens: int = 0
+    restored_blocks: Mapping[str, int] = attrs.field(factory=dict)
+    waits_in_vain: int = 0
+    host_blocks: int = 0
+    host_blocks_stored: int = 0
+    host_blocks_dropped: int = 0
+    stores: Mapping[str, StoreCounts] = attrs.field(factory=dict)
 
     @classmethod
     def of(
@@ -113,6 +130,7 @@ class EngineStats:
         num_running: int,
         num_waiting: int,
         graph_replays: int,
+        tiers: Mapping[str, Any],
     ) -> EngineStats:
         """Return an engine's numbers as they are now.
 
@@ -123,6 +141,7 @@ class EngineStats:
             num_running: Requests in the batch.
             num_waiting: Requests that wait for a place in it.
             graph_replays: Steps of the model that were replayed from a graph.
+            tiers: The numbers of the tiers beside the device, by the names of attributes.
         """
         return cls(
             prompt_tokens=scheduled.prompt_tokens,
@@ -150,6 +169,7 @@ class EngineStats:
             blocks_moved=tuple(cached.blocks_moved),
             peak_host_bytes=cached.peak_host_bytes_held,
             cache_bytes=cache_bytes,
+            **tiers,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,0 +1,167 @@
+"""Fetches the pages of waiting requests' prefixes from page stores, in a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvframe import PageRecords
+from kvframe_engine.requests.fetch import Fetch
+from kvframe_engine.tiers.sealed_store import SealedStore
+
+MAX_FETCHED_BYTES = 1 << 30
+"""Bytes of pages that were fetched and wait for their requests to be admitted; further requests wait for them."""
+
+LEAST_WAIT = 0.25
+"""Seconds that a request waits for its pages at least, before it is computed without them."""
+
+_PAGES_AT_ONCE = 256
+
+
+class PrefixFetcher:
+    """Fetches prefixes, one request after the other.
+
+    Attributes:
+        seconds_per_token: How long the model takes to compute a token of a prompt; None if it is not known.
+    """
+
+    def __init__(self, stores: Sequence[SealedStore], page_bytes: Sequence[int]) -> None:
+        """Start the thread; the stores are used by nothing else.
+
+        Args:
+            stores: The stores, in the order in which they are asked.
+            page_bytes: Per group, the size of a page.
+        """
+        self._stores = stores
+        self._page_bytes = page_bytes
+        self._fetches: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_waiting_bytes = 0
+        self._is_closed = False
+        self.seconds_per_token: float | None = None
+        self._thread = threading.Thread(target=self._run, name="kvframe-page-fetcher", daemon=True)
+        self._thread.start()
+
+    def put(self, fetch: Fetch) -> None:
+        """Queue a fetch."""
+        self._fetches.put(fetch)
+
+    def release(self, fetch: Fetch) -> None:
+        """Drop a fetch and its pages: the request was admitted, or does not want them."""
+        fetch.is_cancelled = True
+        with self._changed:
+            if fetch.is_done:
+                self._num_waiting_bytes -= fetch.num_bytes
+                fetch.pages = {}
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a fetch is done, for some seconds at most."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """End the thread, after some seconds at most."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._fetches.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (fetch := self._fetches.get()) is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_waiting_bytes < MAX_FETCHED_BYTES or self._is_closed)
+            if self._is_closed:
+                break
+            try:
+                if not fetch.is_cancelled:
+                    self._fetch(fetch)
+            finally:
+                with self._changed:
+                    fetch.is_done = True
+                    if fetch.is_cancelled:
+                        fetch.pages = {}
+                    self._num_waiting_bytes += fetch.num_bytes
+                    self._changed.notify_all()
+        for store in self._stores:
+            store.close()
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """Find the longest prefix whose blocks are somewhere, and read those that are in stores."""
+        blocks, records = fetch.blocks, fetch.records
+        assert records is not None
+        # Per group and block, the number of the store that has it, counted from 1; 0 for none.
+        holders = [np.zeros(len(keys), dtype=np.int64) for keys in blocks.keys]
+        keys = [[records.key_of(group, key) for key in of_group] for group, of_group in enumerate(blocks.keys)]
+        for number, store in enumerate(self._stores, 1):
+            wanted = [
+                (group, block)
+                for group, held in enumerate(holders)
+                for block in np.flatnonzero(~fetch.local[group] & (held == 0)).tolist()
+            ]
+            found = store.find(records, [keys[group][block] for group, block in wanted])
+            for (group, block), is_found in zip(wanted, found, strict=True):
+                if is_found:
+                    holders[group][block] = number
+        for group, held in enumerate(holders):
+            absent = np.flatnonzero(~fetch.local[group] & (held == 0)).tolist()
+            fetch.absent += [(group, blocks.keys[group][block]) for block in absent]
+        while not fetch.is_cancelled:
+            present = [local | (held > 0) for local, held in zip(fetch.local, holders, strict=True)]
+            num_tokens = blocks.longest(present)
+            if num_tokens is None or (num_tokens <= blocks.num_cached and not blocks.lacks_inputs):
+                return
+            all_needed = blocks.needed(num_tokens)
+            missing = [needed & ~local[: len(needed)] for needed, local in zip(all_needed, fetch.local, strict=True)]
+            if not blocks.lacks_inputs and not self._is_worth(missing, holders, num_tokens - blocks.num_cached):
+                return
+            if self._read(fetch, records, missing, holders, keys):
+                return
+
+    def _read(
+        self,
+        fetch: Fetch,
+        records: PageRecords,
+        missing: Sequence[npt.NDArray[np.bool_]],
+        holders: Sequence[npt.NDArray[np.int64]],
+        keys: Sequence[Sequence[bytes]],
+    ) -> bool:
+        """Read missing blocks; return False if a block was not there after all, and mark it as such."""
+        is_complete = True
+        for group, wanted in enumerate(missing):
+            for number, store in enumerate(self._stores, 1):
+                blocks = np.flatnonzero(wanted & (holders[group][: len(wanted)] == number)).tolist()
+                blocks = [block for block in blocks if (group, block) not in fetch.pages]
+                for start in range(0, len(blocks), _PAGES_AT_ONCE):
+                    if fetch.is_cancelled:
+                        return True
+                    some = blocks[start : start + _PAGES_AT_ONCE]
+                    pages = store.read(records, [keys[group][block] for block in some], self._page_bytes[group])
+                    for block, page in zip(some, pages, strict=True):
+                        if page is None:
+                            holders[group][block] = 0
+                            is_complete = False
+                        else:
+                            fetch.pages[group, block] = store.name, page
+        return is_complete
+
+    def _is_worth(
+        self,
+        missing: Sequence[npt.NDArray[np.bool_]],
+        holders: Sequence[npt.NDArray[np.int64]],
+        num_tokens: int,
+    ) -> bool:
+        """Return whether reading blocks takes less time than computing tokens, as far as both are known."""
+        if self.seconds_per_token is None:
+            return True
+        seconds = 0.0
+        for group, wanted in enumerate(missing):
+            for number, store in enumerate(self._stores, 1):
+                num_blocks = int(np.count_nonzero(wanted & (holders[group][: len(wanted)] == number)))
+                seconds += num_blocks * self._page_bytes[group] * (store.seconds_per_byte or 0.0)
+        return seconds < num_tokens * self.seconds_per_token

@@ -1,0 +1,375 @@
+"""The tiers of an engine's cache: brings prefixes back to the device before their requests start, and keeps new pages.
+
+A request's prefix may be in parts on the device, in host memory and in page stores. The longest prefix is taken whose
+live blocks are somewhere, in every group; exactly these blocks are moved. Pages come from host memory when the request
+is admitted, and from page stores while it waits. What a tier lacks, loses or delays is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvframe import HostStorage, KVCacheManager, KVCacheStorage, PageRecords, Pin, PrefixBlocks, RangedTokens
+from kvframe.contract import PageStore
+from kvframe_engine.pool_pages import PoolPages
+from kvframe_engine.requests.fetch import Fetch
+from kvframe_engine.requests.progress import RequestProgress
+from kvframe_engine.tiers.fetcher import LEAST_WAIT, PrefixFetcher
+from kvframe_engine.tiers.sealed_store import SealedStore, StoreCounts
+from kvframe_engine.tiers.writer import Batch, PageWriter
+
+_log = logging.getLogger("kvframe")
+HOST = "host_memory"
+MAX_KNOWN = 1 << 20
+"""Keys of pages that are remembered as stored."""
+
+DEFAULT_SECONDS_PER_TOKEN = 1e-3
+"""How long a token of a prompt takes to compute, until it is measured."""
+
+_LEAST_TOKENS = 64
+"""Steps of fewer tokens tell little about prompts."""
+
+
+@attrs.define
+class TierCounts:
+    """What the tiers did.
+
+    Attributes:
+        restored_tokens: Tokens of requests that were brought back to the device, so that they were not computed.
+        pages_from: Pages that were brought back, by the name of the tier.
+        given_up: Requests that waited for their pages in vain.
+        stores: By name, what is counted of each page store.
+    """
+
+    restored_tokens: int = 0
+    pages_from: Counter[str] = attrs.field(factory=Counter)
+    given_up: int = 0
+    stores: dict[str, StoreCounts] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class Restored:
+    """A prefix that was brought back to the device, and is pinned.
+
+    Attributes:
+        num_tokens: How many of its tokens were not on the device.
+        sources: The tiers that they came from.
+        unpin: Releases it; its pages stay cached.
+    """
+
+    num_tokens: int
+    sources: tuple[str, ...]
+    unpin: Callable[[], None]
+
+
+class Tiers:
+    """Moves pages between the device, host memory and page stores.
+
+    The engine calls every method, between two steps. It is a watcher of the cache's pages (``PageWatcher``).
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        storage: KVCacheStorage,
+        host: HostStorage | None,
+        stores: Sequence[PageStore],
+        secret: bytes,
+        origin: Callable[[], Sequence[str]],
+    ) -> None:
+        """Begin to keep pages.
+
+        Args:
+            manager: The cache.
+            storage: The bytes of the device's pages.
+            host: The host memory; None for none.
+            stores: The page stores, in the order in which they are asked.
+            secret: 32 bytes, for keys and seals.
+            origin: Returns texts that engines share if the pages of one are valid for the other.
+        """
+        self._manager, self._host = manager, host
+        self._pages = PoolPages(storage)
+        self._secret, self._make_origin = secret, origin
+        self.counts = TierCounts(stores={store.name: StoreCounts() for store in stores})
+        self._records: PageRecords | None = None
+        self._writer: PageWriter | None = None
+        self._fetcher: PrefixFetcher | None = None
+        self._fresh: dict[int, tuple[int, bytes]] = {}
+        self._known: dict[tuple[int, bytes], None] = {}
+        self._has_stores = bool(stores)
+        if stores:
+            counts = self.counts.stores
+            self._records = PageRecords(secret, origin())
+            self._writer = PageWriter([SealedStore(store, counts[store.name]) for store in stores])
+            page_bytes = [group.page_bytes for group in manager.plan.groups]
+            self._fetcher = PrefixFetcher([SealedStore(store, counts[store.name]) for store in stores], page_bytes)
+        manager.watch_pages(secret, *([self] if stores else []))
+
+    # --- waiting requests ---------------------------------------------------------------------------------------------
+
+    def begin(self, request: RequestProgress) -> None:
+        """Begin to fetch what a waiting request can continue from and the device does not have."""
+        self.drop(request)
+        if not request.uses_prefix or request.forks_from is not None or request.is_swapped:
+            return
+        blocks = self._blocks_of(request, None)
+        if blocks.is_complete:
+            return
+        in_host = self._in_host(blocks)
+        local = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
+        num_local = blocks.longest(local)
+        if self._fetcher is None or self._records is None:
+            is_more = num_local is not None and (num_local > blocks.num_cached or blocks.lacks_inputs)
+            request.fetch = Fetch(None, blocks, local, 0.0, is_done=True) if is_more else None
+            return
+        per_token = self._fetcher.seconds_per_token or DEFAULT_SECONDS_PER_TOKEN
+        num_missing = blocks.most - (num_local or 0)
+        fetch = request.fetch = Fetch(self._records, blocks, local, max(LEAST_WAIT, num_missing * per_token))
+        if num_local is not None and num_local + blocks.alignment > blocks.most:
+            fetch.is_done = True
+        else:
+            self._fetcher.put(fetch)
+
+    @staticmethod
+    def is_ready(request: RequestProgress) -> bool:
+        """Return whether a waiting request need not wait for its pages."""
+        return request.fetch is None or request.fetch.is_over
+
+    def wait(self) -> None:
+        """Wait a moment for pages, when nothing can be computed."""
+        if self._fetcher is not None:
+            self._fetcher.wait(0.002)
+
+    def drop(self, request: RequestProgress) -> None:
+        """Forget what was fetched for a request."""
+        fetch, request.fetch = request.fetch, None
+        if fetch is not None and self._fetcher is not None:
+            for page in fetch.absent:
+                # If it is computed again, the stores get it again.
+                self._known.pop(page, None)
+            self._fetcher.release(fetch)
+
+    def restore(self, request: RequestProgress) -> Restored | Literal["full"] | None:
+        """Bring a request's prefix to the device, and pin it.
+
+        Returns:
+            ``"full"`` if the pool has too few free pages now; None if there is nothing to bring.
+        """
+        fetch = request.fetch
+        assert fetch is not None
+        if not fetch.is_done:
+            self.counts.given_up += 1
+            self.drop(request)
+            return None
+        blocks = self._blocks_of(request, fetch.blocks)
+        if fetch.records is not self._records and self._has_stores:
+            fetch.pages = {}  # the weights have changed since
+        in_host = self._in_host(blocks)
+        present = [cached | (host > 0) for cached, host in zip(blocks.cached, in_host, strict=True)]
+        for group, block in fetch.pages:
+            present[group][block] = True
+        num_tokens = blocks.longest(present)
+        if num_tokens is None or (num_tokens <= blocks.num_cached and not blocks.lacks_inputs):
+            self.drop(request)
+            return None
+        if len(self.counts.stores) == 1:
+            self._known.update(dict.fromkeys((group, blocks.keys[group][block]) for group, block in fetch.pages))
+        moved = _Move(self, blocks, in_host, fetch, num_tokens)
+        pin = moved.run(request)
+        if pin is None:
+            return "full"
+        self.drop(request)
+        self.counts.restored_tokens += num_tokens - blocks.num_cached
+        self.counts.pages_from += moved.sources
+        unpin = partial(self._manager.unpin, pin)
+        return Restored(num_tokens - blocks.num_cached, tuple(sorted(moved.sources)), unpin)
+
+    def _blocks_of(self, request: RequestProgress, known: PrefixBlocks | None) -> PrefixBlocks:
+        return self._manager.prefix_blocks(
+            request.cache_tokens,
+            secret=self._secret,
+            salt=request.cache_salt,
+            inputs=request.input_sequences,
+            ranges=request.ranges,
+            num_prompt_tokens=request.num_prompt_tokens if request.keeps_part else None,
+            known=known,
+        )
+
+    def _in_host(self, blocks: PrefixBlocks) -> list[npt.NDArray[np.int32]]:
+        """Return per group the host page of each block; 0 for none."""
+        tier = self._manager.host_tier
+        if tier is None:
+            return [np.zeros(len(keys), dtype=np.int32) for keys in blocks.keys]
+        return [tier.find_pages(group, keys) for group, keys in enumerate(blocks.keys)]
+
+    # --- new pages ----------------------------------------------------------------------------------------------------
+
+    def note_stored(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Remember pages that became findable, to give them to the stores after the step."""
+        for key, block_id in zip(keys, block_ids, strict=True):
+            if (group, key) not in self._known:
+                self._fresh[block_id] = group, key
+
+    def note_evicted(self, group: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Copy pages now that are evicted before the stores got them."""
+        lost = [block_id for block_id in block_ids if block_id in self._fresh]
+        if lost:
+            self._give({block_id: self._fresh.pop(block_id) for block_id in lost})
+
+    def note_cleared(self) -> None:
+        """Forget all pages: the model changed."""
+        self._fresh.clear()
+        self._known.clear()
+        if self._has_stores:
+            self._records = PageRecords(self._secret, self._make_origin())
+
+    def after_step(self, num_tokens: int, seconds: float) -> None:
+        """Give the pages that a step made findable to the stores, and learn how long tokens take."""
+        if self._fetcher is not None and num_tokens >= _LEAST_TOKENS:
+            per_token, known = seconds / num_tokens, self._fetcher.seconds_per_token
+            self._fetcher.seconds_per_token = per_token if known is None else 0.9 * known + 0.1 * per_token
+        if self._fresh:
+            fresh, self._fresh = self._fresh, {}
+            self._give(fresh)
+
+    def _give(self, fresh: Mapping[int, tuple[int, bytes]]) -> None:
+        """Copy pages from the device, and queue them for the stores."""
+        assert self._writer is not None
+        assert self._records is not None
+        of_groups: dict[int, list[int]] = {}
+        for block_id, (group, _) in fresh.items():
+            of_groups.setdefault(group, []).append(block_id)
+        for group, block_ids in of_groups.items():
+            pages = self._pages.read(group, block_ids, non_blocking=True)
+            is_copied = None
+            if pages.is_pinned():
+                is_copied = torch.cuda.Event()
+                is_copied.record()
+            keys = [fresh[block_id][1] for block_id in block_ids]
+            self._writer.put(Batch(self._records, group, keys, pages, is_copied))
+            self._known.update(dict.fromkeys((group, key) for key in keys))
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def stats(self) -> dict[str, Any]:
+        """Return the numbers of ``EngineStats`` that are about tiers. Any thread may call it."""
+        counts, tier = self.counts, self._manager.host_tier
+        return {
+            "restored_tokens": counts.restored_tokens,
+            "restored_blocks": dict(counts.pages_from),
+            "waits_in_vain": counts.given_up,
+            "host_blocks": 0 if tier is None else tier.num_cached,
+            "host_blocks_stored": 0 if tier is None else tier.pages_stored,
+            "host_blocks_dropped": 0 if tier is None else tier.pages_dropped,
+            "stores": {name: attrs.evolve(of_store) for name, of_store in counts.stores.items()},
+        }
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until the stores have what was computed, for some seconds at most; return whether they have."""
+        self.after_step(0, 0.0)
+        return self._writer is None or self._writer.wait(seconds)
+
+    def close(self) -> None:
+        """Write what is queued, for some seconds at most, and close the stores."""
+        self.after_step(0, 0.0)
+        if self._fetcher is not None:
+            self._fetcher.close(CLOSE_SECONDS)
+        if self._writer is not None:
+            self._writer.close(CLOSE_SECONDS)
+
+    # --- for a move ---------------------------------------------------------------------------------------------------
+
+    def copy_from_host(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy pages from host memory to the device."""
+        assert self._host is not None
+        self._host.copy_in(group, host_ids, block_ids)
+
+    def write_pages(self, group: int, block_ids: Sequence[int], pages: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Write fetched pages to the device."""
+        self._pages.write(group, block_ids, torch.from_numpy(np.stack(pages)))
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """The cache."""
+        return self._manager
+
+
+CLOSE_SECONDS = 5.0
+"""How long an engine that is closed waits for its stores."""
+
+
+class _Move:
+    """One prefix on its way to the device.
+
+    Attributes:
+        sources: How many pages came from each tier.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        blocks: PrefixBlocks,
+        in_host: Sequence[npt.NDArray[np.int32]],
+        fetch: Fetch,
+        num_tokens: int,
+    ) -> None:
+        self._tiers, self._blocks, self._in_host, self._fetch = tiers, blocks, in_host, fetch
+        self._num_tokens = num_tokens
+        # Where each needed block comes from, numbered from 1 on as ``KVCacheManager.restore`` names copies.
+        self._origins: list[tuple[int, int]] = []
+        self.sources: Counter[str] = Counter()
+
+    def run(self, request: RequestProgress) -> Pin | None:
+        """Move the prefix; return None if the pool has too few free pages."""
+        copies = [self._number(group, needed) for group, needed in enumerate(self._blocks.needed(self._num_tokens))]
+        manager, tier = self._tiers.manager, self._tiers.manager.host_tier
+        ranges = [part for part in request.ranges if part[1] <= self._num_tokens]
+        token_ids = array("I", request.token_ids[: self._num_tokens])
+        with nullcontext() if tier is None else tier.holding(self._in_host):
+            return manager.restore(
+                RangedTokens(token_ids, ranges) if ranges else token_ids,
+                copies,
+                self._copy,
+                salt=request.cache_salt,
+                inputs=request.input_sequences,
+                ranges=ranges,
+            )
+
+    def _number(self, group: int, needed: npt.NDArray[np.bool_]) -> list[int]:
+        copies = [0] * len(needed)
+        for block in np.flatnonzero(needed).tolist():
+            self._origins.append((group, block))
+            copies[block] = len(self._origins)
+        return copies
+
+    def _copy(self, group: int, numbers: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy pages to the device: from host memory if it has them, otherwise what was fetched."""
+        from_host: list[tuple[int, int]] = []
+        fetched: list[tuple[npt.NDArray[np.uint8], int]] = []
+        for number, block_id in zip(numbers, block_ids, strict=True):
+            _, block = self._origins[number - 1]
+            host_id = int(self._in_host[group][block])
+            if host_id:
+                from_host.append((host_id, block_id))
+            else:
+                store, page = self._fetch.pages[group, block]
+                fetched.append((page, block_id))
+                self.sources[store] += 1
+        if from_host:
+            host_ids, ids = zip(*from_host, strict=True)
+            self._tiers.copy_from_host(group, host_ids, ids)
+            self.sources[HOST] += len(ids)
+        if fetched:
+            pages, ids = zip(*fetched, strict=True)
+            self._tiers.write_pages(group, ids, pages)

@@ -1,0 +1,90 @@
+"""Gives computed pages to page stores, in a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from kvframe import PageRecords
+from kvframe_engine.tiers.sealed_store import SealedStore
+
+MAX_QUEUED_BYTES = 256 << 20
+"""Bytes of pages that wait for the stores; further pages are dropped."""
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """Pages of one group.
+
+    Attributes:
+        records: Makes their keys and seals.
+        group: The group.
+        page_keys: Their keys in the cache.
+        pages: ``[n, page_bytes], uint8``, on the CPU.
+        is_copied: The event after which the pages are complete; None if they are.
+    """
+
+    records: PageRecords
+    group: int
+    page_keys: Sequence[bytes]
+    pages: torch.Tensor
+    is_copied: torch.cuda.Event | None
+
+
+class PageWriter:
+    """Writes batches to all stores, in the order in which they were put."""
+
+    def __init__(self, stores: Sequence[SealedStore]) -> None:
+        """Start the thread; the stores are used by nothing else."""
+        self._stores = stores
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_idle = threading.Condition(self._lock)
+        self._num_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="kvframe-page-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, batch: Batch) -> None:
+        """Queue pages, or drop them if too many wait."""
+        with self._lock:
+            is_full = self._num_bytes + batch.pages.nbytes > MAX_QUEUED_BYTES and self._num_bytes > 0
+            if not is_full:
+                self._num_bytes += batch.pages.nbytes
+        if is_full:
+            for store in self._stores:
+                store.counts.pages_dropped += len(batch.page_keys)
+            return
+        self._batches.put(batch)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until nothing is queued, for some seconds at most; return whether nothing is."""
+        with self._is_idle:
+            return self._is_idle.wait_for(lambda: self._num_bytes == 0, seconds)
+
+    def close(self, seconds: float) -> None:
+        """Write what is queued, for some seconds at most, and end the thread."""
+        self._batches.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            try:
+                self._write(batch)
+            finally:
+                with self._is_idle:
+                    self._num_bytes -= batch.pages.nbytes
+                    self._is_idle.notify_all()
+        for store in self._stores:
+            store.close()
+
+    def _write(self, batch: Batch) -> None:
+        if batch.is_copied is not None:
+            batch.is_copied.synchronize()
+        keys = [batch.records.key_of(batch.group, key) for key in batch.page_keys]
+        pages = list(batch.pages.numpy())
+        for store in self._stores:
+            store.write(batch.records, keys, pages)

@@ -1,0 +1,193 @@
+"""Pages that left the device come back from host memory and page stores, and requests get the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from kvframe_engine.tiers import fetcher, sealed_store
+
+from kvframe import Engine, Stack, load_plugins
+from kvframe.contract.errors import StackError
+from tests.models.serving import GREEDY, TinyModel, ids
+from tests.support.engines import held_pages, manager_of
+from tests.support.stores import SHELVES, Shelf, shelf_plugin
+
+SYSTEM = ids(3, 37)
+ASKED = [[*SYSTEM, *ids(6, 3)], [*SYSTEM, *ids(7, 19)]]
+OTHERS = [ids(50 + index, 60) for index in range(8)]
+FAMILIES = ["llama", "gemma3_text", "mamba2", "qwen3_next", "deepseek_v3"]
+"""Full attention; windows and full attention; states; gated delta rules and full attention; latents."""
+
+TIERS: dict[str, dict[str, Any]] = {
+    "host": {"host_memory": "4MiB"},
+    "store": {"stores": ["shelf"]},
+    "both": {"host_memory": "64KiB", "stores": ["shelf"]},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return made(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return made(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(autouse=True)
+def shelf() -> Iterator[Shelf]:
+    """The content of the store, empty at first."""
+    SHELVES.clear()
+    yield SHELVES.setdefault("one", Shelf())
+    SHELVES["one"].gate.set()
+
+
+def made(folder: Path, family: str) -> TinyModel:
+    registry = load_plugins(plugins=[shelf_plugin()]).registry
+    return attrs.evolve(TinyModel.save(folder, family), registry=registry)
+
+
+def small_engine(model: TinyModel, **options: Any) -> Engine:
+    """Return an engine whose pool is about as large as one request."""
+    limits = {"block_size": 4, "max_model_len": 80}
+    return model.engine(memory=model.tight_memory(72, **limits), audit=True, **limits, **options)
+
+
+def tokens(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in engine.generate(prompts, GREEDY)]
+
+
+def expected(model: TinyModel, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    with model.engine(block_size=4, prefix_caching=False) as engine:
+        return tokens(engine, prompts)
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_evicted_prefixes_come_back(tiny: TinyModel, tiers: str) -> None:
+    asked, others = expected(tiny, ASKED), expected(tiny, OTHERS)
+    with small_engine(tiny, **TIERS[tiers]) as engine:
+        assert asked == tokens(engine, ASKED)
+        assert others == tokens(engine, OTHERS)
+        assert engine.flush_page_stores()
+        for prompt, generated in zip(ASKED, asked, strict=True):
+            (output,) = engine.generate([prompt], GREEDY)
+            assert generated == output.token_ids
+            assert output.cached is not None
+            assert 0 < output.cached.restored_tokens <= output.cached.num_tokens
+            assert set(output.cached.restored_from) <= {"host_memory", "shelf"}
+        assert 0 == held_pages(engine)
+        manager_of(engine).audit()
+
+
+def test_one_engine_computes_prompts_and_another_generates(tiny: TinyModel) -> None:
+    asked = expected(tiny, ASKED)
+    with tiny.engine(block_size=4, stores=["shelf"]) as first:
+        first.generate(ASKED, attrs.evolve(GREEDY, max_new_tokens=1))
+        assert first.flush_page_stores()
+    with tiny.engine(block_size=4, stores=["shelf"]) as second:
+        outputs = second.generate(ASKED, GREEDY)
+        assert asked == [output.token_ids for output in outputs]
+        for prompt, output in zip(ASKED, outputs, strict=True):
+            assert output.cached is not None
+            # All whole blocks but the last token's, as if this engine had computed the prompt itself.
+            alignment = second.plan.alignment
+            assert (len(prompt) - 1) // alignment * alignment == output.cached.num_tokens
+
+
+def test_an_engine_with_another_secret_finds_nothing(llama: TinyModel, shelf: Shelf) -> None:
+    for digit in "12":
+        with llama.engine(block_size=4, stores=["shelf"], key=digit * 64) as engine:
+            (output,) = engine.generate(ASKED[:1], GREEDY)
+            assert output.cached is not None
+            assert 0 == output.cached.num_tokens
+            assert engine.flush_page_stores()
+    assert 2 == len(shelf.origins)
+
+
+@pytest.mark.parametrize("lie", ["another byte", "another record", "nothing"])
+def test_a_store_that_lies_is_found_out(llama: TinyModel, shelf: Shelf, lie: str) -> None:
+    asked = expected(llama, ASKED)
+    with llama.engine(block_size=4, stores=["shelf"]) as engine:
+        assert asked == tokens(engine, ASKED)
+        assert engine.flush_page_stores()
+    any_record = next(iter(shelf.records.values()))
+    shelf.change = {
+        "another byte": lambda _, record: record[:-1] + bytes([record[-1] ^ 1]),
+        "another record": lambda _, record: any_record if record != any_record else bytes(len(record)),
+        "nothing": lambda _, record: b"",
+    }[lie]
+    with llama.engine(block_size=4, stores=["shelf"]) as engine:
+        outputs = engine.generate(ASKED, GREEDY)
+        assert asked == [output.token_ids for output in outputs]
+        assert [0, 0] == [output.cached.restored_tokens for output in outputs if output.cached is not None]
+        refused = engine.stats().stores["shelf"].pages_refused
+        assert (refused > 0) == (lie != "nothing")
+
+
+def test_a_store_that_fails_costs_hits_only(llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_store, "FIRST_REST", 0.0)
+    asked = expected(llama, ASKED)
+    with llama.engine(block_size=4, stores=["shelf"]) as engine:
+        shelf.failing = True
+        assert asked == tokens(engine, ASKED)
+        assert engine.flush_page_stores()
+        assert {} == shelf.records
+        assert engine.stats().stores["shelf"].failures > 0
+        shelf.failing = False
+        engine.reset_prefix_cache()
+        assert asked == tokens(engine, ASKED)
+        assert engine.flush_page_stores()
+        assert len(shelf.records) > 0
+
+
+def test_a_store_that_never_answers_delays_a_request_only_shortly(
+    llama: TinyModel, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher, "LEAST_WAIT", 0.05)
+    asked = expected(llama, ASKED)
+    with llama.engine(block_size=4, stores=["shelf"]) as engine:
+        shelf.gate.clear()
+        # Without a limit, this would wait for ever.
+        assert asked == tokens(engine, ASKED)
+        assert 2 == engine.stats().waits_in_vain
+        assert 0 == held_pages(engine)
+        shelf.gate.set()
+
+
+def test_pages_of_changed_weights_are_not_found(llama: TinyModel, shelf: Shelf) -> None:
+    with llama.engine(block_size=4, stores=["shelf"], host_memory="1MiB") as engine:
+        tokens(engine, ASKED)
+        assert engine.flush_page_stores()
+        model: Any = llama.loaded
+        with torch.no_grad():
+            model.model.model.embed_tokens.weight.mul_(1.5)
+        try:
+            engine.weights_changed()
+            (output,) = engine.generate(ASKED[:1], GREEDY)
+            assert output.cached is not None
+            assert 0 == output.cached.num_tokens
+        finally:
+            with torch.no_grad():
+                model.model.model.embed_tokens.weight.div_(1.5)
+    assert 2 == len(shelf.origins)
+
+
+def test_a_store_without_a_secret_needs_a_key(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.stores.ShelfStore.local_secret", lambda self: None)
+    with pytest.raises(StackError, match=r"page store 'shelf' keeps no secret, .*; set key in \[cache\]"):
+        llama.engine(stores=["shelf"])
+    llama.engine(stores=["shelf"], key="7" * 64).close()
+
+
+def test_nothing_is_kept_without_prefix_caching(llama: TinyModel, shelf: Shelf) -> None:
+    with llama.engine(stores=["shelf"], prefix_caching=False) as engine:
+        tokens(engine, ASKED)
+        assert engine.flush_page_stores()
+    assert ({}, set()) == (shelf.records, shelf.origins)
+    assert Stack().cache.all_stores == ()
