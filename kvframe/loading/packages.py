@@ -36,6 +36,7 @@ kvframe-sliding-window plugin:sliding_window spec:sliding_window
 kvframe-torch plugin:torch backend:torch backend:torch_varlen
 kvframe-transformers plugin:transformers model_adapter:transformers
 kvframe-triton plugin:triton backend:triton backend:triton_mla
+kvframe-valkey plugin:valkey page_store:valkey
 kvframe-vllm plugin:vllm
 """
 """On each line a package, then names that it provides, each after its kind in ``claims.KINDS``, or ``command``."""

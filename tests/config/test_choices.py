@@ -1,4 +1,4 @@
-"""From an eviction policy's name in a stack to the cache that uses it."""
+"""From the names of an eviction policy and of page stores in a stack to what they name."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from kvframe_scan_resistant.policy import ScanResistant
+from kvframe_valkey.store import ValkeyStore
 
 from kvframe import Engine, SamplingParams, Setup
-from kvframe.config.choices import make_policy
+from kvframe.config.choices import make_page_stores, make_policy
 from kvframe.config.stack import Stack
 from kvframe.contract.errors import StackError
 from kvframe.contract.eviction import LRU, EvictionPolicy
+from kvframe.contract.page_store import PageStore
 from kvframe.loading.plugins import load_plugins
 from tests.engine.scripted_model import ScriptedModel
 from tests.support.commands import run
@@ -52,6 +54,24 @@ def test_least_recently_used_is_the_default_and_needs_no_plugin() -> None:
 def test_a_name_or_a_table_chooses_a_policy() -> None:
     assert ScanResistant() == chosen({"eviction": "scan_resistant"})
     assert ScanResistant(patience=2) == chosen({"eviction": {"name": "scan_resistant", "patience": 2}})
+
+
+def test_page_stores_are_made_with_their_options() -> None:
+    def made(*uses: dict[str, Any]) -> list[PageStore]:
+        stack = Stack.from_mapping({"cache": {"stores": [*uses]}}, "my.toml")
+        return make_page_stores(stack, load_plugins().registry)
+
+    use = {"name": "valkey", "url": "redis://cache:7000/2"}
+    first, second = made({**use, "expiry": 60}, use)
+    assert (ValkeyStore(url="redis://cache:7000/2", expiry=60), ValkeyStore(url="redis://cache:7000/2")) == (first, second)
+    with pytest.raises(StackError) as caught:
+        made(use, {"name": "valkey", "uri": "redis://:secret@cache"})
+    assert "cache.stores[1]: page store 'valkey': there is no option 'uri'; its options: url," in str(caught.value)
+    assert "did you mean 'url'?" in str(caught.value)
+    with pytest.raises(StackError) as caught:
+        made({"name": "valkey", "url": "http://:secret@cache"})
+    assert "page store 'valkey': url must be like valkey://host:6379" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
