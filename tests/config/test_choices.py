@@ -63,7 +63,10 @@ def test_page_stores_are_made_with_their_options() -> None:
 
     use = {"name": "valkey", "url": "redis://cache:7000/2"}
     first, second = made({**use, "expiry": 60}, use)
-    assert (ValkeyStore(url="redis://cache:7000/2", expiry=60), ValkeyStore(url="redis://cache:7000/2")) == (first, second)
+    assert (ValkeyStore(url="redis://cache:7000/2", expiry=60), ValkeyStore(url="redis://cache:7000/2")) == (
+        first,
+        second,
+    )
     with pytest.raises(StackError) as caught:
         made(use, {"name": "valkey", "uri": "redis://:secret@cache"})
     assert "cache.stores[1]: page store 'valkey': there is no option 'uri'; its options: url," in str(caught.value)
